@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
+from octavo.server.answers.call_parser import MalformedError
 from octavo.server.answers.kimi_k3 import KimiK3Format
 from octavo.server.answers.parts import joined
-from octavo.server.answers.tagged_calls import GLM47Format, GLMFormat, Qwen3CoderFormat, SeedOSSFormat
+from octavo.server.answers.tagged_calls import (
+    GLM47Format,
+    GLMFormat,
+    MiniMaxM2Format,
+    Qwen3CoderFormat,
+    SeedOSSFormat,
+    TaggedFormat,
+)
 from octavo.server.answers.tool_format import Function, ToolFormat
 from octavo.server.answers.value_ends import TagEnd
 
@@ -147,3 +155,222 @@ def test_each_head_of_a_call_after_a_value_is_looked_at_once(monkeypatch: pytest
     text = SeedOSSFormat().write([("bash", {"cmd": value})])
     assert calls_in(SeedOSSFormat(), text)[0][0] == "bash"
     assert len(places) < 6 * 50 + 20
+
+
+def ends_of(form: TaggedFormat, text: str, *, is_text: bool = True) -> tuple[str, str, int]:
+    """Return the value, its closing mark ("?" if it stays text), and how many characters show that.
+
+    It is the same for each text that begins so, and if the beginning of the value is dropped while it comes.
+    """
+
+    def new() -> TagEnd:
+        heads = form.argument_heads(["why"])
+        return TagEnd(form, form.value_closes, heads, is_text=is_text, is_padded=form.is_padded)
+
+    def found(ends: TagEnd, text: str, *, is_over: bool) -> tuple[int, int] | None:
+        try:
+            return ends.find(text, is_over=is_over)
+        except MalformedError:
+            return ends.looked_at, -1
+
+    answers = [found(new(), text[:cut], is_over=False) for cut in range(len(text) + 1)]
+    place, end = found(new(), text, is_over=True) or (0, 0)
+    num_needed = next((cut for cut, each in enumerate(answers) if each is not None), len(text) + 1)
+    assert {*answers[num_needed:]} <= {(place, end)}
+    ends, num_dropped = new(), 0
+    for cut in range(num_needed):
+        assert found(ends, text[num_dropped:cut], is_over=False) is None
+        num_certain = ends.num_certain(text[num_dropped:cut])
+        assert num_dropped + num_certain <= place
+        ends.drop(text[num_dropped : num_dropped + num_certain])
+        num_dropped += num_certain
+    last = found(ends, text[num_dropped:num_needed], is_over=num_needed > len(text))
+    assert last == (place - num_dropped, end - num_dropped if end >= 0 else -1)
+    return text[:place], "?" if end < 0 else text[place:end], num_needed
+
+
+@pytest.mark.parametrize(
+    ("family", "value", "mark", "rest", "num_needed"),
+    [
+        (Qwen3CoderFormat, "x\n", "</parameter>", "\n</function>\n</tool_call>", 39),
+        (Qwen3CoderFormat, "x", "</parameter>", "\n</function>\n</tool_call>", 39),
+        (Qwen3CoderFormat, "x\n", "</parameter>", "\n<parameter=why>", 30),
+        (Qwen3CoderFormat, "x", "</parameter>", "\n<parameter=why>", 29),
+        (Qwen3CoderFormat, "x", "</parameter>", "<parameter=why>y\n</parameter>\n</function>\n</tool_call>", 28),
+        (Qwen3CoderFormat, "x\n", "</parameter", "\n</function>\n</tool_call>", 39),
+        (Qwen3CoderFormat, "x\n", "</parameter/>", "\n</function>\n</tool_call>", 41),
+        (Qwen3CoderFormat, "x\n", "</parameter />", "\n</function>\n</tool_call>", 42),
+        (Qwen3CoderFormat, "x", "?", "</parameter\n</function>\n</tool_call>", 38),
+        (
+            Qwen3CoderFormat,
+            "x",
+            "?",
+            "</parameter\n</function>\n</tool_call><tool_call>\n<function=now>\n</function>\n</tool_call>",
+            75,
+        ),
+        (Qwen3CoderFormat, "x\n", "", "<parameter=why>\ny", 18),
+        (Qwen3CoderFormat, "x <parameter=why>\ny\n", "</parameter>", "\n</function>\n</tool_call>", 57),
+        (Qwen3CoderFormat, "x\n<parameter=why>y\n", "</parameter>", "\n</function>\n</tool_call>", 56),
+        (Qwen3CoderFormat, "x\n\n", "?", "<parameter=why>\ny", 19),
+        (Qwen3CoderFormat, "x</function>\n</tool_call>", "?", "", 26),
+        (Qwen3CoderFormat, "x\n", "", "</function>\n</tool_call>", 27),
+        (
+            Qwen3CoderFormat,
+            "x\n",
+            "",
+            "</function>\n</tool_call><tool_call>\n<function=now>\n</function>\n</tool_call>",
+            64,
+        ),
+        (Qwen3CoderFormat, "x\n</function>\n</tool_call>\n", "</parameter>", "\n</function>\n</tool_call>", 64),
+        (Qwen3CoderFormat, "x\n</function>\ny\n", "", "</function>\n</tool_call>", 41),
+        (Qwen3CoderFormat, "x\n</tool_call>\n", "</parameter>", "\n</function>\n</tool_call>", 52),
+        (Qwen3CoderFormat, "x\n</parameter> y\n", "</parameter>", "\n</function>\n</tool_call>", 54),
+        (Qwen3CoderFormat, "x\n</parameter> y\n", "?", "</function>\n</tool_call>", 42),
+        (Qwen3CoderFormat, "x\n", "</parameter>", "\n</parameter>\n</function>\n</tool_call>", 27),
+        (Qwen3CoderFormat, "x</parameter>\n", "</parameter>", "\n</function>\n</tool_call>", 51),
+        (Qwen3CoderFormat, "x\n", "</parameter>", "\n<parameter=a>", 27),
+        (Qwen3CoderFormat, "x</parameter>\n<parameter=a>\n", "</parameter>", "\n</function>\n</tool_call>", 65),
+        (
+            Qwen3CoderFormat,
+            "a<tool_call>\n<function=now>\n</function>\n</tool_call>b\n",
+            "</parameter>",
+            "\n</function>\n</tool_call>",
+            91,
+        ),
+        (
+            Qwen3CoderFormat,
+            "a<tool_call>\n<function=now>\n</function>\nb\n",
+            "</parameter>",
+            "\n</function>\n</tool_call>",
+            79,
+        ),
+        (
+            Qwen3CoderFormat,
+            "a<tool_call>\n<function=now>\n<parameter=why>\ny\n</parameter>\n</function>\n</tool_call>\n",
+            "</parameter>",
+            "\n</function>\n</tool_call>",
+            121,
+        ),
+        (Qwen3CoderFormat, "a<function= b\n", "</parameter>", "\n</function>\n</tool_call>", 51),
+        (Qwen3CoderFormat, "x\n\n", "?", "</function>\n</tool_call>", 28),
+        (Qwen3CoderFormat, "x\n/parameter>\n", "?", "</function>\n</tool_call>", 39),
+        (Qwen3CoderFormat, "x\n</paramet\n", "?", "</function>\n</tool_call>", 37),
+        (Qwen3CoderFormat, "", "?", "", 1),
+        (Qwen3CoderFormat, "x", "?", "", 2),
+        (Qwen3CoderFormat, "x\n", "</parameter>", "", 15),
+        (Qwen3CoderFormat, "x\n", "</parameter>", "\n", 16),
+        (Qwen3CoderFormat, "x\n", "</parameter>", "\n</func", 22),
+        (Qwen3CoderFormat, "x\n</param", "?", "", 10),
+        (Qwen3CoderFormat, "\n\n", "?", "</function>\n</tool_call>", 27),
+        (Qwen3CoderFormat, "\n", "?", "</function>\n</tool_call>", 26),
+        (Qwen3CoderFormat, "a<function=n b\n", "?", "</function>\n</tool_call>", 40),
+        (Qwen3CoderFormat, "", "</parameter>", "\n</function>\n</tool_call>", 37),
+        (
+            Qwen3CoderFormat,
+            "x\n</parameter></tool_call>\n<function=\n",
+            "</parameter>",
+            "\n</function>\n</tool_call>",
+            75,
+        ),
+        (
+            Qwen3CoderFormat,
+            "x\n",
+            "</parameter>",
+            "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+            65,
+        ),
+        (SeedOSSFormat, "x", "</parameter>", "\n</function>\n</seed:tool_call>", 43),
+        (SeedOSSFormat, "x", "</parameter>", "\n<parameter=why>", 29),
+        (SeedOSSFormat, "x", "</parameter>", "<parameter=why>", 28),
+        (SeedOSSFormat, "x", "</parameter/>", "\n<parameter=why>", 30),
+        (SeedOSSFormat, "x", "?", "</parameter/><parameter=why>", 29),
+        (SeedOSSFormat, "x", "</parameter", "\n</function>\n</seed:tool_call>", 43),
+        (SeedOSSFormat, "x", "?", "</parameter/></seed:tool_call>", 32),
+        (SeedOSSFormat, "x", "\n", "<parameter=why>", 17),
+        (SeedOSSFormat, "x<parameter=why>y", "</parameter>", "\n</function>\n</seed:tool_call>", 59),
+        (SeedOSSFormat, "x", "\n", "</function>\n</seed:tool_call>", 32),
+        (
+            SeedOSSFormat,
+            "x",
+            "\n",
+            "</function>\n</seed:tool_call><seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+            74,
+        ),
+        (SeedOSSFormat, "x\n</function>\ny", "?", "", 16),
+        (SeedOSSFormat, "\n", "?", "</function>\n</seed:tool_call>", 31),
+        (
+            SeedOSSFormat,
+            "x",
+            "</parameter>",
+            "\n</function>\n</seed:tool_call> y</parameter>\n</function>\n</seed:tool_call>",
+            43,
+        ),
+        (SeedOSSFormat, "x</parameter></seed:tool_call> y", "</parameter>", "\n</function>\n</seed:tool_call>", 74),
+        (SeedOSSFormat, "x</parameter>\n</function>\ny", "</parameter>", "\n</function>\n</seed:tool_call>", 69),
+        (
+            SeedOSSFormat,
+            "x",
+            "</parameter>",
+            "\n</function>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+            69,
+        ),
+        (
+            SeedOSSFormat,
+            "x",
+            "</parameter>",
+            "</seed:tool_call><function= <seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+            84,
+        ),
+        (
+            SeedOSSFormat,
+            "x<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+            "</parameter>",
+            "\n</function>\n</seed:tool_call>",
+            104,
+        ),
+        (MiniMaxM2Format, "x", "</parameter>", "</invoke>\n</minimax:tool_call>", 43),
+        (MiniMaxM2Format, "x", "</parameter>", '</invoke><invoke name="now">\n</invoke>\n</minimax:tool_call>', 51),
+        (MiniMaxM2Format, "x", "</parameter>", '</invoke><invoke name="', 37),
+        (MiniMaxM2Format, "x", "", '</invoke><invoke name="now">\n</invoke>\n</minimax:tool_call>', 39),
+        (MiniMaxM2Format, "x", "", "</invoke>\n</minimax:tool_call>", 32),
+        (MiniMaxM2Format, "x</parameter>\n</minimax:tool_call>", "</parameter>", "</invoke>\n</minimax:tool_call>", 76),
+        (MiniMaxM2Format, "x", "\n", '<parameter name="why">', 24),
+        (GLM47Format, "x", "</arg_value>", "</tool_call>", 25),
+        (GLM47Format, "x", "</arg_value>", "<arg_key>why</arg_key>", 36),
+        (GLM47Format, "x", "</arg_value/>", "<arg_key>why</arg_key>", 37),
+        (GLM47Format, "x", "", "</tool_call>", 14),
+        (GLM47Format, "x<arg_key>why</arg_key>", "?", "", 24),
+        (GLM47Format, "x</tool_call> y", "</arg_value>", "</tool_call>", 39),
+        (
+            GLM47Format,
+            "x<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>",
+            "</arg_value>",
+            "</tool_call>",
+            93,
+        ),
+        (KimiK3Format, "x", "<|close|>argument<|sep|>", "<|close|>call<|sep|><|close|>tools<|sep|>", 66),
+        (KimiK3Format, "x", "<|close|>argument<|sep|>", "<|open|>argument", 41),
+        (KimiK3Format, "x", "", '<|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|>', 81),
+        (KimiK3Format, "x", "", "<|close|>call<|sep|><|close|>tools<|sep|>", 43),
+    ],
+)
+def test_where_a_value_ends_and_when_that_is_known(
+    family: type[TaggedFormat], value: str, mark: str, rest: str, num_needed: int
+) -> None:
+    text = value + mark.strip("?") + rest
+    assert ends_of(family(), text) == (value, mark, num_needed)
+
+
+@pytest.mark.parametrize(
+    ("value", "mark", "rest", "num_needed"),
+    [
+        ("1", "</parameter>", "\n</function>\n</seed:tool_call>", 25),
+        ("1", "</parameter>", "y", 14),
+        ("1", "</parameter/>", "<parameter=why>", 29),
+        ("1", "", "<parameter=why>", 16),
+        ("1", "\n", "</function>\n</seed:tool_call>", 32),
+        ("1", "?", "", 2),
+    ],
+)
+def test_json_between_tags_ends_with_the_first_one(value: str, mark: str, rest: str, num_needed: int) -> None:
+    assert ends_of(SeedOSSFormat(), value + mark.strip("?") + rest, is_text=False) == (value, mark, num_needed)

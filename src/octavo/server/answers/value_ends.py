@@ -108,7 +108,7 @@ class TagEnd:
         self._is_loose = form.argument_closes.startswith("\n")
         self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
         self._marks = (self._start, *self._heads, *self._breaks, *self._openers)
-        self._any = re.compile("|".join(map(re.escape, sorted(self._marks, key=len, reverse=True))))
+        self._any = re.compile("|".join(map(re.escape, self._marks)))
         starts = range(1, max(2, len(closes) - 2))
         self._remnants = (*(closes[start:] for start in starts), *(closes[:-start] for start in starts))
         # A call begins with these marks, a name in place of "", and one of the follows; the opener alone is text.
@@ -117,7 +117,6 @@ class TagEnd:
         self._num_open = 0  # calls that began within the value and have not ended
         self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
         self._has_tags = False  # the value holds a closing tag as text
-        self._longest = max(map(len, (closes, *self._openers, *self._breaks))) + 1
         # Places up to which the text after the mark at `looked_at` was looked at; 0: not yet.
         self._ahead_at = self._inner_at = self._call_at = 0
         self._inner_depth = 0  # calls that are open there
@@ -190,7 +189,7 @@ class TagEnd:
                 self._surplus_at = mark.start()
                 return True
             start = mark.end()
-        self._inner_at, self._inner_depth = max(start, len(text) - self._longest), depth
+        self._inner_at, self._inner_depth = max(start, len(text) - _MAX_MARK_CHARS), depth
         return False if is_over else None
 
     def _begins_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
@@ -344,23 +343,23 @@ class TagEnd:
                 self._ahead_at = place
                 return None if follows is None else True
             place += 1
-        self._ahead_at = max(self._ahead_at, min(limit, len(text) - self._longest))
+        self._ahead_at = max(self._ahead_at, min(limit, len(text) - _MAX_MARK_CHARS))
         if is_call:
             return False
         return num_held_back_chars(text, ends) > len(pad) if is_over else None
 
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
-        """Return where the next whole head of a call begins after a place, and True.
+        """Return where the next head of a call begins after a place, and True. It is whole, or the answer ends within it.
 
         If there is none, return the place up to which that is certain, and False.
         """
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
         while (found := text.find(opener, self._call_at)) >= 0:
-            begins = self._begins_call(text, found, is_over=is_over)
+            begins = self._begins_call(text, found, is_over=False)
             if begins is not False:
                 self._call_at = found
-                return found, bool(begins)
+                return found, is_over or bool(begins)
             self._call_at = found + 1
         self._call_at = max(self._call_at, len(text) - len(opener))
         return len(text), False
