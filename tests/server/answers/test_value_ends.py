@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,13 +13,17 @@ from octavo.server.answers.parts import joined
 from octavo.server.answers.tagged_calls import (
     GLM47Format,
     GLMFormat,
+    MiniCPM5Format,
     MiniMaxM2Format,
     Qwen3CoderFormat,
     SeedOSSFormat,
     TaggedFormat,
 )
 from octavo.server.answers.tool_format import Function, ToolFormat
-from octavo.server.answers.value_ends import TagEnd
+from octavo.server.answers.value_ends import MarkEnd, TagEnd, ValueEnd, slips_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 STRING = {"type": "string"}
 FUNCTIONS = [Function("bash", {"type": "object", "properties": {"cmd": STRING, "why": STRING}, "required": ["cmd"]})]
@@ -157,17 +161,23 @@ def test_each_head_of_a_call_after_a_value_is_looked_at_once(monkeypatch: pytest
     assert len(places) < 6 * 50 + 20
 
 
-def ends_of(form: TaggedFormat, text: str, *, is_text: bool = True) -> tuple[str, str, int]:
-    """Return the value, its closing mark ("?" if it stays text), and how many characters show that.
+def ends_of(form: TaggedFormat, text: str, *, is_text: bool = True, closes: str = "") -> tuple[str, str, int]:
+    """Return the value, its closing mark ("?" if it stays text), and how many characters show that."""
+
+    def new() -> TagEnd:
+        heads = form.argument_heads(["why"])
+        return TagEnd(form, closes or form.value_closes, heads, is_text=is_text, is_padded=form.is_padded)
+
+    return followed(new, text)
+
+
+def followed(new: Callable[[], ValueEnd], text: str) -> tuple[str, str, int]:
+    """Return what `ends_of` does.
 
     It is the same for each text that begins so, and if the beginning of the value is dropped while it comes.
     """
 
-    def new() -> TagEnd:
-        heads = form.argument_heads(["why"])
-        return TagEnd(form, form.value_closes, heads, is_text=is_text, is_padded=form.is_padded)
-
-    def found(ends: TagEnd, text: str, *, is_over: bool) -> tuple[int, int] | None:
+    def found(ends: ValueEnd, text: str, *, is_over: bool) -> tuple[int, int] | None:
         try:
             return ends.find(text, is_over=is_over)
         except MalformedError:
@@ -352,6 +362,100 @@ def ends_of(form: TaggedFormat, text: str, *, is_text: bool = True) -> tuple[str
         (KimiK3Format, "x", "<|close|>argument<|sep|>", "<|open|>argument", 41),
         (KimiK3Format, "x", "", '<|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|>', 81),
         (KimiK3Format, "x", "", "<|close|>call<|sep|><|close|>tools<|sep|>", 43),
+        (Qwen3CoderFormat, "x\n</p\n", "?", "</function>\n</tool_call>", 31),
+        (Qwen3CoderFormat, "x\n</\n", "", "</function>\n</tool_call>", 30),
+        (Qwen3CoderFormat, "x\ner>\n", "?", "</function>\n</tool_call>", 31),
+        (Qwen3CoderFormat, "x\nr>\n", "", "</function>\n</tool_call>", 30),
+        (Qwen3CoderFormat, "x\n<parameter=why>", "?", "", 18),
+        (Qwen3CoderFormat, "x\n</function>\n</tool", "?", "", 21),
+        (Qwen3CoderFormat, "x\n", "</parameter>", "\n</function>\n</tool", 34),
+        (Qwen3CoderFormat, "x\n", "?", "</function>\n</tool_call>\n</function>\n</tool_call>", 52),
+        (
+            Qwen3CoderFormat,
+            "x\n",
+            "",
+            "</function>\n</tool_call><tool_call>\n<function=now>\n</function>\n</tool_call><tool_call>\n<function=now>\n</function>\n</tool_call>",
+            64,
+        ),
+        (
+            Qwen3CoderFormat,
+            "a<tool_call>\n<function=now>\n</function>\n</tool_call>b<tool_call>\n<function=now>\n</function>\n</tool_call>c\n",
+            "</parameter>",
+            "\n</function>\n</tool_call>",
+            143,
+        ),
+        (
+            Qwen3CoderFormat,
+            "a<tool_call>\n<function=now>\n</parameter>\n</function>\nb\n",
+            "</parameter>",
+            "\n</function>\n</tool_call>",
+            92,
+        ),
+        (
+            Qwen3CoderFormat,
+            "a<tool_call>\n<function=now>\n<parameter=why>\n<tool_call>\n<function=now>\n</function>\n</tool_call></parameter>\n</function>\n</tool_call>\n",
+            "</parameter>",
+            "\n</function>\n</tool_call>",
+            170,
+        ),
+        (
+            Qwen3CoderFormat,
+            "a<tool_call>\n<function=now>\n<parameter=why>\n<function=now>\n</function><parameter=why>\n\n</function>\n</tool_call>\n",
+            "</parameter>",
+            "\n</function>\n</tool_call>",
+            149,
+        ),
+        (Qwen3CoderFormat, "x\n</tool_call><tool_call>\n<function=now>\n</function>\n</tool_call>", "?", "", 66),
+        (Qwen3CoderFormat, "x\n</tool_call>\ny\n", "", "</function>\n</tool_call>", 42),
+        (SeedOSSFormat, "x\n", "\n", "<parameter=why>", 18),
+        (
+            SeedOSSFormat,
+            "x</parameter></seed:tool_call> a</parameter> b",
+            "</parameter>",
+            "\n</function>\n</seed:tool_call>",
+            88,
+        ),
+        (SeedOSSFormat, "x", "</parameter>", "\n</function>\n</seed:tool", 38),
+        (
+            SeedOSSFormat,
+            "x</parameter></seed:tool_call><function=now>z",
+            "</parameter>",
+            "\n</function>\n</seed:tool_call>",
+            87,
+        ),
+        (
+            SeedOSSFormat,
+            "x</parameter></seed:tool_call><function=now z",
+            "</parameter>",
+            "\n</function>\n</seed:tool_call>",
+            87,
+        ),
+        (SeedOSSFormat, "x</parameter/> y", "</parameter>", "\n</function>\n</seed:tool_call>", 58),
+        (SeedOSSFormat, "x</parameter /", "?", "", 15),
+        (SeedOSSFormat, "x", "</parameter>", "</seed:tool_call><seed:tool_call>\n<function=now>", 62),
+        (SeedOSSFormat, "x", "</parameter>", "</seed:tool_call><function=", 41),
+        (SeedOSSFormat, "x</parameter></seed:tool_call></", "?", "", 33),
+        (
+            SeedOSSFormat,
+            "x</parameter/>\n</function>\n</seed:tool_call>y",
+            "</parameter>",
+            "\n</function>\n</seed:tool_call>",
+            87,
+        ),
+        (
+            GLM47Format,
+            "<tool_call>f<arg_key>k</arg_key><arg_value><tool_call>g</tool_call></arg_value></tool_call>",
+            "</arg_value>",
+            "</tool_call>",
+            115,
+        ),
+        (GLM47Format, "<tool_call>f", "</arg_value>", "</tool_call>", 36),
+        (GLM47Format, "<tool_call>f<arg_key>why</arg_key>", "</arg_value>", "</tool_call>", 59),
+        (GLM47Format, "<tool_call>f</tool_call>", "?", "</tool_call>", 37),
+        (KimiK3Format, "x", "<|close|>argument<|sep|>", '<|close|>tools<|sep|><|open|>call tool="now', 69),
+        (GLM47Format, "x", "?", "<arg_key>why</arg_key><arg_value>", 34),
+        (GLM47Format, "x", "</arg_value>", "<arg_key>why</arg_key><arg_value>", 46),
+        (GLM47Format, "x", "</arg_value/>", "<arg_key>why</arg_key><arg_value>", 47),
     ],
 )
 def test_where_a_value_ends_and_when_that_is_known(
@@ -374,3 +478,91 @@ def test_where_a_value_ends_and_when_that_is_known(
 )
 def test_json_between_tags_ends_with_the_first_one(value: str, mark: str, rest: str, num_needed: int) -> None:
     assert ends_of(SeedOSSFormat(), value + mark.strip("?") + rest, is_text=False) == (value, mark, num_needed)
+
+
+@pytest.mark.parametrize(
+    ("family", "value", "rest", "num_needed"),
+    [
+        (GLM47Format, "1", "<arg_key>why</arg_key><arg_value>", 34),
+        (Qwen3CoderFormat, "1\n\n", "<parameter=why>\n", 19),
+        (Qwen3CoderFormat, "1", "<parameter=why>\n", 17),
+    ],
+)
+def test_json_without_its_tag_ends_before_the_next_argument(
+    family: type[TaggedFormat], value: str, rest: str, num_needed: int
+) -> None:
+    assert ends_of(family(), value + rest, is_text=False) == (value, "", num_needed)
+
+
+def test_an_end_is_looked_for_in_all_of_a_long_text() -> None:
+    value = f"{'x' * 700}</parameter></seed:tool_call>{'y' * 700}</parameter> z{'w' * 700}"
+    text = value + "</parameter>\n</function>\n</seed:tool_call>"
+    assert ends_of(SeedOSSFormat(), text) == (value, "</parameter>", len(text))
+
+
+def test_a_name_without_end_begins_no_call() -> None:
+    value = f"x</parameter></seed:tool_call><function={'n' * 600}"
+    text = value + "</parameter>\n</function>\n</seed:tool_call>"
+    assert ends_of(SeedOSSFormat(), text) == (value, "</parameter>", len(text))
+
+
+@pytest.mark.parametrize(
+    ("value", "mark", "rest", "num_needed"),
+    [
+        ("x", "]]>", "</param></function>", 23),
+        ("x]]> y", "]]>", "</param></function>", 28),
+        ("x]]</param>", "", "</function>", 23),
+    ],
+)
+def test_another_mark_ends_a_value_before_the_closing_tag(value: str, mark: str, rest: str, num_needed: int) -> None:
+    assert ends_of(MiniCPM5Format(), value + mark + rest, closes="]]>") == (value, mark, num_needed)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a]b]]>c", ("a]b", "]]>", 6)),
+        ("]]>", ("", "]]>", 3)),
+        ("ab]]", ("ab]]", "?", 5)),
+        ("a" * 9, ("a" * 9, "?", 10)),
+    ],
+)
+def test_a_mark_that_no_value_holds_ends_it(text: str, expected: tuple[str, str, int]) -> None:
+    assert followed(lambda: MarkEnd("]]>"), text) == expected
+
+
+def test_what_was_looked_at_is_not_looked_at_again() -> None:
+    end = MarkEnd("]]>")
+    assert end.find("abcd]", is_over=False) is None
+    assert (end.looked_at, end.num_certain("abcd]")) == (3, 4)
+    end.drop("abcd")
+    assert end.looked_at == 0
+    assert end.find("abcdef", is_over=False) is None
+    end.drop("ab")
+    assert end.looked_at == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "num_certain"),
+    [
+        (GLM47Format, "x\n", 2),
+        (SeedOSSFormat, "x\n", 1),
+        (SeedOSSFormat, "x\n\n", 2),
+        (SeedOSSFormat, "x<", 1),
+        (SeedOSSFormat, "xy</par", 2),
+        (SeedOSSFormat, "xy</seed:", 2),
+        (SeedOSSFormat, "xy</parameter>", 2),
+    ],
+)
+def test_how_much_of_a_value_is_certain(family: type[TaggedFormat], text: str, num_certain: int) -> None:
+    form = family()
+    ends = TagEnd(form, form.value_closes, form.argument_heads(["why"]), is_text=True, is_padded=False)
+    assert ends.find(text, is_over=False) is None
+    assert ends.num_certain(text) == num_certain
+
+
+@pytest.mark.parametrize(
+    ("tag", "slips"), [("</a>", r"</a(?:\s*/?>)?"), ("]]>", r"\]\]>"), ("</a", "</a"), ("<a>", "<a>")]
+)
+def test_only_a_closing_tag_has_slips(tag: str, slips: str) -> None:
+    assert slips_of(tag) == slips
