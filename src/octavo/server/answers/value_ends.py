@@ -226,7 +226,7 @@ class TagEnd:
         is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
             return is_end
-        ends = self._is_proper_end_ahead(text, place + 1, is_over=is_over)
+        ends = self._is_proper_end_ahead(text, place, is_over=is_over)
         if ends is not False:
             return None if ends is None else False
         if self._breaks[0] in text[place + 1 : self._next_call(text, place, is_over=is_over)[0]]:
@@ -349,9 +349,9 @@ class TagEnd:
         return num_held_back_chars(text, ends) > len(pad) if is_over else None
 
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
-        """Return where the next head of a call begins after a place, and True. It is whole, or the answer ends within it.
+        """Return where the next call begins after a place, and True: its head is whole, or the answer ends within it.
 
-        If there is none, return the place up to which that is certain, and False.
+        If none begins, return the place up to which that is certain, and False.
         """
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
