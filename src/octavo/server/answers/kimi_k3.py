@@ -36,6 +36,7 @@ class KimiK3Format(TaggedFormat):
     closes = f"{_CLOSE}tools{_SEP}"
     call_opens, named, call_closes = f"{_OPEN}call", _SEP, f"{_CLOSE}call{_SEP}"
     argument_opens, argument_named, value_closes = f"{_OPEN}argument", _SEP, f"{_CLOSE}argument{_SEP}"
+    head_pattern = re.compile(r"[^<]*")
     frames = (f"{_OPEN}response{_SEP}", f"{_CLOSE}response{_SEP}", f"{_CLOSE}message{_SEP}")
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> KimiK3Parser:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.server.answers.argument_values import is_text, json_of, schema_comment, text_lexeme, types_of
-from octavo.server.answers.call_sections import SectionFormat
+from octavo.server.answers.call_sections import NAME, SectionFormat
 from octavo.server.answers.parts import Heads
 from octavo.server.answers.tagged_parser import TaggedParser
 from octavo.server.answers.tool_format import choice_of, json_text
@@ -14,6 +14,7 @@ from octavo.structured_output.lark import FEW_BLANKS, pattern
 from octavo.structured_output.merging import alternatives, is_open, merged
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Sequence
 
     from octavo.server.answers.tool_format import Function
@@ -27,6 +28,7 @@ class TaggedFormat(SectionFormat):
     An argument is `argument_opens`, its name, `argument_named`, its value, `value_closes`, and `argument_closes`.
     is_padded: a value stands on lines of its own, whose line feeds are none of it.
     raw_marks: what a value may stand between within its tag, whatever is in it.
+    head_pattern: what stands between `call_opens` and `named`.
     text_mark, json_mark: what stands behind an argument's name where its value is a string, and where it is JSON.
     """
 
@@ -40,6 +42,7 @@ class TaggedFormat(SectionFormat):
     text_mark: ClassVar[str] = ""
     json_mark: ClassVar[str] = ""
     raw_marks: ClassVar[tuple[str, str] | None] = None
+    head_pattern: ClassVar[re.Pattern[str]] = NAME
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> TaggedParser:
         """Return what reads tags."""

@@ -28,12 +28,30 @@ class TaggedParser(ValueParser):
     So does a call of a function without parameters. Otherwise it is text.
     """
 
-    _given: set[str]  # the names of the arguments that the call has so far
+    _given: set[str]  # the names of the arguments that the call has so far; empty once it has ended
 
     def __init__(self, form: TaggedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
         self._form, self.is_padded = form, form.is_padded
         self._parameters = {each.name: each.parameters for each in functions}
+        closes = form.closes if form.one_each else ""
+        opens = form.opener if closes else form.call_opens or form.opener
+        self._pair = opens.strip(), (closes or form.call_closes).strip()  # what a call begins and ends with
+
+    def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
+        self._given = set()
+        is_call = yield from super()._attempt(call, steps)
+        if self._given:
+            yield from self._rest_of_call()
+        return is_call
+
+    def _rest_of_call(self) -> Wait[None]:
+        """Emit the rest of a call that broke as content, with the calls within it: they may be part of a value."""
+        opens, closes = self._pair
+        num_open = 1
+        while num_open and (mark := (yield from self._content(opens, closes))):
+            num_open += 1 if mark == opens else -1
+            self._tell_content()
 
     def _call_steps(self, call: Call) -> Wait[None]:
         form = self._form
@@ -46,13 +64,13 @@ class TaggedParser(ValueParser):
             raise MalformedError
         self._begin(call)
         self._drop()
-        self._given = set()
         told = ""
         while (yield from self._takes_all(form.argument_opens)):
             told = yield from self._argument(call, ", " if told else "{")
             yield from self._takes_all(form.argument_closes)
         if not (yield from self._takes_end(call)):
             raise MalformedError
+        self._given = set()
         self._tell("arguments", "}" if told else "{}", call)
 
     def _takes_named(self) -> Wait[bool]:

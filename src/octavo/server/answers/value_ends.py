@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from octavo.engine.stop_strings import num_held_back_chars
 from octavo.server.answers.call_parser import MalformedError
-from octavo.server.answers.call_sections import NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     """Where a value and its closing tag end; False if a mark is text, None if more text is needed."""
 
 _MAX_MARK_CHARS = 512
-_BLANKS = re.compile(r"\s*")
+_NO_BLANK = re.compile(r"\S")
 
 
 def slips_of(tag: str) -> str:
@@ -26,6 +25,11 @@ def slips_of(tag: str) -> str:
     if tag.startswith("</") and tag.endswith(">"):
         return rf"{re.escape(tag[:-1])}(?:\s*/?>)?"
     return re.escape(tag)
+
+
+def _after_blanks(text: str, place: int) -> int:
+    found = _NO_BLANK.search(text, place)
+    return len(text) if found is None else found.start()
 
 
 class ValueEnd(Protocol):
@@ -98,22 +102,23 @@ class TagEnd:
         self._openers = tuple(mark for each in (form.opener, form.call_opens) if (mark := each.strip()))
         opens = form.argument_opens.strip()
         inner = (form.value_closes.strip(),) if closes != form.value_closes else ()
-        self._follows = (opens, *self._breaks, *inner)
+        self._call_follows = (opens, *self._breaks)
+        self._follows = (*self._call_follows, *inner)
+        self._end = (*inner, *self._breaks)
         self._is_loose = form.argument_closes.startswith("\n")
         self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
         self._marks = (self._start, *self._heads, *self._breaks, *self._openers)
-        self._any = re.compile("|".join(map(re.escape, sorted(self._marks, key=len, reverse=True))))
+        self._any = re.compile("|".join(map(re.escape, self._marks)))
         starts = range(1, max(2, len(closes) - 2))
         self._remnants = (*(closes[start:] for start in starts), *(closes[:-start] for start in starts))
-        # A call within the value begins with this, a name, a mark and one of the follows; the opener alone is text.
-        self._call_begins, self._named = (form.call_opens or form.opens).strip(), form.named.strip()
-        self._call_follows = tuple(mark for mark in (opens, *self._breaks) if mark)
+        # A call begins with these marks, a name in place of "", and one of the follows; the opener alone is text.
+        self._head = (*(form.call_opens or form.opens).split(), "", *form.named.split())
+        self._name = form.head_pattern
         self._num_open = 0  # calls that began within the value and have not ended
         self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
         self._has_tags = False  # the value holds a closing tag as text
-        self._longest = max(map(len, (closes, *self._openers, *self._breaks))) + 1
         # Places up to which the text after the mark at `looked_at` was looked at; 0: not yet.
-        self._ahead_at = self._inner_at = 0
+        self._ahead_at = self._inner_at = self._call_at = 0
         self._inner_depth = 0  # calls that are open there
         self._surplus_at = 0  # where more calls end than begin within the value up to there; 0: not known
         self.looked_at = 0
@@ -127,8 +132,8 @@ class TagEnd:
     def drop(self, text: str) -> None:
         """Forget the beginning of the text, which is the value's."""
         self.looked_at -= len(text)
-        known = (self._ahead_at, self._inner_at, self._surplus_at)
-        self._ahead_at, self._inner_at, self._surplus_at = (max(0, each - len(text)) for each in known)
+        known = (self._ahead_at, self._inner_at, self._call_at, self._surplus_at)
+        self._ahead_at, self._inner_at, self._call_at, self._surplus_at = (max(0, each - len(text)) for each in known)
         self._before = (self._before + text)[-_MAX_MARK_CHARS:]
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
@@ -184,20 +189,22 @@ class TagEnd:
                 self._surplus_at = mark.start()
                 return True
             start = mark.end()
-        self._inner_at, self._inner_depth = max(start, len(text) - self._longest), depth
+        self._inner_at, self._inner_depth = max(start, len(text) - _MAX_MARK_CHARS), depth
         return False if is_over else None
 
     def _begins_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return whether a whole head of a call begins at a place; None if more text is needed."""
-        head = text[place : place + _MAX_MARK_CHARS]
-        unknown = False if is_over or len(head) == _MAX_MARK_CHARS else None
-        if not head.startswith(self._call_begins):
-            return unknown if self._call_begins.startswith(head) else False
-        name = NAME.match(head, len(self._call_begins))
-        rest = head[len(self._call_begins) if name is None else name.end() :].lstrip()
-        if not rest.startswith(self._named):
-            return unknown if self._named.startswith(rest) else False
-        rest = rest[len(self._named) :].lstrip()
+        rest = text[place : place + _MAX_MARK_CHARS]
+        unknown = False if is_over or len(rest) == _MAX_MARK_CHARS else None
+        for mark in self._head:
+            rest = rest.lstrip()
+            if not mark:
+                rest = self._name.sub("", rest, count=1)
+            elif rest.startswith(mark):
+                rest = rest[len(mark) :]
+            else:
+                return unknown if mark.startswith(rest) else False
+        rest = rest.lstrip()
         if rest.startswith(self._call_follows):
             return True
         return unknown if any(each.startswith(rest) for each in self._call_follows) else False
@@ -219,10 +226,10 @@ class TagEnd:
         is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
             return is_end
-        ends = self._is_proper_end_ahead(text, place + 1, is_over=is_over)
+        ends = self._is_proper_end_ahead(text, place, is_over=is_over)
         if ends is not False:
             return None if ends is None else False
-        if self._breaks[0] in text[place + 1 : self._next_call(text, place)]:
+        if self._breaks[0] in text[place + 1 : self._next_call(text, place, is_over=is_over)[0]]:
             raise MalformedError  # two ends of one call: the first may be text of the value
         return self._broken_off(text, place)
 
@@ -237,31 +244,63 @@ class TagEnd:
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return whether the end of a section, another call or the end of the answer follows the end of a call."""
-        mark = next(each for each in self._breaks if text.startswith(each, place))
-        blanks = _BLANKS.match(text, place + len(mark))
-        rest = text[place + len(mark) if blanks is None else blanks.end() :][:_MAX_MARK_CHARS]
+        place = _after_blanks(text, place + len(self._breaks[0]))
+        rest = text[place : place + _MAX_MARK_CHARS]
         if not rest:  # an answer that ends before the end of its section may have ended within the value
             return len(self._breaks) == 1 if is_over else None
         after = (*self._breaks, *self._openers)
-        if any(rest.startswith(each) for each in after):
+        if rest.startswith(after):
             return True
         return None if not is_over and any(each.startswith(rest) for each in after) else False
 
     def _judged_closer(self, text: str, closer: re.Match[str], *, is_over: bool) -> _Verdict:
-        is_whole = closer.group() == self._closes
         follows = self._follow(text, closer.end(), is_over=is_over)
         if follows is None or (not is_over and self._begun.fullmatch(text, closer.start())):
             return None
         if not self._is_text:
-            return closer.start(), closer.end()
+            return closer.span()
         if not follows:
-            self._has_tags = self._has_tags or is_whole
+            self._has_tags = True
             return False
-        if not self._is_own_line(text, closer.start()) and follows != "head":
-            is_text = self._is_proper_end_ahead(text, closer.start() + 1, is_over=is_over)
-            if is_text is not False:
-                return None if is_text is None else False
-        return closer.start(), closer.end()
+        is_ended = self._is_ended(text, closer, follows, is_over=is_over)
+        if is_ended and closer.group() != self._closes and not self._is_only_slip(text, closer):
+            raise MalformedError  # it may be text as well
+        return closer.span() if is_ended else is_ended
+
+    def _is_ended(self, text: str, closer: re.Match[str], follows: str, *, is_over: bool) -> bool | None:
+        """Return whether a closing tag ends the value; None if more text is needed.
+
+        It does if a known argument follows, or what the format writes. Otherwise a later tag may be the end.
+        """
+        if follows == "head":
+            return True
+        is_regular: bool | None = self._is_own_line(text, closer.start())
+        if is_regular and follows == "end":
+            is_whole = closer.group() == self._closes
+            is_regular = is_whole and self._is_regular_end(text, closer.end(), is_over=is_over)
+        if is_regular is not False:
+            return is_regular
+        is_later = self._is_proper_end_ahead(text, closer.start() + 1, is_over=is_over)
+        return None if is_later is None else not is_later
+
+    def _is_regular_end(self, text: str, place: int, *, is_over: bool) -> bool | None:
+        """Return whether the call ends after a closing tag as the format writes it; None if more text is needed."""
+        for mark in self._end:
+            place = _after_blanks(text, place)
+            if not text.startswith(mark, place):
+                is_begun = mark.startswith(text[place : place + len(mark)])
+                return None if is_begun and not is_over else is_begun
+            place += len(mark)
+        return True
+
+    def _is_only_slip(self, text: str, closer: re.Match[str]) -> bool:
+        """Return whether what stands around a closing tag with a slip is as the format writes it."""
+        place = _after_blanks(text, closer.end())
+        if text.startswith(self._breaks, place):
+            is_next = text.startswith(self._end[0], place)
+        else:
+            is_next = not self._is_loose or "\n" in text[closer.end() : place]
+        return is_next and self._is_own_line(text, closer.start())
 
     def _is_own_line(self, text: str, place: int) -> bool:
         """Return whether the format writes a mark at this place."""
@@ -271,22 +310,22 @@ class TagEnd:
         """Return the last characters of the value before a place."""
         return (self._before + text[max(0, place - _MAX_MARK_CHARS) : place])[-_MAX_MARK_CHARS:]
 
-    def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "mark", ""] | None:
-        """Return which structure follows a closing tag; "" for none, None if more text is needed."""
-        blanks = _BLANKS.match(text, place)
-        place = place if blanks is None else blanks.end()
+    def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
+        """Return what follows a closing tag; "" for text, None if more text is needed.
+
+        "head": a known argument, or the end of the answer. "argument": another one, or the same closing tag again.
+        "end": the end of the call or of its section.
+        """
+        place = _after_blanks(text, place)
         rest = text[place : place + _MAX_MARK_CHARS]
-        if not rest:
-            return "mark" if is_over else None
+        marks = (*self._heads, *self._follows, self._closes)
+        if any(each.startswith(rest) and each != rest for each in marks):
+            return "head" if is_over else None
         if any(rest.startswith(each) for each in self._heads):
             return "head"
-        if any(rest.startswith(each) for each in self._follows):
-            is_head_begun = not is_over and any(each.startswith(rest) for each in self._heads)
-            return None if is_head_begun else "mark"
-        if rest.startswith(self._closes):
-            return "mark"  # written twice, or the value ends with such a tag: the call breaks there
-        begun = any(each.startswith(rest) for each in (*self._heads, *self._follows, self._closes))
-        return ("mark" if is_over else None) if begun else ""
+        if rest.startswith((self._follows[0], self._closes)):
+            return "argument"  # a tag that is doubled breaks the call
+        return "end" if rest.startswith(self._follows) else ""
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return whether a closing tag ends the value before the next call begins; None if that is not known.
@@ -296,7 +335,7 @@ class TagEnd:
         pad = "\n" if self._is_padded else ""
         ends = pad + self._start
         place = max(place, self._ahead_at)
-        limit = self._next_call(text, place)
+        limit, is_call = self._next_call(text, place, is_over=is_over)
         while (place := text.find(ends, place, limit)) >= 0:
             closer = self._closer.match(text, place + len(ends) - len(self._start))
             follows = self._follow(text, closer.end() if closer else place + len(ends), is_over=is_over)
@@ -304,19 +343,31 @@ class TagEnd:
                 self._ahead_at = place
                 return None if follows is None else True
             place += 1
-        self._ahead_at = max(self._ahead_at, len(text) - self._longest)
-        if limit < len(text):
+        self._ahead_at = max(self._ahead_at, min(limit, len(text) - _MAX_MARK_CHARS))
+        if is_call:
             return False
         return num_held_back_chars(text, ends) > len(pad) if is_over else None
 
-    def _next_call(self, text: str, place: int) -> int:
-        """Return where the next call begins after a place; the length of the text if none does."""
-        return min((found for each in self._openers if (found := text.find(each, place)) >= 0), default=len(text))
+    def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
+        """Return where the next call begins after a place, and True: its head is whole, or the answer ends within it.
+
+        If none begins, return the place up to which that is certain, and False.
+        """
+        opener = self._openers[-1]
+        self._call_at = max(place, self._call_at)
+        while (found := text.find(opener, self._call_at)) >= 0:
+            begins = self._begins_call(text, found, is_over=False)
+            if begins is not False:
+                self._call_at = found
+                return found, is_over or bool(begins)
+            self._call_at = found + 1
+        self._call_at = max(self._call_at, len(text) - len(opener))
+        return len(text), False
 
     def _broken_off(self, text: str, place: int) -> tuple[int, int]:
         """Return the end of a value without a closing tag."""
         written = self._written(text, place)
-        if self._has_tags or (self._is_text and self._is_padded and written.endswith("\n\n")):
+        if self._has_tags or not written.strip() or (self._is_text and self._is_padded and written.endswith("\n\n")):
             raise MalformedError  # which line feeds are the value's is not known
         if self._is_text and written.rstrip().endswith(self._remnants):
             raise MalformedError  # the closing tag lost its beginning or its end
