@@ -185,9 +185,9 @@ def add_key(path: Path, tenant: Tenant) -> str:
     key, digest = _new_key()
     table = {"sha256": digest, **given}
     _entries(tenant.name, table, f"the key {tenant.name!r}")
-    if path.exists() and any(known.name == tenant.name for known in Keyring.from_file(path).tenants):
-        raise ConfigError(f"{path} has a key of the name {tenant.name!r} already")
     with _changed(path) as tables:
+        if tenant.name in tables:
+            raise ConfigError(f"{path} has a key of the name {tenant.name!r} already")
         tables[tenant.name] = table
     return key
 
@@ -196,8 +196,8 @@ def remove_key(path: Path, name: str) -> None:
     """Remove a tenant's keys from a file. Raises `ConfigError`, also for the last ones in it."""
     if [known.name for known in Keyring.from_file(path).tenants] == [name]:
         raise ConfigError(f"{name!r} is the only key of {path}: add another one first")
-    with _changed(path) as tables:
-        del _table(path, tables, name)[name]
+    with _changed(path, name) as tables:
+        del tables[name]
 
 
 def rotate_key(path: Path, name: str) -> str:
@@ -206,16 +206,15 @@ def rotate_key(path: Path, name: str) -> str:
     Raises `ConfigError`.
     """
     key, digest = _new_key()
-    with _changed(path) as tables:
-        table = _table(path, tables, name)[name]
-        table.update(sha256=digest, previous_sha256=table["sha256"])
+    with _changed(path, name) as tables:
+        tables[name].update(sha256=digest, previous_sha256=tables[name]["sha256"])
     return key
 
 
 def retire_key(path: Path, name: str) -> None:
     """Remove the key that a tenant had before its present one. Raises `ConfigError` if there is none."""
-    with _changed(path) as tables:
-        if _table(path, tables, name)[name].pop("previous_sha256", None) is None:
+    with _changed(path, name) as tables:
+        if tables[name].pop("previous_sha256", None) is None:
             raise ConfigError(f"{name!r} has no previous key in {path}")
 
 
@@ -224,19 +223,12 @@ def _new_key() -> tuple[str, str]:
     return key, _digest(key.encode()).hex()
 
 
-def _table(path: Path, tables: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return `tables`. Raises `ConfigError` if none of them has this name."""
-    if name not in tables:
-        raise ConfigError(f"{path} has no key of the name {name!r}")
-    return tables
-
-
 @contextmanager
-def _changed(path: Path) -> Iterator[dict[str, Any]]:
+def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the tables of a file, and write them back with its comments and formatting.
 
-    Nothing is written if the block raises. The file is replaced atomically, and keeps its owner and mode. Raises
-    `ConfigError`, also if tomlkit is not installed.
+    name: a tenant that must be in the file. Nothing is written if the block raises. The file is replaced atomically,
+    and keeps its owner and mode. Raises `ConfigError`, also if tomlkit is not installed.
     """
     try:
         import tomlkit  # noqa: PLC0415  a server only reads keys
@@ -248,6 +240,8 @@ def _changed(path: Path) -> Iterator[dict[str, Any]]:
         _read(path)  # raises an error that names the place
     document = tomlkit.document() if is_new else tomlkit.parse(path.read_text(encoding="utf-8"))
     tables = document.setdefault("keys", tomlkit.table(is_super_table=True))
+    if name is not None and name not in tables:
+        raise ConfigError(f"{path} has no key of the name {name!r}")
     yield tables
     text = tomlkit.dumps(document)
     if tomllib.loads(text) != {"keys": tables.unwrap()}:
