@@ -33,7 +33,7 @@ def create_store(
 
     first: `first(block_bytes)` makes a store that is asked before the configured ones. direct: this engine's side of
     direct transfers. A prefill engine saves to it first, because decode engines wait for these blocks. A decode engine
-    asks it last, because the answer may have to be computed first. part_bytes: size of the first KV group's part of a
+    asks it last, because its blocks may still have to be computed. part_bytes: size of the first KV group's part of a
     block; None if there is no other group.
 
     A store that is down is no error: it is opened on first use, and again later. Raises `ConfigError` if the disk

@@ -63,8 +63,8 @@ class _Lookup:
 class StoreConnector:
     """A `core.kv_connector.KVConnector` over a store.
 
-    An answer is kept until the request ends or has more blocks to look up. An unusable store is not asked. After a load
-    that ended early, lookups ask only for the blocks before the first missing one. Blocks that another engine is
+    An answer is kept until the request ends or needs more blocks looked up. An unusable store is not asked. After a
+    load that ended early, lookups ask only for the blocks before the first missing one. Blocks that another engine is
     expected to save are looked up again until they are found or no more arrive.
 
     on_answer: called on other threads when a lookup has ended. direct: this engine's side of direct transfers, which is

@@ -145,7 +145,10 @@ class DirectDonor:
         return self._segment.lacks(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Copy blocks from the segment that this engine has evicted; return the number of leading ones found."""
+        """Fill blocks from the segment, which may still have blocks that the engine itself has evicted.
+
+        Returns the number of leading blocks found.
+        """
 
         def copy(block: memoryview, content: memoryview, _: bytes) -> None:
             block[:] = content
@@ -246,7 +249,7 @@ class DirectDonor:
         channel.send(messages.Refused(reason))
 
     def _hear(self, channel: Channel) -> ReadyToReceive:
-        """Authenticate a decode engine and return what it is ready for.
+        """Authenticate a decode engine and return its `ReadyToReceive`.
 
         Raises `RefusalError` if its KV differs, and `OSError`.
         """

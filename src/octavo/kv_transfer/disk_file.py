@@ -36,7 +36,7 @@ _MAX_CALL_BYTES = 64 << 20
 
 
 class CorruptFileError(Exception):
-    """The content of a file is not what was written: bits have changed, or bytes are missing."""
+    """The content of a file has changed since it was written, or bytes are missing."""
 
 
 class OtherFormatError(Exception):
