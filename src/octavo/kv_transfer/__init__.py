@@ -1,4 +1,4 @@
-"""KV beyond the device: stores of blocks by key, and what the scheduler asks of them."""
+"""KV stores outside the device, and the connector through which the scheduler uses them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ def create_store(
     direct: DirectDonor | DirectReceiver | None = None,
     part_bytes: int | None = None,
 ) -> TieredStore | None:
-    """Return the stores that were asked for, the fastest first; None where there are none.
+    """Return the configured stores as one, the fastest first; None if none is configured.
 
-    first(block_bytes) makes one that is asked before those of the configuration. A store that is down is no error: it
-    is opened when it is asked, and again later. direct: what a prefill engine saves first, as others wait for it, and
-    what a decode engine asks last, as it has to wait for that. part_bytes: of the first KV group's part of a
+    first: `first(block_bytes)` makes a store that is asked before the configured ones. direct: this engine's side of
+    direct transfers. A prefill engine saves to it first, because decode engines wait for these blocks. A decode engine
+    asks it last, because its blocks may still have to be computed. part_bytes: size of the first KV group's part of a
     block; None if there is no other group.
+
+    A store that is down is no error: it is opened on first use, and again later. Raises `ConfigError` if the disk
+    store's limit is below one block.
     """
     stores: list[KVStore] = [] if first is None else [first(block_bytes)]
     directory, max_bytes = config.disk_dir, config.disk_bytes
@@ -51,7 +54,7 @@ def create_store(
 
 
 def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
-    """Return the memory on this machine that the stores of a configuration take for themselves."""
+    """Return the host memory on this machine that the configured stores need, in bytes."""
     of_pool = 0 if config.mooncake is None else MooncakeStore.host_bytes(block_bytes, config.mooncake_segment_bytes)
     return of_pool + direct_host_bytes(config, block_bytes)
 

@@ -1,4 +1,4 @@
-"""The scheduler's half of a store: what it has of a request is asked on threads, beside the steps."""
+"""The scheduler's connector to a store: looks up the blocks of requests on threads, concurrently with the steps."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.tiers import TieredStore
 
 _LOOKUP_THREADS = 2
-_EXPECTED_S = 1.0  # so long nothing more of what is expected may come, until what is there is taken
-_ASKED_AGAIN_S, _ASKED_AGAIN_AT_MOST_S = 0.005, 0.04  # behind an answer that was not all; doubles
+_EXPECTED_S = 1.0  # if no further expected block arrives for this long, the request takes those found
+_ASKED_AGAIN_S, _ASKED_AGAIN_AT_MOST_S = 0.005, 0.04  # pause before an incomplete lookup is repeated; doubles each time
 
 
 @dataclass(slots=True)
 class _Lookup:
-    """What a store has of a request's blocks [first, num_blocks). end: up to which it has them; None: not known yet.
+    """State of one lookup: which of a request's blocks [first, num_blocks) the store has.
 
-    is_direct: another engine hands them over. num_expected: of the blocks before it another engine saves those that are
-    not there yet; until: so long that may take. found: up to which they were there last; again_at: when it is asked
-    again, None while it is being asked.
+    is_direct: another engine sends the blocks directly. num_expected: number of leading blocks of the request that
+    another engine saves to the store; missing ones are waited for. end: index after the last block that the store has;
+    None while unknown. is_wanted: False after the lookup was cancelled. until: monotonic time at which waiting ends.
+    found: index after the last block found so far. pause_s: pause before the next repetition. again_at: time of that
+    repetition; None while the lookup runs.
     """
 
     first: int
@@ -47,7 +49,7 @@ class _Lookup:
     again_at: float | None = None
 
     def take(self, count: int, now: float) -> None:
-        """Take in that so many blocks are there."""
+        """Record that the store has the first count blocks of the lookup: end the lookup, or schedule a repetition."""
         found = self.first + count
         if found > self.found:
             self.found, self.until = found, now + _EXPECTED_S
@@ -61,12 +63,13 @@ class _Lookup:
 class StoreConnector:
     """A `core.kv_connector.KVConnector` over a store.
 
-    An answer is kept until the request ends, or has more blocks to ask for. A store that is not usable is not asked.
-    Behind a load that ended early it is asked for what stands before the first block that did not come.
-    What another engine was said to save is asked for again, until it is there or nothing more comes.
-    kinds: of the KV groups but the first. The store may lack the content of these groups of a block that no row reads.
-    on_answer is called from other threads when a lookup has ended. direct: this engine's side of direct transfers,
-    which is one of the tiers of the store.
+    An answer is kept until the request ends or needs more blocks looked up. An unusable store is not asked. After a
+    load that ended early, lookups ask only for the blocks before the first missing one. Blocks that another engine is
+    expected to save are looked up again until they are found or no more arrive.
+
+    on_answer: called on other threads when a lookup has ended. direct: this engine's side of direct transfers, which is
+    also one of the tiers of the store. kinds: the kinds of all KV groups except the first. The store may lack the
+    content of these groups for blocks that no row reads.
     """
 
     def __init__(
@@ -84,21 +87,21 @@ class StoreConnector:
         self._on_answer = on_answer
         self._direct = direct or NoConnector()
         self._lookups: dict[str, _Lookup] = {}
-        self._missing: dict[str, bytes] = {}  # of requests whose loads ended early, the first key that did not come
+        self._missing: dict[str, bytes] = {}  # by request whose load ended early: the first key not loaded
         self._threads = DaemonThreads(_LOOKUP_THREADS, "octavo-kv-lookup", HANGS_AFTER_S)
         self._threads.submit(store.open)
 
     @property
     def num_lookups(self) -> int:
-        """Requests of which something is kept."""
+        """Number of requests for which state is kept."""
         return len(self._lookups.keys() | self._missing.keys())
 
     def request_added(self, request: Request) -> None:
-        """Let decode engines wait for what it computes for them."""
+        """Let decode engines wait for the blocks that the request computes for them."""
         self._direct.request_added(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return how many tokens beyond these it has; None while it is being asked."""
+        """Return the number of tokens after num_computed_tokens that the store has; None while the lookup runs."""
         first, num_blocks = num_computed_tokens // self._block_size, len(request.block_hashes)
         lookup = self._lookups.get(request.request_id)
         if lookup is None or first < lookup.first or num_blocks != lookup.num_blocks:
@@ -148,22 +151,22 @@ class StoreConnector:
             self._direct.forget_expected(request_id)
 
     def lookup_given_up(self, request: Request) -> None:
-        """If it is still to be asked for, it is not."""
+        """Cancel the request's lookup."""
         self._drop(request.request_id)
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Nothing to note: the order comes with the step."""
+        """Do nothing: the transfer is ordered with the step."""
 
     def keys_to_save(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
-        """Return those that the store lacks."""
+        """Return the keys that the store lacks."""
         return self._store.lacks(keys, only_first_group=only_first_group)
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Let decode engines wait for what is being saved."""
+        """Let decode engines wait for the blocks that are being saved."""
         self._direct.transfer_ordered(transfer)
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Forget what the store was said to have of a request whose blocks did not all come, or came from elsewhere."""
+        """Drop the answer for a request whose load was incomplete, cancelled or direct."""
         self._direct.transfer_ended(transfer)
         name, num_ordered = transfer.request_id, len(transfer.keys)
         if name is None:
@@ -176,12 +179,12 @@ class StoreConnector:
             self._drop(name)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Keep nothing of a request; if it is still to be asked for, it is not."""
+        """Drop all state of the request and cancel its lookup."""
         del block_ids
         self._direct.request_finished(request)
         self._missing.pop(request.request_id, None)
         self._drop(request.request_id)
 
     def close(self) -> None:
-        """Ask nothing more; a call that hangs is left behind."""
+        """Accept no further lookups. Does not wait for a call that hangs."""
         self._threads.close(0.0)

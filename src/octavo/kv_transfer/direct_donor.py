@@ -1,4 +1,4 @@
-"""What a prefill engine does for decode engines: it keeps blocks, and writes them where these are ready to receive."""
+"""The prefill engine's side of direct transfers: keeps blocks, and writes them into the memory of decode engines."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.mooncake_client import Area
 
 logger = logging.getLogger(__name__)
-_GRACE_S = 2.0  # both engines are asked at once: so long may a prompt be on its way here
-_STALLED_S = 3.0  # blocks that are ready wait so long without any block being written; less than `SILENT_S`
-_FIRST_WRITE_BYTES = 1 << 20  # about; later writes are as large as the connection moves in `BEAT_S`
+_GRACE_S = 2.0  # both engines get the request at the same time: how long the prompt may arrive late here
+_STALLED_S = 3.0  # error if ready blocks wait and no block at all is written for this long; less than `SILENT_S`
+_FIRST_WRITE_BYTES = 1 << 20  # approximate; later writes are as large as the connection moves in `BEAT_S`
 _MAX_CONNECTIONS = 512
-_MAX_TOLD = 64  # refusals that are remembered, so that the log has each once
-_MAX_KNOWN = 4096  # transfers that have ended and are remembered
+_MAX_TOLD = 64  # remembered refusals, so that each is logged once
+_MAX_KNOWN = 4096  # remembered transfers that have ended
 
 
 class _Pace:
     """Number of blocks per write to one decode engine: as many as take between half of `BEAT_S` and `BEAT_S`.
 
-    Nothing is sent while a write lasts. On a slow link a whole area would take so long that the decode engine, and
-    others that wait for an area, would believe that nothing is written any more.
+    Nothing is sent during a write. On a slow link, writing a whole area would take so long that the decode engine, and
+    requests that wait for an area, would take this engine for dead.
     """
 
     def __init__(self, object_bytes: int) -> None:
         self.num_blocks = max(_FIRST_WRITE_BYTES // object_bytes, 1)
 
     def wrote(self, num_blocks: int, seconds: float) -> None:
-        """Adapt the number to a write of so many blocks."""
+        """Adapt the number after a write of num_blocks blocks."""
         if seconds > messages.BEAT_S:
             self.num_blocks = max(num_blocks // 2, 1)
         elif seconds < messages.BEAT_S / 2 and num_blocks == self.num_blocks:
@@ -56,11 +56,11 @@ class _Pace:
 
 
 class DirectDonor:
-    """A `KVStore` of what this engine has for others, which it writes into their memory; see `MooncakeConnector`.
+    """A `KVStore` of blocks for decode engines, which it writes into their memory; see `MooncakeConnector`.
 
-    A block that a decode engine is ready for is waited for while its transfer is open here, or while it is being saved:
-    so KV leaves while the rest of the prompt is still being computed. port: where decode engines ask. kv_format: what
-    its KV depends on besides tokens; a decode engine in which it differs is refused.
+    A requested block is waited for while its transfer is open here, or while the block is being saved. So KV is sent
+    while the rest of the prompt is still being computed. port: TCP port for decode engines. kv_format: named properties
+    (apart from tokens) that this engine's KV depends on; a decode engine with a different kv_format is refused.
     """
 
     name = "direct"
@@ -75,13 +75,13 @@ class DirectDonor:
         self._segment = Segment(block_bytes, max_bytes)
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=DONOR_AREAS)
         self._changed = threading.Condition()  # of all below
-        self._open: Counter[str] = Counter()  # requests of each transfer that have not ended
-        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers of which nothing more is computed
+        self._open: Counter[str] = Counter()  # number of open requests by transfer
+        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers for which no more blocks are computed
         self._saving: Counter[bytes] = Counter()
         self._connections: set[socket.socket] = set()
         self._num_errors = 0
-        self._written_at = 0.0  # when a block was written last, to whomever
-        self._told: set[tuple[str, str]] = set()  # decode engines that were refused, and why
+        self._written_at = 0.0  # time of the last write to any decode engine
+        self._told: set[tuple[str, str]] = set()  # refused decode engines, with the reason
         self._is_closed = False
         has_both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if has_both else socket.AF_INET
@@ -89,10 +89,10 @@ class DirectDonor:
         self.port: int | None = self._listener.getsockname()[1]
         threading.Thread(target=self._listen, name="octavo-kv-direct", daemon=True).start()
 
-    # --- what the scheduler tells -------------------------------------------------------------------------------------
+    # --- events of the scheduler --------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
-        """Take note that a prompt is computed for a transfer."""
+        """Open the request's transfer, if it hands KV over."""
         if request.hands_kv_over and request.kv_transfer_params is not None:
             with self._changed:
                 name = request.kv_transfer_params.transfer_id
@@ -100,7 +100,7 @@ class DirectDonor:
                 self._ended.pop(name, None)
 
     def request_finished(self, request: Request) -> None:
-        """Publish that nothing more is computed for a transfer, when all its requests have ended."""
+        """End the transfer if this was its last open request: no more blocks are computed for it."""
         if not request.hands_kv_over or request.kv_transfer_params is None:
             return
         name = request.kv_transfer_params.transfer_id
@@ -114,38 +114,41 @@ class DirectDonor:
             self._changed.notify_all()
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Take note that blocks are on their way into the segment."""
+        """Record that blocks are being saved into the segment."""
         if transfer.direction is TransferDirection.SAVE:
             with self._changed:
                 self._saving.update(transfer.keys)
 
     def transfer_ended(self, transfer: KVTransfer) -> None:
-        """Take note that they came, or will not come."""
+        """Record that the save of blocks ended, with or without success."""
         if transfer.direction is TransferDirection.SAVE:
             with self._changed:
                 self._saving -= Counter(transfer.keys)
                 self._changed.notify_all()
 
     def expect(self, request: Request) -> bool:
-        """Nothing comes here."""
+        """Return False: a prefill engine receives nothing."""
         del request
         return False
 
     def forget_expected(self, request_id: str) -> None:
-        """Nothing comes here."""
+        """Do nothing."""
 
     # --- as a store ---------------------------------------------------------------------------------------------------
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these, from the first one on, are in the segment."""
+        """Return the number of leading keys that are in the segment."""
         return self._segment.num_matched(keys)
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return those that are not in the segment."""
+        """Return the keys that are not in the segment."""
         return self._segment.lacks(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Take back what this engine itself has no longer."""
+        """Fill blocks from the segment, which may still have blocks that the engine itself has evicted.
+
+        Returns the number of leading blocks found.
+        """
 
         def copy(block: memoryview, content: memoryview, _: bytes) -> None:
             block[:] = content
@@ -156,7 +159,10 @@ class DirectDonor:
         return len(keys)
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Keep blocks for decode engines; who waits for one hears of it at once."""
+        """Store blocks for decode engines, and wake the connections that wait for them.
+
+        Returns the number of leading blocks that are stored.
+        """
         for index, (key, block) in enumerate(zip(keys, blocks, strict=True)):
             if not self._segment.put(key, block):
                 return index
@@ -180,7 +186,7 @@ class DirectDonor:
         )
 
     def close(self) -> None:
-        """Hand nothing over any more."""
+        """Stop all transfers, and accept no further ones."""
         with self._changed:
             was_closed, self._is_closed = self._is_closed, True
             connections = list(self._connections)
@@ -200,7 +206,7 @@ class DirectDonor:
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(0.1)  # out of descriptors, say
+                time.sleep(0.1)  # for example, no free descriptor
                 continue
             with self._changed:
                 is_welcome = not self._is_closed and len(self._connections) < _MAX_CONNECTIONS
@@ -243,9 +249,9 @@ class DirectDonor:
         channel.send(messages.Refused(reason))
 
     def _hear(self, channel: Channel) -> ReadyToReceive:
-        """Return what a decode engine is ready for, after each side has proved that it knows the secret.
+        """Authenticate a decode engine and return its `ReadyToReceive`.
 
-        Raises `RefusalError` if its KV is of another kind, and `OSError`.
+        Raises `RefusalError` if its KV differs, and `OSError`.
         """
         hello = channel.receive(messages.Hello)
         if hello.version != messages.VERSION:
@@ -254,7 +260,7 @@ class DirectDonor:
         channel.send(messages.Challenge(nonce, messages.proof_of(self._secret, "donor", hello.nonce, nonce)))
         notice = channel.receive(messages.Notice)
         if not messages.is_proof(notice.proof, self._secret, "receiver", hello.nonce, nonce, notice.ready):
-            raise ConnectionError("a decode engine with another OCTAVO_KV_SECRET")  # an unknown peer gets no reason
+            raise ConnectionError("a decode engine with another OCTAVO_KV_SECRET")  # no reason for an unknown peer
         try:
             ready = messages.decode_ready(notice.ready)
         except messages.DecodeError as error:
@@ -268,12 +274,12 @@ class DirectDonor:
         return ready
 
     def _hand_over(self, channel: Channel, ready: ReadyToReceive) -> None:
-        """Write blocks as they are computed, and report them. A beat twice a second means that there is progress.
+        """Write blocks as they are computed, and report them. A beat every `BEAT_S` reports that this engine is alive.
 
-        Raises `StoreError` if blocks are ready and no block of anybody is written for `_STALLED_S`, and `OSError`.
+        Raises `StoreError` if blocks are ready but no block is written to any engine for `_STALLED_S`; also `OSError`.
         """
         num_written, asked_at, pace = 0, time.monotonic(), _Pace(self._object_bytes)
-        ready_at: float | None = None  # since when a computed block waits to be written
+        ready_at: float | None = None  # time since which a computed block waits to be written
         while num_written < len(ready.keys):
             count = self._wait(ready, num_written, asked_at)
             if count is None:
@@ -288,7 +294,7 @@ class DirectDonor:
         channel.send(messages.End())
 
     def _write_in_turn(self, host: str, ready: ReadyToReceive, first: int, count: int, pace: _Pace) -> int:
-        """Write blocks if an area becomes free within `BEAT_S`; return how many. Raises `StoreError`."""
+        """Write blocks if an area becomes free within `BEAT_S`; return their number. Raises `StoreError`."""
         began = time.monotonic()
         client = self._client.get(host, messages.BEAT_S)
         if client is None:
@@ -297,7 +303,7 @@ class DirectDonor:
             with client.area(messages.BEAT_S) as area:
                 write_began = time.monotonic()
                 num_written = self._write(area, ready, first, min(count, pace.num_blocks))
-        except BusyError:  # at once, if no area will be free soon
+        except BusyError:  # raised immediately if no area will be free soon
             time.sleep(max(began + messages.BEAT_S - time.monotonic(), 0.0))
             return 0
         self._written_at = time.monotonic()
@@ -305,7 +311,7 @@ class DirectDonor:
         return num_written
 
     def _wait(self, ready: ReadyToReceive, first: int, asked_at: float) -> int | None:
-        """Return how many blocks, from that one on, are there; 0 where none is yet, None where none will be."""
+        """Return how many blocks from `first` on are ready: 0 if none was within `BEAT_S`, None if none will be."""
         keys = ready.keys[first:]
         beat_at = time.monotonic() + messages.BEAT_S
         with self._changed:
@@ -319,12 +325,12 @@ class DirectDonor:
                 self._changed.wait(beat_at - now)
 
     def _is_coming(self, transfer_id: str, key: bytes, waited_s: float) -> bool:
-        """Whether a block may still be saved. The lock is held."""
+        """Return True if a block may still be saved. Needs the lock."""
         may_be_on_its_way = transfer_id not in self._ended and waited_s < _GRACE_S
         return key in self._saving or transfer_id in self._open or may_be_on_its_way
 
     def _write(self, area: Area, ready: ReadyToReceive, first: int, count: int) -> int:
-        """Write blocks behind their headers; return how many."""
+        """Write blocks with their headers; return their number."""
 
         def copy(target: memoryview, key: bytes, block: memoryview, checksum_of_it: bytes) -> None:
             head = messages.header(ready.generation, key, checksum_of_it)
@@ -334,7 +340,7 @@ class DirectDonor:
         copied = 0
         for target, key in zip(area.objects, ready.keys[first : first + count], strict=False):
             if not self._segment.read(key, partial(copy, target, key)):
-                break  # it made way a moment ago
+                break  # evicted meanwhile
             copied += 1
         if copied:
             codes = area.call("write", [ready.session, ready.address + first * self._object_bytes, copied])
@@ -348,7 +354,7 @@ def _versions(version: int) -> dict[str, str]:
 
 
 def _end(connection: socket.socket) -> None:
-    """End a connection under whoever waits for it."""
-    with contextlib.suppress(OSError):  # it is over already
+    """Close a connection, and wake the thread that waits on it."""
+    with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

@@ -1,7 +1,7 @@
-"""What prefill and decode engines say to each other, and how each of them knows that the other one may.
+"""Messages between prefill and decode engines, and how each side authenticates the other.
 
-Messages are msgpack behind their length. Either side proves over two fresh nonces that it knows OCTAVO_KV_SECRET, as
-far as one is set; the proof of who asks is over the question as well. Bytes of blocks do not go this way.
+A message is msgpack after its length. With two fresh nonces, either side proves that it knows OCTAVO_KV_SECRET, if one
+is set; the decode engine's proof also covers its request. The bytes of blocks do not go over this connection.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ if TYPE_CHECKING:
 
 VERSION = 2
 NONCE_BYTES = GENERATION_BYTES = 16
-BEAT_S = 0.5  # between signs of life of who waits for a prompt to be computed
-SILENT_S = 4.0  # of who sends none
+BEAT_S = 0.5  # interval of beats while a prompt is being computed
+SILENT_S = 4.0  # a peer that sends nothing for this long has failed
 SEND_S = 2.0
 _HEADER = struct.Struct("<8s16s32s32s")  # magic, generation, key, checksum over key and bytes
 _MAGIC = b"octavoD" + bytes([VERSION])
 _LENGTH = struct.Struct("<I")
-_MAX_BYTES = 1 << 20  # of a message: of 30,000 keys
+_MAX_BYTES = 1 << 20  # per message: about 30,000 keys
 _MAX_REASON = 500  # characters of a reason that are logged
 MessageT = TypeVar("MessageT")
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first word of a decode engine."""
+    """First message of a decode engine."""
 
     version: int
     nonce: bytes
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
-    """The answer of a prefill engine."""
+    """The prefill engine's answer to `Hello`."""
 
     nonce: bytes
     proof: bytes
 
 
 class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
-    """Where the blocks of these keys are to be written: one behind the other from `address` on, each behind its header.
+    """Where to write the blocks of these keys: contiguously from `address` on, each after its header.
 
-    session: the name of that memory. generation: goes into the headers; it is never used again. kv_format: what the KV
-    of the decode engine depends on besides tokens, by name.
+    session: the name of that memory. generation: copied into the headers; never used again. kv_format: named properties
+    (apart from tokens) that the decode engine's KV depends on.
     """
 
     transfer_id: str
@@ -61,24 +61,24 @@ class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
 
 
 class Notice(msgspec.Struct, frozen=True, tag=True):
-    """A `ReadyToReceive`, encoded, and a proof over it."""
+    """An encoded `ReadyToReceive`, and a proof over it."""
 
     ready: bytes
     proof: bytes
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """So many blocks, from the first one on, stand there now."""
+    """The first `count` blocks have been written."""
 
     count: int
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The next block is still being computed, or other blocks are written before it."""
+    """The prefill engine is alive: the next block is still being computed, or other blocks are written first."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The prefill engine writes nothing more. reason: for the log of the decode engine."""
+    """The prefill engine writes nothing more. reason: for the decode engine's log."""
 
     reason: str
 
@@ -88,11 +88,11 @@ class RefusalError(ConnectionError):
 
 
 class BrokenOffError(ConnectionError):
-    """The peer closed the connection before a whole message had come."""
+    """The peer closed the connection in the middle of a message or before one."""
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """Nothing more is written."""
+    """No further block will be written."""
 
 
 DecodeError = msgspec.DecodeError
@@ -103,29 +103,32 @@ decode_ready = msgspec.msgpack.Decoder(ReadyToReceive).decode
 
 
 class Channel:
-    """Messages over a socket. It raises `OSError`: for a peer that breaks off, is late, or says what is no message."""
+    """Messages over a socket. Methods raise `OSError` if the peer disconnects, is late or sends an invalid message."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
     @property
     def own_host(self) -> str:
-        """The address by which the other one reaches this machine."""
+        """The address by which the peer reaches this machine."""
         return str(self._connection.getsockname()[0]).removeprefix("::ffff:")
 
     @property
     def peer_host(self) -> str:
-        """The address of the other side."""
+        """The address of the peer."""
         return str(self._connection.getpeername()[0]).removeprefix("::ffff:")
 
     def send(self, message: Message) -> None:
-        """Send one."""
+        """Send a message."""
         data = encode(message)
         self._connection.settimeout(SEND_S)
         self._connection.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self, kind: type[MessageT] | tuple[type[MessageT], ...], timeout_s: float = SILENT_S) -> MessageT:
-        """Return the next one, which has to be of that kind and whole in time. Raises `RefusalError` for `Refused`."""
+        """Return the next message, which must be of this kind and complete in time.
+
+        Raises `RefusalError` for `Refused`.
+        """
         deadline = time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
         if length > _MAX_BYTES:
@@ -152,7 +155,7 @@ class Channel:
 
 
 def differences(of_prefill: Mapping[str, str], of_decode: Mapping[str, str]) -> str:
-    """Return in words what differs between the KV of two engines; "" if nothing does."""
+    """Describe how the KV of two engines differs; "" if it does not."""
     names = sorted(of_prefill.keys() | of_decode.keys())
     return "; ".join(
         f"{name} is {of_prefill.get(name, 'unknown')!r} in the prefill engine and "
@@ -167,7 +170,7 @@ def _printable(text: str) -> str:
 
 
 def proof_of(secret: str, role: str, *parts: bytes) -> bytes:
-    """Return what only who knows the secret can say about these bytes."""
+    """Return a keyed digest over the parts, which only a holder of the secret can compute."""
     digest = hmac.new(secret.encode(), role.encode(), "sha256")
     for part in parts:
         digest.update(_LENGTH.pack(len(part)) + part)
@@ -175,15 +178,15 @@ def proof_of(secret: str, role: str, *parts: bytes) -> bytes:
 
 
 def is_proof(given: bytes, secret: str, role: str, *parts: bytes) -> bool:
-    """Whether that is what `proof_of` returns."""
+    """Return True if `given` is what `proof_of` returns for the other arguments."""
     return hmac.compare_digest(given, proof_of(secret, role, *parts))
 
 
 def header(generation: bytes, key: bytes, checksum: bytes) -> bytes:
-    """Return what stands before a block."""
+    """Return the header of a block."""
     return _HEADER.pack(_MAGIC, generation, key, checksum)
 
 
 def header_in(written: memoryview) -> bytes:
-    """Return the header of what was written."""
+    """Return the header of a written object."""
     return bytes(written[: _HEADER.size])

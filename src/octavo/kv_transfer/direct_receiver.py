@@ -1,6 +1,7 @@
-"""What a decode engine does with prefill engines: it says where blocks may be written, and looks at each that came.
+"""The decode engine's side of direct transfers: announces where blocks may be written, and verifies those that arrive.
 
-Nothing is believed of what comes: header and checksum are compared behind the copy out of the memory that others write.
+Nothing that arrives is trusted: header and checksum are compared after the block was copied out of the memory that
+other engines can write.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
 _PROBE_S = 1.0  # after a connection has failed, a healthy source answers a new one within this time
-_BUSY_PAUSE_S = 0.05  # between looks for a free area
+_BUSY_PAUSE_S = 0.05  # between attempts to get a free area
 _ENDING_S = 0.1  # within this time a process that is ending has closed its listening socket
 _MAX_SOURCES = 256  # the last failure of each is remembered
 
@@ -40,7 +41,7 @@ class _ConnectTimeoutError(TimeoutError):
     """A connection was not established in time."""
 
 
-# Faults of one connection, which a healthy source may have: a reset, a lost packet, too many connections.
+# Faults that a single connection to a healthy source may have: a reset, a lost packet, too many connections.
 _OF_ONE_CONNECTION = (
     ConnectionResetError,
     ConnectionAbortedError,
@@ -52,7 +53,10 @@ _OF_ONE_CONNECTION = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expected:
-    """What a request gets from a prefill engine. source: its HOST:PORT. since: when the request came."""
+    """The blocks that a request gets from a prefill engine.
+
+    source: its HOST:PORT. since: when the request was added.
+    """
 
     transfer_id: str
     source: str
@@ -61,12 +65,12 @@ class _Expected:
 
 
 class DirectReceiver:
-    """A `KVStore` whose blocks are those that prefill engines compute for requests here; see `MooncakeConnector`.
+    """A `KVStore` of the blocks that prefill engines compute for this engine's requests; see `MooncakeConnector`.
 
-    A source that is gone, silent, wrong or lying costs time: the blocks that came whole are returned, and nothing is
-    raised. After a source was found to be down, requests that had come before do not ask it: a request waits for one
-    failure at most, however many others wait for areas or for their turn before it. A fault of a single connection
-    concerns only its own request if the source answers a new connection.
+    A source that is gone, silent, faulty or malicious costs time only: the valid blocks are returned, and nothing is
+    raised. After a source was found to be down, requests that were added before do not ask it. So a request waits for
+    at most one failure, however many other requests wait for areas before it. A fault of a single connection affects
+    only its own request, if the source answers a new connection.
     """
 
     name = "direct"
@@ -83,37 +87,37 @@ class DirectReceiver:
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=RECEIVER_AREAS)
         self._lock = threading.Lock()  # of all below
         self._expected: dict[str, _Expected] = {}  # by request
-        self._added_at: dict[str, float] = {}  # when requests came that another engine computes prompts for
-        self._failing: set[str] = set()  # sources whose last word was a fault
-        self._failed_at: dict[str, float] = {}  # when sources failed last
+        self._added_at: dict[str, float] = {}  # by request with KV from another engine: when it was added
+        self._failing: set[str] = set()  # sources whose last transfer failed
+        self._failed_at: dict[str, float] = {}  # by source: its last failure
         self._num_corrupt = 0
         self._num_errors = 0
         self._is_closed = False
 
-    # --- what the scheduler tells -------------------------------------------------------------------------------------
+    # --- events of the scheduler --------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
-        """Note when a request came; its blocks are asked for when it may run."""
+        """Record when a request was added; its blocks are requested when it may run."""
         if request.expects_kv:
             with self._lock:
                 self._added_at[request.request_id] = time.monotonic()
 
     def request_finished(self, request: Request) -> None:
-        """Expect nothing for it any more."""
+        """Expect no more blocks for the request."""
         self.forget_expected(request.request_id)
         with self._lock:
             self._added_at.pop(request.request_id, None)
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Nothing to note: the order comes with the step."""
+        """Do nothing: the transfer is ordered with the step."""
 
     def transfer_ended(self, transfer: KVTransfer) -> None:
-        """Expect nothing more for the request of a load; a load that is given up ends with the next beat."""
+        """Expect no more blocks for the request of a load. A cancelled load ends with the next beat."""
         if transfer.request_id is not None:
             self.forget_expected(transfer.request_id)
 
     def expect(self, request: Request) -> bool:
-        """Take note that a request's blocks come from a prefill engine, those of its prompt; return whether they do."""
+        """Expect the blocks of a request's prompt from its prefill engine. Returns True if it has one."""
         params = request.kv_transfer_params
         if params is None or params.is_prefill or params.source is None:
             return False
@@ -124,25 +128,25 @@ class DirectReceiver:
         return True
 
     def forget_expected(self, request_id: str) -> None:
-        """Expect nothing for a request."""
+        """Expect no more blocks for a request."""
         with self._lock:
             self._expected.pop(request_id, None)
 
     # --- as a store ---------------------------------------------------------------------------------------------------
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these, from the first one on, some prefill engine has or computes."""
+        """Return the number of leading keys that one prefill engine is expected to send."""
         return len(self._split(keys)[1])
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Want nothing: it is no place to keep blocks."""
+        """Return nothing: this store accepts no saves."""
         del keys
         return set()
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order, as they are computed elsewhere; return how many, from the first one on, came whole.
+        """Fill blocks in order, as a prefill engine computes them; return the number of leading blocks that are valid.
 
-        Raises `StoreError` only where this engine itself cannot receive.
+        Raises `StoreError` only if this engine itself cannot receive.
         """
         count = 0
         while count < len(keys):
@@ -156,20 +160,20 @@ class DirectReceiver:
         return count
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Keep nothing."""
+        """Save nothing; return 0."""
         del keys, blocks
         return 0
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Nothing is kept."""
+        """Do nothing: no block is kept."""
 
     def stats(self) -> StoreStats:
-        """Return what became of loads; nothing is kept."""
+        """Return the counts of corrupt blocks and failed loads; no block is kept."""
         with self._lock:
             return StoreStats(0, 0, 0, num_corrupt=self._num_corrupt, num_errors=self._num_errors)
 
     def close(self) -> None:
-        """Receive nothing any more."""
+        """Stop receiving, and accept no further loads."""
         with self._lock:
             self._is_closed = True
             self._expected.clear()
@@ -178,9 +182,10 @@ class DirectReceiver:
     # --- from prefill engines -----------------------------------------------------------------------------------------
 
     def _split(self, keys: Sequence[bytes]) -> tuple[_Expected | None, Sequence[bytes]]:
-        """Return the source of the first key, and the keys from it on that have the same source.
+        """Return the source of the first key, and the leading keys that it is expected to send.
 
-        Sources that have failed since they were expected to send these are left out.
+        If several requests expect the first key, the one with the longest run is chosen. Sources that failed after the
+        request was added are skipped.
         """
         with self._lock:
             candidates = [each for each in self._expected.values() if not self._has_failed(each)]
@@ -192,7 +197,7 @@ class DirectReceiver:
         return best, keys[:most]
 
     def _has_failed(self, expected: _Expected) -> bool:
-        """Return True if the source has failed since then. The lock is held."""
+        """Return True if the source failed after the request was added. Needs the lock."""
         return self._failed_at.get(expected.source, 0.0) >= expected.since
 
     def _is_wanted(self, expected: _Expected) -> bool:
@@ -200,13 +205,13 @@ class DirectReceiver:
             return not self._is_closed and any(each is expected for each in self._expected.values())
 
     def _may_wait(self, expected: _Expected) -> bool:
-        """Return True if blocks may still be waited for that are not being received yet."""
+        """Return True if the request may still wait for blocks that are not being received yet."""
         with self._lock:
             has_failed = self._has_failed(expected)
         return not has_failed and self._is_wanted(expected)
 
     def _receive(self, expected: _Expected, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Receive blocks of one source; return how many, from the first one on, came whole.
+        """Receive blocks from one source; return the number of leading blocks that are valid.
 
         Raises `StoreError` if this engine itself cannot receive.
         """
@@ -240,7 +245,10 @@ class DirectReceiver:
     def _receive_part(
         self, expected: _Expected, area: Area, session: str, keys: Sequence[bytes], blocks: Sequence[memoryview]
     ) -> int:
-        """Receive as many blocks as an area takes. Unless all is over in order, the area is not used for a while."""
+        """Receive as many blocks as fit an area; return the number of leading blocks that are valid.
+
+        Unless the transfer ended regularly, the area then stays unused for a while.
+        """
         count, is_over = 0, False
         generation = secrets.token_bytes(messages.GENERATION_BYTES)
         try:
@@ -279,7 +287,7 @@ class DirectReceiver:
         return count
 
     def notify_ready_to_receive(self, channel: Channel, ready: messages.ReadyToReceive) -> None:
-        """Tell a prefill engine where its blocks may be written, when each knows that the other one may ask."""
+        """Authenticate each side to the other, then send a prefill engine the address for its blocks."""
         nonce = secrets.token_bytes(messages.NONCE_BYTES)
         channel.send(messages.Hello(messages.VERSION, nonce))
         challenge = channel.receive(messages.Challenge)
@@ -290,7 +298,7 @@ class DirectReceiver:
         channel.send(messages.Notice(encoded, proof))
 
     def _take(self, written: memoryview, generation: bytes, key: bytes, block: memoryview) -> bool:
-        """Copy a block out of the area; return whether it is the one. It is looked at where it will be used."""
+        """Copy a block out of the area; return True if it is valid. The copy is verified, not the area."""
         head = messages.header_in(written)
         block[:] = written[HEADER_BYTES:]
         return head == messages.header(generation, key, checksum(key, block))
@@ -298,7 +306,7 @@ class DirectReceiver:
     def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False, is_down: bool = True) -> None:
         """Count a fault of a source, and log the first of several.
 
-        is_down: requests that came before now do not ask this source any more; never after wrong bytes.
+        is_down: requests added before now do not ask this source any more. Has no effect if is_corrupt.
         """
         with self._lock:
             self._num_errors += 1
@@ -316,7 +324,7 @@ class DirectReceiver:
 
 
 def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
-    """Connect to a prefill engine. Raises `OSError`, `_ConnectTimeoutError` if it takes too long."""
+    """Connect to a prefill engine. Raises `_ConnectTimeoutError` if it takes longer than timeout_s, and `OSError`."""
     host, port = source.rsplit(":", 1)
     try:
         return socket.create_connection((host.strip("[]"), int(port)), timeout_s)
@@ -325,10 +333,10 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 
 
 def _answers(source: str) -> bool:
-    """Return True if a source accepts a new connection and is not silent on it.
+    """Return True if a source accepts a new connection and answers on it or closes it.
 
-    At its maximum of connections a source closes each new one: that counts as an answer if it happens twice, because
-    the connections of a process that is just ending are closed, too, and then refused.
+    A source with its maximum number of connections closes each new one. That counts as an answer only if it happens
+    twice: a process that is ending also closes its connections, but then refuses new ones.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)
 

@@ -1,4 +1,4 @@
-"""Blocks in files of a directory: they outlive the process, and engines that share the directory share them."""
+"""A store in files of a directory: blocks survive a restart, and all engines that use the directory share them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class DiskStore:
-    """A `KVStore` in a directory that may be shared with other processes, of other models and versions too.
+    """A `KVStore` in a directory. Other processes may use the directory too, with other models and versions of octavo.
 
-    What is saved together stands in one file. max_bytes bounds all files in the directory, whoever wrote them; each
-    process keeps to its own bound. The longest unused file makes way first, over restarts too. Where nothing can be
-    written (no space, no right), what is there is served, and saving is tried again after a growing pause; calls that
-    cannot read raise `StoreError`. part_bytes: of blocks with the first KV group only, which are in files of their own;
-    None: there are none.
+    The blocks of one save are in one file. max_bytes: limit for all files in the directory, those of other processes
+    included; each process applies its own limit. None: `default_bound`. The least recently used file is evicted first,
+    also after a restart. part_bytes: size of blocks with the first KV group only, which have files of their own; None:
+    there are none.
+
+    If writing fails (no space, no permission), stored blocks are still served, and saving is tried again after a
+    growing pause. Calls that cannot read raise `StoreError`.
     """
 
     name = "disk"
@@ -45,7 +47,7 @@ class DiskStore:
         part_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read what is there, by the headers of its files alone. Raises `ConfigError` and `StoreError`."""
+        """Read the headers of all files in the directory. Raises `ConfigError` and `StoreError`."""
         self.check_bound(block_bytes, max_bytes)
         self.block_bytes = block_bytes
         self._lock = threading.Lock()
@@ -60,7 +62,7 @@ class DiskStore:
 
     @staticmethod
     def check_bound(block_bytes: int, max_bytes: int | None) -> None:
-        """Raise `ConfigError` for a bound that is less than one block takes."""
+        """Raise `ConfigError` if max_bytes is below the size of a file with one block."""
         smallest = file_bytes(1, block_bytes)
         if max_bytes is not None and max_bytes < smallest:
             raise ConfigError(
@@ -68,7 +70,7 @@ class DiskStore:
             )
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these, from the first one on, it has; they count as used now."""
+        """Return the number of leading keys that are stored, and mark them as recently used."""
         if self._is_closed:
             return 0
         with self._reading(self._directory.path):
@@ -78,15 +80,16 @@ class DiskStore:
         return count
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return those that it does not have; none while nothing can be written."""
+        """Return the keys that are missing; none while writing is paused."""
         if self._is_closed or not self._writing.may_try():
             return set()
         return self._directory.index.lacking(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order; return how many, from the first one on, are whole.
+        """Fill blocks in order; return the number of leading blocks that are valid.
 
-        A file that fails leaves the index, so the next try reads another file with the same block, if there is one.
+        A file that fails is removed from the index. The next attempt reads another file with the same block, if there
+        is one.
         """
         done = 0
         while done < len(keys) and not self._is_closed:
@@ -99,7 +102,7 @@ class DiskStore:
         return done
 
     def _load(self, name: str, first: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks from a file; one that is gone is forgotten, one that is not what was written is set aside."""
+        """Fill blocks from one file. Drops a missing file from the index, and sets a corrupt one aside."""
         loaded, fault = 0, ""
         try:
             with self._directory.open(name) as (descriptor, found):
@@ -114,7 +117,7 @@ class DiskStore:
         except CorruptFileError as error:
             fault = str(error)
         except OSError as error:
-            if error.errno == errno.ELOOP:  # a link stands in its place
+            if error.errno == errno.ELOOP:  # replaced by a link
                 self._directory.index.drop(name)
                 return 0
             if error.errno != errno.EIO:
@@ -129,9 +132,10 @@ class DiskStore:
         return loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Keep blocks, all of one size; return how many, from the first one on, it has now.
+        """Save blocks, all of one size; return the number of leading ones that are stored now.
 
-        As many as the bound allows at once, and none while nothing can be written.
+        Saves as many as fit max_bytes in one file, and none while writing is paused. Raises `ValueError` for a key of a
+        wrong length.
         """
         if self._is_closed:
             return 0
@@ -164,14 +168,14 @@ class DiskStore:
             self._writing.succeeded()
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Delete all files that hold these keys, with their other blocks; unknown keys are ignored."""
+        """Delete all files that contain these keys, with their other blocks; unknown keys are ignored."""
         names = self._directory.index.holders(keys)
         if names and not self._is_closed:
             with self._reading(self._directory.path):
                 self._directory.remove(sorted(names))
 
     def stats(self) -> StoreStats:
-        """Return its figures; bytes are those of all files in the directory, blocks those that it could serve."""
+        """Return the figures. Bytes count all files in the directory, blocks only those that this store can serve."""
         directory = self._directory
         return StoreStats(
             directory.index.num_blocks,
@@ -184,12 +188,12 @@ class DiskStore:
         )
 
     def close(self) -> None:
-        """Do nothing any more; the files stay."""
+        """Ignore all later calls; the files remain."""
         self._is_closed = True
 
     @contextmanager
     def _reading(self, directory: Path) -> Iterator[None]:
-        """Raise `StoreError` for what the system raises."""
+        """Convert `OSError` to `StoreError`, and count it."""
         try:
             yield
         except OSError as error:
@@ -199,14 +203,17 @@ class DiskStore:
 
 
 def default_bound(directory: Path) -> int:
-    """Return 16 GiB, or half of what is free and of what it has already where that is less. Raises `OSError`."""
+    """Return the default limit in bytes: 16 GiB, or half of (free space + existing files) if that is less.
+
+    Creates the directory if it is missing. Raises `OSError`.
+    """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = [path.lstat() for path in directory.glob("*.kv")]
     return min(DEFAULT_BYTES, (shutil.disk_usage(directory).free + sum(file.st_size for file in files)) // 2)
 
 
 class _Writing:
-    """Whether it is worth trying to write: after a failure not for a pause, which doubles while it goes on to fail."""
+    """Pauses writing after a failure. The pause doubles while failures continue."""
 
     def __init__(self, directory: Path, clock: Callable[[], float]) -> None:
         self.error = ""
@@ -216,11 +223,11 @@ class _Writing:
         self._pause_s = self._resumes_at = 0.0
 
     def may_try(self) -> bool:
-        """Whether no pause is on."""
+        """Return True if writing is not paused."""
         return not self.error or self._clock() >= self._resumes_at
 
     def failed(self, error: OSError) -> None:
-        """Begin a pause; the first of several failures is told."""
+        """Begin a pause; log the first of several failures."""
         with self._lock:
             is_first = not self.error
             self.error = f"nothing can be written: {error}"

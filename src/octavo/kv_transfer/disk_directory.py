@@ -1,13 +1,13 @@
-"""The directory of a disk store, which several processes share: what is in it, who may add to it, what makes way.
+"""The directory of a disk store, shared by several processes: its files, their creation and their eviction.
 
-    TOKEN.kv      blocks, see `octavo.kv_transfer.disk_file`; never changed, its time is that of its last use
-    TOKEN.tmp     one that is being written; locked by its writer, so without a lock its writer is dead
-    TOKEN.bad     one that was not what had been written: set aside, and the first to make way
-    lock          locked while files are added or removed; random bytes in it, new ones for each such time
+    TOKEN.kv      blocks, see `octavo.kv_transfer.disk_file`; never changed; its time is that of its last use
+    TOKEN.tmp     a file being written; its writer holds a lock on it, so without a lock the writer is dead
+    TOKEN.bad     a corrupt file: set aside, and evicted first
+    lock          locked while files are added or removed; contains random bytes, new ones for each such change
 
-Everything else in it is left alone and not followed: other names, links, what belongs to another user. Reading takes
-no lock: a file that goes under a reader is a miss. Adding takes it twice, and not while bytes are written: to make room
-for a file of that size, and to give it its name. So files never take more than the bound, those under way included.
+All other entries are ignored and never followed: other names, links, files of other users. Reading takes no lock: a
+file that is removed during a read is a miss. Adding a file takes the lock twice, but not while bytes are written: to
+make room for the file, and to give it its name. So the files, unfinished ones included, never exceed the limit.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
 _NAME = re.compile(r"[0-9a-f]{32}\.(kv|tmp|bad)")
-_LOCK_WAIT_S, _LOCK_POLL_S = 2.0, 0.002  # a process that was stopped may hold it for ever
+_LOCK_WAIT_S, _LOCK_POLL_S = 2.0, 0.002  # limited, because a suspended process may hold the lock forever
 _GENERATION_BYTES = 16
-_RECOUNT_S = 60.0  # what others removed or left behind unseen is found after so long
-_SCAN_SHARE = 0.05  # of one thread's time, at most, is spent on looking for what others wrote
-_SETTLED_NS = 50_000_000  # a change within the file system's clock tick leaves the directory's time as it was
-_MAX_STUCK = 8  # files that may refuse to be deleted before making room fails
-_UNREADABLE_S = 60.0  # after which a file that the disk did not give is tried again
+_RECOUNT_S = 60.0  # after this time, unnoticed changes of other processes are found
+_SCAN_SHARE = 0.05  # maximum share of one thread's time for finding files of other processes
+_SETTLED_NS = 50_000_000  # changes within one tick of the file system's clock do not change the directory's time
+_MAX_STUCK = 8  # number of undeletable files after which making room fails
+_UNREADABLE_S = 60.0  # pause before an unreadable file is tried again
 
 
 class DiskDirectory:
-    """Files of blocks in a directory, at most `max_bytes` of them. Any thread may call.
+    """Files of blocks in a directory, with at most `max_bytes` bytes. Thread-safe.
 
-    sizes: bytes of the blocks that are read; files of others are only counted.
+    sizes: block sizes in bytes that this engine reads; files with other sizes are only counted.
 
-    Raises `OSError` where the directory cannot be read; it is made where it is missing and can be made.
+    Creates the directory if it is missing. Raises `OSError` if it cannot be created or read.
     """
 
     def __init__(self, path: Path, sizes: set[int], max_bytes: int) -> None:
@@ -58,16 +58,16 @@ class DiskDirectory:
         self._root = str(path)
         self.index = DiskIndex()
         self.num_evicted = 0  # blocks
-        self.num_corrupt = 0  # files whose header was not what was written
+        self.num_corrupt = 0  # files with a corrupt header
         self._sizes, self._max_bytes = sizes, max_bytes
-        self._mutex = threading.Lock()  # of what is known of the directory: one thread lists, adds, removes
-        self._writing: dict[str, int] = {}  # temporary files with their sizes, those of others too
-        self._own: set[str] = set()  # those of them that this process writes
+        self._mutex = threading.Lock()  # one thread at a time lists, adds or removes files
+        self._writing: dict[str, int] = {}  # sizes of temporary files, those of other processes included
+        self._own: set[str] = set()  # temporary files of this process
         self._unreadable: dict[str, float] = {}
-        self._generation = b""  # of the lock file when files were counted last; b"": they have to be
+        self._generation = b""  # content of the lock file at the last count; b"": a count is due
         self._counted_at = -math.inf
         self._lock_descriptor = -1
-        self._seen_ns: int | None = None  # time of the directory when it was listed
+        self._seen_ns: int | None = None  # modification time of the directory at the last listing
         self._next_look_at = 0.0
         path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
         with self._mutex:
@@ -75,13 +75,13 @@ class DiskDirectory:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files, those that are being written included."""
+        """Size of all files in bytes, unfinished ones included."""
         return self.index.num_bytes + sum(list(self._writing.values()))
 
-    # --- what others did ----------------------------------------------------------------------------------------------
+    # --- changes by other processes -----------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """See what other processes added and removed, if the directory has changed and that was not just done."""
+        """Update the index if another process changed the directory. Does nothing shortly after the last listing."""
         if time.monotonic() < self._next_look_at and not self._is_gone():
             return
         with self._mutex:
@@ -98,7 +98,7 @@ class DiskDirectory:
             return 0
 
     def _list(self, *, locked: bool = False) -> None:
-        """Compare what is known with what is there; read the headers of new files. locked: whether the lock is held."""
+        """Update the index from the directory; read the headers of new files. locked: whether the lock is held."""
         began, changed_ns = time.monotonic(), self._changed_ns()
         is_settled = time.time_ns() - changed_ns > _SETTLED_NS
         names, new = self._entries()
@@ -111,13 +111,13 @@ class DiskDirectory:
             self._take_in(name, locked=locked)
         self._writing = {name: self._writing.get(name) or self._size(name) for name in temporary}
         if not is_as_known and not locked:
-            self._generation = b""  # what is under way elsewhere may be seen half
+            self._generation = b""  # without the lock, a change by another process may be seen half done
         self._seen_ns = changed_ns if is_settled else None
         ended = time.monotonic()
         self._next_look_at = ended + (ended - began) / _SCAN_SHARE
 
     def _entries(self) -> tuple[set[str], list[str]]:
-        """Return the names of all files that may be ours, and those of them that have to be looked at."""
+        """Return the names of all files that may be ours, and those of them whose headers must be read."""
         names, new = set(), []
         now = time.monotonic()
         again = {name for name, until in self._unreadable.items() if until <= now}
@@ -142,7 +142,7 @@ class DiskDirectory:
         return found.st_size if is_ours(found) else 0
 
     def _take_in(self, name: str, *, locked: bool) -> None:
-        """Look at a new file, by its header alone."""
+        """Add a new file to the index. Reads its header only."""
         is_bad = name.endswith(".bad")
         try:
             with self.open(name) as (descriptor, found):
@@ -157,7 +157,7 @@ class DiskDirectory:
         except OSError as error:
             if error.errno == errno.EIO:
                 self._set_aside(name, str(error), locked=locked)
-            else:  # no right to read it, too many open files: nothing that is wrong with it
+            else:  # no permission, too many open files: the file itself is not corrupt
                 self._leave_alone(name)
         else:
             self.index.add(BlockFile(name, found.st_size, keys), 0 if is_bad else found.st_mtime_ns)
@@ -165,7 +165,7 @@ class DiskDirectory:
     def _keys_of(self, descriptor: int, num_bytes: int) -> tuple[bytes, ...]:
         try:
             header = read_header(descriptor, num_bytes)
-        except OtherFormatError:  # of an older octavo, perhaps one that runs
+        except OtherFormatError:  # of another version of octavo, which may be running
             return ()
         return header.keys if header.block_bytes in self._sizes else ()
 
@@ -173,7 +173,7 @@ class DiskDirectory:
 
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Open a file to read it; it is closed in the end. Links are not followed. Raises `OSError`."""
+        """Open a file for reading, and close it at the end. Does not follow links. Raises `OSError`."""
         descriptor = os.open(f"{self._root}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             yield descriptor, os.fstat(descriptor)
@@ -181,26 +181,26 @@ class DiskDirectory:
             os.close(descriptor)
 
     def header(self, descriptor: int, num_bytes: int) -> Header:
-        """Read the header of a file that was opened. Raises `CorruptFileError` and `OSError`."""
+        """Read the header of an open file. Raises `CorruptFileError` and `OSError`."""
         try:
             return read_header(descriptor, num_bytes)
         except OtherFormatError as error:
-            raise CorruptFileError(str(error)) from error  # it was not when it was taken in
+            raise CorruptFileError(str(error)) from error  # the index has only files of this format
 
     def touch(self, names: list[str]) -> None:
-        """Count files as used now, the first of them last: what a chain begins with is of use without its end."""
+        """Mark files as used now, the first one as the newest: the end of a chain is useless without its beginning."""
         now_ns = time.time_ns()
         for place, name in enumerate(names):
             try:
                 os.utime(f"{self._root}/{name}", ns=(now_ns - place, now_ns - place), follow_symlinks=False)
-            except OSError as error:  # who may only read has no say in what makes way
+            except OSError as error:  # a process with read permission only cannot affect eviction
                 if error.errno not in {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS}:
                     raise
 
     # --- removing -----------------------------------------------------------------------------------------------------
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Serve a file that is not what was written, or that the disk does not give, no more."""
+        """Stop serving a file that is corrupt or unreadable."""
         with self._mutex:
             self._set_aside(name, reason, locked=False)
 
@@ -214,14 +214,14 @@ class DiskDirectory:
                 (self.path / name).rename(self.path / bad)
         except FileNotFoundError:
             return
-        except OSError:  # no right to write, or the disk fails as a whole
+        except OSError:  # no permission to write, or the whole disk fails
             self._leave_alone(name)
             return
         size = file.num_bytes if file is not None else self._size(bad)
         self.index.add(BlockFile(bad, size), 0)
 
     def _leave_alone(self, name: str) -> None:
-        """Count a file without its blocks, and look at it again after a while."""
+        """Count a file's size without its blocks, and try it again after a pause."""
         self._unreadable[name] = time.monotonic() + _UNREADABLE_S
         self.index.add(BlockFile(name, self._size(name)), 0)
 
@@ -236,12 +236,18 @@ class DiskDirectory:
     # --- adding -------------------------------------------------------------------------------------------------------
 
     def make_room(self, num_bytes: int) -> None:
-        """Let the longest unused files make way until so many bytes fit; clean up after the dead. Raises `OSError`."""
+        """Evict the least recently used files until num_bytes fit, and remove temporary files of dead writers.
+
+        Raises `OSError`.
+        """
         with self._mutex, self._locked():
             self._make_room(num_bytes)
 
     def write(self, num_bytes: int, keys: tuple[bytes, ...], fill: Callable[[int], None]) -> None:
-        """Add a file of so many bytes, which `fill` writes into a descriptor. Raises `OSError`: then there is none."""
+        """Add a file of num_bytes bytes. Raises `OSError`; then no file is added.
+
+        fill: writes the content into a descriptor.
+        """
         name = secrets.token_hex(16)
         temporary, final = f"{name}.tmp", f"{name}.kv"
         self.path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -266,7 +272,7 @@ class DiskDirectory:
         sync_directory(self._root)
 
     def _begin(self, temporary: str, num_bytes: int) -> int:
-        """Create a temporary file that takes its room already, and is locked."""
+        """Create a locked temporary file that has its final size."""
         with self._mutex, self._locked():
             self._make_room(num_bytes)
             self._new_generation()
@@ -297,14 +303,14 @@ class DiskDirectory:
                 raise OSError(errno.ENOSPC, f"all of {self._max_bytes} bytes are of files that are being written")
             try:
                 self._evict(*oldest)
-            except PermissionError:  # perhaps of this file alone
+            except PermissionError:  # other files may still be deletable
                 num_stuck += 1
                 if num_stuck > _MAX_STUCK:
                     raise
                 self.index.used(oldest[1], time.time_ns())
 
     def _evict(self, used_ns: int, name: str) -> None:
-        """Delete a file that was used last at this time, unless it has been used since. Raises `OSError`."""
+        """Delete a file whose known last use is used_ns, unless it was used later. Raises `OSError`."""
         path = self.path / name
         try:
             found = path.lstat()
@@ -322,7 +328,7 @@ class DiskDirectory:
         self.num_evicted += len(file.keys) if file is not None else 0
 
     def _count(self) -> None:
-        """Know all files, if another process may have added some since; remove temporary ones of the dead."""
+        """List all files if another process may have added some; remove temporary files of dead writers."""
         now = time.monotonic()
         if self._generation and self._read_generation() == self._generation and now < self._counted_at + _RECOUNT_S:
             return
@@ -336,9 +342,9 @@ class DiskDirectory:
         self._counted_at = now
 
     def _is_dead(self, name: str) -> bool:
-        """Return True if no process writes a temporary file of this user any more.
+        """Return True if a temporary file of this user has no writer any more.
 
-        A file without the right to read it is dead: writers of this user create files that they can open.
+        A file that this process may not read has none: writers of this user create files that they can open.
         """
         try:
             with self.open(name) as (descriptor, found):
@@ -349,7 +355,7 @@ class DiskDirectory:
             return False
         except FileNotFoundError:
             pass
-        except OSError as error:  # one file that cannot be opened must not stop all saving
+        except OSError as error:  # one unreadable file must not stop all saving
             return error.errno in {errno.EACCES, errno.EPERM, errno.EIO} and self._size(name) > 0
         return True
 
@@ -357,9 +363,10 @@ class DiskDirectory:
         return os.pread(self._lock_descriptor, _GENERATION_BYTES, 0)
 
     def _new_generation(self) -> None:
-        """Let others know that files are added or removed, before they are.
+        """Announce to other processes that files are about to be added or removed.
 
-        What another process has changed since the last count still has to be counted: its generation is overwritten.
+        This overwrites their generation. If another process has changed files since the last count, a count remains
+        due.
         """
         is_counted = self._read_generation() == self._generation
         generation = secrets.token_bytes(_GENERATION_BYTES)
@@ -368,7 +375,7 @@ class DiskDirectory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock, within the mutex. Raises `TimeoutError` where another process keeps it, and `OSError`."""
+        """Hold the lock, within the mutex. Raises `TimeoutError` if another process keeps it, and `OSError`."""
         self._lock_descriptor = self._lock()
         try:
             yield
@@ -395,7 +402,7 @@ class DiskDirectory:
             time.sleep(_LOCK_POLL_S)
 
     def _is_in_place(self, descriptor: int) -> bool:
-        """Whether a lock file that was opened is still the one that others open."""
+        """Return True if an open lock file is still the one that other processes open."""
         try:
             return os.path.samestat(os.fstat(descriptor), (self.path / "lock").lstat())
         except FileNotFoundError:

@@ -1,13 +1,13 @@
-"""A file of a disk store: several blocks with their keys, none of which is believed without its checksum.
+"""File format of the disk store: several blocks with their keys, each verified by a checksum.
 
     offset 0   magic, format version, number of blocks, bytes of a block (little-endian, 8 + 4 + 4 + 8)
-          24   SHA-256 of the header: of what stands before this and of all that follows it
-          56   of each block its key, and SHA-256 of key and content
+          24   SHA-256 of the header: of the bytes before it, and of the table after it
+          56   for each block its key, and the SHA-256 of key and content
                zeros up to a multiple of 4096
-               the blocks, one behind the other
+               the blocks, without gaps
 
-SHA-256 because processors have instructions for it (1.8 GB/s on one core where BLAKE2b takes 0.9 GB/s); hashlib lets
-other threads run meanwhile. A file is never changed once it has its name.
+SHA-256 is used because processors have instructions for it (1.8 GB/s on one core, against 0.9 GB/s for BLAKE2b), and
+hashlib lets other threads run meanwhile. A file is never changed once it has its final name.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _TABLE_AT = _START.size + _CHECKSUM_BYTES
 _ENTRY_BYTES = KEY_BYTES + _CHECKSUM_BYTES
 _PAGE_BYTES = 4096
-_MAX_VECTORS = 256  # of one system call; the system's limit is 1024
+_MAX_VECTORS = 256  # per system call; the system's limit is 1024
 _MAX_CALL_BYTES = 64 << 20
 
 
 class CorruptFileError(Exception):
-    """A file is not what was written: bits have changed, or some of it is missing."""
+    """The content of a file has changed since it was written, or bytes are missing."""
 
 
 class OtherFormatError(Exception):
-    """A file is of another version of the format."""
+    """A file has another version of the format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of its blocks. checksums: SHA-256 of each one's key and content."""
+    """The header of a file. checksums: SHA-256 of each block's key and content."""
 
     block_bytes: int
     keys: tuple[bytes, ...]
@@ -53,7 +53,7 @@ class Header:
 
 
 def file_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Return the size of a file."""
+    """Return the size of a file with num_blocks blocks, in bytes."""
     return _header_bytes(num_blocks) + num_blocks * block_bytes
 
 
@@ -62,14 +62,14 @@ def _header_bytes(num_blocks: int) -> int:
 
 
 def block_checksum(key: bytes, block: memoryview) -> bytes:
-    """Return SHA-256 of a key and the content under it."""
+    """Return the SHA-256 of a key and its content."""
     digest = hashlib.sha256(key)
     digest.update(block)
     return digest.digest()
 
 
 def write_blocks(descriptor: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-    """Write a whole file from its beginning, and wait until the disk has it. Raises `OSError`."""
+    """Write a whole file from its beginning, and wait until it is on disk. Raises `OSError`."""
     start = _START.pack(_MAGIC, FORMAT_VERSION, len(keys), len(blocks[0]))
     entries = b"".join(key + block_checksum(key, block) for key, block in zip(keys, blocks, strict=True))
     table = entries.ljust(_header_bytes(len(keys)) - _TABLE_AT, b"\0")
@@ -80,9 +80,9 @@ def write_blocks(descriptor: int, keys: Sequence[bytes], blocks: Sequence[memory
 
 
 def read_header(descriptor: int, num_bytes: int) -> Header:
-    """Read the header of a file of so many bytes.
+    """Read the header of a file of num_bytes bytes.
 
-    Raises `CorruptFileError` where it is not what was written, `OtherFormatError` and `OSError`.
+    Raises `CorruptFileError`, `OtherFormatError` and `OSError`.
     """
     first = os.pread(descriptor, _PAGE_BYTES, 0)
     if len(first) < _TABLE_AT:
@@ -107,12 +107,12 @@ def read_header(descriptor: int, num_bytes: int) -> Header:
 
 
 def read_blocks(descriptor: int, header: Header, first: int, blocks: Sequence[memoryview]) -> int:
-    """Fill blocks with those of a file from the `first` on; return how many, from the beginning on, are whole.
+    """Fill blocks from a file, starting at block `first`; return the number of leading blocks that are valid.
 
     Raises `OSError`.
     """
     offset = _header_bytes(len(header.keys)) + first * header.block_bytes
-    _move_all(os.preadv, descriptor, blocks, offset)  # where the file ends early, checksums tell
+    _move_all(os.preadv, descriptor, blocks, offset)  # if the file is too short, the checksums differ
     for index, block in enumerate(blocks):
         if block_checksum(header.keys[first + index], block) != header.checksums[first + index]:
             return index
@@ -125,7 +125,7 @@ def is_ours(found: os.stat_result) -> bool:
 
 
 def sync_directory(path: str) -> None:
-    """Wait until the disk has the names in a directory. Raises `OSError`."""
+    """Wait until the names in a directory are on disk. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -136,11 +136,11 @@ def sync_directory(path: str) -> None:
 def _move_all(
     move: Callable[[int, list[memoryview], int], int], descriptor: int, views: Sequence[memoryview], offset: int
 ) -> bool:
-    """Move bytes between views and a file; return whether it ended before they did.
+    """Move bytes between views and a file; return True if the file ended first.
 
-    One system call may move fewer bytes than it was asked to.
+    A system call may move fewer bytes than requested.
     """
-    waiting = [view for view in reversed(views) if len(view)]  # of a model without layers in the first KV group
+    waiting = [view for view in reversed(views) if len(view)]  # empty if the first KV group has no layers
     while waiting:
         batch = [waiting.pop()]
         num_bytes = len(batch[0])

@@ -1,4 +1,4 @@
-"""What a disk store knows of its directory without asking it: files with their sizes and ages, and keys in them."""
+"""In-memory index of a disk store's directory: the files with their sizes and ages, and the keys in them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_MIN_SPARE = 1024  # ages of files that are gone, before they are removed
+_MIN_SPARE = 1024  # stale entries of the heap that are allowed before it is rebuilt
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """A file of a disk store. keys: of its blocks in order, () where they are not read: another format, not whole."""
+    """A file of a disk store. keys: of its blocks in order; () if they were not read (other format, or corrupt)."""
 
     name: str
     num_bytes: int
@@ -23,17 +23,18 @@ class BlockFile:
 
 
 class DiskIndex:
-    """The files of a directory by name, by key and by age. Any thread may call.
+    """The files of a directory by name, by key and by age. Thread-safe.
 
-    Ages are those that files had when they were seen: who wants the oldest looks whether it has been used since.
+    Ages are those at the time when a file was seen. A caller that evicts the oldest file first checks whether it was
+    used since.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: dict[str, BlockFile] = {}
-        self._holders: dict[bytes, tuple[BlockFile, ...]] = {}  # files with each key, the newest last
-        self._used_ns: dict[str, int] = {}  # when each was used last, as far as it was seen
-        self._by_age: list[tuple[int, str]] = []  # a heap of these, with files that are gone and what has changed
+        self._holders: dict[bytes, tuple[BlockFile, ...]] = {}  # by key; the newest file last
+        self._used_ns: dict[str, int] = {}  # by name: last known use
+        self._by_age: list[tuple[int, str]] = []  # a heap of last uses; some entries are stale
         self._num_bytes = 0
 
     @property
@@ -43,19 +44,19 @@ class DiskIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files."""
+        """Size of all files in bytes."""
         return self._num_bytes
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def names(self) -> set[str]:
-        """Return those of all files."""
+        """Return the names of all files."""
         with self._lock:
             return set(self._files)
 
     def add(self, file: BlockFile, used_ns: int) -> None:
-        """Take in a file that was used last at this time."""
+        """Add or replace a file. used_ns: time of its last use."""
         with self._lock:
             self._drop(file.name)
             self._files[file.name] = file
@@ -69,7 +70,7 @@ class DiskIndex:
                 heapq.heapify(self._by_age)
 
     def drop(self, name: str) -> BlockFile | None:
-        """Remove a file and return it; None if the name is unknown. Keys that other files hold stay."""
+        """Remove a file and return it; None if the name is unknown. Keys that other files contain remain."""
         with self._lock:
             return self._drop(name)
 
@@ -87,26 +88,26 @@ class DiskIndex:
         return file
 
     def oldest(self) -> tuple[int, str] | None:
-        """Return when the file that seems to be unused for longest was used, and its name."""
+        """Return (last known use, name) of the least recently used file; None if there is no file."""
         with self._lock:
             while self._by_age and self._used_ns.get(self._by_age[0][1]) != self._by_age[0][0]:
                 heapq.heappop(self._by_age)
             return self._by_age[0] if self._by_age else None
 
     def used(self, name: str, used_ns: int) -> None:
-        """Take note that the oldest file was used at this time."""
+        """Set the last use of `name`, if it is still the oldest file."""
         with self._lock:
             if self._by_age and self._by_age[0][1] == name:
                 self._used_ns[name] = used_ns
                 heapq.heapreplace(self._by_age, (used_ns, name))
 
     def lacking(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Return the keys that no file holds."""
+        """Return the keys that no file contains."""
         with self._lock:
             return {key for key in keys if key not in self._holders}
 
     def files_of(self, keys: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Return how many of these, from the first one on, files hold, and the names of these files in that order."""
+        """Return the number of leading keys that files contain, and the names of these files in that order."""
         names: dict[str, None] = {}
         with self._lock:
             for count, key in enumerate(keys):
@@ -117,15 +118,15 @@ class DiskIndex:
         return len(keys), list(names)
 
     def holders(self, keys: Iterable[bytes]) -> set[str]:
-        """Return the names of all files that hold any of these keys, duplicates included."""
+        """Return the names of all files that contain any of these keys, duplicates included."""
         with self._lock:
             return {file.name for key in keys for file in self._holders.get(key, ())}
 
     def run(self, keys: Sequence[bytes]) -> tuple[BlockFile, int, int] | None:
-        """Find the newest file with the first of these keys.
+        """Find the newest file that contains the first key.
 
-        Returns: the file, the position of that key in it, and how many keys from there on are the same as here. None
-        if no file holds the first key.
+        Returns the file, the key's position in it, and how many keys from there on are equal to `keys`. None if no file
+        contains the first key.
         """
         with self._lock:
             holders = self._holders.get(keys[0])

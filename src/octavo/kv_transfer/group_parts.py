@@ -1,8 +1,8 @@
-"""Blocks in stores with the content of the first KV group only, because the others' was gone before they were saved.
+"""Stored blocks with the content of the first KV group only: the other groups' parts were evicted before the save.
 
-Such a block is of use to a request that goes on so far after it that no row reads the other groups' content. It has a
-key of its own, since a key has one content for ever, and it is shorter: a stored block begins with the first group's
-content. Lookups take blocks of both kinds, provided that those which the next row reads are whole.
+Such a block is useful to a request that resumes so far after it that no row reads the other groups' content. It has a
+key of its own, because the content of a key never changes. It is shorter: a stored block begins with the first group's
+content. Lookups accept both kinds, if the blocks that the next row reads are whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.data.kv_groups import KVGroupKind
     from octavo.kv_transfer.tiers import TieredStore, TierTally
 
-_PREFIX = b"without its window part"  # in the keys of blocks that stores have already
+_PREFIX = b"without its window part"  # must not change: stores already have blocks under such keys
 
 
 def key_of_first_group(key: bytes) -> bytes:
@@ -27,10 +27,11 @@ def key_of_first_group(key: bytes) -> bytes:
 
 
 def num_usable(is_whole: list[bool], first: int, num_tokens: int, block_size: int, kinds: Sequence[KVGroupKind]) -> int:
-    """Return after how many of these blocks a request can go on.
+    """Return the number of leading blocks after which a request can resume.
 
-    is_whole: of each block whether it has the content of all groups. first: index of the first one in its sequence; the
-    request has the blocks before it. num_tokens: of the sequence. kinds: of the groups but the first.
+    is_whole: for each block, whether it has the content of all groups. first: index of the first one in its sequence;
+    the request has all blocks before it. num_tokens: length of the sequence. kinds: the kinds of all groups except the
+    first.
     """
     count, before = len(is_whole), -1
     while count != before:
@@ -48,9 +49,9 @@ def look_up(
     block_size: int,
     kinds: Sequence[KVGroupKind],
 ) -> int:
-    """Return after how many blocks, of which a store is asked for these keys, a request can go on.
+    """Look up keys in a store; return the number of leading blocks after which a request can resume.
 
-    Asks the store, which may wait. The arguments are those of `num_usable`.
+    Waits for the store. The arguments are those of `num_usable`.
     """
     is_whole: list[bool] = []
     while len(is_whole) < len(keys):
@@ -60,7 +61,7 @@ def look_up(
         is_whole += [False] * (store.num_matched(rest, only_first_group=True) if rest else 0)
         if len(is_whole) == before:
             break
-    # The store may have some blocks under both keys. Those that the row after the last block reads decide most.
+    # A block may be stored under both keys. Whole ones matter most among those that the row after the last block reads.
     num_computed = min((first + len(is_whole)) * block_size, num_tokens - 1)
     start = max(min(kind.first_position(num_computed) for kind in kinds) // block_size - first, 0)
     if False in is_whole[start:]:
@@ -77,9 +78,10 @@ def load(
     part_bytes: int,
     tally: TierTally,
 ) -> int:
-    """Fill blocks in order; return how many, from the first one on, have the content that is needed.
+    """Fill blocks in order; return the number of leading blocks that have the needed content.
 
-    needs_all: of each block whether another group than the first needs its content. part_bytes: of the first group's.
+    needs_all: for each block, whether a group other than the first needs its content. part_bytes: size of the first
+    group's part.
     """
     done, only_first_group = 0, False
     while done < len(keys):
@@ -88,7 +90,7 @@ def load(
             end = next((index for index in range(done, end) if needs_all[index]), end)
         into = [block[:part_bytes] if only_first_group else block for block in blocks[done:end]]
         count = store.load(keys[done:end], into, tally, only_first_group=only_first_group) if into else 0
-        if not count and (done or only_first_group):  # the next one is there neither way
+        if not count and (done or only_first_group):  # the next block is under neither key
             break
         done += count
         only_first_group = not only_first_group
@@ -103,10 +105,10 @@ def save(
     part_bytes: int,
     tally: TierTally,
 ) -> int:
-    """Keep blocks; return how many, from the first one on, are kept now.
+    """Save blocks; return the number of leading blocks that are stored now.
 
-    A block after one that could not be kept is kept all the same: the missing one may be saved alone later.
-    has_all: of each block whether it has the content of all groups. part_bytes: of the first group's.
+    Blocks after one that could not be saved are still saved: the missing one may be saved alone later. has_all: for
+    each block, whether it has the content of all groups. part_bytes: size of the first group's part.
     """
     first = num_kept = 0
     while first < len(keys):

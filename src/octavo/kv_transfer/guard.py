@@ -1,4 +1,4 @@
-"""A store whose failures are misses: what it raises is told once, and it is left alone for a growing while."""
+"""A wrapper that turns a store's failures into misses: logs the first one, then pauses the store for a growing time."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-HANGS_AFTER_S = 5.0  # a call that takes longer is not waited for by others
-CHECK_S = 5.0  # between questions to a store that nobody asks anything
+HANGS_AFTER_S = 5.0  # while a call has taken longer, the store gets no further calls
+CHECK_S = 5.0  # interval of checks of an idle store
 ResultT = TypeVar("ResultT")
 
 
 class GuardedStore:
-    """A `KVStore` over one that may fail, hang, or not be there yet. It raises nothing.
+    """A `KVStore` over a store that may fail, hang or not be open yet. Raises nothing.
 
-    open_store makes it, at the first call and again where that failed. After a failure it is asked nothing for a pause,
-    which doubles while it goes on to fail; then one call tries. Nor is it asked while a call has been hanging.
-    may_wait: its calls take as long as they take, as others compute meanwhile; none of them hangs. keeps_parts: whether
-    it also keeps blocks that are shorter than `block_bytes`, with the first KV group only.
+    open_store: opens the store at the first call, and again after a failed attempt. After a failure the store gets no
+    call for a pause, which doubles while failures continue; then a single call tries it. It also gets no call while
+    another one hangs. may_wait: calls may take any time, because they wait for other engines to compute; none counts as
+    hanging. keeps_parts: whether the store also keeps blocks that are smaller than `block_bytes`, with the first KV
+    group only.
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class GuardedStore:
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._store: KVStore | None = None
-        self._calls: dict[int, float] = {}  # those under way, with their beginnings
+        self._calls: dict[int, float] = {}  # start times of running calls
         self._asked_at = clock()
         self._is_over = threading.Event()
         self._num_calls = 0
         self._error = ""
-        self._num_failures = 0  # of calls here; a store counts its own errors as it sees fit
+        self._num_failures = 0  # failed calls seen here; a store's own count of errors may differ
         self._num_evicted = self._num_evicted_told = 0
         self.figures = KVStoreFigures()
         self._pause_s = 0.0
@@ -66,7 +67,7 @@ class GuardedStore:
 
     @classmethod
     def of(cls, store: KVStore, *, may_wait: bool = False, keeps_parts: bool = True) -> GuardedStore:
-        """Guard a store that is open."""
+        """Guard a store that is already open."""
         guard = cls(store.name, store.block_bytes, lambda: store, may_wait=may_wait, keeps_parts=keeps_parts)
         guard._store = store
         guard.figures.is_usable = 1
@@ -74,7 +75,7 @@ class GuardedStore:
 
     @property
     def is_usable(self) -> bool:
-        """Return True if the store may be asked now. After a failure that is no proof that it works again."""
+        """Return True if the store may be called now. After a failure this does not prove that it works again."""
         now = self._clock()
         with self._lock:
             hangs = self._hangs(now)
@@ -82,32 +83,32 @@ class GuardedStore:
             return not self._is_closed and now >= self._resumes_at and not hangs
 
     def _note_usable(self, *, hangs: bool = False) -> None:
-        """Set the figure `is_usable`. The lock is held."""
+        """Set the figure `is_usable`. Needs the lock."""
         self.figures.is_usable = int(self._store is not None and not (self._error or self._is_closed or hangs))
 
     def _hangs(self, now: float) -> bool:
         return not self._may_wait and any(now - start > HANGS_AFTER_S for start in self._calls.values())
 
     def check_when_idle(self, period_s: float = CHECK_S) -> None:
-        """Ask the store from a thread while nobody else does, until `close`: `figures.is_usable` stays true."""
+        """Call the store on a thread whenever it is idle, until `close`, so that `figures.is_usable` stays correct."""
         arguments = weakref.ref(self), self._is_over, period_s
         threading.Thread(target=_check, args=arguments, name=f"octavo-kv-check-{self.name}", daemon=True).start()
 
     def check(self, period_s: float) -> None:
-        """Ask the store about no key, if nothing was asked for so long."""
+        """Call the store with no key if there was no call for period_s."""
         if self._clock() - self._asked_at >= period_s:
             self._ask(lambda store: store.num_matched([]), 0)
 
     def open(self) -> None:
-        """Open it now, if it is not."""
+        """Open the store now, if it is not open."""
         self._ask(lambda _: None, None)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these, from the first one on, it says it has."""
+        """Return the number of leading keys that the store has; 0 if it cannot be asked."""
         return min(self._ask(lambda store: store.num_matched(keys), 0), len(keys))
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return those that it does not have; none while it is not usable, so that nothing is saved in it."""
+        """Return the keys that the store lacks; none while it is unusable, so that nothing is saved to it."""
         store = self._store
         if store is None or not self.is_usable:
             return set()
@@ -118,25 +119,25 @@ class GuardedStore:
             return set()
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks; return how many, from the first one on, are whole."""
+        """Fill blocks; return the number of leading blocks that are valid."""
         num_loaded = min(self._ask(lambda store: store.load(keys, blocks), 0), len(keys))
         self._note_stats()
         return num_loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Keep blocks; return how many, from the first one on, it has now."""
+        """Save blocks; return the number of leading ones that the store has now."""
         count = min(self._ask(lambda store: store.save(keys, blocks), 0), len(keys))
         self._note_stats()
         return count
 
     def take_evicted(self) -> int:
-        """Return how many of its blocks made way for others since the last call, as of its last load or save."""
+        """Return how many blocks the store evicted since the last call. Counts up to its last load or save."""
         with self._lock:
             count, self._num_evicted_told = self._num_evicted - self._num_evicted_told, self._num_evicted
         return count
 
     def _note_stats(self) -> None:
-        """Let the figures say what the store says of itself."""
+        """Copy the store's own counts into the figures."""
         stats, figures = self.stats(), self.figures
         with self._lock:
             figures.num_blocks, figures.num_bytes = stats.num_blocks, stats.num_bytes
@@ -148,7 +149,7 @@ class GuardedStore:
         self._ask(lambda store: store.forget(keys), None)
 
     def stats(self) -> StoreStats:
-        """Return the store's figures, and why it is not usable."""
+        """Return the store's figures, with the reason if it is unusable."""
         store = self._store
         try:
             stats = StoreStats(0, 0, None) if store is None else store.stats()
@@ -171,7 +172,7 @@ class GuardedStore:
         )
 
     def close(self) -> None:
-        """Close the store; nothing is asked of it any more."""
+        """Close the store; it gets no further calls."""
         self._is_over.set()
         with self._lock:
             self._is_closed = True
@@ -183,7 +184,7 @@ class GuardedStore:
                 self._failed(error)
 
     def _ask(self, ask: Callable[[KVStore], ResultT], otherwise: ResultT) -> ResultT:
-        """Let a store do something, or return what it counts as where it cannot, whatever it raises."""
+        """Call the store. Return `otherwise` if it may not be called, or if it raises anything."""
         if not self._may_ask():
             return otherwise
         try:
@@ -196,7 +197,7 @@ class GuardedStore:
         return result
 
     def _may_ask(self) -> bool:
-        """Whether a call may be made; behind a pause that is one alone, until it is known what comes of it."""
+        """Return True if a call may be made. After a pause only one call is let through until its outcome is known."""
         now = self._clock()
         with self._lock:
             if self._is_closed or now < self._resumes_at or self._hangs(now):

@@ -1,4 +1,4 @@
-"""Blocks in the memory of one process, shared by the engines in it: for tests, and for engines side by side."""
+"""A store in the memory of one process, shared by its engines: for tests, and for several engines in one process."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 class TransferCallback(Protocol):
-    """Hears that a transfer has ended. success: whether the target holds all blocks."""
+    """Called when a transfer has ended. success: whether the target node has all blocks."""
 
     def __call__(self, request_id: str, *, success: bool) -> object:
-        """Take note of it, on the pool's thread."""
+        """Handle the end of the transfer, on the pool's thread."""
         ...
 
 
 @dataclass(slots=True)
 class KVBlock:
-    """A block as a node holds it. access_time: seconds of a monotonic clock.
+    """One node's copy of a block. access_time: seconds of a monotonic clock.
 
-    num_tokens: tokens of the block if they are not known one by one: engines save blocks without their token ids.
+    num_tokens: number of tokens, if token_ids does not list them: engines save blocks without their token ids.
     """
 
     block_hash: bytes
@@ -45,14 +45,15 @@ class KVBlock:
 
     @property
     def token_count(self) -> int:
-        """Tokens that the block holds KV of."""
+        """Number of tokens whose KV the block has."""
         return len(self.token_ids) if self.num_tokens is None else self.num_tokens
 
 
 class GlobalKVPool:
-    """Blocks of several nodes under their hashes. A hash has one content, of which several nodes may hold a copy.
+    """Blocks of several nodes by hash. A hash has one content; several nodes may have a copy of it.
 
-    A node keeps at most `max_blocks_per_node`: its least recently used block is evicted first. Any thread may call.
+    A node keeps at most `max_blocks_per_node` blocks and evicts its least recently used one first. Thread-safe. Raises
+    `ConfigError` if `max_blocks_per_node` is below 1.
     """
 
     def __init__(self, max_blocks_per_node: int = DEFAULT_BLOCKS_PER_NODE) -> None:
@@ -61,34 +62,34 @@ class GlobalKVPool:
         self.max_blocks_per_node = max_blocks_per_node
         self._num_evicted: Counter[str] = Counter()  # by node
         self._lock = threading.Lock()
-        self._nodes: dict[str, OrderedDict[bytes, KVBlock]] = {}  # of each node the least recently used first
-        self._holders: dict[bytes, dict[str, None]] = {}  # nodes by hash, the first holder first
-        self._open: set[str] = set()  # transfers under way
-        self._complete: set[str] = set()  # those that nobody has asked about since they ended
+        self._nodes: dict[str, OrderedDict[bytes, KVBlock]] = {}  # by node; the least recently used block first
+        self._holders: dict[bytes, dict[str, None]] = {}  # by hash; the first holder first
+        self._open: set[str] = set()  # running transfers
+        self._complete: set[str] = set()  # ended transfers that were not queried since
         self._ended = threading.Condition(self._lock)
         self._movers: DaemonThreads | None = None
 
     @property
     def total_cached_blocks(self) -> int:
-        """Blocks of all nodes, copies included."""
+        """Number of blocks of all nodes, copies included."""
         with self._lock:
             return sum(map(len, self._nodes.values()))
 
     @property
     def num_evicted(self) -> int:
-        """Blocks of all nodes that made way."""
+        """Number of blocks that all nodes evicted."""
         return self._num_evicted.total()
 
     def num_evicted_of(self, node_id: str) -> int:
-        """Blocks of one node that made way."""
+        """Return the number of blocks that a node evicted."""
         return self._num_evicted[node_id]
 
     def num_cached_blocks(self, node_id: str) -> int:
-        """Blocks of one node."""
+        """Return the number of blocks of a node."""
         return len(self._nodes.get(node_id, ()))
 
     def num_bytes(self, node_id: str) -> int:
-        """Bytes of one node's blocks."""
+        """Return the size of a node's blocks in bytes."""
         with self._lock:
             return sum(len(block.kv_data) for block in self._nodes.get(node_id, {}).values())
 
@@ -101,9 +102,10 @@ class GlobalKVPool:
         *,
         num_tokens: int | None = None,
     ) -> bool:
-        """Keep a copy of a node's block. Return True if it is new, False if some node holds it, which uses it.
+        """Store a copy of a block for a node. Returns True if the hash is new.
 
-        num_tokens: tokens of the block if token_ids does not list them.
+        If some node already has it, returns False and marks that block as recently used. num_tokens: number of tokens,
+        if token_ids does not list them.
         """
         with self._lock:
             if self._touch(block_hash) is not None:
@@ -113,9 +115,9 @@ class GlobalKVPool:
         return True
 
     def query(self, block_hashes: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Return how many tokens the blocks before the first missing one hold, and the first holder of each of them.
+        """Return the number of tokens in the leading blocks that exist, and the first holder of each of them.
 
-        They count as used now.
+        Marks them as recently used.
         """
         num_tokens, node_ids = 0, []
         with self._lock:
@@ -128,12 +130,12 @@ class GlobalKVPool:
         return num_tokens, node_ids
 
     def get(self, block_hash: bytes, node_id: str) -> KVBlock | None:
-        """Return the block that a node holds under a hash, which uses it; None if the node holds none."""
+        """Return a node's block and mark it as recently used; None if the node lacks it."""
         with self._lock:
             return self._touch_at(block_hash, node_id)
 
     def lacks(self, block_hashes: Sequence[bytes]) -> set[bytes]:
-        """Return the hashes that no node has, without counting a use of the others."""
+        """Return the hashes that no node has. Marks nothing as used."""
         with self._lock:
             return {block_hash for block_hash in block_hashes if block_hash not in self._holders}
 
@@ -146,8 +148,8 @@ class GlobalKVPool:
     ) -> None:
         """Copy blocks into another node's memory, on a thread; then call callback(request_id, success=...).
 
-        They are copied in order, up to the first missing one, and no more than a node keeps. success: whether the
-        target holds all of them at the end. `get(block_hash, target_node_id)` returns the copies.
+        Blocks are copied in order, up to the first missing one and the node's limit. success: whether the target has
+        all of them at the end. `get(block_hash, target_node_id)` returns the copies.
         """
         with self._lock:
             if self._movers is None:
@@ -177,7 +179,7 @@ class GlobalKVPool:
                     self._ended.notify_all()
 
     def _copy(self, block_hash: bytes, target_node_id: str) -> bool:
-        """Let a node hold a block; False if no node holds it. The bytes are copied without the lock."""
+        """Make sure that a node has a block; False if no node has it. Copies the bytes without the lock."""
         with self._lock:
             block = self._touch_at(block_hash, target_node_id) or self._touch(block_hash)
         if block is None or block.node_id == target_node_id:
@@ -190,12 +192,12 @@ class GlobalKVPool:
         return True
 
     def is_transfer_complete(self, request_id: str) -> bool:
-        """Whether a transfer has ended; that it has is forgotten once it was told."""
+        """Return True if a transfer has ended. This removes its record, so a second call returns False."""
         with self._lock:
             return self._take_complete(request_id)
 
     def wait_for_transfer(self, request_id: str, timeout_s: float) -> bool:
-        """Return whether a transfer ended in time; nothing is known of it afterwards."""
+        """Return whether a transfer ends within timeout_s. Its record is removed in either case."""
         with self._ended:
             if self._ended.wait_for(lambda: request_id in self._complete, timeout_s):
                 return self._take_complete(request_id)
@@ -208,14 +210,14 @@ class GlobalKVPool:
         return is_complete
 
     def remove(self, block_hashes: Sequence[bytes]) -> None:
-        """Drop blocks and all copies of them; unknown hashes are ignored."""
+        """Drop blocks with all their copies; unknown hashes are ignored."""
         with self._lock:
             for block_hash in block_hashes:
                 for node_id in self._holders.pop(block_hash, {}):
                     del self._nodes[node_id][block_hash]
 
     def _insert(self, block: KVBlock) -> None:
-        """Add a block to its node, and evict what the node has too many of."""
+        """Add a block to its node and evict blocks above the node's limit."""
         node = self._nodes.setdefault(block.node_id, OrderedDict())
         node[block.block_hash] = block
         self._holders.setdefault(block.block_hash, {})[block.node_id] = None
@@ -227,12 +229,12 @@ class GlobalKVPool:
             self._num_evicted[block.node_id] += 1
 
     def _touch(self, block_hash: bytes) -> KVBlock | None:
-        """Return the block of its first holder, which is used now, or None."""
+        """Return the block of its first holder, marked as recently used; None if there is none."""
         holder = next(iter(self._holders.get(block_hash, ())), None)
         return None if holder is None else self._touch_at(block_hash, holder)
 
     def _touch_at(self, block_hash: bytes, node_id: str) -> KVBlock | None:
-        """Return a node's block, which is used now, or None."""
+        """Return a node's block, marked as recently used; None if the node lacks it."""
         node = self._nodes.get(node_id)
         if node is None or block_hash not in node:
             return None
@@ -243,10 +245,10 @@ class GlobalKVPool:
 
 
 class MemoryStore:
-    """A `KVStore` over a pool, as one node of it. The pool bounds what the node holds: saved blocks and loaded copies.
+    """A `KVStore` over a pool, as one node of it. The pool limits the node's blocks: saved ones and loaded copies.
 
-    Each block is stored after a checksum over its key and content. timeout_s: so long may a transfer take. block_size:
-    tokens of a block, the engine's `block_size`; `GlobalKVPool.query` counts by it.
+    Each block is stored after a checksum over its key and content. timeout_s: maximum time of a transfer. block_size:
+    number of tokens in a block, the engine's `block_size`; `GlobalKVPool.query` counts with it.
     """
 
     name = "memory"
@@ -271,15 +273,18 @@ class MemoryStore:
         self._num_errors = 0
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these, from the first one on, some node has."""
+        """Return the number of leading keys that some node has."""
         return len(self.pool.query(keys)[1])
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return those that no node has."""
+        """Return the keys that no node has."""
         return self.pool.lacks(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Have blocks transferred to this node, and fill these with what their checksums vouch for."""
+        """Copy blocks to this node, verify their checksums and fill `blocks`; return the number of valid ones.
+
+        Removes a corrupt block from the pool. Raises `StoreError` if the transfer takes longer than timeout_s.
+        """
         found = self._fetch(keys)
         for index, (key, block, record) in enumerate(zip(keys, blocks, found, strict=False)):
             content = memoryview(record.kv_data)[_CHECKSUM_BYTES:]
@@ -292,7 +297,7 @@ class MemoryStore:
         return len(found)
 
     def _fetch(self, keys: Sequence[bytes]) -> list[KVBlock]:
-        """Have blocks copied to this node; return those before the first missing one. Raises `StoreError`."""
+        """Copy blocks to this node; return those before the first missing one. Raises `StoreError`."""
         with self._lock:
             self._num_transfers += 1
             name = f"{self.node_id}-{id(self)}-{self._num_transfers}"
@@ -316,7 +321,7 @@ class MemoryStore:
         return len(keys)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks, whichever node has them."""
+        """Drop blocks from all nodes."""
         self.pool.remove(keys)
 
     def stats(self) -> StoreStats:
@@ -332,7 +337,7 @@ class MemoryStore:
         )
 
     def close(self) -> None:
-        """Leave the pool as it is: other engines may use it."""
+        """Do nothing: other engines may use the pool."""
 
 
 def _checksum(key: bytes, content: memoryview) -> bytes:

@@ -1,8 +1,8 @@
-"""Blocks in a pool over machines: memory that engines lend each other, kept track of by `mooncake_master`.
+"""A store in a pool of memory that engines on several machines lend; `mooncake_master` keeps track of it.
 
-Nothing is believed of what comes from it: each object carries its key and a checksum, which are compared at each read.
-Its codes: -200 no space, -704 not there, -706 leased, -707 its lease was over before it had come, -800 its donor is
-gone, -900 and -901 no master.
+Nothing that comes from the pool is trusted: each object has its key and a checksum, which are compared at each read.
+Mooncake's codes: -200 no space, -704 not found, -706 leased, -707 lease expired before the data arrived, -800 the
+lender is gone, -900 and -901 no master.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 _PREFIX = f"octavo-kv-{FORMAT}-"
 _HEADER = struct.Struct("<8s32s32s")  # magic, key, checksum over key and bytes
-_HEADER_BYTES = 128  # bytes of a block begin on a cache line
+_HEADER_BYTES = 128  # aligns the block to a cache line
 _MAGIC = b"octavoK" + bytes([FORMAT])
-_MAX_KNOWN = 1 << 17  # keys that are remembered, about 20 MB
-_MAX_ASKED = 256  # keys of one question, of which the pool need not have the most
+_MAX_KNOWN = 1 << 17  # remembered keys, about 20 MB
+_MAX_ASKED = 256  # keys per query; the pool may lack most of them
 _WRONG_SIZE, _TRANSFER_FAILED = -600, -800
 _NO_MASTER = (-900, -901)
 _HAS = 1
 
 
 class MooncakeStore:
-    """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` where there is none to be had.
+    """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` if it cannot connect.
 
-    Each block is one object, all of one size: one with the first KV group only is filled up with zeros. The client is a
-    process of its own, started anew where it has ended. The pool forgets everything with its master; so each question
-    also asks for a mark of this store, and where that is gone, nothing counts as known any more.
+    Each block is one object, and all objects have one size: a block with the first KV group only is padded with zeros.
+    The client is a separate process, which is restarted if it ended. The pool forgets everything with its master. So
+    each query also asks for a mark of this store; if the mark is gone, all known keys are forgotten.
 
-    A block goes into the memory that this engine lends, and into memory of others only if that is full. So an engine
-    that leaves does not take along blocks that another engine computed and had room for.
+    A block is put into the memory that this engine lends, and into other engines' memory only if its own is full. So
+    when an engine exits, the pool keeps blocks of other engines that had room for them.
     """
 
     name = "mooncake"
@@ -78,13 +78,13 @@ class MooncakeStore:
 
     @staticmethod
     def host_bytes(block_bytes: int, segment_bytes: int) -> int:
-        """Return the memory that it takes on this machine, what it lends included."""
+        """Return the memory that a store needs on this machine, in bytes, including the memory that it lends."""
         return client_bytes(_HEADER_BYTES + block_bytes, segment_bytes)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these, from the first one on, the pool has; it leases them for the load that follows.
+        """Return the number of leading keys that the pool has, and lease them for the following load.
 
-        Without a key it only asks whether the master answers. Raises `StoreError`.
+        Without a key it only checks that the master answers. Raises `StoreError`.
         """
         if not keys:
             self._has([])
@@ -110,12 +110,12 @@ class MooncakeStore:
         return [code == _HAS for code in codes]
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return those that were neither put nor seen."""
+        """Return the keys that this store neither saved nor saw."""
         with self._lock:
             return {key for key in keys if key not in self._known}
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order; return how many, from the first one on, came whole."""
+        """Fill blocks in order; return the number of leading blocks that are valid."""
         count = 0
         with self._area() as area:
             for some, into in _in_parts(keys, blocks, len(area.objects)):
@@ -128,14 +128,14 @@ class MooncakeStore:
                 wrong = [
                     key for key, code, is_whole in zip(some, codes, whole, strict=True) if _is_wrong(code, is_whole)
                 ]
-                if wrong:  # leased or not: who reads it now sees by its checksum that it is gone
+                if wrong:  # even if leased: a concurrent reader notices the removal by the checksum
                     self._call(area, "remove", [*map(_name, wrong)])
                 if False in whole:
                     break
         return count
 
     def _take(self, area: Area, index: int, code: int, key: bytes, block: memoryview) -> bool:
-        """Copy an object's block out of the area; return whether it is the one. It is checked where it will be used."""
+        """Copy a block out of the area; return True if it is valid. The copy is verified, not the area."""
         stored = area.objects[index]
         is_whole = code == len(stored)
         if is_whole:
@@ -149,7 +149,7 @@ class MooncakeStore:
         return is_whole
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Put blocks into the pool; return how many, from the first one on, it has now."""
+        """Put blocks into the pool; return the number of leading ones that it has now."""
         count, is_whole = 0, True
         with self._area() as area:
             for some, from_blocks in _in_parts(keys, blocks, len(area.objects)):
@@ -167,7 +167,7 @@ class MooncakeStore:
         return count
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Remove blocks from the pool, leased or not: who reads one now sees by its checksum that it is gone."""
+        """Remove blocks from the pool, even if leased: a concurrent reader notices the removal by the checksum."""
         if not keys:
             return
         with self._lock:
@@ -177,7 +177,7 @@ class MooncakeStore:
             self._call(area, "remove", [*map(_name, keys)])
 
     def stats(self) -> StoreStats:
-        """Return its figures; blocks are those of the pool that this store knows of."""
+        """Return the figures; blocks are those in the pool that this store knows of."""
         with self._lock:
             count = len(self._known)
             return StoreStats(
@@ -190,7 +190,7 @@ class MooncakeStore:
             )
 
     def close(self) -> None:
-        """Take the memory that was lent out of the pool, and end the client's process."""
+        """Withdraw the lent memory from the pool, and end the client's process."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if not was_closed:
@@ -198,7 +198,7 @@ class MooncakeStore:
 
     @contextmanager
     def _area(self) -> Iterator[Area]:
-        """Hand out an area of a client that is alive."""
+        """Lend an area of a living client. Counts a `StoreError` and raises it again."""
         try:
             with self._living_client().area() as area:
                 yield area
@@ -215,7 +215,7 @@ class MooncakeStore:
                 self._forget_all()
             client = self._client
         if self._is_closed:
-            client.close()  # it may have come after the others were closed
+            client.close()  # it may have been opened during `close`
             raise StoreError("the store is closed")
         return client
 
@@ -229,7 +229,7 @@ class MooncakeStore:
         return codes
 
     def _begin_anew(self, area: Area, mark: str) -> None:
-        """Put another mark into the pool, which no longer has the last one, nor what was known before."""
+        """Forget all known keys and put a new mark into the pool, because the pool lost the last one."""
         with self._lock:
             if self._mark != mark:
                 return
@@ -242,7 +242,7 @@ class MooncakeStore:
             self._known.clear()
 
     def _note(self, key: bytes, *, is_there: bool) -> None:
-        """Remember whether the pool has a block. The lock is held."""
+        """Record whether the pool has a block. Needs the lock."""
         if not is_there:
             self._known.pop(key, None)
             return
@@ -253,7 +253,7 @@ class MooncakeStore:
 
 
 def _is_wrong(code: int, is_whole: bool) -> bool:
-    """Whether something came, and not what was saved; what did not come may be there all the same."""
+    """Return True if wrong bytes arrived. If nothing arrived, the block may still be in the pool."""
     return not is_whole and (code >= 0 or code == _WRONG_SIZE)
 
 

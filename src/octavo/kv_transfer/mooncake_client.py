@@ -1,4 +1,4 @@
-"""Mooncake, held by a process beside this one: calls with a deadline, over memory that both have."""
+"""A client of Mooncake in a separate process: calls with a deadline, over shared memory."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MODULE = "octavo.kv_transfer.mooncake_process"
-OPEN_S = 15.0  # until a client is there, its process's start included
-CALL_S = 4.0  # until a call is answered, or counts as failed
-REST_S = 6.0  # twice what Mooncake lets a transfer stand: for so long it may write an area whose transfer failed
-GONE_S = 30.0  # a process that has not answered for so long is ended
-PING_S = 0.5  # until a ping is answered, which takes a process that runs no time
-CLOSE_S = 5.0  # Mooncake takes 2 s to give back what it lent
-PROCESS_BYTES = 64 << 20  # an interpreter with Mooncake's library and its buffers, beside what is lent and shared
+OPEN_S = 15.0  # maximum time to open a client, including the start of its process
+CALL_S = 4.0  # maximum time of a call
+REST_S = 6.0  # twice Mooncake's limit for a stalled transfer: how long a failed transfer may still write into its area
+GONE_S = 30.0  # a process that has not answered for this long is killed
+PING_S = 0.5  # maximum time of a ping; a healthy process answers immediately
+CLOSE_S = 5.0  # Mooncake needs 2 s to withdraw lent memory
+PROCESS_BYTES = 64 << 20  # an interpreter, Mooncake's library and its buffers; without lent and shared memory
 NUM_AREAS = 4
 AREA_BYTES = 8 << 20
 TRANSFER_FAILED = -800
-_SILENT = subprocess.DEVNULL  # it logs each beat that its master misses; codes say as much
+_SILENT = subprocess.DEVNULL  # it logs each missed heartbeat of its master; the codes report the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOrder:
-    """What such a process needs, and the descriptors that it inherits.
+    """Configuration of a client process, with the descriptors that it inherits.
 
-    master: of the pool whose client it is; "": it is none, and writes into the memory of others (TransferEngine).
-    channels: one for each area of memory; on it come calls, in turn. Areas of area_bytes lie behind each other in the
-    memory, and objects of object_bytes in an area.
+    master: HOST:PORT of the pool's master; "": no pool, the process writes into the memory of other engines
+    (TransferEngine). channels: one descriptor per area of memory, for sequential calls. The areas, of area_bytes each,
+    are contiguous in the memory; so are the objects, of object_bytes each, in an area.
     """
 
     master: str
@@ -54,20 +54,21 @@ class ClientOrder:
     channels: tuple[int, ...]
 
     def encode(self) -> str:
-        """Return it as an argument of a command."""
+        """Return the order as a command-line argument."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> ClientOrder:
-        """Return what `encode` made."""
+        """Return the order that `encode` made into text."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The first message on the control pipe. error: why there is nothing to call, or "".
+    """The first message on the control pipe. error: why the process cannot be used, or "".
 
-    session: the name under which others write into its memory; address: where that begins, in that process.
+    session: the name under which other engines write into the process's memory. address: address of that memory in the
+    process.
     """
 
     error: str = ""
@@ -80,18 +81,18 @@ class Opened:
 
     @classmethod
     def decode(cls, message: bytes) -> Opened:
-        """Return what `encode` made."""
+        """Return what `encode` made into a message."""
         return cls(**json.loads(message))
 
 
 class BusyError(StoreError):
-    """Of all areas none is free: others use them, or nobody knows whether they are still written."""
+    """No area is free: all are in use, or may still be written by a failed transfer."""
 
 
 class Area:
-    """A part of the shared memory, with the pipe on which calls over it are made. One caller has it at a time.
+    """A part of the shared memory, with the pipe for its calls. One caller uses it at a time.
 
-    address: of its first object, in the process that holds Mooncake.
+    address: address of its first object in the process that runs Mooncake.
     """
 
     def __init__(self, channel: Connection, memory: memoryview, object_bytes: int) -> None:
@@ -101,12 +102,12 @@ class Area:
         ]  # fmt: skip
         self.channel = channel
         self.address = 0
-        self.is_asked = False  # a call was made that has not been answered
+        self.is_asked = False  # a call is unanswered
         self.rests_until = 0.0
         self.asked_at = 0.0
 
     def call(self, name: str, arguments: Sequence[Any]) -> list[int]:
-        """Return the codes of a call. Raises `StoreError` where no answer comes in time."""
+        """Make a call; return its codes. Raises `StoreError` if no answer comes within `CALL_S`."""
         assert len(arguments) <= len(self.objects) or name not in {"get", "put"}
         try:
             self.channel.send_bytes(json.dumps([name, list(arguments)]).encode())
@@ -121,7 +122,7 @@ class Area:
         return codes
 
     def ping(self) -> bool:
-        """Return True if the process answers within `PING_S`. An area whose ping is not answered is not free."""
+        """Return True if the process answers within `PING_S`. An area with an unanswered ping is not free."""
         self.is_asked, self.asked_at = True, time.monotonic()
         try:
             self.channel.send_bytes(json.dumps(["ping", []]).encode())
@@ -132,17 +133,17 @@ class Area:
         return not self.is_asked
 
     def rest(self) -> None:
-        """Give it to nobody for as long as a transfer that failed may still write it."""
+        """Keep the area unused for as long as a failed transfer may still write into it."""
         self.rests_until = time.monotonic() + REST_S
 
     def answer(self) -> list[int]:
-        """Return the answer to the call that was made."""
+        """Receive the answer to the last call."""
         codes: list[int] = json.loads(self.channel.recv_bytes())
         self.is_asked = False
         return codes
 
     def is_free(self, now: float) -> bool:
-        """Whether nothing writes it any more."""
+        """Return True if nothing can write into the area any more."""
         try:
             if self.is_asked and self.channel.poll():
                 self.answer()
@@ -153,12 +154,12 @@ class Area:
 
 
 class MooncakeClient:
-    """Starts such a process and talks to it, from any thread. Raises `StoreError` where there is nothing to be had.
+    """Starts a client process and calls it. Thread-safe. Raises `StoreError` if the process does not start or connect.
 
-    master: HOST:PORT of mooncake_master, "" without a pool. host: the address by which others reach this process.
-    segment_bytes: memory that it lends to the pool. object_bytes: of each object. session: its name for those who write
-    into its areas, of which there are num_areas. gone_s: a process that leaves a call unanswered for so long is ended;
-    None: `GONE_S`.
+    master: HOST:PORT of mooncake_master; "" without a pool. host: the address by which other engines reach this
+    process. segment_bytes: memory to lend to the pool. object_bytes: size of an object. num_areas: number of areas.
+    gone_s: a process that leaves a call unanswered for this long is killed; None: `GONE_S`. session: the name under
+    which other engines write into its areas.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class MooncakeClient:
                 stdout=_SILENT,
                 stderr=_SILENT,
                 pass_fds=(memory, order.control, *order.channels),
-                start_new_session=True,  # Ctrl-C is for the engine, which closes it
+                start_new_session=True,  # Ctrl-C must reach only the engine, which closes the process
             )
             view = memoryview(mmap.mmap(memory, area_bytes * num_areas))
             self._control, *channels = [Connection(ours.detach()) for ours, _ in pairs]
@@ -232,12 +233,12 @@ class MooncakeClient:
 
     @property
     def process_id(self) -> int:
-        """Of that process."""
+        """Id of the client process."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may be asked. One that has not answered for long is ended."""
+        """Return True if the process may be called. Kills a process that has not answered for too long."""
         now, gone_s = time.monotonic(), GONE_S if self._gone_s is None else self._gone_s
         if any(area.is_asked and now - area.asked_at > gone_s for area in self._areas):
             self.kill()
@@ -245,7 +246,7 @@ class MooncakeClient:
 
     @contextmanager
     def area(self, timeout_s: float | None = None) -> Iterator[Area]:
-        """Hand out an area that nobody else uses. Raises `BusyError` if none is free in time.
+        """Lend a free area. Raises `BusyError` if none becomes free in time.
 
         timeout_s: None for `CALL_S`.
         """
@@ -272,7 +273,7 @@ class MooncakeClient:
                 self._free.wait(deadline - now)
 
     def close(self) -> None:
-        """Let the process end by itself, or end it in a while; returns at once."""
+        """Ask the process to exit, and kill it after `CLOSE_S`. Does not wait."""
         self._control.close()
         threading.Thread(target=self._end, name="octavo-mooncake-close", daemon=True).start()
 
@@ -283,13 +284,13 @@ class MooncakeClient:
             self.kill()
 
     def kill(self) -> None:
-        """End the process now."""
+        """Kill the process now."""
         self._process.kill()
         self._process.wait()
 
 
 def client_bytes(object_bytes: int, segment_bytes: int, num_areas: int = NUM_AREAS) -> int:
-    """Return the memory that a client takes, its process included."""
+    """Return the memory that a client needs in bytes, including its process."""
     return PROCESS_BYTES + num_areas * _area_bytes(object_bytes) + segment_bytes
 
 
@@ -298,7 +299,7 @@ def _area_bytes(object_bytes: int) -> int:
 
 
 def own_address(peer: str) -> str:
-    """Return the address of this machine by which those near HOST:PORT reach it. Raises `StoreError`."""
+    """Return the address of this machine on the route to HOST:PORT. Raises `StoreError`."""
     host, port = peer.rsplit(":", 1)
     try:
         family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]

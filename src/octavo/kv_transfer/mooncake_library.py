@@ -25,8 +25,8 @@ _DEBIAN_PACKAGES = {
 def check_mooncake(config: KVTransferConfig) -> None:
     """Load the libraries that a configuration needs, in a child process.
 
-    The package may be installed and still not load, because a system library is missing. The engine itself does not
-    load Mooncake: `octavo.kv_transfer.mooncake_process` says why.
+    An installed package may still fail to load if a system library is missing. The engine itself does not load
+    Mooncake: `octavo.kv_transfer.mooncake_process` says why.
 
     Raises:
         ConfigError: a library cannot be loaded. The message names the package to install.

@@ -1,7 +1,7 @@
-"""What holds Mooncake: `python -m octavo.kv_transfer.mooncake_process ORDER`, a process of its own.
+"""The process that runs Mooncake: `python -m octavo.kv_transfer.mooncake_process ORDER`.
 
-Mooncake's library keeps Python's lock while it connects and while it closes, for minutes where its master is away, and
-a call too many ends the process. So it runs beside the engine, and whatever becomes of it is a pipe that is closed.
+Mooncake's library holds Python's lock while it connects and closes, for minutes if its master is unreachable, and some
+failed calls end the process. So it runs outside the engine, which sees any failure as a closed pipe.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     Call = Callable[[list[Any], int], Sequence[int]]
 
-_OPEN_S = 12  # to connect, or the system ends this process, whoever holds Python's lock
+_OPEN_S = 12  # maximum time to connect; then a signal ends the process, even if Python's lock is held
 _CLOSE_S = 4
-_ADDRESSES = "P2PHANDSHAKE"  # clients find each other by the master alone
-_CALL_BUFFER_BYTES = 16 << 20  # Mooncake's own, for calls that octavo does not make; its least
-# Mooncake waits up to 30 s and tries 20 times by itself; who waits for it here has less patience.
+_ADDRESSES = "P2PHANDSHAKE"  # clients find each other through the master alone
+_CALL_BUFFER_BYTES = 16 << 20  # Mooncake's minimum, for calls that octavo does not make
+# By default Mooncake waits up to 30 s and tries 20 times; callers here time out much earlier.
 _LIMITS = {
     "MC_RPC_TIMEOUT_MS": "2500",
     "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
@@ -39,9 +39,9 @@ _LIMITS = {
 
 
 def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
-    """Connect, and return the calls of a client by name: each takes keys, and where the first of their objects is.
+    """Connect to the pool; return a client's calls by name. Each takes keys and the address of the first key's object.
 
-    Raises `ImportError` where Mooncake cannot be loaded, and `OSError` where it does not connect.
+    Raises `ImportError` if Mooncake cannot be loaded, and `OSError` if it does not connect.
     """
     from mooncake.store import (  # noqa: PLC0415 - an optional extra, whose import may fail
         MooncakeDistributedStore,
@@ -70,15 +70,16 @@ def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
         "get": lambda keys, start: client.batch_get_into(*places(keys, start)),
         "put": lambda keys, start: client.batch_put_from(*places(keys, start), own_memory_first),
         "has": lambda keys, _: client.batch_is_exist(keys),
-        "remove": lambda keys, _: client.batch_remove(keys, True),  # leased ones as well
+        "remove": lambda keys, _: client.batch_remove(keys, True),  # even if leased
         "close": lambda _, __: [client.close()],
     }
 
 
 def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]:
-    """Begin to listen; return its calls, one of which writes objects into the memory of another, and its name.
+    """Start a TransferEngine; return its calls and its session name.
 
-    Raises `ImportError` and `OSError` as `open_client` does.
+    The call "write" copies objects into another engine's memory. Raises `ImportError` and `OSError` as `open_client`
+    does.
     """
     from mooncake.engine import TransferEngine  # noqa: PLC0415 - an optional extra, whose import may fail
 
@@ -101,7 +102,7 @@ def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]
 
 
 def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
-    """Answer calls until nobody asks any more. What a call raises ends the process: the other side is told by that."""
+    """Answer calls until the pipe is closed. An exception ends the process, which closes the pipe on the other side."""
     try:
         while True:
             try:
@@ -115,9 +116,9 @@ def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
 
 
 def main() -> None:
-    """Connect, answer calls, and end when the other side closes the control pipe or is gone, whatever goes wrong.
+    """Connect, and answer calls until the other side closes the control pipe or exits.
 
-    Never as Python ends: Mooncake's threads may keep a process that lets go of its client.
+    Always ends with `os._exit`: Mooncake's threads may keep a process alive after it has released its client.
     """
     try:
         _serve(ClientOrder.decode(sys.argv[1]))
@@ -150,7 +151,7 @@ def _serve(order: ClientOrder) -> None:
         control.recv_bytes()
     except EOFError:
         signal.alarm(_CLOSE_S)
-        calls["close"]([], 0)  # the master learns at once that the lent memory is gone
+        calls["close"]([], 0)  # the master learns immediately that the lent memory is gone
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Stores behind each other: what a faster one lacks is looked for in the next."""
+"""A chain of stores: blocks that a faster store lacks are looked up in the next one."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ if TYPE_CHECKING:
 
 
 class TierTally:
-    """What each store of a `TieredStore` did of one transfer."""
+    """What each store of a `TieredStore` moved in one transfer."""
 
     def __init__(self) -> None:
         self._moves: dict[str, TierMove] = {}
 
     def add(self, store: GuardedStore, num_blocks: int, num_bytes: int, seconds: float) -> None:
-        """Count what one did in a call."""
+        """Add the blocks, bytes and seconds of one call to a store."""
         if num_blocks:
             _, count, size, took = self._moves.get(store.name, TierMove(store.name, 0, 0, 0.0))
             self._moves[store.name] = TierMove(store.name, count + num_blocks, size + num_bytes, took + seconds)
 
     def moves(self) -> tuple[TierMove, ...]:
-        """Return what was counted, of those that did anything; the one that began first."""
+        """Return one entry for each store that moved blocks, in order of their first call."""
         return tuple(self._moves.values())
 
 
 class TieredStore:
-    """A `KVStore` over one or several, the fastest first. One that fails or hangs is passed over: nothing is raised.
+    """A `KVStore` over one or several stores, the fastest first. Skips a store that fails or hangs, and raises nothing.
 
-    Saves go to each that lacks the block. So what was loaded from a slower one is saved in the faster ones, when its
-    request offers its blocks. Which of them did what is added to the tally that comes with a call.
+    A block is saved to each store that lacks it. So a block that was loaded from a slower store is saved to the faster
+    ones when its request offers its blocks. The optional tally of a call records which store moved which blocks.
+
     only_first_group: the call is about blocks with the content of the first KV group only
     (`octavo.kv_transfer.group_parts`), named by the keys of the whole blocks. Stores that do not keep such blocks are
-    passed over.
+    skipped.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
@@ -52,16 +53,16 @@ class TieredStore:
 
     @property
     def figures(self) -> dict[str, KVStoreFigures]:
-        """What is known of each of them, by name; they go on to count in these."""
+        """Figures of each store by name. These are the live objects."""
         return {tier.name: tier.figures for tier in self.tiers}
 
     @property
     def is_usable(self) -> bool:
-        """Whether any of them may be asked now."""
+        """Return True if any of the stores may be called now."""
         return any(tier.is_usable for tier in self.tiers)
 
     def open(self) -> None:
-        """Open those that are not."""
+        """Open the stores that are not open."""
         for tier in self.tiers:
             tier.open()
 
@@ -69,7 +70,7 @@ class TieredStore:
         return self._tiers_of_parts if only_first_group else self.tiers
 
     def num_matched(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> int:
-        """Return how many of these, from the first one on, they have together."""
+        """Return the number of leading keys that the stores have together."""
         count, names, tiers = (
             0,
             _names(keys, only_first_group=only_first_group),
@@ -85,12 +86,12 @@ class TieredStore:
         return count
 
     def lacks(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
-        """Return those that any of them does not have; only_first_group: not even its first group."""
+        """Return the keys that at least one store lacks. only_first_group: it lacks the first group's content, too."""
         tiers = self._asked(only_first_group=only_first_group)
         return set().union(*(_lacking(tier, keys, only_first_group=only_first_group) for tier in tiers))
 
     def take_evicted(self) -> tuple[tuple[str, int], ...]:
-        """Return those in which blocks made way for others since the last call, each with their number."""
+        """Return (name, number of blocks) of each store that evicted blocks since the last call."""
         return tuple((tier.name, count) for tier in self.tiers if (count := tier.take_evicted()))
 
     def load(
@@ -101,7 +102,7 @@ class TieredStore:
         *,
         only_first_group: bool = False,
     ) -> int:
-        """Fill blocks, each from the first store that has it; return how many, from the first one on, are right."""
+        """Fill each block from the first store that has it; return the number of leading blocks that are valid."""
         done, tally = 0, tally or TierTally()
         names, tiers = _names(keys, only_first_group=only_first_group), self._asked(only_first_group=only_first_group)
         while done < len(names):
@@ -119,7 +120,7 @@ class TieredStore:
         *,
         only_first_group: bool = False,
     ) -> int:
-        """Keep blocks in each store that lacks them; return how many, from the first one on, any of them has now."""
+        """Save each block to the stores that lack it; return the number of leading blocks that any store has now."""
         kept, tally = set[bytes](), tally or TierTally()
         names = _names(keys, only_first_group=only_first_group)
         for tier in self._asked(only_first_group=only_first_group):
@@ -137,12 +138,12 @@ class TieredStore:
         return next((index for index, key in enumerate(keys) if key not in kept), len(keys))
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks from all of them."""
+        """Drop blocks from all stores."""
         for tier in self.tiers:
             tier.forget(keys)
 
     def stats(self) -> StoreStats:
-        """Return the figures of all together; `tiers` have their own."""
+        """Return the sums over all stores; `tiers` have their own figures."""
         each = [tier.stats() for tier in self.tiers]
         bounds = [stats.max_bytes for stats in each]
         known = [bound for bound in bounds if bound is not None]
@@ -159,18 +160,18 @@ class TieredStore:
         )
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all stores."""
         for tier in self.tiers:
             tier.close()
 
 
 def _names(keys: Sequence[bytes], *, only_first_group: bool) -> Sequence[bytes]:
-    """Return the keys under which blocks stand in stores."""
+    """Return the keys under which the stores have the blocks."""
     return [key_of_first_group(key) for key in keys] if only_first_group else keys
 
 
 def _lacking(tier: GuardedStore, keys: Sequence[bytes], *, only_first_group: bool) -> set[bytes]:
-    """Return those of which a store has no whole block; only_first_group: nor the first group of one."""
+    """Return the keys for which a store has no whole block. only_first_group: nor the first group's part of one."""
     lacking = tier.lacks(keys)
     if not only_first_group:
         return lacking
@@ -181,10 +182,10 @@ def _lacking(tier: GuardedStore, keys: Sequence[bytes], *, only_first_group: boo
 def _load_next(
     tiers: Sequence[GuardedStore], names: Sequence[bytes], blocks: Sequence[memoryview], tally: TierTally
 ) -> int:
-    """Fill the first blocks from the first store that has them; return how many that are."""
+    """Fill the leading blocks from the first store that has them; return their number."""
     for index, tier in enumerate(tiers):
         start = time.perf_counter()
-        is_last = index == len(tiers) - 1  # the core was told that it is there, so somebody has to have it
+        is_last = index == len(tiers) - 1  # a lookup found the block, and no other store gave it: load without asking
         count = len(names) if is_last else tier.num_matched(names)
         loaded = tier.load(names[:count], blocks[:count]) if count else 0
         tally.add(tier, loaded, sum(map(len, blocks[:loaded])), time.perf_counter() - start)
