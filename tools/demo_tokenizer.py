@@ -84,8 +84,8 @@ def render(
 def train_tokenizer(seed: int, vocab: int, conversations: int = 12000) -> Tokenizer:
     """Train the BPE on training conversations and on the words and names that may occur in them.
 
-    Letters, digits and everything else are split apart, so a word has the same tokens wherever it stands: after a
-    space, a quote or nothing. Every digit is a token of its own.
+    Letters, digits and all other characters are split apart, so a word has the same tokens after a space, after a quote
+    and at the beginning. Every digit is a token of its own.
     """
     rng = random.Random(f"tokenizer:{seed}")
     words = [word for word in demo_data.word_list() if not demo_data.is_held_out(f"word:{word}")]

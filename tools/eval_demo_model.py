@@ -1,12 +1,12 @@
 """Examine octavo's built-in model on held-out questions: exact match per task, greedy decoding.
 
-The questions are those that training never sees (see `demo_data`). An answer counts only when it is the expected text,
-character for character. Stories, rhymes and small talk have no single right answer and are not counted. Of questions
-with tools (see `demo_tools`) it is told besides how often the decision to call, the name and the arguments are right.
+Training never sees these questions (see `demo_data`). An answer counts only if it equals the expected text exactly.
+Stories, rhymes and small talk have no single right answer and are not counted. For questions with tools (see
+`demo_tools`) the output also has the rates of right decisions to call, right names and right arguments.
 
-With --quantization, or --kv-cache-dtype int8, the same questions are asked of rounded weights, or keys and values, and
-it is told how far the distributions of the next token are from those of the model as it is: KL divergence over every
-token of the held-out answers.
+With --quantization or --kv-cache-dtype int8 the same questions are asked with rounded weights, or keys and values. The
+output then also has the mean KL divergence of the next token's distribution from that of the original model, over all
+tokens of the held-out answers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def answer_with_transformers(model: str, examples: list[demo_data.Example], batc
 
 
 def divergence(model: str, examples: list[demo_data.Example], rounding: Rounding) -> tuple[float, float]:
-    """Mean KL divergence of the rounded model from the plain one, in nats a token, and how often they agree on the top.
+    """Return the mean KL divergence of the rounded from the plain model in nats per token, and their top-1 agreement.
 
     Both read every held-out conversation with its right answer; the tokens of the answer are counted.
     """
@@ -107,7 +107,7 @@ def divergence(model: str, examples: list[demo_data.Example], rounding: Rounding
 
 
 def logits_of(model: str, rows: list[list[int]], counted: list[int], rounding: Rounding) -> list[Tensor]:
-    """float64 logits that foretell the last `counted` tokens of each row."""
+    """Return the float64 logits that predict the last `counted` tokens of each row."""
     import torch  # noqa: PLC0415
 
     from octavo.kernels import AttentionBatch, create_kernels  # noqa: PLC0415
@@ -170,7 +170,7 @@ def grade(examples: list[demo_data.Example], answers: list[str], show: int = 0) 
 
 
 def grade_calls(examples: list[demo_data.Example], answers: list[str]) -> dict[str, float]:
-    """Of questions with tools: how often it is right whether a call is made, and of calls due, the names and all."""
+    """Return the rate of right decisions to call and, if a call is needed, those of right names and whole calls."""
     asked = [
         (calls_in(example.answer), calls_in(answer))
         for example, answer in zip(examples, answers, strict=True)

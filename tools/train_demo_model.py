@@ -1,8 +1,8 @@
-"""Train octavo's built-in model and its smaller sibling, from nothing but a seed.
+"""Train octavo's built-in model and its smaller sibling from a seed, without other data.
 
 The steps: write text with `demo_data`, train a byte-level BPE tokenizer on it, train a Qwen3 model on the assistant's
 turns (Muon for the matrices, AdamW for the rest), and export a complete Hugging Face directory in bfloat16. A second
-stage, `tools`, goes on from those weights and teaches calls of tools, with text of `demo_tools` beside the former.
+stage, `tools`, continues from those weights and teaches tool calls, with text of `demo_tools` and of the first stage.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Keep the normed rows and their scale for the way back."""
+        """Compute the norm; save the normed rows and their scale for the backward pass."""
         square_mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square().div_(x.shape[-1])
         scale = square_mean.add_(eps).rsqrt_()
         normed = x * scale
@@ -96,7 +96,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Project the gradient on what leaves the root mean square as it is."""
+        """Remove the part of the gradient that would change the root mean square."""
         normed, scale, weight = ctx.saved_tensors
         inner = grads[0] * normed
         along = (inner @ weight).div_(-normed.shape[-1]).unsqueeze(-1)
@@ -216,7 +216,7 @@ def encode_rows(tokenizer: Tokenizer, texts: list[str], length: int) -> list[lis
 
 
 def counted_positions(ids: list[int], start: list[int], end: int) -> list[bool]:
-    """Which tokens the assistant says: all after `start` up to and including the next `end`."""
+    """Return True for tokens of the assistant: all after `start` up to and including the next `end`."""
     counted, speaking = [], False
     for index, token in enumerate(ids):
         counted.append(speaking)
@@ -241,7 +241,7 @@ def to_batch(rows: list[list[int]], tokenizer: Tokenizer) -> Batch:
 
 
 def training_text(rng: random.Random, stage: str, phase: int, more: float) -> str:
-    """One conversation. In the stage `tools` six of ten offer some, and a few ask for what would need one."""
+    """Return one conversation. In the stage `tools` 60 % offer tools, and a few need a tool without offering one."""
     chance = rng.random() if stage == "tools" else 1.0
     if chance < 0.6:
         messages, tools = demo_tools.conversation(rng, more)
@@ -253,7 +253,7 @@ def training_text(rng: random.Random, stage: str, phase: int, more: float) -> st
 
 
 def training_batch(tokenizer: Tokenizer, seed: int, step: int, stage: str, shape: Shape) -> Batch:
-    """The batch of one step, decided by the seed: every eighth has rows of 1,024 tokens, the others shorter ones."""
+    """Return the batch of one step, a function of the seed: every eighth has 1,024 tokens a row, others have fewer."""
     is_tools = stage == "tools"
     rng = random.Random(f"train:tools:{seed}:{step}" if is_tools else f"train:{seed}:{step}")
     phase = 2 if is_tools else phase_of(step, shape.steps)
@@ -329,7 +329,7 @@ class Trainer:
         (self.folder / "checkpoint.tmp").rename(self.folder / "checkpoint.pt")
 
     def resume(self) -> None:
-        """Go on from the checkpoint where there is one."""
+        """Continue from the checkpoint if there is one."""
         path = self.folder / "checkpoint.pt"
         if not path.exists():
             return
