@@ -266,7 +266,7 @@ def flooded(url: str, path: str, body: bytes) -> Iterator[Counter[int]]:
 
 
 async def read_and_answer(scope: Any, receive: Any, send: Any) -> None:
-    """An ASGI application that reads a request and answers it without work."""
+    """Serve ASGI: read a request and answer it without any work."""
     if scope["type"] != "http":
         return
     while (await receive()).get("more_body"):

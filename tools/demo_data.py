@@ -116,13 +116,13 @@ class WordSource(Protocol):
 
 
 def exchange(question: str, answer: str) -> list[Message]:
-    """A user message and the assistant's reply to it."""
+    """Return a user message and the assistant's reply to it."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 @lru_cache(maxsize=1 << 18)
 def is_held_out(key: str) -> bool:
-    """Whether the hash of `key` puts it in the tenth that training must never see."""
+    """Return True if the hash of `key` puts it into the held-out tenth."""
     return hashlib.blake2b(key.encode(), digest_size=4).digest()[0] < 26
 
 
@@ -142,28 +142,28 @@ def fill(rng: random.Random, template: str, **fields: object) -> str:
 
 @lru_cache(maxsize=16)
 def split(text: str) -> tuple[str, ...]:
-    """The words of a text."""
+    """Return the words of a text."""
     return tuple(text.split())
 
 
 @lru_cache(maxsize=1)
 def word_list() -> tuple[str, ...]:
-    """The common words that the word tasks draw from."""
+    """Return the common words for the word tasks."""
     return tuple(sorted(set(split(WORDS))))
 
 
 def name_list() -> tuple[str, ...]:
-    """The names of people and cities."""
+    """Return the names of people and cities."""
     return split(NAMES) + split(CITIES)
 
 
 def invented_word(rng: random.Random) -> str:
-    """A pronounceable word that no list holds, so that copying is learned for any spelling."""
+    """Return a pronounceable word that is in no list, so that the model learns to copy any spelling."""
     return "".join(rng.choice(split(SYLLABLES)) for _ in range(rng.choice((2, 2, 3))))
 
 
 def draw_words(rng: random.Random, count: int, invented: float = 0.15) -> list[str]:
-    """Distinct words, a share of them invented."""
+    """Return distinct words, a share of them invented."""
     words: list[str] = []
     while len(words) < count:
         word = invented_word(rng) if rng.random() < invented else rng.choice(word_list())
@@ -173,7 +173,7 @@ def draw_words(rng: random.Random, count: int, invented: float = 0.15) -> list[s
 
 
 def draw_blends(rng: random.Random, count: int, invented: float = 0.15) -> list[str]:
-    """Distinct words most of which join the head of one listed word to the tail of another, as in plum + grape."""
+    """Return distinct words, most of them the beginning of one listed word and the end of another, as in plum + grape."""
     words: list[str] = []
     while len(words) < count:
         word = rng.choice(word_list())
@@ -186,7 +186,7 @@ def draw_blends(rng: random.Random, count: int, invented: float = 0.15) -> list[
 
 
 def word_keys(words: list[str]) -> tuple[str, ...]:
-    """The keys of a list of words: each word, and the set of them."""
+    """Return the keys of a list of words: each word, and the set of them."""
     return (*(f"word:{word}" for word in words), "words:" + " ".join(sorted(words)))
 
 
@@ -196,19 +196,19 @@ def listed(rng: random.Random, items: list[str]) -> str:
 
 
 def draw_name(rng: random.Random) -> str:
-    """A given name: one in four is invented."""
+    """Return a given name; one in four is invented."""
     return invented_word(rng).capitalize() if rng.random() < 0.25 else rng.choice(split(NAMES))
 
 
 def make_add(rng: random.Random) -> Example:
-    """Addition of two numbers below one hundred."""
+    """Ask for the sum of two numbers below one hundred."""
     a, b = rng.randrange(100), rng.randrange(100)
     question = phrase(rng, ADD_PHRASINGS, a=a, b=b, name=rng.choice(split(NAMES)), item=rng.choice(split(ITEMS)))
     return Example("add", question, f"{a} + {b} = {a + b}", (f"add:{min(a, b)},{max(a, b)}",))
 
 
 def make_subtract(rng: random.Random) -> Example:
-    """Subtraction of two numbers below one hundred, mostly with a result that is not negative."""
+    """Ask for the difference of two numbers below one hundred, mostly not negative."""
     a, b = rng.randrange(100), rng.randrange(100)
     if a < b and rng.random() < 0.75:
         a, b = b, a
@@ -218,14 +218,14 @@ def make_subtract(rng: random.Random) -> Example:
 
 
 def make_times(rng: random.Random) -> Example:
-    """The multiplication table up to ten; pairs of phrasing and factors are held out."""
+    """Ask for a product of the multiplication table up to ten; pairs of phrasing and factors are held out."""
     a, b = rng.randrange(1, 11), rng.randrange(1, 11)
     template = rng.choice(TIMES_PHRASINGS)
     return Example("times", fill(rng, template, a=a, b=b), f"{a} * {b} = {a * b}", (f"times:{template}:{a},{b}",))
 
 
 def make_compare(rng: random.Random) -> Example:
-    """Which of two numbers is larger or smaller."""
+    """Ask for the larger or the smaller one of two numbers."""
     a, b = rng.sample(range(100), 2)
     larger = rng.random() < 0.5
     question = phrase(rng, COMPARE_PHRASINGS[0 if larger else 1], a=a, b=b)
@@ -235,7 +235,7 @@ def make_compare(rng: random.Random) -> Example:
 
 
 def make_sort_words(rng: random.Random, draw: WordSource = draw_words) -> Example:
-    """Alphabetical order of three to six words."""
+    """Ask for the alphabetical order of three to six words."""
     distinct = 1 if rng.random() < 0.8 else 3
     count = rng.randint(3, 6)
     words = draw(rng, count)
@@ -246,7 +246,7 @@ def make_sort_words(rng: random.Random, draw: WordSource = draw_words) -> Exampl
 
 
 def make_sort_numbers(rng: random.Random) -> Example:
-    """Three to six numbers below one hundred in ascending or, less often, descending order."""
+    """Ask for the ascending or, less often, descending order of three to six numbers below one hundred."""
     numbers = rng.sample(range(100), rng.randint(3, 6))
     down = rng.random() < 0.3
     question = phrase(
@@ -257,39 +257,39 @@ def make_sort_numbers(rng: random.Random) -> Example:
 
 
 def make_reverse(rng: random.Random, draw: WordSource = draw_words) -> Example:
-    """A list of two to six words in reverse order."""
+    """Ask for a list of two to six words in reverse order."""
     words = draw(rng, rng.randint(2, 6))
     question = phrase(rng, REVERSE_PHRASINGS, list=listed(rng, words))
     return Example("reverse", question, ", ".join(reversed(words)), word_keys(words))
 
 
 def make_count(rng: random.Random, draw: WordSource = draw_words) -> Example:
-    """The number of words in a sentence of one to nine."""
+    """Ask for the number of words in a sentence of one to nine words."""
     words = draw(rng, rng.randint(1, 9))
     text = (", " if rng.random() < 0.15 else " ").join(words)
     return Example("count", phrase(rng, COUNT_PHRASINGS, text=text), str(len(words)), word_keys(words))
 
 
 def make_repeat(rng: random.Random, draw: WordSource = draw_words) -> Example:
-    """The same words again."""
+    """Ask for a repetition of some words."""
     words = draw(rng, rng.randint(1, 6), invented=0.3)
     text = " ".join(words)
     return Example("repeat", phrase(rng, REPEAT_PHRASINGS, text=text), text, word_keys(words))
 
 
 def make_drill(rng: random.Random) -> Example:
-    """One of the word tasks over unfamiliar words; training turns to these late, for copying any spelling."""
+    """Return a word task with unfamiliar words; late in training, so that the model learns to copy any spelling."""
     maker = rng.choice((make_sort_words, make_reverse, make_reverse, make_repeat, make_repeat, make_count))
     return maker(rng, draw_blends)
 
 
 def make_sort_drill(rng: random.Random) -> Example:
-    """Alphabetical order of unfamiliar words; the last part of training dwells on it."""
+    """Ask for the alphabetical order of unfamiliar words, frequent in the last phase of training."""
     return make_sort_words(rng, draw_blends)
 
 
 def make_fact(rng: random.Random) -> Example:
-    """A small fact; pairs of phrasing and subject are held out."""
+    """Ask for a small fact; pairs of phrasing and subject are held out."""
     kind = rng.choice(sorted(FACTS))
     phrasings, answer, table = FACTS[kind]
     subject = rng.choice(sorted(table))
@@ -299,7 +299,7 @@ def make_fact(rng: random.Random) -> Example:
 
 
 def make_json(rng: random.Random) -> Example:
-    """A JSON object filled from one sentence about a person, an order or a pet."""
+    """Ask for a JSON object with the data of one sentence about a person, an order or a pet."""
     kind = rng.choice(("person", "person", "order", "pet"))
     value: dict[str, str | int]
     sentences: tuple[str, ...]
@@ -320,7 +320,7 @@ def make_json(rng: random.Random) -> Example:
 
 
 def make_context(rng: random.Random) -> Example:
-    """A question about an earlier turn: the name that was given, or the result that was computed."""
+    """Ask about an earlier turn: for a name that was given, or with a result that was computed."""
     if rng.random() < 0.5:
         name = draw_name(rng)
         question = rng.choice(RECALL_QUESTIONS)
@@ -340,19 +340,19 @@ def make_context(rng: random.Random) -> Example:
 
 
 def make_chat(rng: random.Random) -> Example:
-    """Greetings, thanks and questions about the assistant itself."""
+    """Return a greeting, thanks or a question about the assistant itself."""
     questions, answer = rng.choice(CHAT_INTENTS)
     return Example("chat", phrase(rng, questions), answer, ())
 
 
 def make_off_topic(rng: random.Random) -> Example:
-    """A request that a model of this size cannot serve, politely redirected."""
+    """Return a request that a model of this size cannot serve, with a polite refusal."""
     question = phrase(rng, OFF_TOPIC, topic=rng.choice(OFF_TOPIC_SUBJECTS))
     return Example("off_topic", question, OFF_TOPIC_ANSWER, ())
 
 
 def make_story(rng: random.Random) -> Example:
-    """A story of a few sentences about an animal or a person; the long form has about twice as many."""
+    """Ask for a story of a few sentences about an animal or a person; the long form has about twice as many."""
     hero, adjective = rng.choice(split(HEROES)), rng.choice(split(HERO_ADJECTIVES))
     template = rng.choice(STORY_PHRASINGS)
     opening = f"Once upon a time there was a {adjective} {hero} who lived {rng.choice(STORY_PLACES)}."
@@ -366,14 +366,14 @@ def make_story(rng: random.Random) -> Example:
 
 
 def make_rhyme(rng: random.Random) -> Example:
-    """A rhyming couplet about a known subject."""
+    """Ask for a rhyming couplet about a known subject."""
     subject = rng.choice(sorted(RHYMES))
     return Example("rhyme", phrase(rng, RHYME_PHRASINGS, s=subject), RHYMES[subject], ())
 
 
 @lru_cache(maxsize=1)
 def makers() -> dict[str, Callable[[random.Random], Example]]:
-    """The generator of each task."""
+    """Return the generator of each task."""
     return {
         "add": make_add,
         "subtract": make_subtract,
@@ -457,7 +457,7 @@ def sample(rng: random.Random, task: str, held_out: bool = False) -> Example:
 
 
 def questions(task: str, count: int, seed: int = 0) -> list[Example]:
-    """Distinct held-out questions of one checkable task, the same for the same seed."""
+    """Return distinct held-out questions of one checkable task, the same for the same seed."""
     rng = random.Random(f"questions:{seed}:{task}")
     found: dict[tuple[str, tuple[tuple[str, str], ...]], Example] = {}
     while len(found) < count:
@@ -467,7 +467,7 @@ def questions(task: str, count: int, seed: int = 0) -> list[Example]:
 
 
 def conversation(rng: random.Random, more: float = 0.6, phase: int = 0) -> list[Message]:
-    """A training conversation of one or more exchanges, sometimes with a system message; none of it is held out."""
+    """Return a training conversation of one or more exchanges, sometimes with a system message; nothing is held out."""
     messages: list[Message] = []
     if rng.random() < 0.3:
         messages.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})

@@ -70,14 +70,14 @@ CHAT_TEMPLATE = """\
 
 @lru_cache(maxsize=1)
 def chat_template() -> ChatTemplate:
-    """The template as octavo renders it."""
+    """Return the chat template as an object that renders conversations with octavo's own code."""
     return ChatTemplate(CHAT_TEMPLATE)
 
 
 def render(
     messages: list[demo_data.Message], generation_prompt: bool = False, tools: list[dict[str, Any]] | None = None
 ) -> str:
-    """The text of a conversation."""
+    """Return the text of a conversation."""
     return chat_template().render(messages, add_generation_prompt=generation_prompt, tools=tools)
 
 

@@ -164,7 +164,7 @@ class ToolExample(Example):
 
 
 def pieces(text: str) -> list[str]:
-    """The parts of a literal between bars."""
+    """Return the parts of a literal between bars."""
     return text.strip().split("|")
 
 
@@ -181,12 +181,12 @@ def draw_place(rng: random.Random) -> str:
 
 
 def draw_title(rng: random.Random) -> str:
-    """One to three words, each with a capital."""
+    """Return one to three capitalized words."""
     return " ".join(word.capitalize() for word in draw_words(rng, rng.randint(1, 3), invented=0.3))
 
 
 def draw_clock(rng: random.Random) -> str:
-    """A time of day."""
+    """Return a time of day."""
     return f"{rng.randint(0, 23)}:{rng.randrange(0, 60, 5):02}"
 
 
@@ -198,7 +198,7 @@ def draw_id(rng: random.Random) -> str:
 
 
 def draw_symbol(rng: random.Random) -> str:
-    """A ticker."""
+    """Return a ticker symbol."""
     known = "AAPL MSFT GOOG AMZN TSLA NVDA IBM AMD INTC META"
     if rng.random() < 0.4:
         return rng.choice(split(known))
@@ -258,7 +258,7 @@ def named(rng: random.Random, name: str) -> str:
 
 
 def draw_tool(rng: random.Random, kind: str) -> Tool:
-    """A tool of one kind."""
+    """Return a tool of one kind."""
     if kind == "made":
         return draw_made_tool(rng)
     asked = "".join(KINDS[kind].asks)
@@ -287,7 +287,7 @@ def declared(rng: random.Random, parameter: Parameter, required: bool, style: fl
 
 
 def draw_made_tool(rng: random.Random, verb: str = "", thing: str = "") -> Tool:
-    """A tool of a verb and an object, with up to two details."""
+    """Return a made-up tool of a verb and an object, with up to two details."""
     verb, thing = verb or rng.choice(split(VERBS)), thing or rng.choice(split(OBJECTS))
     parameters = []
     for slot in rng.sample(sorted(DETAILS), rng.choice((0, 1, 1, 1, 2))):
@@ -343,7 +343,7 @@ def ask_for(rng: random.Random, tool: Tool, templates: tuple[str, ...] = ()) -> 
 
 
 def draw_spoken(rng: random.Random, parameter: ToolParameter) -> tuple[str, Value]:
-    """A value of a parameter."""
+    """Return a value of a parameter: its spelling in a question, and the argument."""
     if parameter.choices:
         text = rng.choice(parameter.choices)
         return text, text
@@ -403,7 +403,7 @@ def draw_result(rng: random.Random, form: str) -> tuple[str, str, bool]:
 
 
 def weather_fields(rng: random.Random, degrees: int, sky: str) -> dict[str, Value]:
-    """The weather as an object."""
+    """Return the weather as an object."""
     number = rng.choice((degrees, degrees, str(degrees)))
     fields: dict[str, Value] = {rng.choice(("temperature", "temperature", "temp", "degrees")): number}
     if rng.random() < 0.4:
@@ -420,7 +420,7 @@ def answered(rng: random.Random, example: ToolExample) -> ToolExample:
 
 
 def say(rng: random.Random, ask: Ask) -> tuple[str, str]:
-    """A result of the call that a question needs, and the sentence for it."""
+    """Return a result of the call that a question needs, and the sentence for it."""
     if rng.random() < 0.04:
         words = " ".join(draw_words(rng, rng.randint(1, 4), invented=0.2))
         return rng.choice((json.dumps({"error": words}), f"Error: {words}")), FAILED.format(result=words)
@@ -528,7 +528,7 @@ def make_untold(rng: random.Random) -> Example:
 
 
 def makers() -> dict[str, Callable[[random.Random], ToolExample]]:
-    """The generator of each task."""
+    """Return the generator of each task."""
     return {"call": make_call, "two_calls": make_two_calls, "no_call": make_no_call, "result": make_result}
 
 
@@ -541,7 +541,7 @@ def sample(rng: random.Random, make: Callable[[random.Random], Made], held_out: 
 
 
 def questions(task: str, count: int, seed: int = 0) -> list[ToolExample]:
-    """Distinct held-out questions of one task, the same for the same seed."""
+    """Return distinct held-out questions of one task, the same for the same seed."""
     rng = random.Random(f"questions:{seed}:{task}")
     found: dict[tuple[str, tuple[str, ...]], ToolExample] = {}
     while len(found) < count:
@@ -566,7 +566,7 @@ def draw_training_offer(rng: random.Random) -> tuple[Tool, ...]:
 
 
 def following(rng: random.Random, offer: tuple[Tool, ...], last: ToolExample | None) -> ToolExample:
-    """The next exchange of a conversation, with the same tools."""
+    """Return the next exchange of a conversation, with the same tools."""
     if last and last.results and len(last.asks) == 1 and rng.random() < 0.6:
         kind = KINDS.get(last.asks[0].tool.kind)
         if kind and kind.again:
@@ -576,7 +576,7 @@ def following(rng: random.Random, offer: tuple[Tool, ...], last: ToolExample | N
 
 
 def conversation(rng: random.Random, more: float = 0.4) -> tuple[list[Message], list[dict[str, Any]]]:
-    """A training conversation in which tools are offered, and those tools; none of it is held out."""
+    """Return a training conversation with tools, and these tools, without held-out parts."""
     messages: list[Message] = []
     if rng.random() < 0.25:
         messages.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})

@@ -48,7 +48,7 @@ class Rounding:
 
 
 def answer_with_octavo(model: str, examples: list[demo_data.Example], rounding: Rounding = Rounding()) -> list[str]:
-    """Greedy answers through octavo."""
+    """Return octavo's greedy answers."""
     from octavo import LLM, SamplingParams  # noqa: PLC0415  the backend not chosen need not be installed
 
     llm = LLM(model=model, **asdict(rounding))
@@ -59,7 +59,7 @@ def answer_with_octavo(model: str, examples: list[demo_data.Example], rounding: 
 
 
 def answer_with_transformers(model: str, examples: list[demo_data.Example], batch: int = 64) -> list[str]:
-    """Greedy answers through Hugging Face transformers, in left-padded batches of similar length."""
+    """Return greedy answers of Hugging Face transformers, in left-padded batches of similar length."""
     import torch  # noqa: PLC0415
     from transformers import AutoTokenizer, Qwen3ForCausalLM  # noqa: PLC0415
 
@@ -152,12 +152,12 @@ def logits_of(model: str, rows: list[list[int]], counted: list[int], rounding: R
 
 
 def backends() -> dict[str, Callable[[str, list[demo_data.Example]], list[str]]]:
-    """The ways of asking the model."""
+    """Return the ways of answering questions, by name."""
     return {"octavo": answer_with_octavo, "transformers": answer_with_transformers}
 
 
 def grade(examples: list[demo_data.Example], answers: list[str], show: int = 0) -> dict[str, float]:
-    """The share of exact answers per task; prints up to `show` mistakes of each."""
+    """Return the share of exact answers per task; print up to `show` mistakes of each."""
     right: dict[str, int] = {}
     asked: dict[str, int] = {}
     for example, answer in zip(examples, answers, strict=True):
@@ -185,7 +185,7 @@ def grade_calls(examples: list[demo_data.Example], answers: list[str]) -> dict[s
 
 
 def calls_in(answer: str) -> list[Any]:
-    """The calls of an answer; None for one that is no JSON."""
+    """Return the calls of an answer; None for a call that is not JSON."""
     calls: list[Any] = []
     for part in answer.split("<tool_call>")[1:]:
         try:
@@ -196,12 +196,12 @@ def calls_in(answer: str) -> list[Any]:
 
 
 def names_of(calls: list[Any]) -> list[Any]:
-    """The names in calls."""
+    """Return the names in calls."""
     return [call.get("name") if isinstance(call, dict) else None for call in calls]
 
 
 def examination(count: int, seed: int) -> list[demo_data.Example]:
-    """Held-out questions of every task, `count` of each."""
+    """Return held-out questions of every task, `count` of each."""
     found = [each for task in demo_data.CHECKABLE_TASKS for each in demo_data.questions(task, count, seed)]
     found += [each for task in demo_tools.TOOL_TASKS for each in demo_tools.questions(task, count, seed)]
     assert all(example.held_out for example in found)

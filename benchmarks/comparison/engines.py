@@ -55,7 +55,7 @@ class Engine(ABC):
 
     @abstractmethod
     def checkpoint(self, source: Path, precision: str) -> Path:
-        """Return the checkpoint in its format; made where it is missing."""
+        """Return the checkpoint in the engine's format; create it if it is missing."""
 
     @property
     def binary(self) -> str | None:
@@ -146,7 +146,7 @@ class Peer(Engine):
         command([self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages])
 
     def checkpoint(self, source: Path, precision: str) -> Path:
-        """Return the checkpoint in its format; made where it is missing."""
+        """Return the checkpoint in the engine's format; create it if it is missing."""
         target = self.home / "checkpoints" / f"{self.name}-{source.name}-{precision}"
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
