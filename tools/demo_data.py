@@ -173,7 +173,7 @@ def draw_words(rng: random.Random, count: int, invented: float = 0.15) -> list[s
 
 
 def draw_blends(rng: random.Random, count: int, invented: float = 0.15) -> list[str]:
-    """Return distinct words, most of them the beginning of one listed word and the end of another, as in plum + grape."""
+    """Return distinct words, most of them made of two listed ones: the beginning of one and the end of the other."""
     words: list[str] = []
     while len(words) < count:
         word = rng.choice(word_list())
