@@ -1,12 +1,12 @@
-"""Two builds of octavo's kernels beside each other, in turns: products and attention at the shapes of Qwen2-0.5B.
+"""Compare two builds of octavo's kernels in turns: products and attention at the shapes of Qwen2-0.5B.
 
     python benchmarks/ab.py old/_kernels.so new/_kernels.so --only attention
     python benchmarks/ab.py ../before/env/bin/python ../after/env/bin/python --only "int8 down"
 
-A build is a compiled module, run by this checkout's Python code, or the interpreter of an environment, run by its own.
-Each runs in a process of its own, and waits while the other is measured: the cases are those of kernels.py (products,
-gated products, attention), every case once a round on both, first the one and in the next round first the other.
-Prints medians, and the ratio A / B of the rounds: above 1 B is faster.
+A build is a compiled module, used with this checkout's Python code, or the interpreter of an environment, used with
+that environment's code. Each build runs in a process of its own, which waits while the other one is measured. The cases
+are those of kernels.py (products, gated products, attention). In each round both builds run every case once, in
+alternating order. Prints medians, and the ratio A / B of the rounds: above 1, B is faster.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Build:
-    """A process that runs one build: it answers the number of a case with the seconds of one call."""
+    """A process that runs one build: it reads the number of a case and writes the seconds of one call."""
 
     def __init__(self, build: str, only: str, threads: int) -> None:
         is_module = build.endswith(".so")
         command = [sys.executable if is_module else build, __file__, "--only", only, "--threads", str(threads)]
         command += ["--serve", build if is_module else ""]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.module: str = json.loads(self._line())  # the file that octavo's kernels are of there
+        self.module: str = json.loads(self._line())  # the file of octavo's kernels in that process
         self.names: list[str] = json.loads(self._line())
 
     def time(self, case: int) -> float:
@@ -41,7 +41,7 @@ class Build:
         return float(self._line())
 
     def end(self) -> None:
-        """End the process, by the end of its input."""
+        """End the process by closing its input."""
         self._process.communicate()
 
     def _line(self) -> str:
@@ -54,7 +54,7 @@ class Build:
 
 
 def serve(module: str, only: str, threads: int) -> None:
-    """Be a build's process: print the names of the cases, then time whichever is asked for. module: "" for octavo's."""
+    """Run a build's process: print the names of the cases, then time requested ones. module: "" for octavo's own."""
     if module:
         load_module(module)
     from kernels import attention_cases, block_cases, gated_cases, linear_cases  # noqa: PLC0415 - of the module that is loaded now
@@ -74,7 +74,7 @@ def serve(module: str, only: str, threads: int) -> None:
 
 
 def load_module(path: str) -> None:
-    """Let octavo use a compiled module instead of its own."""
+    """Replace octavo's compiled module by another one."""
     spec = importlib.util.spec_from_file_location("octavo._kernels", path)
     assert spec is not None
     assert spec.loader is not None
@@ -84,7 +84,7 @@ def load_module(path: str) -> None:
 
 
 def compare(first: Build, second: Build, rounds: int) -> Iterator[tuple[str, list[float], list[float]]]:
-    """Yield (case, seconds of the first build's rounds, of the second's); a round before them is not counted."""
+    """Yield (case, seconds of the first build by round, of the second build), after an uncounted warm-up round."""
     if first.names != second.names:
         raise RuntimeError(f"the builds have other cases: {set(first.names) ^ set(second.names)}")
     times: list[tuple[list[float], list[float]]] = [([], []) for _ in first.names]

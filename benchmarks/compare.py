@@ -1,20 +1,21 @@
-"""octavo beside vLLM, OpenVINO GenAI, llama.cpp and transformers: the same checkpoint, requests, threads and memory.
+"""Compare octavo with vLLM, OpenVINO GenAI, llama.cpp and transformers: same checkpoint, requests, threads, memory.
 
     python benchmarks/compare.py                                  # all: hours, 20 GB of disk
     python benchmarks/compare.py --precision int8 --engine octavo --engine openvino
     python benchmarks/compare.py --turns 24 --only A              # engines side by side, a request each in turn
     python benchmarks/compare.py --report --pictures docs         # tables and plots of what was measured so far
 
-Every other engine is installed in an environment of its own, by package name. Engines run one after the other, each
-job in its own process, all of a round before the next; every round begins elsewhere, and with the machine's limits.
-What was measured is kept in --home, a line a job: a run that is stopped goes on where it was, until --rounds of each
-are there. Each line names the run that it was measured in: start time and machine. octavo is compared with another
-engine within rounds whose figures are of one run; where a round was gone on with later, or octavo measured again in
-another version, the report says "mixed". --again measures whole rounds anew.
+Every other engine is installed in an environment of its own, by package name. Engines run one after the other, each job
+in its own process. A round runs all engines, starts with another engine than the round before, and measures the
+machine's limits first. Results are kept in --home, one line per job, so a stopped run can be continued until there are
+--rounds rounds. Each line names its run by start time and machine. octavo is compared with another engine within rounds
+that were measured in one run. If a round was continued in another run, or octavo was measured again in another version,
+the report says "mixed". --again measures whole rounds again.
 
-What a shared machine gives changes within a minute, so a round's engines have not had the same machine. --turns N keeps
-all engines loaded (bf16: 17 GB) and lets each measure one figure, one after the other, N times: engines are compared
-within a turn, and with what memory and arithmetic gave just before it. Another precision or workload loads them anew.
+The speed of a shared machine changes within a minute, so the engines of a round may have had different conditions.
+--turns N keeps all engines loaded (bf16: 17 GB). In each of N turns every engine measures one figure, one after the
+other. Engines are compared within a turn, and with the limits measured just before it. Each precision and workload
+loads them again.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ GIB = 2**30
 
 
 class Results:
-    """Lines of JSON: {"engine", "precision", "caching", "round", "run", "machine", "result"} of a job.
+    """A file with lines of JSON: {"engine", "precision", "caching", "round", "run", "machine", "result"} for a job.
 
-    What was measured in turns: {"kind": "turn", "precision", "workload", "setting"} and the fields of `Turn`.
+    A turn: {"kind": "turn", "precision", "workload", "setting"} and the fields of `Turn`.
 
-    Of a round there are {"kind": "limits", "limits"}, and {"kind": "own", "of", "precision", "result"}: what an
-    engine's own benchmark says.
-    run: start time and machine of the run that measured it. Lines of before runs were named have none.
+    A round also has {"kind": "limits", "limits"}, and {"kind": "own", "of", "precision", "result"} with the results of
+    an engine's own benchmark.
+    run: start time and machine of the measuring run. Lines of older versions do not have it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,21 +65,21 @@ class Results:
             self.records = [json.loads(line) for line in path.read_text().splitlines()]
 
     def add(self, record: dict[str, Any]) -> None:
-        """Keep a record, at once on disk."""
+        """Append a record and write it to disk immediately."""
         self.records.append(record)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def has(self, **fields: Any) -> bool:
-        """Whether a record with these fields is there."""
+        """Return True if a record with these fields exists."""
         return any(fields.items() <= record.items() for record in self.records)
 
     def letters(self, **fields: Any) -> str:
-        """Return the workloads that records with these fields hold."""
+        """Return the letters of the workloads in records with these fields."""
         return "".join(r["workloads"] for r in self.records if "workloads" in r and fields.items() <= r.items())
 
     def jobs(self) -> list[dict[str, Any]]:
-        """Return the records of engines; of a workload that was measured again (another version, say) the last."""
+        """Return the records of engines; the last one if a workload was measured again, as for another version."""
         seen: set[tuple[Any, ...]] = set()
         kept = []
         for record in reversed(self._with_runs()):
@@ -93,7 +94,7 @@ class Results:
         return kept[::-1]
 
     def _with_runs(self) -> list[dict[str, Any]]:
-        """Return all records with a "run": where none is named, one that measured a job again counts as another."""
+        """Return all records with a "run". Unnamed runs are distinguished by repeated measurements of a job."""
         times: Counter[tuple[Any, ...]] = Counter()
         found = []
         for record in self.records:
@@ -107,30 +108,30 @@ class Results:
         return found
 
     def limits(self) -> dict[str, float]:
-        """Return the medians of the limits of all rounds, each as it was measured last."""
+        """Return the medians of the limits over all rounds, using the last measurement of each round."""
         rounds = {record["round"]: record["limits"] for record in self.records if record.get("kind") == "limits"}
         names = next(iter(rounds.values()))
         return {name: statistics.median(each[name] for each in rounds.values()) for name in names}
 
     def own(self) -> list[dict[str, Any]]:
-        """Return what engines' own benchmarks said, of each round the last."""
+        """Return the results of engines' own benchmarks, the last ones of each round."""
         found = {(r["of"], r["precision"], r["round"]): r for r in self.records if r.get("kind") == "own"}
         return list(found.values())
 
     def turns(self) -> list[dict[str, Any]]:
-        """Return what was measured in turns; of a contest what was begun last, with its engines and versions."""
+        """Return the turns of each contest's last series, which has one setting and fixed engines and versions."""
         found: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for record in self.records:
             if record.get("kind") == "turn":
                 group = found.setdefault((record["precision"], record["workload"]), [])
-                if record["number"] == 0:  # another setting begins anew, too
+                if record["number"] == 0:  # a new series begins, also with another setting
                     group.clear()
                 group.append(record)
         return [record for group in found.values() for record in group]
 
 
 def jobs(engines: list[Engine], precisions: list[str], only: str) -> Iterator[tuple[Engine, str, str, bool]]:
-    """Yield (engine, precision, workloads, with prefix cache) of a round."""
+    """Yield (engine, precision, workloads, prefix cache on) for the jobs of a round."""
     for precision in precisions:
         for engine in engines:
             for together in engine.processes if precision in engine.precisions else ():
@@ -142,7 +143,7 @@ def jobs(engines: list[Engine], precisions: list[str], only: str) -> Iterator[tu
 
 
 def this_run(results: Results) -> dict[str, str]:
-    """Return {"run", "machine"} of what is measured from now on. Ends where figures of another machine are kept."""
+    """Return {"run", "machine"} for new measurements. Exits if the kept figures are of another machine."""
     machine = f"{processor_name()}, {platform.python_version()}"
     if others := {record["machine"] for record in results.records} - {machine}:
         sys.exit(f"{results.path} holds figures of another machine ({others.pop()}): name another --home")
@@ -157,7 +158,7 @@ def measure_round(
     checkpoint: Path,
     workloads: Path,
 ) -> None:
-    """Measure what a round lacks, or all of it again."""
+    """Measure the missing jobs of a round, or all of them again."""
     found = this_run(results)
     planned = list(jobs(engines, arguments.precision, arguments.only))
     turn = number * len(planned) // max(arguments.rounds, 1)
@@ -186,7 +187,7 @@ def measure_round(
             continue
         done = "".join(letter for letter in missing if letter in result)
         results.add({**job, **setting, "workloads": done, **found, "result": result})
-        shown: dict[str, float | None] = dict.fromkeys(missing)  # None: it failed there
+        shown: dict[str, float | None] = dict.fromkeys(missing)  # None: it failed in that workload
         shown |= {key: round(statistics.median(result[key]), 1) for key in done}
         cache = "on" if caching else "off"
         spent = time.monotonic() - start
@@ -202,7 +203,7 @@ def measure_round(
 def measure_turns(
     results: Results, arguments: argparse.Namespace, engines: list[Engine], checkpoint: Path, workloads: Path
 ) -> None:
-    """Let engines work in turns until there are as many of each contest as asked for."""
+    """Measure engines in turns until each contest has the requested number of turns."""
     found = this_run(results)
     limits = functools.partial(measure_limits, arguments.threads)
     for contest, able in contests(engines, arguments.precision, arguments.only):
@@ -229,7 +230,7 @@ def measure_turns(
 
 
 def contests(engines: list[Engine], precisions: list[str], only: str) -> Iterator[tuple[Contest, list[Engine]]]:
-    """Yield what is measured in turns, and who takes part."""
+    """Yield the contests to measure in turns, each with its engines."""
     for precision in precisions:
         for letter in only:
             able = [engine for engine in engines if precision in engine.precisions and letter in engine.workloads]
@@ -239,7 +240,7 @@ def contests(engines: list[Engine], precisions: list[str], only: str) -> Iterato
 
 
 def shared_setting(arguments: argparse.Namespace, workloads: Path) -> Setting:
-    """Return what the command line says for all engines."""
+    """Return the setting for all engines from the command line."""
     return Setting(
         workloads=workloads,
         threads=arguments.threads,
@@ -249,7 +250,7 @@ def shared_setting(arguments: argparse.Namespace, workloads: Path) -> Setting:
 
 
 def report(results: Results, checkpoint: Path, workloads: Path, pictures: Path | None) -> None:
-    """Print the tables; draw."""
+    """Print the tables and draw the pictures."""
     work = Work.of(read_architecture(checkpoint))
     data = json.loads(workloads.read_bytes())
     possible = functools.partial(best_possible, work, data)
@@ -269,7 +270,7 @@ def report(results: Results, checkpoint: Path, workloads: Path, pictures: Path |
 def report_rounds(
     results: Results, possible: Callable[[str, dict[str, float]], dict[str, float]], picture: Path | None
 ) -> None:
-    """Print the tables of rounds; draw."""
+    """Print the tables of rounds and draw the picture."""
     limits = results.limits()
     best = {precision: possible(precision, limits) for precision in PRECISIONS}
     print(
@@ -293,7 +294,7 @@ def report_rounds(
 
 
 def main() -> None:
-    """Install, convert, measure, report."""
+    """Install engines, convert checkpoints, measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [engine.name for engine in ENGINES]
     parser.add_argument("--shape", default="qwen2-0.5b", help="of tools/make_checkpoint.py (default: %(default)s)")

@@ -1,11 +1,11 @@
-"""Speed against the number of requests, the length of the prompt and that of the KV; what a long prompt does to others.
+"""Speed by number of requests, prompt length and KV length; the effect of a long prompt on other requests.
 
     python benchmarks/curves.py --quantization int8              # qwen2-0.5b: about twelve minutes
     python benchmarks/curves.py --model ./my-checkpoint --pictures docs
 
-Every figure is the median of --rounds after a warm-up, and each round goes through all of them: a moment in which the
-machine was slow is in one round of a figure, not in all. Only the times between tokens beside a long prompt are those
-of all rounds together. Nothing is cached between requests.
+Every figure is the median of --rounds rounds after a warm-up. Each round measures all figures, so a slow moment of the
+machine affects only one round of a figure. Only the times between tokens during a long prompt are pooled over all
+rounds. Nothing is cached between requests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Client:
         self._vocab_size = engine.input_processor.model_info.vocab_size
 
     def add(self, prompt_length: int, output_length: int) -> str:
-        """Start a request of tokens that no other has begun with."""
+        """Add a request with a beginning that no other request has."""
         self._count += 1
         ids = (1000 + self._count, *(300 + (7 * i + self._count) % 30_000 for i in range(prompt_length - 1)))
         prompt = [token_id % self._vocab_size for token_id in ids]
@@ -57,7 +57,7 @@ class Client:
         return name
 
     def step(self) -> bool:
-        """Run one step; return whether requests are open."""
+        """Run one step; return True if requests are unfinished."""
         for output in self.engine.step():
             if output.error is not None:
                 raise RuntimeError(output.error)
@@ -66,19 +66,19 @@ class Client:
         return self.engine.has_unfinished_requests()
 
     def run(self) -> None:
-        """Step until nobody is left."""
+        """Step until all requests have ended."""
         while self.step():
             pass
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One figure at each of several places, as every round had it."""
+    """One figure at several values of x, with the results of all rounds."""
 
     title: str
-    across: str  # what the places count
+    across: str  # the name of x
     places: Sequence[int]
-    rounds: Sequence[Sequence[float]]  # one figure a place
+    rounds: Sequence[Sequence[float]]  # one figure for each x
 
     def row(self, digits: int) -> str:
         """Return the medians and, if there are several rounds, the least and the greatest as rows of a table."""
@@ -95,7 +95,7 @@ class Curve:
         return "| " + " | ".join(cells) + " |\n|" + "---|" * len(cells)
 
     def draw(self, axis: Any) -> None:
-        """Draw the medians as a line, in a band from the least to the greatest."""
+        """Draw the medians as a line, in a band from the minimum to the maximum."""
         columns = list(zip(*self.rounds, strict=True))
         axis.fill_between(self.places, [min(c) for c in columns], [max(c) for c in columns], alpha=0.2, linewidth=0)
         axis.plot(self.places, [statistics.median(column) for column in columns], marker="o")
@@ -107,10 +107,10 @@ class Curve:
 
 
 def by_requests(client: Client) -> list[float]:
-    """Return tokens/s while all of `REQUESTS` decode, behind prompts of 32 tokens."""
+    """Return tokens/s while all requests decode after prompts of 32 tokens, for each number in `REQUESTS`."""
     rates = []
     for count in REQUESTS:
-        # two prompts of 32 fill what prompts get at least beside answers: the last starts up to `count / 2` steps later
+        # two prompts of 32 fill the least share of prompts in a step: the last one starts up to `count / 2` steps later
         names = [client.add(32, OUTPUT_TOKENS + count // 2) for _ in range(count)]
         client.run()
         start, end = (edge(client.times[name][i] for name in names) for edge, i in ((max, 0), (min, -1)))
@@ -120,7 +120,7 @@ def by_requests(client: Client) -> list[float]:
 
 
 def by_length(client: Client) -> tuple[list[float], list[float]]:
-    """Return tokens/s of prompts of `LENGTHS`, and milliseconds of a decode step behind each, all alone."""
+    """Return tokens/s of prompts of `LENGTHS`, and milliseconds of a decode step after each, without other requests."""
     rates, steps = [], []
     for length in LENGTHS:
         start = time.perf_counter()
@@ -134,7 +134,7 @@ def by_length(client: Client) -> tuple[list[float], list[float]]:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Milliseconds between tokens of streams: before a long prompt came (median), and while it was computed."""
+    """Milliseconds between tokens of streams: before a long prompt arrived (median), and while it was computed."""
 
     before: float
     median: float
@@ -143,12 +143,12 @@ class Stall:
 
     @classmethod
     def of(cls, before: Sequence[float], meanwhile: Sequence[float]) -> Stall:
-        """Summarize the times between neighbours."""
+        """Summarize the times between consecutive tokens."""
         quantiles = statistics.quantiles(meanwhile, n=100)
         return cls(statistics.median(before), quantiles[49], quantiles[98], max(meanwhile))
 
     def table(self) -> str:
-        """Return them as Markdown, each beside the median while the prompt runs and the median before it came."""
+        """Return a Markdown table, with the medians during the prompt and before it."""
         rows = [
             ("median before the prompt", self.before),
             ("median while it runs", self.median),
@@ -162,9 +162,9 @@ class Stall:
 
 
 def stall(client: Client) -> tuple[list[float], list[float]]:
-    """Let 8 streams run, and a prompt of 8,192 beside them.
+    """Run 8 streams, and add a prompt of 8,192 tokens.
 
-    Returns milliseconds between their tokens before it came, and while it was computed.
+    Returns milliseconds between the streams' tokens before the prompt arrived, and while it was computed.
     """
     streams = [client.add(32, 400) for _ in range(STREAMS)]
     while any(len(client.times[name]) < 20 for name in streams):
@@ -182,7 +182,7 @@ def stall(client: Client) -> tuple[list[float], list[float]]:
 
 
 def gaps(times: Iterable[list[float]]) -> list[float]:
-    """Return milliseconds between neighbours."""
+    """Return milliseconds between consecutive times of each list."""
     return [1000 * (b - a) for each in times for a, b in itertools.pairwise(each)]
 
 
@@ -221,7 +221,7 @@ def main() -> None:
         max_num_seqs=max(REQUESTS),
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
-        max_num_batched_tokens=DEFAULT_MAX_NUM_BATCHED_TOKENS,  # this and what prompts take beside answers: as a server
+        max_num_batched_tokens=DEFAULT_MAX_NUM_BATCHED_TOKENS,  # and the share of prompts in a step: as a server
         mixed_step_ms=None,
     )
     client = Client(llm.llm_engine)

@@ -1,12 +1,12 @@
-"""What guessing costs a core, without a model: the proposer `suffix` and its index.
+"""The cost of drafting without a model: the proposer `suffix` and its index.
 
     python benchmarks/drafting.py
     python benchmarks/drafting.py --tokens 4194304 --drafts 16
 
-The index: bytes for so many tokens, CPU microseconds to take in a token, and for a proposal. Then the proposer as a
-step asks it, for one request: the newest token is taken in, and drafts are looked for in its own text and in as many
-tokens of answers before. Median and 99th percentile, on texts whose words are as frequent as in a language.
-`speculation.py` measures what comes of it.
+The index: bytes for --tokens tokens, CPU microseconds to add a token, and for a proposal. Then the proposer as used in
+a step, for one request: the newest token is added, and drafts are searched in its own text and in as many tokens of
+earlier answers. Prints median and 99th percentile, for texts with the word frequencies of a natural language.
+`speculation.py` measures the resulting speed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def main() -> None:
 
 
 class Text:
-    """Words of up to twelve tokens, a few of which make up most of a text."""
+    """Generates texts of words of up to twelve tokens, in which a few words are very frequent."""
 
     def __init__(self) -> None:
         self.rng = random.Random(1)
         self._words = [[self.rng.randrange(49_000) for _ in range(self.rng.randint(1, 12))] for _ in range(4000)]
 
     def draw(self, num_tokens: int) -> list[int]:
-        """Return so many tokens."""
+        """Return `num_tokens` tokens of text."""
         tokens: list[int] = []
         while len(tokens) < num_tokens:
             tokens += self._words[min(int(self.rng.paretovariate(0.7)), len(self._words) - 1)]
@@ -56,7 +56,7 @@ class Text:
 
 
 def measure_index(text: Text, num_tokens: int, num_drafts: int) -> None:
-    """Print bytes and times of the index alone."""
+    """Print the bytes and times of the index alone."""
     tokens = text.draw(num_tokens)
     index = SuffixIndex(num_tokens)
     start = time.thread_time()
@@ -76,7 +76,7 @@ def measure_index(text: Text, num_tokens: int, num_drafts: int) -> None:
 
 
 def measure_proposer(text: Text, num_tokens: int, num_drafts: int) -> None:
-    """Print times of a request's drafts, of which most tokens of a step come to nothing."""
+    """Print the times of a request's drafts. Most searches of a step find nothing."""
     config = SpeculativeConfig(
         method="suffix",
         num_speculative_tokens=num_drafts,
@@ -93,7 +93,7 @@ def measure_proposer(text: Text, num_tokens: int, num_drafts: int) -> None:
             task = DraftTask(f"request {number}", tokens[:count], num_drafts, None)
             start = time.thread_time()
             proposer.propose([task])
-            if count > ANSWER_TOKENS:  # its prompt is taken in once
+            if count > ANSWER_TOKENS:  # its prompt is added only once
                 times.append(time.thread_time() - start)
     print(f"a request's drafts, its newest token taken in: {told(times)}")
 

@@ -1,18 +1,19 @@
-"""Speed beside llama.cpp on the same GGUF files: both loaded side by side, in turns, medians.
+"""Compare speed with llama.cpp on the same GGUF files: both loaded at the same time, in turns, medians.
 
     python benchmarks/gguf_speed.py PYTHON ./SmolLM2-135M-Instruct.Q4_1.gguf ./qwen2-0.5b.gguf
     python benchmarks/gguf_speed.py PYTHON ./SmolLM2-135M-Instruct.Q4_1.gguf --ftype Q4_0 --turns 1 --figure 64
 
-PYTHON is that of an environment with llama-cpp-python, built for this machine (pip install --no-binary :all:). Each
-model is written by llama.cpp in each format (Q4_0, Q8_0 and Q4_K_M by way of float32, into --home, once). Figures:
+PYTHON is the interpreter of an environment with llama-cpp-python, built for this machine (pip install --no-binary
+:all:). llama.cpp converts each model to each format once (Q4_0, Q8_0 and Q4_K_M via float32, into --home). Figures:
 
-    stream   tokens/s of one stream of 64 behind a prompt of 32; octavo with and without speculation
-    prompt   tokens/s of a prompt of 1,024
-    64       generated tokens/s of 64 requests at once, 16 tokens each behind a prompt of 8
+    stream   tokens/s of one stream of 64 tokens after a prompt of 32; octavo with and without speculation
+    prompt   tokens/s of a prompt of 1,024 tokens
+    64       generated tokens/s of 64 concurrent requests, 16 tokens each after a prompt of 8
 
-Requests are cut out of Python's language reference. llama.cpp computes batches of its own C API, without a server: its
-best way (`runners/llama_cpp_batches.py`). A ratio is the median of the turns' own. With random weights speculation says
-nothing: a model of the shape alone is made of tools/make_checkpoint.py's folder with llama.cpp's convert_hf_to_gguf.py.
+The requests are excerpts of Python's language reference. llama.cpp computes batches by its C API, without a server,
+which is its fastest way (`runners/llama_cpp_batches.py`). A ratio is the median of the ratios of all turns. For a model
+with random weights, figures with speculation have no meaning; such a model of a real shape can be converted from
+tools/make_checkpoint.py's folder with llama.cpp's convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LONG_PROMPT, REQUESTS, PROMPT_OF_MANY, OUT_OF_MANY = 1024, 64, 8, 16
 
 
 class Figure(NamedTuple):
-    """What is measured: the letter of the workload, as a table names it, and what the ratio should reach."""
+    """One measured figure: the letter of its workload, its name in the table, and the target of the ratio."""
 
     letter: str
     name: str
@@ -63,7 +64,7 @@ class PlainOctavo(Octavo):
 
 
 class LlamaCpp(Engine):
-    """llama.cpp in an environment that is there."""
+    """llama.cpp in an existing environment."""
 
     name = "llama.cpp"
     precisions: ClassVar = {}
@@ -72,11 +73,11 @@ class LlamaCpp(Engine):
 
     @property
     def python(self) -> str:
-        """Return the interpreter of its environment, which `home` is here."""
+        """Return the interpreter of its environment, which is `home` in this class."""
         return str(self.home)
 
     def install(self) -> None:
-        """Nothing: it is installed."""
+        """Do nothing: it is installed already."""
 
     def checkpoint(self, source: Path, precision: str) -> Path:
         """Return the GGUF file."""
@@ -85,7 +86,7 @@ class LlamaCpp(Engine):
 
 
 def written(options: argparse.Namespace, gguf: Path, ftype: str) -> Path:
-    """Have llama.cpp write a file in a format, unless it is there: see `runners/llama_cpp_quality.py`."""
+    """Have llama.cpp convert a file to a format, unless that exists: see `runners/llama_cpp_quality.py`."""
     options.home.mkdir(parents=True, exist_ok=True)
     job = {"gguf": str(gguf), "ftype": ftype, "home": str(options.home), "threads": 2, "pieces": [], "prompt": []}
     script = str(RUNNERS / "llama_cpp_quality.py")
@@ -96,7 +97,7 @@ def written(options: argparse.Namespace, gguf: Path, ftype: str) -> Path:
 
 
 def requests_of(gguf: Path, turns: int, folder: Path) -> Path:
-    """Write workloads A, B and C, and D to warm up, of a text in the model's tokens: other ones in each turn."""
+    """Write workloads A, B and C, and D for the warm-up, from a text in the model's tokens, different in each turn."""
     ids = iter(open_checkpoint(gguf).read_tokenizer().encode(python_reference(), most=4096 * turns + 8192))
 
     def request(prompt: int, out: int) -> dict[str, object]:
@@ -114,7 +115,7 @@ def requests_of(gguf: Path, turns: int, folder: Path) -> Path:
 
 
 def measured(options: argparse.Namespace, gguf: Path, folder: Path) -> Iterator[list[str]]:
-    """Yield a row of the table for each figure and way of octavo: medians of it, of llama.cpp's and of the ratio."""
+    """Yield a table row for each figure and octavo variant: medians for octavo, for llama.cpp and of the ratio."""
     plain = PlainOctavo(folder)
     octavo = [Octavo(folder), plain]
     engines: list[Engine] = [*octavo, LlamaCpp(Path(options.python))]
@@ -135,7 +136,7 @@ def measured(options: argparse.Namespace, gguf: Path, folder: Path) -> Iterator[
 
 
 def rate(figure: Figure, measured: float) -> float:
-    """Return tokens/s of a figure, which of many requests is seconds."""
+    """Return tokens/s of a figure. With many requests it is measured in seconds."""
     return REQUESTS * OUT_OF_MANY / measured if figure.letter == "B" else measured
 
 

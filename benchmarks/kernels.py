@@ -1,9 +1,9 @@
-"""Medians of every kernel at the shapes of Qwen2-0.5B, as fractions of peaks measured in the same run.
+"""Median times of every kernel at the shapes of Qwen2-0.5B, as fractions of peaks measured in the same run.
 
     python benchmarks/kernels.py [--threads 2] [--rounds 9] [--isa avx512] [--only int8]
 
-Rounds are interleaved (every case once, then every case again), so that a disturbance falls on all alike. The peaks are
-float32 products of torch at 1024 x 4096 x 4096, and reading 512 MB; the best of their rounds counts.
+Rounds are interleaved (every case once, then every case again), so that a disturbance affects all cases equally. The
+peaks are float32 products of torch at 1024 x 4096 x 4096, and reading 512 MB; the best of their rounds counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 14, 2, 64, 151936
 BLOCK_SIZE = 16
-COPIES_BYTES = cold_bytes()  # weights are cycled through so much memory: no cache keeps them
+COPIES_BYTES = cold_bytes()  # copies of weights fill this much memory, so that they are not in a cache
 
 
 @dataclass
@@ -60,12 +60,12 @@ class Case:
 
 
 def case(name: str, kernels: Kernels, call: Callable[[int], object], flops: float, num_bytes: float) -> Case:
-    """A case of one backend."""
+    """Return a case of one backend."""
     return Case(name, kernels.name, call, flops, num_bytes, [])
 
 
 def peak_cases() -> Iterator[Case]:
-    """What the machine gives: arithmetic and memory."""
+    """Yield the cases for the peaks of the machine: arithmetic and memory."""
     a, b = torch.randn(1024, 4096), torch.randn(4096, 4096)
     yield Case("peak: float32 product", "torch", lambda _: a @ b, 2 * 1024 * 4096 * 4096, 0, [])
     data = torch.ones(512 << 18)
@@ -82,9 +82,9 @@ LAYERS = {
 
 
 def linear_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
-    """The products of a layer and of lm_head: of bfloat16 weights, and of int8 and int4 ones.
+    """Yield the products of a layer and of lm_head, with bfloat16, int8 and int4 weights.
 
-    only: part of the names of those to yield; of others no weight is packed.
+    only: yield the cases with this text in their name; weights of other cases are not packed.
     """
     for layer, (depth, width) in LAYERS.items():
         wide = layer == "lm_head"
@@ -107,13 +107,13 @@ def linear_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
 
 
 def block_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
-    """The product of gate and up of weights in GGUF's blocks. only: as in `linear_cases`."""
+    """Yield the product of gate and up with weights in GGUF's blocks. only: as in `linear_cases`."""
     depth, width = 1024, 2 * INTERMEDIATE  # a multiple of 256
     for kind in BlockKind:
         wanted = [rows for rows in (1, 8, 32, 512) if only in f"{kind.name} x{rows}"]
         if not wanted:
             continue
-        # bytes below 120 are finite numbers as halves of float16
+        # the scales are float16: bytes below 120 make finite numbers
         data = torch.randint(0, 120, (width, kind.row_bytes(depth)), dtype=torch.uint8)
         weight = BlockWeight(kind, data, depth)
         copies = 1 if kernels.name == "reference" else max(1, COPIES_BYTES // weight.nbytes)
@@ -128,7 +128,7 @@ def block_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
 
 
 def gated_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
-    """The product whose result is gated: gate_up and the gate behind it. only: as in `linear_cases`."""
+    """Yield the product with a gated result: gate_up followed by the gate. only: as in `linear_cases`."""
     weight = torch.randn(2 * INTERMEDIATE, HIDDEN, dtype=torch.bfloat16)
     for name, rounded in (("gated_linear", torch.clone), ("gated int8", quantize_int8), ("gated int4", quantize_int4)):
         wanted = [rows for rows in (1, 8, 32, 128, 512) if only in f"{name} x{rows}"]
@@ -147,7 +147,7 @@ def gated_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
 
 
 def torch_cases() -> Iterator[Case]:
-    """Products of torch itself, for comparison: float32, and integers (which it is given already rounded)."""
+    """Yield products of torch itself for comparison: float32, and integers (with rounding done in advance)."""
     for layer, (depth, width) in LAYERS.items():
         weight = torch.randn(width, depth)
         bytes_weight = torch.randint(-127, 128, (width, depth), dtype=torch.int8).t()
@@ -167,7 +167,7 @@ def torch_cases() -> Iterator[Case]:
 
 
 def attention_cases(kernels: Kernels) -> Iterator[Case]:
-    """Decodes and prompts; flops count what causal attention needs, bytes all KV once, a common prefix too."""
+    """Yield decodes and prompts. flops: those of causal attention. bytes: all KV once, including a common prefix."""
     shapes = {"1 decode, 16384 KV": ([(16384, 1)], 0), "32 decodes, 512 KV": ([(512, 1)] * 32, 0),
               "32 decodes, 512 of 576 KV common": ([(576, 1)] * 32, 512),
               "512 prompt": ([(512, 512)], 0), "512 of 4096": ([(4096, 512)], 0)}  # fmt: skip
@@ -190,7 +190,7 @@ def attention_cases(kernels: Kernels) -> Iterator[Case]:
 
 
 def int8_cache(numbers: Tensor) -> Tensor:
-    """Return keys and values [blocks, 2, heads, block_size, head_dim] as int8, their scales behind a block's rows."""
+    """Return keys and values [blocks, 2, heads, block_size, head_dim] as int8, with scales after a block's rows."""
     *front, block_size, head_dim = numbers.shape
     values, scales = quantize_rows(numbers.flatten(0, -2))
     memory = torch.empty(*front, block_size * (head_dim + 4), dtype=torch.int8)
@@ -202,7 +202,10 @@ def int8_cache(numbers: Tensor) -> Tensor:
 
 
 def attention_batch(sequences: list[tuple[int, int]], common: int = 0) -> tuple[AttentionBatch, int]:
-    """A batch of (KV length, query length), blocks one after the other; all begin with so many tokens of the first."""
+    """Return a batch of sequences (KV length, query length) with consecutive blocks, and its number of blocks.
+
+    common: number of tokens at the beginning that all sequences share with the first one.
+    """
     starts, positions, tables, slots, used = [0], [], [], [], 0
     for length, queries in sequences:
         table = torch.arange(used, used + -(-length // BLOCK_SIZE))
@@ -221,7 +224,7 @@ def attention_batch(sequences: list[tuple[int, int]], common: int = 0) -> tuple[
 
 
 def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
-    """Norm, gate and rotary embedding."""
+    """Yield norm, gate and rotary embedding."""
     for rows in (1, 32, 512):
         x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16)
         residual, weight = torch.randn_like(x), torch.randn(HIDDEN, dtype=torch.bfloat16)
@@ -260,7 +263,7 @@ def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
 
 
 def sampling_cases(kernels: Kernels) -> Iterator[Case]:
-    """Sampling with and without filters, and log-probability candidates."""
+    """Yield sampling with and without filters, and log-probability candidates."""
     filters = {"greedy": (0.0, 0, 1.0, 0.0), "t=1": (1.0, 0, 1.0, 0.0), "top_k=50": (1.0, 50, 1.0, 0.0),
                "top_p=0.9": (1.0, 0, 0.9, 0.0), "all filters": (0.7, 50, 0.9, 0.05)}  # fmt: skip
     for rows in (1, 32):

@@ -1,24 +1,24 @@
-"""What KV beyond the device gives, and what it costs who has no use of it.
+"""The benefit of KV tiers beyond the device, and their cost for requests that cannot use them.
 
     python benchmarks/kv_tiers.py                                # every line, qwen2-0.5b's shape
     python benchmarks/kv_tiers.py --line host --precision int8 --repeat 3
 
-Lines of what it gives, the time to the first token behind a long beginning that a tier has, by that of a new one:
+Lines for the benefit: time to the first token with a long prefix that a tier has, divided by that with a new prefix:
 
-    host      the beginning was evicted to host memory and comes back, in an engine whose cache holds one such beginning
-    disk      another engine saved the beginning on disk, and ended; it is read by one that starts on the directory
-    mooncake  another engine put the beginning into the pool of a `mooncake_master` on this machine
+    host      the prefix was evicted to host memory and is copied back, in an engine with room for one such prefix
+    disk      another engine saved the prefix on disk and ended; a new engine on the same directory reads it
+    mooncake  another engine saved the prefix in the pool of a `mooncake_master` on this machine
 
-A turn asks for a new beginning, and for one that the tier has by then; their own tokens behind it differ. A ratio is
-the second time by the first, the median of the turns' own. The first tokens must be those of an engine without tiers.
+A turn sends a request with a new prefix, and one with a prefix that the tier has; the tokens after the prefixes differ.
+A ratio is the second time divided by the first, the median over all turns. The first tokens must be those of an engine
+without tiers.
 
-Lines of what it costs, the throughput of workload B with a store by that without, in turns on prompts that nobody asked
-for before:
+Lines for the cost: throughput of workload B with a store, divided by that without, in turns with new prompts:
 
-    saving    all of it is saved on disk
-    never     a store is asked for each prompt and offered each block, has nothing, and keeps nothing
+    saving    all KV is saved on disk
+    never     a store is asked for each prompt and offered each block, but has nothing and saves nothing
 
-Exits with 1 where a ratio is not what was asked for.
+Exits with status 1 if a ratio misses its target.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PRECISIONS = ("bf16", "int8")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a prompt. seconds: until its first token."""
+    """The answer to a prompt. seconds: time to its first token."""
 
     prompt: list[int]
     token_ids: list[int]
@@ -67,7 +67,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a line is measured on. load(...): an engine on the model, see `loader`. num_tokens: of a beginning."""
+    """The setting of a line. load(...): creates an engine on the model, see `loader`. num_tokens: of a prefix."""
 
     load: Callable[..., LLMEngine]
     num_tokens: int
@@ -75,11 +75,11 @@ class Setting:
     rng: random.Random
 
     def beginning(self) -> list[int]:
-        """Return one that nobody asked for before."""
+        """Return a new prefix."""
         return [self.rng.randrange(1000, 100_000) for _ in range(self.num_tokens)]
 
     def ask(self, engine: LLMEngine, beginning: list[int], *, is_found: bool) -> Answer:
-        """Ask for a beginning and some tokens behind it; it has to be found, or not to be."""
+        """Answer a prefix followed by some tokens. is_found: the prefix must be a hit, or must not be one."""
         prompt = beginning + [self.rng.randrange(1000, 100_000) for _ in range(NUM_OWN_TOKENS)]
         start = time.perf_counter()
         output = first_token(engine, prompt)
@@ -92,9 +92,9 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A tier, how long the beginnings are, and the largest ratio that was asked for.
+    """A tier, the length of its prefixes, and the maximum ratio.
 
-    run: yields (computed, found) of each turn.
+    run: yields (computed, found) for each turn.
     """
 
     name: str
@@ -105,18 +105,18 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A store that costs something, and the smallest ratio that was asked for. load: an engine that has it."""
+    """A store with a cost, and the minimum ratio. load: creates an engine with the store."""
 
     name: str
     asked_for: float
     load: Callable[[Callable[..., LLMEngine], Path], LLMEngine]
 
 
-# --- what it gives ----------------------------------------------------------------------------------------------------
+# --- benefit ----------------------------------------------------------------------------------------------------------
 
 
 def host(setting: Setting) -> Iterator[tuple[Answer, Answer]]:
-    """Ask for a new beginning, which evicts the one before, and for that one again."""
+    """Answer a new prefix, which evicts the one before, and then that one again."""
     num_blocks = (setting.num_tokens + NUM_OWN_TOKENS) // BLOCK_SIZE + 4
     engine = setting.load(num_gpu_blocks=num_blocks, kv_cache_memory_bytes=None, swap_space_bytes=1 << 30)
     beginning = setting.beginning()
@@ -128,7 +128,7 @@ def host(setting: Setting) -> Iterator[tuple[Answer, Answer]]:
 
 
 def disk(setting: Setting) -> Iterator[tuple[Answer, Answer]]:
-    """Ask a new engine for a new beginning, and for the one that the engine before was asked for."""
+    """With a new engine in each turn, answer a new prefix, and the one that the engine before saved."""
     with tempfile.TemporaryDirectory() as place:
         stores = KVTransferConfig(disk_dir=Path(place))
         engine = setting.load(stores)
@@ -146,7 +146,7 @@ def disk(setting: Setting) -> Iterator[tuple[Answer, Answer]]:
 
 
 def mooncake(setting: Setting) -> Iterator[tuple[Answer, Answer]]:
-    """Ask one engine for a beginning, and another one for a new beginning and for that one."""
+    """Answer a prefix with one engine; with another one answer a new prefix and the same prefix."""
     from mooncake_master import Master  # noqa: PLC0415 - of the tests; it needs octavo[mooncake]
 
     master = Master()
@@ -171,7 +171,7 @@ def mooncake(setting: Setting) -> Iterator[tuple[Answer, Answer]]:
 
 
 def wait_until_usable(engine: LLMEngine, seconds: float = 30.0) -> None:
-    """Wait until an engine's only store is open."""
+    """Wait until the engine's only store is available."""
     [tier] = engine.core.metrics.stats.kv_stores.values()
     deadline = time.monotonic() + seconds
     while not tier.is_usable:
@@ -181,46 +181,46 @@ def wait_until_usable(engine: LLMEngine, seconds: float = 30.0) -> None:
 
 
 def end_saves(engine: LLMEngine) -> None:
-    """Let an engine save what it is saving."""
+    """Step the engine until its saves have ended."""
     while engine.core.has_work():
         engine.step()
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------
+# --- cost -------------------------------------------------------------------------------------------------------------
 
 
 class Nothing(MemoryStore):
-    """A store that wants nothing, and so has nothing."""
+    """A store that accepts no blocks, so it never has any."""
 
     def __init__(self, block_bytes: int) -> None:
         super().__init__(GlobalKVPool(1), "nothing", block_bytes)
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Want none of them."""
+        """Return no keys: no block is wanted."""
         del keys
         return set()
 
 
 def saving(load: Callable[..., LLMEngine], place: Path) -> LLMEngine:
-    """Return an engine that saves on disk."""
+    """Return an engine that saves KV on disk."""
     return load(KVTransferConfig(disk_dir=place), max_num_seqs=64, kv_cache_memory_bytes=2 * CACHE_BYTES)
 
 
 def never(load: Callable[..., LLMEngine], place: Path) -> LLMEngine:
-    """Return an engine whose store is asked for nothing."""
+    """Return an engine with a store that has nothing and accepts nothing."""
     del place
     return load(kv_store=Nothing, max_num_seqs=64, kv_cache_memory_bytes=2 * CACHE_BYTES)
 
 
 def workload_b(rng: random.Random) -> tuple[list[list[int]], list[int]]:
-    """Return workload B's prompts, of the same lengths and with other tokens each time, and lengths of answers."""
+    """Return prompts with the lengths of workload B and new random tokens, and the lengths of answers."""
     items = make_workloads(1234)["B"]
     prompts = [[rng.randrange(LOW_ID, HIGH_ID) for _ in item["prompt"]] for item in items]
     return prompts, [item["out"] for item in items]
 
 
 def answer_all(engine: LLMEngine, prompts: list[list[int]], lengths: list[int]) -> tuple[float, list[list[int]]]:
-    """Return the seconds until all is answered and, as far as it is saved, saved; and the tokens."""
+    """Answer all prompts; return the seconds until all are answered and all saves have ended, and the tokens."""
     params = [SamplingParams(temperature=0.0, max_tokens=each, ignore_eos=True, detokenize=False) for each in lengths]
     start = time.perf_counter()
     outputs = engine.generate_batch([{"prompt_token_ids": prompt} for prompt in prompts], params)
@@ -237,7 +237,7 @@ NAMES = [line.name for line in (*TIERS, *COSTS)]
 
 
 def loader(model: Path, precision: str, kv_dtype: str) -> Callable[..., LLMEngine]:
-    """Return what makes engines on a model; they have computed something when they are returned."""
+    """Return a function that creates engines on a model, warmed up."""
 
     def load(
         kv_transfer: KVTransferConfig | None = None,
@@ -255,7 +255,7 @@ def loader(model: Path, precision: str, kv_dtype: str) -> Callable[..., LLMEngin
             ),
             kv_transfer_config=kv_transfer,
             kv_store=kv_store,
-            speculative_config=SpeculativeConfig(method="none"),  # what was answered before would be guessed
+            speculative_config=SpeculativeConfig(method="none"),  # it would guess repeated answers
         )
         first_token(engine, [1000])
         return engine
@@ -294,7 +294,7 @@ def main() -> None:
 
 
 def measure_tier(tier: Tier, setting: Setting, reference: LLMEngine) -> bool:
-    """Measure a tier and print its row; return whether it is what was asked for.
+    """Measure a tier and print its row; return True if the ratio meets its target.
 
     The tokens of the last turn are compared.
     """
@@ -310,10 +310,10 @@ def measure_tier(tier: Tier, setting: Setting, reference: LLMEngine) -> bool:
 
 
 def measure_cost(cost: Cost, load: Callable[..., LLMEngine], repeat: int) -> bool:
-    """Measure a cost and print its row; tokens are compared. Return whether it is what was asked for.
+    """Measure a cost and print its row; compare the tokens. Return True if the ratio meets its target.
 
-    One engine answers with its store and as if it had none, in turns: two engines on one model differ by 3 % and more,
-    by where their memory lies. A turn before the others is not counted.
+    One engine answers with and without its store in turns: two engines on one model would differ by 3 % and more
+    because of their memory placement. The first turn is a warm-up.
     """
     rng, seconds = random.Random(cost.name), ([], [])
     with engine_of(cost, load) as engine:
@@ -339,7 +339,7 @@ def measure_cost(cost: Cost, load: Callable[..., LLMEngine], repeat: int) -> boo
 
 @contextmanager
 def engine_of(cost: Cost, load: Callable[..., LLMEngine]) -> Iterator[LLMEngine]:
-    """Make the engine; shut it down in the end."""
+    """Create the engine for the context; shut it down at the end."""
     with tempfile.TemporaryDirectory() as place:
         engine = cost.load(load, Path(place))
         wait_until_usable(engine)
@@ -350,7 +350,7 @@ def engine_of(cost: Cost, load: Callable[..., LLMEngine]) -> Iterator[LLMEngine]
 
 
 def print_row(*cells: str) -> None:
-    """Print a row of a table at once."""
+    """Print a row of a table and flush the output."""
     print("| " + " | ".join(cells) + " |", flush=True)
 
 

@@ -1,11 +1,12 @@
-"""Write a big twin of the built-in model: the same function in about as many weights as qwen2-0.5b has.
+"""Write a big twin of the built-in model: the same function with about as many weights as qwen2-0.5b.
 
     python benchmarks/make_twin.py OUT_DIR
 
-For figures of a size at which memory binds, on a model that answers. It is four times as wide, so that the mean under
-each norm is a fourth and every factor that makes up for it is a power of two: nothing is rounded. All else is dense
-zeros, which are read and multiplied as any weight is: wider, more heads, more layers behind those that are there.
-The vocabulary is the model's own, so that its sibling can draft; what qwen2-0.5b has in its embedding is in the MLP.
+For measurements of a memory-bound size with a model that gives real answers. It is four times as wide. So the mean in
+each norm is a quarter, and every correcting factor is a power of two: nothing is rounded. All other weights are dense
+zeros, which are read and multiplied like any weight: greater width, more heads, more layers after the existing ones.
+The vocabulary is that of the model, so that its sibling can draft. Instead of qwen2-0.5b's larger embedding, the MLP is
+larger.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WIDTH_FACTOR = 4  # its root is a power of two
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is added to. Heads of keys and values stay as many as there are."""
+    """The sizes that the twin gets. The number of KV heads stays."""
 
     num_layers: int = 24
     intermediate_size: int = 6144
@@ -65,7 +66,7 @@ def widened(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
         "num_hidden_layers": shape.num_layers,
         "max_window_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
-        "rms_norm_eps": config["rms_norm_eps"] / WIDTH_FACTOR,  # as the mean of squares
+        "rms_norm_eps": config["rms_norm_eps"] / WIDTH_FACTOR,  # like the mean of squares
     }
 
 
@@ -73,8 +74,8 @@ def embedded(weights: dict[str, Tensor], config: dict[str, Any], wider: dict[str
     """Return the twin's weights.
 
     A norm of the hidden state divides by the root of a mean over WIDTH_FACTOR times as many dimensions; its weight
-    makes up for it. The norms of q and k are over as many as before, with the smaller epsilon: so q and k are made as
-    much smaller before them.
+    compensates for that. The norms of q and k have as many dimensions as before, but the smaller epsilon; so q and k
+    are scaled down accordingly.
     """
     hidden, inner, head_dim = wider["hidden_size"], wider["intermediate_size"], config["head_dim"]
     root = WIDTH_FACTOR**0.5
@@ -115,7 +116,7 @@ def embedded(weights: dict[str, Tensor], config: dict[str, Any], wider: dict[str
 
 
 def _places_of_heads(config: dict[str, Any], wider: dict[str, Any]) -> Tensor:
-    """Return which head of the twin each is: those that share keys and values go on doing so."""
+    """Return the index in the twin of each query head: heads that share a KV head still share it."""
     num_groups, num_heads = config["num_key_value_heads"], config["num_attention_heads"]
     before, after = num_heads // num_groups, wider["num_attention_heads"] // num_groups
     return torch.tensor([head // before * after + head % before for head in range(num_heads)])
@@ -124,7 +125,7 @@ def _places_of_heads(config: dict[str, Any], wider: dict[str, Any]) -> Tensor:
 def _within(
     tensor: Tensor, shape: tuple[int, ...], *, rows: Tensor | None = None, columns: Tensor | None = None
 ) -> Tensor:
-    """Return zeros of a shape that hold a tensor, in its first rows and columns or in those that are named."""
+    """Return zeros of a shape with a tensor in the first rows and columns, or in the given ones."""
     padded = torch.zeros(shape, dtype=tensor.dtype)
     if tensor.dim() == 1:
         padded[: len(tensor)] = tensor
@@ -136,7 +137,7 @@ def _within(
 
 
 def main() -> None:
-    """Write it, and say how large it is."""
+    """Write the twin and print its size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=Shape().num_layers, help="(default: %(default)s)")

@@ -1,15 +1,14 @@
-"""Memory of `LLM` and of `octavo serve` beside what it is made of: weights, KV and at most 400 MB.
+"""Memory of `LLM` and of `octavo serve`, compared with its parts: weights, KV and at most 400 MB.
 
     python benchmarks/memory.py                                  # qwen2-0.5b in three precisions: minutes
     python benchmarks/memory.py --precision int8 --way serve --kv-mib 512
 
-Each process runs workloads A and B. RSS and its peak are VmRSS and VmHWM of /proc/PID/status: with the pages of files
-that it has mapped, so weights that are mapped packed count (they are weights), and so do libraries. Of `octavo serve`
-the HTTP process and the engine process have a line each, and one together, where pages of libraries that both map
-count once.
+Each process runs workloads A and B. RSS and its peak are VmRSS and VmHWM of /proc/PID/status. They include pages of
+mapped files, so mapped packed weights count (as weights), and so do libraries. For `octavo serve` the HTTP process and
+the engine process have a line each, and one line together, in which pages of shared libraries count once.
 
-Bounds, of `LLM` and of a server's two processes together: the peak until it is loaded is at most 1.3 times the RSS
-after the workloads, and this is at most weights + KV asked for + 400 MB. Exits with 1 where one does not hold.
+Bounds for `LLM`, and for a server's two processes together: the peak during loading is at most 1.3 times the RSS after
+the workloads, and that RSS is at most weights + requested KV + 400 MB. Exits with status 1 if a bound does not hold.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ print(json.dumps([*loaded, *status()]))
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one process: the peak until it was loaded, RSS then, RSS after the workloads and its peak."""
+    """Bytes of one process: the peak during loading, RSS after loading, RSS after the workloads, and its peak then."""
 
     load_peak: int
     loaded: int
@@ -66,7 +65,7 @@ class Memory:
     after: int
 
     def beside(self, other: Memory, shared_loaded: int, shared_after: int) -> Memory:
-        """Return both together; shared: the bytes that are in both, when loaded and after."""
+        """Return the sum for two processes. shared_loaded, shared_after: the bytes that both share, counted once."""
         return Memory(
             self.load_peak + other.load_peak - shared_loaded,
             self.loaded + other.loaded - shared_loaded,
@@ -75,7 +74,7 @@ class Memory:
         )
 
     def faults(self, weights: int, kv: int) -> list[str]:
-        """Return which bounds do not hold."""
+        """Return the bounds that do not hold."""
         found = []
         if self.load_peak > PEAK_BOUND * self.after:
             found.append(f"peak at load {self.load_peak / self.after:.2f} times RSS after, of {PEAK_BOUND}")
@@ -124,9 +123,9 @@ def status(pid: int) -> tuple[int, int]:
 
 
 def shared_bytes(one: psutil.Process, other: psutil.Process) -> int:
-    """Return how much of what both processes have of the same files is one memory: pages that are shared, at most.
+    """Return an upper bound of the bytes of mapped files that both processes share.
 
-    (25.04 MB of a server's, and 24.98 where the frames of its pages were compared.)
+    (25.04 MB for a server; a comparison of page frames gave 24.98 MB.)
     """
     first, second = (
         {each.path: each.shared_clean for each in process.memory_maps() if each.path.startswith("/")}
@@ -170,7 +169,7 @@ def main() -> int:
             measure = of_llm if way == "LLM" else of_server
             found = measure(arguments.model, precision, kv, arguments.threads, arguments.workloads)
             for name, memory in found.items():
-                is_part = name.endswith("process")  # bounds are of the whole
+                is_part = name.endswith("process")  # bounds apply to the sum
                 sizes = (weights, memory.load_peak, memory.loaded, memory.after, memory.peak)
                 cells = [precision, name, *(f"{size / 1e6:.0f}" for size in sizes)]
                 bound = "" if is_part else f"{(weights + kv + REST_BYTES) / 1e6:.0f}"

@@ -1,4 +1,4 @@
-"""torch's own product of prepacked weights, oneDNN's: for benchmarks that compare octavo's with it."""
+"""torch's product of prepacked weights by oneDNN, for benchmarks that compare octavo's product with it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def has_product(dtype: torch.dtype) -> bool:
-    """Whether torch has that product of bfloat16 or float32 here: of bfloat16 not without AVX-512 or its like."""
+    """Return True if torch has this product for a dtype on this machine. bfloat16 needs AVX-512 or similar."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Bring a weight [out, in] into oneDNN's own layout."""
+    """Convert a weight [out, in] to oneDNN's own layout."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)  # noqa: SLF001
     return packed
 
@@ -37,14 +37,14 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class OneDnnKernels(CpuKernels):
-    """octavo's kernels, but for products of bfloat16 weights, which are torch's; float32 results are rounded by it."""
+    """octavo's kernels with torch's products for bfloat16 weights; these round float32 results to bfloat16."""
 
     name = "onednn"
 
     def pack_linear(
         self, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None = None
     ) -> PackedLinear:
-        """Pack one weight of bfloat16 for oneDNN, others for octavo."""
+        """Pack a single bfloat16 weight for oneDNN, all other weights for octavo."""
         if not isinstance(weight, torch.Tensor) or weight.dtype != torch.bfloat16:
             return super().pack_linear(weight, bias)
         if not has_product(weight.dtype):

@@ -1,16 +1,16 @@
-"""What each precision costs in quality, takes in memory and brings in speed, on a checkpoint with trained weights.
+"""Quality, memory and speed of each precision, for a checkpoint with trained weights.
 
     python benchmarks/perplexity.py ./SmolLM2-135M-Instruct
     python benchmarks/perplexity.py OWNER/NAME --precision bf16 --precision int8 --text ./novel.txt --rounds 3
     python benchmarks/perplexity.py ./SmolLM2-135M-Instruct --llama-cpp PYTHON --gguf ./SmolLM2-135M-Instruct.gguf
     python benchmarks/perplexity.py ./SmolLM2-135M-Instruct.gguf --llama-cpp PYTHON --as-it-is --ftype Q4_0 --skip-speed
 
-Perplexity over 40 pieces of 512 tokens of Python's language reference, or of a text, each piece by itself; the weights
-as they stand in memory; a prompt of 1,024 tokens and one stream of 64, all precisions in turns, medians. Prints a table
-for docs/benchmarks.md. --llama-cpp: the Python of an environment with llama-cpp-python; its formats of the GGUF file
-take their turns behind octavo's precisions, on the same token ids and as many threads, and each file is then served by
-octavo as it is: that row is compared with llama.cpp's. Where the checkpoint is itself a GGUF file it is the one that
-llama.cpp reads, and octavo's precisions are asked for one by one.
+Measures perplexity over 40 separate pieces of 512 tokens of Python's language reference or of a text; the bytes of the
+weights in memory; and the speeds of a prompt of 1,024 tokens and of one stream of 64, with all precisions in turns,
+medians. Prints a table for docs/benchmarks.md. --llama-cpp: the interpreter of an environment with llama-cpp-python. It
+measures the formats of the GGUF file after octavo's precisions, with the same token ids and number of threads. Then
+octavo serves each of these files directly, and that row is compared with llama.cpp's. If the checkpoint is itself a
+GGUF file, llama.cpp reads the same file, and octavo's precisions have to be named.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 
 PRECISIONS = {"bf16": None, "int8": "int8", "int4": "int4", "int4_all": "int4_all"}
 LLAMA_CPP = ("BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0")
-OTHERS = ("F32", "F16", "Q5_K_S", "Q4_K_S", "MXFP4")  # only where they are asked for
+OTHERS = ("F32", "F16", "Q5_K_S", "Q4_K_S", "MXFP4")  # only if named
 PROMPT_TOKENS, STREAM_TOKENS = 1024, 64
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """Bytes of all packed weights; what two of them share counts once."""
+    """Return the bytes of all packed weights; shared memory counts once."""
     linears = {id(linear.storage): linear.num_bytes for linear in model.linears}
     return sum(linears.values())
 
 
 def speeds(llm: LLM, ids: list[int]) -> tuple[float, float]:
-    """Tokens a second of a prompt and of one stream; the tokens are ignored."""
+    """Return tokens per second of a prompt and of one stream; the tokens are ignored."""
 
     def seconds(prompt: list[int], count: int) -> float:
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
@@ -61,7 +61,7 @@ def speeds(llm: LLM, ids: list[int]) -> tuple[float, float]:
 
 
 class Scored(NamedTuple):
-    """A row of the table. against: the name of the row that its perplexity is compared with."""
+    """A row of the table. against: the name of the row with which its perplexity is compared."""
 
     num_bytes: int
     types: str
@@ -71,7 +71,7 @@ class Scored(NamedTuple):
 
 
 class Measured:
-    """What was measured of each model, by the name of its row."""
+    """The measurements of each model, by the name of its row."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -82,7 +82,7 @@ class Measured:
             self.ids = llm.get_tokenizer().encode(self.text)
 
     def octavo(self, name: str, path: Path, against: str, **engine: Any) -> None:
-        """Measure octavo; a second time its speeds alone."""
+        """Measure octavo; if the row exists, only its speeds."""
         with opened(path, **engine) as llm:
             if name not in self.rows:
                 num_bytes = weight_bytes(llm.llm_engine.core.executor.worker.model)
@@ -91,7 +91,7 @@ class Measured:
             self.add(name, None if self.options.skip_speed else speeds(llm, self.ids))
 
     def llama_cpp(self, name: str, ftype: str | None) -> Path:
-        """Measure llama.cpp on a format of the GGUF file, or on the file as it is; return the file that it read."""
+        """Measure llama.cpp with a format of the GGUF file, or with the original file; return the file that it read."""
         answer = ask_llama_cpp(self.options, ftype, [] if name in self.rows else self.pieces, self.ids)
         if name not in self.rows:
             self.rows[name] = Scored(answer["bytes"], "", perplexity(answer["losses"]), name, [])
@@ -99,7 +99,7 @@ class Measured:
         return Path(answer["path"])
 
     def add(self, name: str, rates: tuple[float, float] | None) -> None:
-        """Add speeds to a row, if there are any, and tell what is known: all of it takes minutes."""
+        """Add speeds to a row, if there are any, and print the row so far, because the whole run takes minutes."""
         row = self.rows[name]
         told = f"{name}: {row.perplexity:.3f} ({row.perplexity / self.rows[row.against].perplexity - 1:+.2%})"
         if rates is not None:
@@ -132,7 +132,7 @@ class Measured:
 def ask_llama_cpp(
     options: argparse.Namespace, ftype: str | None, pieces: list[list[int]], ids: list[int]
 ) -> dict[str, Any]:
-    """Have llama.cpp do the same in a process of its own: see `runners/llama_cpp_quality.py`."""
+    """Have llama.cpp measure the same in a process of its own: see `runners/llama_cpp_quality.py`."""
     options.home.mkdir(parents=True, exist_ok=True)
     job = {
         "gguf": str(options.gguf),

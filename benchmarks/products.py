@@ -1,17 +1,17 @@
-"""octavo's matrix products beside torch's own of oneDNN, at the shapes of the checkpoints, in turns.
+"""Compare octavo's matrix products with torch's products by oneDNN, at the shapes of the checkpoints, in turns.
 
     python benchmarks/products.py                                # qwen2-0.5b and qwen3-0.6b, 1 to 512 rows
     python benchmarks/products.py --shape qwen2-0.5b --precision int8 --layer down --rows 1 32 512
 
-The others: bf16 is `mkldnn._linear_pointwise` of prepacked weights, or plain `F.linear` on processors for which torch
-has none (no AVX-512 or its like). fp32 is that product of float32 weights and rows, which octavo is given as well, or
-plain `F.linear` where torch was built without oneDNN. int8 is `onednn.qlinear_pointwise` of prepacked weights; its
-activations are given as bytes already (unsigned, one scale of all rows), while octavo rounds them row by row within its
-time. int4 is `aten._weight_int4pack_mm_for_cpu`, groups of 32, which multiplies in bfloat16.
+torch's products: bf16 is `mkldnn._linear_pointwise` of prepacked weights, or plain `F.linear` on processors for which
+torch does not have it (no AVX-512 or similar). fp32 is that product of float32 weights and rows, which octavo gets as
+well, or plain `F.linear` if torch was built without oneDNN. int8 is `onednn.qlinear_pointwise` of prepacked weights.
+Its activations are converted to bytes in advance (unsigned, one scale for all rows), while octavo rounds them row by
+row within the measured time. int4 is `aten._weight_int4pack_mm_for_cpu`, groups of 32, which multiplies in bfloat16.
 
-Each is timed once a round, one right after the other and the other way round in the next; weights are cycled through
-so much memory that no cache keeps them. ratio: the other's time over octavo's, round by round: above 1 octavo is
-faster. On a busy machine torch's threads wait for one another far longer than octavo's: measure on an idle one.
+In each round both are timed once, one right after the other, in alternating order. Copies of the weights fill so much
+memory that they are not in a cache. ratio: torch's time divided by octavo's in each round; above 1, octavo is faster.
+On a busy machine torch's threads wait far longer for one another than octavo's: measure on an idle machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PRECISIONS = ("bf16", "fp32", "int8", "int4")
 BYTES_OF_TWO_VALUES = {"bf16": 4, "fp32": 8, "int8": 2, "int4": 1}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 GROUP_SIZE = 32
-COPIES_BYTES = cold_bytes()  # weights are cycled through so much memory: no cache keeps them
+COPIES_BYTES = cold_bytes()  # copies of weights fill this much memory, so that they are not in a cache
 
 
 def layers(architecture: Architecture) -> dict[str, tuple[int, int]]:
@@ -55,7 +55,7 @@ def layers(architecture: Architecture) -> dict[str, tuple[int, int]]:
 def octavo_products(
     kernels: CpuKernels, weight: Tensor, precision: str, copies: int
 ) -> list[Callable[[Tensor], Tensor]]:
-    """Pack a weight for octavo, so many times; each takes x [rows, in], float32 for fp32, to [rows, out]."""
+    """Pack a weight `copies` times for octavo; return the products x [rows, in] (fp32: float32) -> [rows, out]."""
     formats = {"bf16": torch.clone, "fp32": torch.Tensor.float, "int8": quantize_int8, "int4": quantize_int4}
     rounded = formats[precision](weight)
     packed = [kernels.pack_linear(rounded) for _ in range(copies)]
@@ -63,7 +63,7 @@ def octavo_products(
 
 
 def torch_products(weight: Tensor, precision: str, copies: int) -> list[Callable[[Tensor], Tensor]]:
-    """Pack a weight for torch, so many times; each takes x [rows, in] as `rows_for_torch` has it to [rows, out]."""
+    """Pack a weight `copies` times for torch; return the products `rows_for_torch(x)` -> [rows, out]."""
     if precision in {"bf16", "fp32"}:
         weight = weight.float() if precision == "fp32" else weight
         if not onednn.has_product(weight.dtype):
@@ -87,11 +87,11 @@ def torch_products(weight: Tensor, precision: str, copies: int) -> list[Callable
     return [lambda x, each=each: multiply(x, each, GROUP_SIZE, scales_and_zeros) for each in clones]
 
 
-X_SCALE, X_ZERO = 1 / 32, 128  # of the bytes that stand for activations of about one
+X_SCALE, X_ZERO = 1 / 32, 128  # of activations as bytes
 
 
 def rows_for_torch(x: Tensor, precision: str) -> Tensor:
-    """Return activations as torch's product takes them: those of int8 as bytes."""
+    """Return activations in the form for torch's product: bytes for int8."""
     if precision != "int8":
         return x
     return (x.float() / X_SCALE + X_ZERO).round().clamp(0, 255).to(torch.uint8)
@@ -100,7 +100,7 @@ def rows_for_torch(x: Tensor, precision: str) -> Tensor:
 def in_turns(
     ours: list[Callable[[], object]], theirs: list[Callable[[], object]], rounds: int
 ) -> list[tuple[float, float]]:
-    """Time the i-th of both in round i, after a round that is not counted; return seconds of each round."""
+    """Time the i-th call of both lists in round i, after a warm-up round; return the seconds of each round."""
     found = []
     for number in range(rounds + 1):
         sides = [ours[number % len(ours)], theirs[number % len(theirs)]]

@@ -1,4 +1,4 @@
-"""What --record costs: CPU time inside the recorder against CPU time of the steps, summed in one run; bytes a request.
+"""The cost of --record: CPU time in the recorder relative to that of the steps, in one run; bytes per request.
 
 python benchmarks/recording.py [--requests 1000] [--model PATH]
 """
@@ -19,7 +19,7 @@ from octavo.journal.replay import replay
 
 
 def main() -> None:
-    """Run, and print one line."""
+    """Run the benchmark and print one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--model", help="default: the built-in model, whose steps are as short as they get")

@@ -1,14 +1,14 @@
-"""What the router costs, and what its policies find in the engines' caches.
+"""The overhead of the router, and the cache hits of its policies.
 
-    python benchmarks/routing.py cost        what the router adds to a request and to an event; many streams at once
-    python benchmarks/routing.py prefixes    hit tokens and times to first tokens, policy by policy, of 4 engines
+    python benchmarks/routing.py cost        the time that the router adds to a request and to an event; many streams
+    python benchmarks/routing.py prefixes    hit tokens and times to first tokens for each policy with 4 engines
 
-`cost` asks a made-up engine that sends an event every so often (benchmarks/routing_peers.py), directly and through the
-router in turns, and compares medians; beside it, what passing on bytes costs with nothing but system calls, and what
-plain uvicorn takes to send the same events. `prefixes` starts 4 `octavo serve` on the built-in
-model with a KV cache of 800 blocks, 2/7 of what all conversations need together, and asks them anew for each policy: 64
-conversations of 8 turns, in an order drawn anew for each turn, 8 at a time. `--beside smg` does all of it with that
-router as well (PyPI; the command, or where it is), and takes its policy cache_aware.
+`cost` sends requests to a simulated engine that sends events at a fixed interval (benchmarks/routing_peers.py),
+directly and through the router in turns, and compares medians. It also measures a relay that only passes bytes on by
+system calls, and plain uvicorn that sends the same events. `prefixes` starts 4 `octavo serve` with the built-in model
+and a KV cache of 800 blocks, 2/7 of the blocks of all conversations together. For each policy it runs 64 new
+conversations of 8 turns, 8 at a time, in a new random order for each turn. `--beside smg` runs the same with that
+router (PyPI; the command or its path), with its policy cache_aware.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
@@ -68,7 +68,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def process(*command: str, ready: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run one until the block is left, which is entered when an address answers 200."""
+    """Run a process during the context, which begins when the address `ready` answers 200."""
     environment = {**os.environ, "OCTAVO_API_KEY": ""}
     with subprocess.Popen(command, env=environment, stdout=sys.stderr) as started:
         try:
@@ -91,7 +91,7 @@ def wait_for(url: str) -> None:
 
 @contextlib.contextmanager
 def peer(what: str, *more: str) -> Iterator[tuple[str, int]]:
-    """Run one; give its address and process id."""
+    """Run a peer of routing_peers.py during the context; yield its address and process id."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with process(sys.executable, PEERS, what, "--port", str(port), *more, ready=url + "/ready") as started:
@@ -100,7 +100,7 @@ def peer(what: str, *more: str) -> Iterator[tuple[str, int]]:
 
 @contextlib.contextmanager
 def router(*urls: str, policy: str = "cache_aware") -> Iterator[tuple[str, int]]:
-    """Run a router; give its address and process id."""
+    """Run a router during the context; yield its address and process id."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     named = [word for each in urls for word in ("--engine", each)]
@@ -112,7 +112,7 @@ def router(*urls: str, policy: str = "cache_aware") -> Iterator[tuple[str, int]]
 
 @contextlib.contextmanager
 def smg(command: str, *urls: str) -> Iterator[tuple[str, int]]:
-    """Run the router of that name; give its address and process id."""
+    """Run the router smg during the context; yield its address and process id."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     words = [command, "launch", "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
@@ -122,7 +122,7 @@ def smg(command: str, *urls: str) -> Iterator[tuple[str, int]]:
 
 
 async def delays(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[float]:
-    """Return how long each event was on its way, in us."""
+    """Return the delay of each event in us."""
     found = []
     async with session.post(url + "/v1/completions", json=body) as answer:
         while chunk := await answer.content.readany():
@@ -132,7 +132,7 @@ async def delays(session: aiohttp.ClientSession, url: str, body: dict[str, Any])
 
 
 async def cost(options: argparse.Namespace) -> None:
-    """Compare an engine asked directly, through bytes that are only passed on, and through routers, in turns."""
+    """Compare an engine directly, through the relay, and through routers, in turns."""
     with contextlib.ExitStack() as stack:
         direct, _ = stack.enter_context(peer("engine"))
         others = {
@@ -147,12 +147,12 @@ async def cost(options: argparse.Namespace) -> None:
             await events_in_turns(options, direct, others)
             print(f"plain uvicorn: {(await events(options, *plain))[1]} an event that it sends")
         for name, (url, pid) in others.items():
-            if name != "bytes passed on":  # which takes one connection at a time
+            if name != "bytes passed on":  # the relay takes one connection at a time
                 await many_streams(options, name, url, pid)
 
 
 async def requests_in_turns(direct: str, others: dict[str, tuple[str, int]]) -> None:
-    """Compare times of requests for one event."""
+    """Compare the times of requests for one event."""
     urls = {"directly": direct, **{name: url for name, (url, _) in others.items()}}
     times: dict[str, list[float]] = {name: [] for name in urls}
     async with aiohttp.ClientSession() as session:
@@ -166,7 +166,7 @@ async def requests_in_turns(direct: str, others: dict[str, tuple[str, int]]) -> 
 
 
 async def events(options: argparse.Namespace, url: str, pid: int) -> tuple[list[float], str]:
-    """Return how long each event of a stream was on its way, and what a process has spent on it."""
+    """Return the delay of each event of a stream, and the CPU time of a process for each event."""
     body = {**BODY, "max_tokens": options.events, "pause_us": options.pause_us}
     async with aiohttp.ClientSession() as session:
         before = cpu_seconds(pid)
@@ -175,7 +175,7 @@ async def events(options: argparse.Namespace, url: str, pid: int) -> tuple[list[
 
 
 async def events_in_turns(options: argparse.Namespace, direct: str, others: dict[str, tuple[str, int]]) -> None:
-    """Compare times of events."""
+    """Compare the delays of events."""
     expected, _ = await events(options, direct, os.getpid())
     for name, (url, pid) in others.items():
         found, spent = await events(options, url, pid)
@@ -184,7 +184,7 @@ async def events_in_turns(options: argparse.Namespace, direct: str, others: dict
 
 
 async def many_streams(options: argparse.Namespace, name: str, url: str, pid: int) -> None:
-    """Ask for many streams at once."""
+    """Measure many concurrent streams."""
     many = {**BODY, "max_tokens": 50, "pause_us": 100_000}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         before, start = cpu_seconds(pid), time.perf_counter()
@@ -198,7 +198,7 @@ async def many_streams(options: argparse.Namespace, name: str, url: str, pid: in
 
 
 def print_difference(what: str, direct: list[float], routed: list[float]) -> None:
-    """Tell medians in us."""
+    """Print the medians in us, and their difference."""
     direct_p50, routed_p50 = statistics.median(direct), statistics.median(routed)
     print(
         f"{what}: {direct_p50:.0f} us directly, {routed_p50:.0f} us routed, {routed_p50 - direct_p50:.0f} us more (p50)"
@@ -206,13 +206,13 @@ def print_difference(what: str, direct: list[float], routed: list[float]) -> Non
 
 
 def cpu_seconds(pid: int) -> tuple[float, float]:
-    """Return the processor time of a process so far: in its own code, and in the system's."""
+    """Return the CPU seconds of a process so far: user time and system time."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return int(fields[11]) / os.sysconf("SC_CLK_TCK"), int(fields[12]) / os.sysconf("SC_CLK_TCK")
 
 
 def spent_us(pid: int, before: tuple[float, float], num_events: int) -> str:
-    """Tell the processor time that was spent on each event."""
+    """Return a text with the CPU time for each event in us."""
     own, system = ((after - start) / num_events * 1e6 for after, start in zip(cpu_seconds(pid), before, strict=True))
     return f"{own:.1f} us of processor time in its own code and {system:.1f} us in system calls"
 
@@ -223,7 +223,7 @@ def words(rng: random.Random, count: int) -> str:
 
 
 def prefixes(options: argparse.Namespace) -> None:
-    """Ask 64 conversations of 8 turns of engines behind each policy."""
+    """Run 64 conversations of 8 turns with each policy."""
     ports = [free_port() for _ in range(NUM_ENGINES)]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     for target in [*options.policies, *(["smg"] if options.beside else [])]:
@@ -252,7 +252,7 @@ def figure(url: str, name: str) -> float:
 
 
 async def converse(url: str) -> tuple[list[float], int]:
-    """Return the times to first tokens, and how many requests failed."""
+    """Run all conversations; return the times to first tokens, and the number of failed requests."""
     rng = random.Random(7)
     system = words(rng, 30)
     said = [[{"role": "system", "content": system}] for _ in range(NUM_CONVERSATIONS)]

@@ -1,7 +1,7 @@
-"""What stands around a router in benchmarks/routing.py, each a process of its own.
+"""The peers of a router in benchmarks/routing.py, each in a process of its own.
 
-engine sends events, each with its time; uvicorn does the same by plain uvicorn; relay passes bytes on to --to-port, one
-connection after another, with nothing but system calls.
+engine sends events, each with its time; uvicorn does the same with plain uvicorn; relay passes bytes on to --to-port by
+system calls alone, one connection after another.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def main() -> None:
 
 
 def event() -> bytes:
-    """Return one that says when it was made."""
+    """Return an event with its time of creation."""
     return b'data: {"time": %d, "choices": [{"index": 0, "text": " word"}]}\n\n' % time.perf_counter_ns()
 
 
 async def serve_events(port: int) -> None:
-    """Send as many events as max_tokens says, pause_us behind one another."""
+    """Serve streams of max_tokens events at intervals of pause_us."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -72,7 +72,7 @@ async def serve_events(port: int) -> None:
 
 
 async def events_app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Do the same as an application of ASGI."""
+    """Do the same as an ASGI application."""
     if scope["type"] != "http":
         return
     body = b""
@@ -90,7 +90,7 @@ async def events_app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def relay_bytes(port: int, to_port: int) -> None:
-    """Pass bytes on both ways, of one connection after another."""
+    """Pass bytes on in both directions, one connection after another."""
     with socket.create_server(("127.0.0.1", port)) as listening:
         while True:
             client, _ = listening.accept()

@@ -1,8 +1,8 @@
-"""What a step of the scheduler costs: `schedule` + `update_from_output`, with 256 requests running and many waiting.
+"""Time of a scheduler step: `schedule` + `update_from_output`, with 256 requests running and many waiting.
 
     python benchmarks/scheduler.py [--running 256] [--waiting 1000 10000 100000] [--steps 200]
 
-CPU time of one thread, in pure Python. Everyone decodes; a request that ends is replaced from the queue.
+CPU time of one thread, in pure Python. All requests decode; a request that ends is replaced from the queue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.sampling_params import SamplingParams
 
 
 def measure(policy: str, num_running: int, num_waiting: int, num_steps: int) -> list[float]:
-    """Return milliseconds of each step."""
+    """Return the milliseconds of each step."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=8192, policy=SchedulingPolicy(policy)),
         CacheConfig(block_size=16),

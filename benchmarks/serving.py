@@ -1,11 +1,11 @@
-"""Workload E, and B through HTTP: octavo's server beside vLLM's, in turns, each with a fresh process.
+"""Workload E, and B through HTTP: compare octavo's server with vLLM's, in turns, each in a fresh process.
 
     python benchmarks/serving.py                               # bf16 and int8, 3 rounds at 1.4 requests a second
     python benchmarks/serving.py --precision int8 --rate 2 --engine octavo
     python benchmarks/serving.py --pairs 5                     # the time between steps, through HTTP and without it
 
-Servers and `octavo bench serve` run at the same priority. --home is that of compare.py: what is missing there,
-environments and checkpoints, is made.
+Servers and `octavo bench serve` run at the same priority. --home is that of compare.py: missing environments and
+checkpoints are created there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIGURES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "wall_s", "
 
 
 def command_of(engine: Engine, checkpoint: Path, precision: str, port: int, kv_gib: int) -> list[str]:
-    """Return what starts a server."""
+    """Return the command that starts a server."""
     shared = ["--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "64"]
     if engine.name == "octavo":
         rounded = [] if precision == "bf16" else ["--quantization", precision]
@@ -52,7 +52,7 @@ def command_of(engine: Engine, checkpoint: Path, precision: str, port: int, kv_g
 
 @contextlib.contextmanager
 def served(engine: Engine, checkpoint: Path, precision: str, kv_gib: int) -> Iterator[tuple[str, float]]:
-    """Run a server; yields its address and the seconds until it answered."""
+    """Run a server during the context; yield its address and the seconds until it answered."""
     port = free_port()
     command = command_of(engine, checkpoint, precision, port, kv_gib)
     url = f"http://127.0.0.1:{port}"
@@ -61,7 +61,7 @@ def served(engine: Engine, checkpoint: Path, precision: str, kv_gib: int) -> Ite
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -71,7 +71,7 @@ def free_port() -> int:
 def running(
     command: list[str], environment: dict[str, str], address: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], float]]:
-    """Run a server's command; yields its process, and the seconds until a GET of `address` was answered with 200."""
+    """Run a server during the context; yield its process and the seconds until GET `address` answered with 200."""
     with tempfile.TemporaryFile() as log:
         start = time.monotonic()
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
@@ -102,7 +102,7 @@ def _answers(address: str) -> bool:
 
 
 def bench(url: str, workloads: Path, *options: str) -> dict[str, Any]:
-    """Send workload B; return the row of figures."""
+    """Send workload B to a server; return the row of figures."""
     command = [sys.executable, "-m", "octavo", "bench", "serve", url, "--workload", str(workloads), "--json", *options]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     row: dict[str, Any] = json.loads(result.stdout)["results"][0]
@@ -110,8 +110,8 @@ def bench(url: str, workloads: Path, *options: str) -> dict[str, Any]:
 
 
 def num_steps(url: str) -> int:
-    """Return how many steps octavo's engine has done, as its metrics say."""
-    time.sleep(1.0)  # they are half a second old
+    """Return the number of steps of octavo's engine, from its metrics."""
+    time.sleep(1.0)  # the metrics are up to half a second old
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         text = response.read().decode()
     found = re.search(r"^octavo:iteration_tokens_total_count\{[^}]*\} (\S+)", text, re.MULTILINE)
@@ -149,7 +149,7 @@ def run_pairs(arguments: argparse.Namespace, octavo: Engine, checkpoint: Path, w
         limits = ["--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memory-bytes", f"{arguments.kv_gib}G"]
         offline = [sys.executable, "-m", "octavo", "bench", "throughput", str(checkpoint), *rounded, *limits]
         offline += ["--workload", str(workloads), "--only", "B", "--repeat", "1", "--json"]
-        # A step takes what it takes in the server, or steps of other sizes would be compared.
+        # Use the server's limit of tokens per step; otherwise steps of different sizes would be compared.
         offline += ["--mixed-step-ms", f"{DEFAULT_MIXED_STEP_MS:g}"]
         offline += ["--max-num-batched-tokens", str(DEFAULT_MAX_NUM_BATCHED_TOKENS)]
         environment = octavo.environment(THREADS, arguments.kv_gib << 30)

@@ -1,21 +1,21 @@
-"""What speculation gives: the same requests with it and without, in turns, on models whose answers are real.
+"""The benefit of speculation: the same requests with and without it, in turns, on models with real answers.
 
     python benchmarks/speculation.py                                   # every line, in about 12 minutes on two cores
     python benchmarks/speculation.py --model twin --precision bf16 --line copying --line stories --repeat 3
     python benchmarks/speculation.py --model smollm2 --line copying --llama-cpp PYTHON --gguf FILE
 
-Models are the big twin of the built-in model (`make_twin.py`; made in checkpoints/twin where it is missing) and
-SmolLM2-135M-Instruct (`tools/make_real.py`; left out where it is missing). Lines:
+Models are the big twin of the built-in model (`make_twin.py`; created in checkpoints/twin if it is missing) and
+SmolLM2-135M-Instruct (`tools/make_real.py`; skipped if it is missing). Lines:
 
     copying      one stream of answers that copy from their request
-    stories, free  one stream of answers that stand nowhere; stories are the twin's
-    64 at once   half of them copy
+    stories, free  one stream of answers that are not in any earlier text; stories are the twin's
+    64 at once   64 concurrent requests, half of them copy
     over time    the same mix at --rate requests a second, on the twin in bf16
 
-A figure is the mean time of an output token behind the first, of requests; of 64 at once, seconds until all are
-answered. Each turn asks every method for the same, in turn, with an empty prefix cache, and asks for something else
-than the turn before; answers of turns before may be drafts of `suffix`, as on a server. A ratio is none's figure by the
-method's, the median of the turns' own. Answers must be the same tokens everywhere.
+A figure is the mean time of an output token after the first, over all requests; for "64 at once", the seconds until all
+are answered. In each turn every method answers the same requests with an empty prefix cache. Every turn has new
+requests; `suffix` may use answers of earlier turns as drafts, as on a server. A ratio is the figure of `none` divided
+by that of the method, the median over all turns. All methods must give the same tokens.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What is measured. methods: and the least ratio that was asked for of each; time of "over time": 0.8 of none's.
+    """A line of the table. methods: the minimum ratio of each; for "over time" at most 0.8 of the time of `none`.
 
-    num_streams: requests at once at most.
+    num_streams: maximum number of concurrent requests.
     """
 
     name: str
@@ -125,7 +125,7 @@ def chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str, list[Line]
 
 
 def measure(arguments: argparse.Namespace, model: str, precision: str, lines: list[Line]) -> None:
-    """Measure the lines of a model, whose engines are there all at once; print their rows."""
+    """Measure the lines of a model with the engines of all methods loaded; print their rows."""
     wanted = ["none", *dict.fromkeys(method for line in lines for method in line.methods)]
     if arguments.method is not None:
         wanted = [method for method in wanted if method in ("none", *arguments.method)]
@@ -151,7 +151,7 @@ def measure(arguments: argparse.Namespace, model: str, precision: str, lines: li
 def take_turns(
     line: Line, llms: dict[str, LLM], tasks: BuiltInTasks | InstructTasks, repeat: int, rate: float | None
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the figures of each method's turns, and its tokens a step."""
+    """Return each method's figures of all turns, and its tokens per step."""
     figures: dict[str, list[float]] = {method: [] for method in llms}
     num_tokens, num_steps = dict.fromkeys(llms, 0), dict.fromkeys(llms, 0)
     for turn in range(repeat):
@@ -177,7 +177,7 @@ def take_turns(
 
 
 def ask(llm: LLM, asked: list[Conversation], max_tokens: int, rate: float | None) -> list[RequestOutput]:
-    """Answer conversations, greedily; all at once, or as they come: so many a second on average."""
+    """Answer conversations greedily, all concurrently. rate: average arrivals per second; None for all immediately."""
     engine, params = llm.llm_engine, SamplingParams(temperature=0.0, max_tokens=max_tokens)
     rng, arrival, arrivals = random.Random(3), 0.0, list[float]()
     for _ in asked:
@@ -198,7 +198,7 @@ def ask(llm: LLM, asked: list[Conversation], max_tokens: int, rate: float | None
 
 
 def time_per_output_token(output: RequestOutput) -> float:
-    """Return the mean seconds of a token behind the first."""
+    """Return the mean seconds per token after the first."""
     metrics = output.metrics
     assert metrics is not None
     assert metrics.finished_time is not None
@@ -207,12 +207,12 @@ def time_per_output_token(output: RequestOutput) -> float:
 
 
 def num_steps_of(llm: LLM) -> int:
-    """Return how many steps an engine has done."""
+    """Return the number of steps of an engine."""
     return int(llm.llm_engine.core.scheduler.get_stats().num_steps)
 
 
 def is_known(method: str) -> bool:
-    """Whether this version has a method."""
+    """Return True if this version of octavo has a method."""
     try:
         SpeculativeConfig.parse(METHODS[method])
     except ConfigError:
@@ -221,7 +221,7 @@ def is_known(method: str) -> bool:
 
 
 def load(arguments: argparse.Namespace, model: str, precision: str, method: str) -> LLM:
-    """Return an engine of that method, warm."""
+    """Return a warmed-up engine with a method."""
     if model == "twin" and not TWIN.exists():
         make_twin(TWIN)
     config = METHODS[method] if is_known(method) else None
@@ -240,7 +240,7 @@ def load(arguments: argparse.Namespace, model: str, precision: str, method: str)
 
 
 def measure_peers(arguments: argparse.Namespace) -> None:
-    """Print the ratios of other engines' prompt lookup to themselves, on the same requests to SmolLM2, one stream."""
+    """Print the speed-ups of other engines by their prompt lookup, for the same requests to SmolLM2, one stream."""
     tasks, processor = (
         InstructTasks(lambda _: []),
         load(arguments, "smollm2", "bf16", "none").llm_engine.input_processor,

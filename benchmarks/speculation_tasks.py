@@ -1,6 +1,6 @@
-"""What is asked of models to measure speculation: answers that copy, answers that do not, and both.
+"""Requests to measure speculation: with answers that copy, with answers that do not, and both.
 
-Every turn of a benchmark has other texts, so that no answer given before is what is asked for now.
+Every turn of a benchmark has new texts, so that no earlier answer equals a requested one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Conversation = list[dict[str, str]]
-    Ask = Callable[[list[Conversation]], list[str]]  # answers, to build conversations upon
+    Ask = Callable[[list[Conversation]], list[str]]  # returns answers, to continue conversations
 
 HEROES = "fox cat dog mouse bear rabbit wolf owl frog king queen knight farmer baker sailor dragon robot girl boy horse"
 ADJECTIVES = "little brave clever old young kind lazy happy sad funny"
@@ -29,9 +29,9 @@ SUBJECTS = (
 
 
 class BuiltInTasks:
-    """For the built-in model and its twin, which tell short stories.
+    """Requests for the built-in model and its twin, which write short stories.
 
-    What copies: the same story is asked for again while the first telling still stands in the conversation.
+    A copying request asks again for a story that is already in the conversation.
     """
 
     def __init__(self, ask: Ask) -> None:
@@ -47,14 +47,14 @@ class BuiltInTasks:
         return [_question(next(self._questions)) for _ in range(count)]
 
     def copying(self, count: int) -> list[Conversation]:
-        """Return requests for stories that were told."""
+        """Return requests for stories that are already in the conversation."""
         asked = self.free(count)
         told = self._ask(asked)
         return [[*each, {"role": "assistant", "content": text}, *each] for each, text in zip(asked, told, strict=True)]
 
 
 class InstructTasks:
-    """For a small instruct model: paragraphs of Python's reference to be written again, and questions at large."""
+    """Requests for a small instruct model: to copy paragraphs of Python's reference, and general questions."""
 
     def __init__(self, _ask: Ask) -> None:
         self._texts = itertools.cycle(paragraphs())
@@ -73,16 +73,16 @@ class InstructTasks:
         )
 
     def free(self, count: int) -> list[Conversation]:
-        """Return questions whose answers stand nowhere."""
+        """Return questions without an answer in the prompt."""
         return list(itertools.islice(self._free, count))
 
     def copying(self, count: int) -> list[Conversation]:
-        """Return orders to write a text again."""
+        """Return requests to copy a text."""
         return [_question(f"{next(self._orders)}\n\n{next(self._texts)}") for _ in range(count)]
 
 
 def mixed(tasks: BuiltInTasks | InstructTasks, count: int) -> list[Conversation]:
-    """Return as many that copy as not, in turns."""
+    """Return equal numbers of copying and free requests, alternating."""
     pairs = zip(tasks.copying(count - count // 2), [*tasks.free(count // 2), None], strict=False)
     return [each for pair in pairs for each in pair if each is not None]
 

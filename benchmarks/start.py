@@ -1,17 +1,19 @@
-"""From the start of a process to its first token, or to a server that is ready: the first time, and with kept weights.
+"""Time from the start of a process to its first token, or to a ready server: without and with cached packed weights.
 
     python benchmarks/start.py                                   # qwen2-0.5b, three precisions, three ways
     python benchmarks/start.py --model ./my-checkpoint --repeat 3 --way serve --precision int8
     python benchmarks/start.py --model ./model.gguf
 
 Ways: `LLM(...)` and its first token; `octavo generate CHECKPOINT` to the first byte of its answer; `octavo serve` until
-GET /ready answers 200. The first time no packed weights are kept on disk (see octavo.models.packed_cache); the cache is
-a folder of its own that is removed before each such start. bf16 keeps none, so both of its columns are alike. Files of
-the checkpoint are in the page cache: each case runs once more than it is counted. Peak memory is VmHWM of `LLM`'s
-process, kept. A GGUF file is served as it is, and of it a second table says how long its weights take to be loaded
-beside a plain reading of the file, in turns in one process: from the page cache, and without it. A reading is one into
-a buffer of 16 MiB, or one into memory of its own; loaded is opened, its metadata read, and its weights packed, or read
-as they were kept. Seconds of CPU time say what other processes on the machine did not.
+GET /ready answers 200. In the first column no packed weights are on disk (see octavo.models.packed_cache): the cache is
+a separate folder that is removed before each such start. bf16 has no packed weights on disk, so both of its columns are
+equal. The checkpoint's files are in the page cache: each case runs once before it is counted. Peak memory is VmHWM of
+`LLM`'s process with cached weights.
+
+A GGUF file is served directly. A second table compares the time to load its weights with plain reading of the file, in
+turns in one process, with and without the page cache. Reading means into a buffer of 16 MiB, or into memory for the
+whole file. Loading means to open the file, read its metadata, and pack the weights or read packed ones. CPU seconds do
+not include the time of other processes.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ NAMES = {
 
 
 def compare_with_reading(model: str, repeat: int) -> None:
-    """Print how long parts of loading a GGUF file take beside reading it; the first turn of each is not counted."""
+    """Print the times of the parts of loading a GGUF file, and of reading it; the first turn is a warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         program = [sys.executable, "-c", LOAD_PROGRAM, model, str(repeat), folder]
         printed = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -119,7 +121,7 @@ def compare_with_reading(model: str, repeat: int) -> None:
 
 
 def first_output(command: list[str], environment: dict[str, str]) -> tuple[float, bytes]:
-    """Run a process; return the seconds to the first byte that it writes, and all of them."""
+    """Run a process; return the seconds to the first byte that it writes, and its whole output."""
     begin = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
         assert process.stdout is not None
@@ -132,7 +134,7 @@ def first_output(command: list[str], environment: dict[str, str]) -> tuple[float
 
 
 def start(way: str, model: str, precision: str, environment: dict[str, str]) -> tuple[float, int | None]:
-    """Run one process; return its seconds, and of LLM its peak memory in bytes."""
+    """Run one process; return its seconds, and for `LLM` its peak memory in bytes."""
     quantization = precision if precision in ("int8", "int4") else ""
     dtype = "auto" if precision == AS_IT_IS else "bfloat16"
     options = ["--dtype", dtype, *(["--quantization", quantization] if quantization else [])]

@@ -1,18 +1,18 @@
-"""What a step of the engine costs besides its kernels: real steps whose compiled kernels do nothing.
+"""Time of an engine step without its kernels: real steps in which the compiled kernels do nothing.
 
     python benchmarks/step_overhead.py                           # qwen3-0.6b: 28 layers; 1, 8, 64 and 256 requests
     python benchmarks/step_overhead.py --shape qwen2-0.5b --requests 1 64 --steps 500
 
-The engine is `LLM`'s, with its recorded forward pass. Once it is warm, each call into the compiled module returns at
-once (the sampling kernel writes token 0), so KV and logits are never touched; every request decodes. Columns, CPU and
-waiting together, medians of single steps in ms:
+The engine is that of `LLM`, with its recorded forward pass. After the warm-up, each call into the compiled module
+returns immediately (the sampling kernel writes token 0), so KV and logits are never touched. Every request decodes. The
+columns are medians of single steps in ms, CPU time and waiting together:
 
 schedule       Scheduler.schedule
 prepare        rows of the batch updated, and the ragged inputs gathered
 dispatch       the forward pass and the logits: Python, torch and the bindings around the kernels
 sample+commit  parameters of the sampled rows, tokens read back, and Scheduler.update_from_output
-rest           tokens to the outputs that `step` returns, and whatever is between these
-step           all of it
+rest           converting tokens to the outputs that `step` returns, and the code between these parts
+step           the whole step
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _TOKEN_BYTES = 8
 
 
 class IdleKernels:
-    """The compiled module's `KernelSet`, until `is_idle`: then its calls do nothing."""
+    """Wraps the compiled module's `KernelSet`. With `is_idle` set, its calls do nothing."""
 
     def __init__(self, kernel_set: Any) -> None:
         self._set = kernel_set
         self.is_idle = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return the kernel of that name, or nothing in its place."""
+        """Return the kernel with a name, or an idle function instead of it."""
         return _nothing if self.is_idle else getattr(self._set, name)
 
     def sample(self, *arguments: int) -> None:
-        """Sample; idle: token 0 for every row."""
+        """Sample; if idle, write token 0 for every row."""
         if not self.is_idle:
             self._set.sample(*arguments)
             return
@@ -61,14 +61,14 @@ def _nothing(*arguments: object) -> None:
 
 
 class Stopwatch:
-    """Seconds that wrapped calls take, by name, since the last `lap`; a call within another counts for itself alone."""
+    """Seconds of wrapped calls by name since the last `lap`. A nested call does not count for the outer one."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._inner = 0.0  # seconds of the wrapped calls that ended within the one that runs
+        self._inner = 0.0  # seconds of ended wrapped calls nested in the current one
 
     def wrap(self, owner: Any, method: str, name: str) -> None:
-        """Measure a method of an object under a name."""
+        """Replace a method of an object by one that measures its time under a name."""
         call: Callable[..., Any] = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -84,14 +84,14 @@ class Stopwatch:
         setattr(owner, method, timed)
 
     def lap(self) -> dict[str, float]:
-        """Return the seconds so far, and begin anew."""
+        """Return the seconds so far, and reset them."""
         found = dict(self.seconds)
         self.seconds.clear()
         return found
 
 
 def open_engine(model: str, num_requests: int, num_steps: int) -> tuple[LLM, IdleKernels]:
-    """Load a model with room for the requests, and let it work once."""
+    """Load a model with room for the requests, and warm it up."""
     made: list[IdleKernels] = []
     real = _kernels.KernelSet
 
@@ -119,7 +119,7 @@ def open_engine(model: str, num_requests: int, num_steps: int) -> tuple[LLM, Idl
 
 
 def measure(llm: LLM, kernels: IdleKernels, watch: Stopwatch, num_requests: int, num_steps: int) -> dict[str, float]:
-    """Return the median milliseconds of every column, of steps in which all requests decode."""
+    """Return the median milliseconds of every column over steps in which all requests decode."""
     engine = llm.llm_engine
     params = SamplingParams(temperature=0.0, max_tokens=num_steps + num_requests, ignore_eos=True, detokenize=False)
     names = [f"{num_requests}-{i}" for i in range(num_requests)]
@@ -152,7 +152,7 @@ def watched(llm: LLM) -> Stopwatch:
     watch.wrap(runner.batch, "update", "prepare")
     watch.wrap(runner.batch, "prepare_inputs", "prepare")
     watch.wrap(runner, "forward", "dispatch")
-    watch.wrap(runner.kernels, "linear", "dispatch")  # the logits; products of the layers are recorded
+    watch.wrap(runner.kernels, "linear", "dispatch")  # the logits; products of layers are recorded
     watch.wrap(runner, "sample", "sample+commit")
     watch.wrap(runner, "collect", "sample+commit")
     watch.wrap(core.scheduler, "update_from_output", "sample+commit")

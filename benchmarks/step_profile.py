@@ -1,13 +1,13 @@
-"""Where the time of a step goes, kernel by kernel, beside what the machine reads from memory or computes.
+"""Time of a step by kernel, compared with the machine's memory bandwidth and arithmetic.
 
     python benchmarks/step_profile.py                                   # workload A: one request, bf16, int8 and int4
     python benchmarks/step_profile.py --precision int8 --requests 8 --shape qwen3-0.6b
     python benchmarks/step_profile.py --prompt 1024                     # workload C: a prompt, computed in one step
 
-The engine's recorded forward pass tells what each kernel call takes: medians over the steps of the sum of all calls of
-a kind, in ms. Decoding reads weights: MB, and GB/s over what the same threads read of a large array just before. A
-prompt is computed: GFLOP of the products, and the rate over that of arithmetic alone. "all else" is Python, torch and
-what lies between two steps.
+The engine's recorded forward pass reports the time of each kernel call. The table has medians over the steps of the sum
+of all calls of a kind, in ms. For decodes it shows the MB of weights, and their GB/s relative to reading a large array
+with the same threads just before. For prompts it shows the GFLOP of products, and their rate relative to arithmetic
+alone. "all else" is Python, torch and the time between two steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAMES = {
 
 
 def open_engine(model: str, precision: str, num_requests: int, num_tokens: int, num_threads: int) -> LLM:
-    """Load a model with room for the requests, each of so many tokens."""
+    """Load a model with room for `num_requests` requests of `num_tokens` tokens."""
     return LLM(
         model,
         dtype="bfloat16",
@@ -60,13 +60,13 @@ def open_engine(model: str, precision: str, num_requests: int, num_tokens: int, 
 
 
 def products_of(model: CausalLM) -> dict[str, list[PackedLinear]]:
-    """Return the weights by the product that they are part of."""
+    """Return the weights by product."""
     layers = [(each.attention.qkv, each.attention.o, each.mlp.gate_up, each.mlp.down) for each in model.layers]
     return {**dict(zip(PRODUCTS, map(list, zip(*layers, strict=True)), strict=True)), LOGITS: [model.lm_head]}
 
 
 def parts_of(forward: RecordedForward, num_layers: int) -> list[str]:
-    """Return what each call is told as; a layer makes its products in one order."""
+    """Return the name of the part to which each call belongs; a layer computes its products in a fixed order."""
     products = iter(PRODUCTS * num_layers)
     parts = [next(products) if name == "linear" else _NAMES.get(name, name) for name in forward.calls]
     if next(products, None) is not None:
@@ -75,7 +75,7 @@ def parts_of(forward: RecordedForward, num_layers: int) -> list[str]:
 
 
 class StepProfile:
-    """An engine whose steps are measured, part by part."""
+    """An engine with steps that are measured part by part."""
 
     def __init__(self, llm: LLM) -> None:
         self._engine = llm.llm_engine
@@ -90,14 +90,14 @@ class StepProfile:
         self._watch.wrap(self.runner.sampler, "sample", "sampling")
 
     def decode(self, num_requests: int, num_steps: int) -> list[dict[str, float]]:
-        """Return the steps in which all of some requests decode."""
+        """Measure steps in which all of `num_requests` requests decode; return seconds by part for each."""
         self._add(num_requests, PROMPT_TOKENS, num_steps + 1)
         steps = [self._step() for _ in range(num_steps + 1)]
         self._forget()
         return steps[1:]
 
     def prefill(self, num_tokens: int, num_steps: int) -> list[dict[str, float]]:
-        """Return steps that compute a prompt each, and its first token."""
+        """Measure steps that compute one prompt and its first token each; return seconds by part for each."""
         steps = []
         for _ in range(num_steps):
             self._add(1, num_tokens, 1)
@@ -106,7 +106,7 @@ class StepProfile:
         return steps
 
     def _forget(self) -> None:
-        """Let the worker hear that the requests are over."""
+        """Run a step that notifies the worker of the ended requests."""
         while self._engine.has_unfinished_requests():
             if self._engine.step():
                 raise SystemExit("a prompt or an answer took more steps than it should")
@@ -118,7 +118,7 @@ class StepProfile:
             self._engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
 
     def _step(self) -> dict[str, float]:
-        """Return the seconds of a step by part; "step" is all of it."""
+        """Run a step; return its seconds by part. "step" is the whole step."""
         self._nanoseconds.zero_()
         self._watch.lap()
         start = time.perf_counter()
@@ -131,7 +131,7 @@ class StepProfile:
 
 
 def report(steps: list[dict[str, float]], amounts: dict[str, float], limit: float, what: tuple[str, str]) -> str:
-    """Return the table. amounts: what a part reads or computes; limit: how much of that a second; what: both units."""
+    """Return the table. amounts: bytes or operations of a part; limit: the maximum per second; what: both units."""
     times = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
     lines = [f"| part | ms | of the step | {what[0]} | {what[1]} | of the limit |", "|---|---|---|---|---|---|"]
     for name, seconds in sorted(times.items(), key=lambda item: -item[1]):
@@ -151,9 +151,9 @@ def bytes_read(products: dict[str, list[PackedLinear]]) -> dict[str, float]:
 
 
 def operations(products: dict[str, list[PackedLinear]], num_rows: int) -> dict[str, float]:
-    """Return the operations of each product for a prompt of so many rows, and all of them.
+    """Return the operations of each product for a prompt of `num_rows` rows, and their sum.
 
-    One row is sampled: it alone has logits, and goes on behind the last layer's keys and values.
+    Only one row is sampled. It alone needs logits, and the last layer's computations after keys and values.
     """
     amounts = {}
     for name, weights in products.items():

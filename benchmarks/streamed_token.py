@@ -1,11 +1,11 @@
-"""The CPU time that the process serving HTTP spends on each streamed token; one octavo compared with others, in turns.
+"""CPU time of the HTTP process for each streamed token; compares several versions of octavo in turns.
 
-    python benchmarks/streamed_token.py                                     # this octavo: 1 stream, and 16 at once
+    python benchmarks/streamed_token.py                                     # this octavo: 1 stream, and 16 streams
     python benchmarks/streamed_token.py --python /old/.venv/bin/python      # compared with another one
 
-Every round starts `octavo serve` with the built-in model anew for each Python in turn, and reads streams of chat
-completions without looking at their events. Other work of the machine adds to the CPU time: the least of all rounds
-is the best figure then. The engine's process is not counted, nor is the client.
+Every round starts a new `octavo serve` with the built-in model for each Python in turn, and reads streams of chat
+completions without parsing their events. Other work on the machine increases the CPU time, so the minimum over all
+rounds is the best figure. The engine process and the client are not counted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(python: str, options: argparse.Namespace) -> dict[int, float]:
-    """Return the CPU time of a token in us, for each number of streams at once."""
+    """Return the CPU time of a token in us by number of concurrent streams."""
     port = free_port()
     most = max(options.streams)
     command = [python, "-P", "-m", "octavo", "serve", "--port", str(port), "--num-threads", "1"]
@@ -56,7 +56,7 @@ def measure(python: str, options: argparse.Namespace) -> dict[int, float]:
     found = {}
     with running(command, ALONE, f"http://127.0.0.1:{port}/ready") as (process, _), ThreadPoolExecutor(most) as threads:
         ask = partial(read_stream, port, options.tokens)
-        list(threads.map(ask, range(most)))  # what is made once is made
+        list(threads.map(ask, range(most)))  # warm-up
         for num_streams in options.streams:
             num_requests = max(options.total // options.tokens, num_streams)
             before = sum(cpu_seconds(process.pid))
@@ -68,7 +68,7 @@ def measure(python: str, options: argparse.Namespace) -> dict[int, float]:
 
 
 def read_stream(port: int, num_tokens: int, number: int) -> None:
-    """Ask for a stream and read it to its end. Raises `RuntimeError` if it ends early."""
+    """Request a stream and read it to its end. Raises `RuntimeError` if it ends early."""
     body = json.dumps(
         {
             "messages": [{"role": "user", "content": f"Tell me story {number}."}],

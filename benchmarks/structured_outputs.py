@@ -1,11 +1,11 @@
-"""Answers to JSON schemas: how many are valid, and what a token's mask costs.
+"""Answers to JSON schemas: the number of valid ones, and the time of a token's mask.
 
     python benchmarks/structured_outputs.py                       # 200 schemas, the built-in model
     python benchmarks/structured_outputs.py --model DIR --schemas 50
 
-Schemas are the hard ones of tests/json_schemas.py and as many made-up ones as are missing. Each is asked for alone and
-among all others, and both answers must be the same, token by token. A mask's cost is that of walking the grammar over
-the last token and of finding what may follow; "share of a step" compares it with the steps that it was part of.
+Schemas are the hard ones of tests/json_schemas.py, and generated ones up to --schemas. Each is answered alone and in a
+batch with all of them, and both answers must have the same tokens. The time of a mask is that of advancing the grammar
+by the last token and of computing the allowed tokens; "share of a step" compares it with the time of its steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from json_schemas import HARD, generate
 
 
 def main() -> None:
-    """Ask, check, and print one line of JSON."""
+    """Generate and check answers, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a checkpoint with a tokenizer (default: the built-in model)")
     parser.add_argument("--schemas", type=int, default=200, help="how many (default: 200)")
@@ -45,7 +45,7 @@ def main() -> None:
     prompts = [f"Answer number {number}: " for number in range(len(schemas))]
     options: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
     llm = LLM(arguments.model, **options)
-    llm.generate(prompts[0], params[0], use_tqdm=False)  # the vocabulary is read now
+    llm.generate(prompts[0], params[0], use_tqdm=False)  # reads the vocabulary
     seconds = measure_masks()
     start = time.perf_counter()
     crowd = [output.outputs[0] for output in llm.generate(prompts, params)]
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def measure_masks() -> list[float]:
-    """Note from now on how long each mask takes, with the step over the token before it."""
+    """Record from now on the time of each mask, including the advance over the token before it; return the list."""
     seconds: list[float] = []
     advance, allowed = Matcher.advance, Matcher.allowed
 
@@ -94,7 +94,7 @@ def measure_masks() -> list[float]:
 
 
 def is_valid(text: str, schema: dict[str, Any]) -> bool:
-    """Tell whether an answer is JSON that fits its schema."""
+    """Return True if an answer is JSON that conforms to its schema."""
     try:
         jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
     except (ValueError, jsonschema.ValidationError):

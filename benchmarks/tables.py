@@ -1,20 +1,20 @@
-"""Print the tables of what was measured and kept in benchmarks/results.
+"""Print the tables of the measurements in benchmarks/results.
 
     python benchmarks/tables.py                          # all of them
     python benchmarks/tables.py intel-amx amd-zen5-turns # of these folders and machines
-    python benchmarks/tables.py --list                   # what there is
+    python benchmarks/tables.py --list                   # the available names
 
-`results/FOLDER/SHAPE.jsonl` are lines of compare.py: their tables are those of `compare.py --report`. Here they need no
-checkpoint, whose shape is enough to know its limits.
+`results/FOLDER/SHAPE.jsonl` has lines of compare.py; their tables are those of `compare.py --report`. They are printed
+without the checkpoint: its shape is enough to compute the limits.
 
-`results/tables/MACHINE.json` has what other scripts printed on a machine, {"machine", "tables"}. Of a table:
+`results/tables/MACHINE.json` has the output of other scripts on a machine, {"machine", "tables"}. The keys of a table:
 
-    title, date   what was measured, and when (YYYY-MM-DD)
-    commit        of the build that was measured; null where it was not recorded, "-dirty" with uncommitted changes
-    commands      that made the figures; left out where it was done by hand
-    results       the folder with the lines of compare.py that the notes speak of
-    columns, rows or output, what a script printed as text
-    notes         what was seen, tried and not taken
+    title, date   the subject and the date of the measurement (YYYY-MM-DD)
+    commit        of the measured build; null if it was not recorded, "-dirty" with uncommitted changes
+    commands      that produced the figures; absent if they were measured by hand
+    results       the folder with lines of compare.py to which the notes refer
+    columns, rows or output, a script's output as text
+    notes         observations, and attempts without success
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def named() -> dict[str, list[Path]]:
 
 
 def print_comparison(path: Path) -> None:
-    """Print what `compare.py --report` prints of a file, whose name is a shape of tools/make_checkpoint.py."""
+    """Print the tables of `compare.py --report` for a file; its name is a shape of tools/make_checkpoint.py."""
     print(f"### {path.parent.name}: {path.stem}\n")
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, workloads = Path(folder), Path(folder) / "workloads.json"
@@ -58,7 +58,7 @@ def print_comparison(path: Path) -> None:
 
 
 def print_tables(path: Path) -> None:
-    """Print a machine's tables, figures with the digits that they were written with."""
+    """Print a machine's tables; figures keep the digits with which they were written."""
     found = json.loads(path.read_bytes(), parse_float=str)
     print(f"## {path.stem}\n\n{found['machine']}\n")
     for table in found["tables"]:
@@ -84,7 +84,7 @@ def _row(cells: Sequence[object]) -> str:
 
 
 def main() -> None:
-    """Print what is asked for."""
+    """Print the requested tables."""
     found = named()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a folder of results or a machine (default: all)")

@@ -1,6 +1,6 @@
-"""Workloads A to D on a checkpoint of real shape, beside the limits of this machine measured in the same run.
+"""Workloads A to D on a checkpoint of real shape, with the limits of this machine measured in the same run.
 
-    python benchmarks/workloads.py                       # qwen2-0.5b, bf16; makes checkpoint and workloads if missing
+    python benchmarks/workloads.py                       # qwen2-0.5b, bf16; creates missing checkpoint and workloads
     python benchmarks/workloads.py --shape qwen3-0.6b --repeat 5
 
 Runs `octavo bench`; prints a table.
@@ -21,7 +21,7 @@ FOLDER = ROOT / "checkpoints"
 
 
 def prepare(shape: str) -> tuple[Path, Path]:
-    """Make the checkpoint and the workload file where they are missing."""
+    """Create the checkpoint and the workload file if they are missing; return their paths."""
     checkpoint, workloads = FOLDER / shape, FOLDER / "workloads.json"
     if not (checkpoint / "model.safetensors").exists():
         print(f"making {checkpoint}", file=sys.stderr)

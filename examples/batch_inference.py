@@ -1,16 +1,17 @@
-"""Sequential, static and continuous batching of the same requests, measured side by side.
+"""Measure sequential, static and continuous batching of the same requests.
 
     python examples/batch_inference.py --prompts "Once upon a time" "The sun" --max-tokens 24
     python examples/batch_inference.py --num-prompts 16 --max-tokens 64 --compare-sequential
     python examples/batch_inference.py --model PATH --dtype bfloat16 --num-prompts 16 --compare-sequential --rounds 3
 
-Sequential computes one request after another, static fills its slots and waits until the longest of the batch is done,
-continuous gives a slot to the next request as soon as one ends. "one pass each" schedules as continuous does, but each
-request of a step has a forward pass of its own, as where a model is called in a loop over the requests. All run on the
-same engine and kernels, give the same tokens, and every figure below is measured in this run. A run that is not counted
-comes first, because an engine's first steps are slower. With --rounds the ways take turns, and the run with the median
-time of each is printed. Speculation is off: it would learn the answers from one way and guess them in the next. Output
-lengths of random prompts vary between a quarter of --max-tokens and --max-tokens; those of --prompts are the model's.
+Sequential batching computes one request after another. Static batching fills its slots and waits until the longest
+request of the batch has ended. Continuous batching gives a slot to the next request as soon as a request ends. "one
+pass each" schedules like continuous batching, but computes each request of a step in a forward pass of its own, as if a
+model were called in a loop over the requests. All of them run on the same engine and kernels and give the same tokens.
+All printed figures are measured in this run. A warm-up run comes first, because an engine's first steps are slower.
+With --rounds the ways take turns, and the run with the median time of each is printed. Speculation is off: it would
+learn the answers from one way and guess them in the next one. Output lengths of random prompts vary between a quarter
+of --max-tokens and --max-tokens; with --prompts the model ends its answers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Measured:
-    """What one way of batching took."""
+    """The measurements of one way of batching."""
 
     name: str
     num_slots: int
@@ -54,7 +55,7 @@ class Measured:
     decode_seconds: float = 0.0
 
     def row(self, baseline: Measured) -> str:
-        """One line of the table."""
+        """Return one line of the table; the speed-up is relative to the baseline."""
         occupancy = self.busy_slot_steps / max(self.num_slots * self.num_steps, 1)
         prefill = self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
         decode = self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
@@ -66,22 +67,22 @@ class Measured:
 
 
 class StepWatch:
-    """Reads the engine's events: what the last step was made of, and what KV took in the fullest one."""
+    """Reads the engine's events. Keeps the last step, and the step in which most KV slots were used."""
 
     def __init__(self) -> None:
         self.last: StepScheduled | None = None
         self.num_used_slots = 0
         self.fullest: StepScheduled | None = None
-        self._slots: dict[str, int] = {}  # that each running request has written, this step's included
+        self._slots: dict[str, int] = {}  # by running request: slots written, including this step's
 
     def reset(self) -> None:
-        """Forget what was seen so far."""
+        """Forget all steps so far."""
         self.last = self.fullest = None
         self.num_used_slots = 0
         self._slots.clear()
 
     def emit(self, event: Event) -> None:
-        """Keep the newest step, and the fullest."""
+        """Update the last step and the fullest step."""
         if isinstance(event, (RequestFinished, RequestPreempted)):
             self._slots.pop(event.request_id, None)
         elif isinstance(event, StepScheduled):
@@ -94,7 +95,7 @@ class StepWatch:
 
 
 class CountedPasses:
-    """An executor that counts forward passes: one a step."""
+    """An executor that counts forward passes: one per step."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -103,7 +104,7 @@ class CountedPasses:
         self.prepare, self.shutdown = executor.prepare, executor.shutdown
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Compute a step."""
+        """Compute a step, part by part."""
         self.results = []
         for part in self.parts(scheduled):
             self.num_passes += bool(part.num_scheduled_tokens)
@@ -111,11 +112,11 @@ class CountedPasses:
             self.results.append(self.executor.collect())
 
     def parts(self, scheduled: SchedulerOutput) -> Iterator[SchedulerOutput]:
-        """What is computed together."""
+        """Yield the parts of a step that are computed in one forward pass each: here the whole step."""
         yield scheduled
 
     def abandon(self) -> None:
-        """Give up what was submitted."""
+        """Abandon all submitted steps."""
         self.executor.abandon()
 
     def collect(self) -> ModelOutput:
@@ -129,7 +130,7 @@ class OnePassEach(CountedPasses):
     """Gives each request of a step a forward pass of its own."""
 
     def parts(self, scheduled: SchedulerOutput) -> Iterator[SchedulerOutput]:
-        """The first one brings all that is new to the worker."""
+        """Yield a part for each request. The first part has all updates for the worker."""
         part = scheduled
         for request_id, count in scheduled.num_scheduled_tokens.items():
             yield replace(part, num_scheduled_tokens={request_id: count}, total_num_scheduled_tokens=count)
@@ -146,7 +147,7 @@ class OnePassEach(CountedPasses):
 
 
 def drive(engine: LLMEngine, watch: StepWatch, batches: Iterable[list[Job]], measured: Measured) -> list[RequestOutput]:
-    """Send each batch when the one before it is done; measure every step."""
+    """Send each batch after the one before it has ended; measure every step. Return the last outputs in order."""
     outputs: dict[int, RequestOutput] = {}
     count = 0
     start = time.perf_counter()
@@ -165,9 +166,9 @@ def drive(engine: LLMEngine, watch: StepWatch, batches: Iterable[list[Job]], mea
 
 
 def record(measured: Measured, watch: StepWatch, seconds: float) -> None:
-    """A step counts as decode when each of its requests got one token, as prefill otherwise."""
+    """Add a step to the measurements: as decode if each of its requests computed one token, otherwise as prefill."""
     step, watch.last = watch.last, None
-    if step is None:  # nothing was computed: the worker was told who has ended
+    if step is None:  # nothing was computed: the step only told the worker which requests have ended
         return
     measured.num_steps += 1
     measured.busy_slot_steps += len(step.num_scheduled_tokens)
@@ -180,7 +181,7 @@ def record(measured: Measured, watch: StepWatch, seconds: float) -> None:
 
 
 def make_jobs(arguments: argparse.Namespace, vocab_size: int) -> list[Job]:
-    """The prompts of --prompts, or random ones of 16 to 128 tokens, the same for every run with the same --seed."""
+    """Return the prompts of --prompts, or random ones of 16 to 128 tokens that depend only on --seed."""
     rng = random.Random(arguments.seed)
     jobs: list[Job] = []
     for text in arguments.prompts or []:
@@ -231,9 +232,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def print_kv_slots(watch: StepWatch, engine: LLMEngine, outputs: list[RequestOutput], jobs: list[Job]) -> None:
-    """Print what the KV of the fullest step took, and what it would where each request reserves what the longest may.
+    """Print the KV slots of the fullest step, and how many it would need if each request reserved the longest length.
 
-    A slot is the room of one token's keys and values.
+    A slot has room for the keys and values of one token.
     """
     if watch.fullest is None:
         return
@@ -250,7 +251,7 @@ def print_kv_slots(watch: StepWatch, engine: LLMEngine, outputs: list[RequestOut
 
 
 def main() -> None:
-    """Build one engine, run the same requests in every way, check that the tokens agree, print the table."""
+    """Build one engine, run the same requests in every way, check that the tokens are equal, print the table."""
     arguments = parse_arguments()
     slots = arguments.max_num_seqs
     watch = StepWatch()
@@ -260,7 +261,7 @@ def main() -> None:
         scheduler_config=SchedulerConfig(
             max_num_seqs=slots,
             max_num_batched_tokens=arguments.max_num_batched_tokens or default_max_num_batched_tokens(slots),
-            mixed_step_ms=0.0,  # nobody waits for single tokens here, and steps must not depend on the machine's speed
+            mixed_step_ms=0.0,  # latency does not matter here, and steps must not depend on the machine's speed
         ),
         device=arguments.device,
         speculative_config=SpeculativeConfig(method="none"),

@@ -1,4 +1,4 @@
-"""Answer a few questions at once with the model inside the package: `make demo`."""
+"""Answer a few questions in one batch with the built-in model: `make demo`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUESTIONS = [
 
 
 def main() -> None:
-    """Print question and answer pairs."""
+    """Print questions and answers, and how many tokens of a repeated answer speculation guessed."""
     llm = LLM()
     params = SamplingParams(temperature=0, max_tokens=64)
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -22,7 +22,7 @@ def main() -> None:
     for question, output in zip(QUESTIONS, answers, strict=True):
         print(f"> {question}\n  {output.outputs[0].text}")
 
-    # Asked again, an answer is guessed from the one before: several of its tokens come of one step.
+    # A repeated question: its answer is guessed from the first one, so one step yields several tokens.
     stats = llm.llm_engine.stats
     num_drafted, num_accepted = stats.drafts.num_draft_tokens, stats.drafts.num_accepted_tokens
     [again] = llm.chat(conversations[-1], params)

@@ -1,4 +1,4 @@
-"""Talk to `octavo serve` with the `openai` package: whole, as a stream, many at once, and what an error looks like.
+"""Use `octavo serve` with the `openai` package: a whole answer, a stream, many concurrent requests, an error.
 
 pip install openai
 octavo serve &                            # ready in some seconds
@@ -15,7 +15,7 @@ import openai
 
 
 def answer_whole(client: openai.OpenAI, model: str, question: str) -> None:
-    """One request, one reply."""
+    """Send one request and print the whole answer."""
     reply = client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=64
     )
@@ -24,7 +24,7 @@ def answer_whole(client: openai.OpenAI, model: str, question: str) -> None:
 
 
 def answer_streamed(client: openai.OpenAI, model: str, question: str) -> None:
-    """The same text piece by piece; the last event has the usage."""
+    """Print the same answer piece by piece; the last event has the usage."""
     stream = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": question}],
@@ -42,7 +42,7 @@ def answer_streamed(client: openai.OpenAI, model: str, question: str) -> None:
 
 
 async def answer_many(base_url: str, api_key: str, model: str, count: int) -> None:
-    """Requests that are open at the same time are computed together: much faster than one after the other."""
+    """Send many requests concurrently. They are computed in one batch, much faster than one after the other."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         start = time.perf_counter()
         replies = await asyncio.gather(
@@ -56,7 +56,7 @@ async def answer_many(base_url: str, api_key: str, model: str, count: int) -> No
 
 
 def ask_wrongly(client: openai.OpenAI, model: str) -> None:
-    """A bad value is a `BadRequestError` that names its field."""
+    """Send an invalid value, which raises a `BadRequestError` that names the field."""
     try:
         client.completions.create(model=model, prompt="hello", temperature=-1)
     except openai.BadRequestError as error:
@@ -64,7 +64,7 @@ def ask_wrongly(client: openai.OpenAI, model: str) -> None:
 
 
 def main() -> None:
-    """Run all of them."""
+    """Run all examples."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="none", help="what the server was given as --api-key")

@@ -1,4 +1,4 @@
-"""Drive the engine by hand and print the seven stages of every step: for those who want to see how it works.
+"""Drive the engine by hand and print the seven stages of every step, to show how it works.
 
 python examples/step_by_step.py
 python examples/step_by_step.py --prompt "What is 12 + 30?" --prompt "Sort these words: pear, apple" --steps 6
@@ -20,7 +20,7 @@ PROMPTS = ["What is 12 + 30?", "Sort these words: pear, apple, fig"]
 
 @torch.inference_mode()
 def show_step(engine: LLMEngine, runner) -> None:  # noqa: ANN001 - worker.model_runner.ModelRunner
-    """Do what `EngineCore.step` and `Engine.step` do, one stage at a time."""
+    """Do the work of `EngineCore.step` and `Engine.step`, one stage at a time."""
     scheduler = engine.core.scheduler
 
     scheduled = scheduler.schedule()
@@ -62,7 +62,7 @@ def show_step(engine: LLMEngine, runner) -> None:  # noqa: ANN001 - worker.model
 
 
 def main() -> None:
-    """Answer the prompts together, showing every stage."""
+    """Answer the prompts in one batch and print every stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory or hub id (default: the built-in model)")
     parser.add_argument("--prompt", action="append", help="may be repeated")

@@ -1,7 +1,7 @@
-"""A plugin of pytest for tests that use openai-python: `--answers FILE` gets a line of JSON for each test.
+"""A pytest plugin for tests that use openai-python: writes a line of JSON for each test to `--answers FILE`.
 
-`openai_sdist.py` starts it in an environment that has neither octavo nor what octavo needs. It tells what the server
-answered where a test failed, as the client's exception has it, and whether there was an answer at all.
+`openai_sdist.py` runs it in an environment that has neither octavo nor its dependencies. A line has, for a failed test,
+the server's answer according to the client's exception, and for any test if there was an answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Append the line of a test that has run, or that could not."""
+    """Append the line of a test that has run, or that failed in its setup."""
     report = yield
     if report.when == "call" or not report.passed:
         line = {
@@ -43,10 +43,10 @@ def pytest_runtest_makereport(
 
 
 def told(error: BaseException) -> dict[str, object]:
-    """Return what the answer was that a client's exception is about; a status of None: it is about none."""
+    """Return the answer that a client's exception refers to; the status is None if there is no answer."""
     request, cause = getattr(error, "request", None), error.__cause__
     param = getattr(error, "param", None)
-    if cause is not None and hasattr(cause, "errors"):  # pydantic's: the answer is not of its type, and where
+    if cause is not None and hasattr(cause, "errors"):  # pydantic's: the answer does not match its type
         param = ".".join(str(part) for part in cause.errors()[0]["loc"])
     return {
         "status": getattr(error, "status_code", None),

@@ -1,16 +1,15 @@
-"""What the worst requests that limits allow cost a bystander: `python tools/bystander_api.py`, or some kinds.
+"""Measure how much the worst allowed requests slow down a bystander: `python tools/bystander_api.py`, or some kinds.
 
-`octavo serve` as it stands, with its default limits. Of each kind eight requests are in flight, sent again as they end,
-while one client asks for one token, again and again. In each round it is measured
+Runs `octavo serve` with its default limits. For each kind, eight requests are in flight and are repeated when they end,
+while another client, the bystander, repeatedly asks for one token. In each round the bystander is measured
 
 - alone,
-- with the machine's share: the same eight clients send the same bytes to another server, which reads them and answers
-  at once, so that they and it take what they can get of the cores; or, where a request's tokens cost as much without
-  what makes it a worst one, with that plain request sent to octavo itself,
-- beside the worst requests.
+- with the load on the machine alone: the same eight clients send the same bytes to another server, which reads them and
+  answers immediately; or, if the tokens of a request are the main cost, with equally long plain requests to octavo,
+- together with the worst requests.
 
-Its median time beside them may be at most `--ratio` times the larger of the first two medians. One line is printed for
-each kind; the run fails where one breaks the promise.
+Its median time with the worst requests may be at most `--ratio` times the larger one of the first two medians. Prints
+one line for each kind. The run fails if a kind breaks the promise.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ def spell(**fields: Any) -> bytes:
 
 
 def filled(begin: bytes, entry: bytes, end: bytes, num_bytes: int = BODY_BYTES) -> bytes:
-    """As many of an entry as a body has room for."""
+    """Return a body with as many copies of an entry as it has room for."""
     count = (num_bytes - len(begin) - len(end)) // (len(entry) + 1)
     return begin + b",".join([entry] * count) + end
 
 
 def words(num_chars: int) -> str:
-    """Return prose of so many characters."""
+    """Return prose of `num_chars` characters."""
     sentence = "The quick brown fox jumps over the lazy dog, 12 times; they said: it's enough!\n"
     return (sentence * (num_chars // len(sentence) + 1))[:num_chars]
 
@@ -73,7 +72,7 @@ def user(content: str) -> list[dict[str, str]]:
 
 
 def tools(count: int, description: str) -> list[dict[str, Any]]:
-    """Return so many tools with one described parameter."""
+    """Return `count` tools with one described parameter each."""
     fields = {"type": "object", "properties": {"city": {"type": "string", "description": description}}}
     return [
         {"type": "function", "function": {"name": f"tool_{index}", "description": description, "parameters": fields}}
@@ -82,7 +81,7 @@ def tools(count: int, description: str) -> list[dict[str, Any]]:
 
 
 def keys(count: int) -> bytes:
-    """Return the members of a JSON object with so many keys."""
+    """Return the members of a JSON object with `count` keys."""
     return b",".join(b'"key_%d":1' % index for index in range(count))
 
 
@@ -94,7 +93,7 @@ MEDIUM_CHAT = spell(messages=user(words(3_000)), max_tokens=1, temperature=0.0)
 class Case:
     """A kind of request.
 
-    plain: one of as many tokens without what makes it a worst one. asked: what the bystander asks. options: of octavo
+    plain: an ordinary request with as many tokens, for comparison. asked: the bystander's request. options: of octavo
     serve.
     """
 
@@ -110,7 +109,7 @@ BIGGEST_SCHEMA = {
     "type": "json_schema",
     "json_schema": {"name": "s", "schema": {"type": "object", "properties": NAMES}},
 }
-LARGE = 8_000_000  # characters, of which line breaks are spelled as two
+LARGE = 8_000_000  # characters; JSON spells a line break as two
 CASES: dict[str, Case] = {
     "truncated": Case(
         "/generate",
@@ -190,7 +189,7 @@ CASES: dict[str, Case] = {
         lambda: spell(prompt="a", max_tokens=200, ignore_eos=True, stop=["a" * 1023 + chr(33 + i) for i in range(64)]),
         plain=lambda: spell(prompt="a", max_tokens=200, ignore_eos=True),
     ),
-    # 56 streams find a slot each, and the bystander as well; of 128 it waits for one.
+    # With 56 streams each one and the bystander gets a slot. With 128 the bystander waits for one.
     "most logprobs in slots": Case(
         COMPLETIONS,
         lambda: spell(prompt="a", max_tokens=1900, ignore_eos=True, n=7, logprobs=20),
@@ -205,20 +204,20 @@ CASES: dict[str, Case] = {
         COMPLETIONS,
         lambda: spell(prompt=[17] * 1900, max_tokens=1, prompt_logprobs=20, echo=True, logprobs=20),
         plain=lambda: spell(prompt=[17] * 1900, max_tokens=1),
-        options=("--no-enable-prefix-caching",),  # which prompts with log probabilities do not have
+        options=("--no-enable-prefix-caching",),  # prompts with log probabilities are not cached
     ),
 }
 
 
 class Client:
-    """One connection that is kept."""
+    """A client with one persistent connection."""
 
     def __init__(self, url: str) -> None:
         self._address = urlsplit(url).netloc
         self._connection = http.client.HTTPConnection(self._address, timeout=PATIENCE_S)
 
     def post(self, path: str, body: bytes) -> int:
-        """Return the answer's status, 0 where the connection was ended before it."""
+        """Send a request; return the answer's status, 0 if the connection was closed before it."""
         try:
             self._connection.request("POST", path, body, {"Content-Type": "application/json"})
             response = self._connection.getresponse()
@@ -230,7 +229,7 @@ class Client:
 
 
 def flood(url: str, path: str, body: bytes, is_over: Event, began: Event, told: Queue[Counter[int]]) -> None:
-    """Keep `AT_ONCE` requests in flight; in a process of its own, for the bystander's sake."""
+    """Keep `AT_ONCE` requests in flight. Runs in a process of its own, so that it does not slow down the bystander."""
     statuses: Counter[int] = Counter()
 
     def send() -> None:
@@ -248,7 +247,7 @@ def flood(url: str, path: str, body: bytes, is_over: Event, began: Event, told: 
 
 @contextlib.contextmanager
 def flooded(url: str, path: str, body: bytes) -> Iterator[Counter[int]]:
-    """Flood the server meanwhile; the counter has the statuses of the answers that came by then."""
+    """Flood the server during the context; at its end the yielded counter has the statuses of the answers."""
     context = multiprocessing.get_context("fork")
     is_over, began, told = context.Event(), context.Event(), context.Queue()
     process = context.Process(target=flood, args=(url, path, body, is_over, began, told), daemon=True)
@@ -256,7 +255,7 @@ def flooded(url: str, path: str, body: bytes) -> Iterator[Counter[int]]:
     statuses: Counter[int] = Counter()
     try:
         began.wait()
-        time.sleep(0.3)  # the bodies are on their way
+        time.sleep(0.3)  # until the bodies are being sent
         yield statuses
     finally:
         is_over.set()
@@ -267,7 +266,7 @@ def flooded(url: str, path: str, body: bytes) -> Iterator[Counter[int]]:
 
 
 async def read_and_answer(scope: Any, receive: Any, send: Any) -> None:
-    """Be an application that does nothing with a request."""
+    """Serve ASGI: read a request and answer it without any work."""
     if scope["type"] != "http":
         return
     while (await receive()).get("more_body"):
@@ -277,14 +276,14 @@ async def read_and_answer(scope: Any, receive: Any, send: Any) -> None:
 
 
 def serve_elsewhere(sock: socket.socket) -> None:
-    """Run a server that reads bodies and answers at once."""
+    """Run a server that reads bodies and answers immediately."""
     config = uvicorn.Config(read_and_answer, log_config=None, lifespan="off")
     uvicorn.Server(config).run(sockets=[sock])
 
 
 @contextlib.contextmanager
 def elsewhere() -> Iterator[str]:
-    """Run another server; give its address."""
+    """Run the other server in the context; yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         process = multiprocessing.get_context("fork").Process(target=serve_elsewhere, args=(sock,), daemon=True)
         process.start()
@@ -294,7 +293,7 @@ def elsewhere() -> Iterator[str]:
 
 
 def times(client: Client, body: bytes) -> list[float]:
-    """Ask for one token again and again; return the seconds of each, of the last one those after which it gave up."""
+    """Send a request repeatedly; return the seconds of each. The last one may have timed out."""
     seconds: list[float] = []
     start = time.monotonic()
     while len(seconds) < NUM_ASKED and (time.monotonic() < start + LONGEST_S or not seconds):
@@ -310,16 +309,16 @@ def times(client: Client, body: bytes) -> list[float]:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of the bystander's requests, of all rounds."""
+    """Seconds of the bystander's requests in all rounds."""
 
     alone: list[float] = field(default_factory=list)
-    own: list[float] = field(default_factory=list)  # the machine's share, or beside plain requests
+    own: list[float] = field(default_factory=list)  # with the load on the machine alone, or with plain requests
     beside: list[float] = field(default_factory=list)
     answers: Counter[int] = field(default_factory=Counter)
 
     @property
     def ratio(self) -> float:
-        """Beside the worst requests, as a multiple of its own time."""
+        """The median with the worst requests divided by the larger one of the other medians."""
         alone, own, beside = map(statistics.median, (self.alone, self.own, self.beside))
         return beside / max(alone, own)
 
@@ -330,7 +329,7 @@ class Times:
 
 
 def measure(case: Case, url: str, other: str, num_rounds: int) -> Times:
-    """Measure a kind, in rounds."""
+    """Measure a kind of request in several rounds."""
     client, body = Client(url), case.make()
     share = (other, body) if case.plain is None else (url, case.plain())
     told = Times()
@@ -348,7 +347,7 @@ def measure(case: Case, url: str, other: str, num_rounds: int) -> Times:
 
 
 def settle(client: Client, body: bytes, alone: float) -> None:
-    """Wait until what was sent before is over."""
+    """Wait until earlier requests have ended: until the bystander is as fast as alone again."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         began = time.monotonic()
@@ -358,7 +357,7 @@ def settle(client: Client, body: bytes, alone: float) -> None:
 
 
 def main() -> int:
-    """Measure the kinds that were asked for. Returns 1 if one breaks the promise."""
+    """Measure the requested kinds. Returns 1 if one breaks the promise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}")
     parser.add_argument("--model", help="a checkpoint's folder; default: the built-in model")

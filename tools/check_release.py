@@ -1,10 +1,11 @@
-"""Try a release as its users get it: an sdist and a wheel, the wheel in a fresh environment outside the checkout.
+"""Test a release as users get it: an sdist and a wheel, the wheel in a fresh environment outside the checkout.
 
     python -m build && python tools/check_release.py dist      # `make release`; the wheel is compiled from the sdist
 
-Looked at: the sdist has all that is needed and nothing else; the wheel has all of the package, the compiled kernels and
-the licences; in a new environment with the wheel's own dependencies `octavo generate` answers with these kernels, and
-`octavo serve` a request and the dashboard's files. Ends with 1 and the reason where one of these is not so.
+Checks that the sdist has all needed files and no others; that the wheel has the whole package, the compiled kernels and
+the licences; and that in a new environment with the wheel's own dependencies `octavo generate` answers with these
+kernels, and `octavo serve` answers a request and serves the dashboard's files. Exits with status 1 and the reason if a
+check fails.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ KERNELS = "from octavo.kernels import instruction_sets as s; print(*s())"
 
 
 class ReleaseError(Exception):
-    """What is wrong with a release."""
+    """A release fails a check. The message has the reason."""
 
 
 def tracked(*paths: str) -> set[str]:
@@ -57,13 +58,13 @@ def tracked(*paths: str) -> set[str]:
 
 
 def check_changelog(version: str) -> None:
-    """Look for a version's section in the changelog."""
+    """Check that the changelog has a section for a version."""
     if f"\n## [{version}] - " not in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"):
         raise ReleaseError(f"CHANGELOG.md has no section of {version}")
 
 
 def check_sdist(path: Path) -> None:
-    """Compare an sdist with what the checkout says that it needs."""
+    """Compare an sdist with the files that it needs according to the checkout."""
     with tarfile.open(path) as archive:
         found = {str(PurePosixPath(*PurePosixPath(name).parts[1:])) for name in archive.getnames()}
     _compare(path.name, found - {".", "PKG-INFO"}, tracked(*SOURCES))
@@ -93,8 +94,8 @@ def _compare(name: str, found: set[str], wanted: set[str]) -> None:
 def install(wheel: Path, folder: Path) -> Path:
     """Install a wheel with what its server needs into a new environment; return the folder of its commands.
 
-    First torch's build for CPUs, as the README says, of the version that is installed here: the package index has
-    the same one with gigabytes of CUDA.
+    Installs torch's build for CPUs first, as the README says, in the version that is installed here: the build on the
+    package index has gigabytes of CUDA.
     """
     venv.create(folder, with_pip=True)
     commands = folder / "bin"
@@ -110,12 +111,12 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without what could lead back to the checkout."""
+    """Return the environment without variables that could lead to the checkout."""
     return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV", "OCTAVO"))}
 
 
 def check_installed(commands: Path, version: str, elsewhere: Path) -> None:
-    """Ask the installed package for its version, its place, its kernels, and an answer."""
+    """Check the version, path, kernels and an answer of the installed package."""
 
     def output(*command: str) -> str:
         done = subprocess.run(
@@ -141,7 +142,7 @@ def check_installed(commands: Path, version: str, elsewhere: Path) -> None:
 
 
 def check_server(commands: Path, elsewhere: Path) -> None:
-    """Serve on a free port; ask for an answer and for every file of the dashboard; end it."""
+    """Start a server on a free port; request an answer and every file of the dashboard; stop the server."""
     log = elsewhere / "server.log"
     with log.open("w") as file:
         server = subprocess.Popen(
@@ -170,7 +171,7 @@ def check_server(commands: Path, elsewhere: Path) -> None:
 
 
 def _address(server: subprocess.Popen[bytes], log: Path) -> str:
-    """Wait until a server says where it is, and is ready."""
+    """Wait until a server has logged its address and is ready; return the address."""
     end = time.monotonic() + START_S
     while time.monotonic() < end and server.poll() is None:
         if found := re.search(r"at (http\S+)/v1", log.read_text()):

@@ -1,11 +1,11 @@
-"""Compile the kernels in Triton for GPUs that need not be there, and hold what they take to bounds.
+"""Compile the Triton kernels for GPUs that this machine need not have, and check their resources against bounds.
 
     TRITON_INTERPRET=0 python tools/compile_kernels.py [--target sm_90] [--case attention] [--write]
 
-Each case calls an operation as an engine would, on tensors of the CPU. A driver that has no device makes Triton compile
-what would be launched, with all that it sees of the arguments (types, alignment), for one target after the other.
-What each kernel takes, registers of a thread, bytes of them that are spilled to memory, shared memory of a program, is
-compared with tools/kernel_bounds.csv; --write puts down what is so now.
+Each case calls an operation as an engine would, with tensors on the CPU. A driver without a device makes Triton compile
+the kernels that would be launched, specialized for the arguments (types, alignment), for one target after the other.
+The resources of each kernel (registers per thread, bytes of spilled registers, shared memory per program) are compared
+with tools/kernel_bounds.csv. --write updates that file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TARGETS = {  # shared memory that a program may have, in bytes
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a kernel takes on a target: registers and spilled bytes of a thread, shared bytes of a program."""
+    """The resources of a kernel on a target: registers and spilled bytes per thread, shared bytes per program."""
 
     case: str
     kernel: str
@@ -48,7 +48,7 @@ class Taken:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Which it is."""
+        """Its key in the table of bounds."""
         return self.case, self.kernel, self.target
 
 
@@ -88,7 +88,7 @@ def rope_kv(dtype: str, head_dim: int, rotary_dim: int, *, kv: str | None = None
 
 
 def operation(name: str, *shapes: tuple[int, ...], dtype: str = "bfloat16", **options: Any) -> Callable[[], None]:
-    """Return a call of a method of `TritonKernels`, or of an operation, on tensors of these shapes."""
+    """Return a call of a method of `TritonKernels`, or of an operation, with tensors of these shapes."""
 
     def call() -> None:
         import torch  # noqa: PLC0415
@@ -263,29 +263,29 @@ def _batch() -> Any:
 
 
 class NoDevice:
-    """Triton's driver of a target that is not there."""
+    """Triton's driver for a target without a device."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def get_current_device(self) -> str:
-        """Return what compiled kernels are kept by."""
+        """Return the key of the cache of compiled kernels."""
         return self.name
 
     def get_current_stream(self, device: str) -> int:
-        """Return the default one."""
+        """Return the default stream."""
         del device
         return 0
 
     def get_current_target(self) -> Any:
-        """Return what is compiled for."""
+        """Return the target of the compilation."""
         from triton.backends.compiler import GPUTarget  # noqa: PLC0415
 
         return GPUTarget(*TARGETS[self.name][:3])
 
 
 def compiled(case: str, target: str) -> list[Taken]:
-    """Compile what a case launches for a target; return what each of its kernels takes, by name."""
+    """Compile the kernels of a case for a target; return the resources of each kernel, sorted by name."""
     from triton.runtime import driver  # noqa: PLC0415
     from triton.runtime.jit import JITFunction  # noqa: PLC0415
 
@@ -327,14 +327,14 @@ def _taken_on_amd(kernel: Any) -> tuple[int, int]:
 
 
 def read_bounds() -> dict[tuple[str, str, str], Taken]:
-    """Return what kernels may take."""
+    """Read the bounds of kernels."""
     with BOUNDS.open(encoding="utf-8", newline="") as file:
         rows = [Taken(row[0], row[1], row[2], *map(int, row[3:])) for row in list(csv.reader(file))[1:]]
     return {row.key: row for row in rows}
 
 
 def write_bounds(taken: list[Taken]) -> None:
-    """Put down what kernels take; what was not compiled stays."""
+    """Write the resources of kernels as their bounds; bounds of kernels that were not compiled stay."""
     kept = read_bounds() if BOUNDS.exists() else {}
     kept.update({each.key: each for each in taken})
     with BOUNDS.open("w", encoding="utf-8", newline="") as file:
@@ -344,7 +344,7 @@ def write_bounds(taken: list[Taken]) -> None:
 
 
 def exceeded(taken: Taken, bounds: dict[tuple[str, str, str], Taken]) -> list[str]:
-    """Return what a kernel takes more than it may: an eighth more registers than in the table, no more of the rest."""
+    """Return the exceeded bounds of a kernel: an eighth more registers than in the table, or any more memory."""
     bound, where = bounds.get(taken.key), f"{taken.kernel} of {taken.case} for {taken.target}"
     if bound is None:
         return [f"{where} has no bound: tools/compile_kernels.py --write"]
@@ -361,7 +361,7 @@ def exceeded(taken: Taken, bounds: dict[tuple[str, str, str], Taken]) -> list[st
 
 
 def main() -> int:
-    """Compile, print a table, return 1 where a bound is exceeded."""
+    """Compile, print a table, return 1 if a bound is exceeded."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
     parser.add_argument("--case", action="append", help="those whose names begin so; default: all")

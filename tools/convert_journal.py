@@ -1,9 +1,9 @@
-"""Bring a journal that an older octavo recorded to the version that this octavo replays.
+"""Convert a journal that an older octavo recorded to the version that this octavo replays.
 
     python tools/convert_journal.py old.journal new.journal
     octavo replay new.journal
 
-Files whose names end in .gz are compressed. The new journal repeats the recorded run: `octavo explain` and `octavo
+Files with names ending in .gz are compressed. The new journal repeats the recorded run: `octavo explain` and `octavo
 trace` read it like any other. A journal of version 2 has no checksums of decisions then, because the old ones do not
 fit the new format: `octavo replay` runs it and does not compare its steps.
 """

@@ -109,8 +109,8 @@ def _patch(python: Path, folder: Path, patchelf: str) -> None:
     libraries = next(path.parent for path in usr.glob("lib/*/libc.so.6"))
     # BLAS is chosen by links that only an installation makes.
     paths = [libraries, usr / "lib", *(libraries / name for name in ("blas", "lapack") if (libraries / name).exists())]
-    # A RUNPATH would apply to the program alone; an RPATH also to what it loads. Packages of PyPI must not bring the
-    # system's older libstdc++ in first.
+    # A RUNPATH would apply to the program alone; an RPATH applies also to libraries that it loads. Packages of PyPI
+    # must not load the system's older libstdc++ first.
     loaded = ["--add-needed", "libstdc++.so.6"] if (libraries / "libstdc++.so.6").exists() else []
     rpath = ["--force-rpath", "--set-rpath", ":".join(map(str, paths))]
     _run([patchelf, "--set-interpreter", f"{usr}{interpreter}", *rpath, *loaded, str(python)])

@@ -70,22 +70,22 @@ CHAT_TEMPLATE = """\
 
 @lru_cache(maxsize=1)
 def chat_template() -> ChatTemplate:
-    """The template as octavo renders it."""
+    """Return the chat template as an object that renders conversations with octavo's own code."""
     return ChatTemplate(CHAT_TEMPLATE)
 
 
 def render(
     messages: list[demo_data.Message], generation_prompt: bool = False, tools: list[dict[str, Any]] | None = None
 ) -> str:
-    """The text of a conversation."""
+    """Return the text of a conversation."""
     return chat_template().render(messages, add_generation_prompt=generation_prompt, tools=tools)
 
 
 def train_tokenizer(seed: int, vocab: int, conversations: int = 12000) -> Tokenizer:
     """Train the BPE on training conversations and on the words and names that may occur in them.
 
-    Letters, digits and everything else are split apart, so a word has the same tokens wherever it stands: after a
-    space, a quote or nothing. Every digit is a token of its own.
+    Letters, digits and all other characters are split apart, so a word has the same tokens after a space, after a quote
+    and at the beginning. Every digit is a token of its own.
     """
     rng = random.Random(f"tokenizer:{seed}")
     words = [word for word in demo_data.word_list() if not demo_data.is_held_out(f"word:{word}")]

@@ -1,4 +1,4 @@
-"""The tools that `demo_tools` offers to the built-in model, and how they are asked for. Nothing but literals."""
+"""The tools that `demo_tools` offers to the built-in model, and questions that need them. Only literals."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Parameter:
     """One parameter of a kind of tool.
 
-    slot: which value it takes (`demo_tools.draw_value`), as templates name it. types: how a schema may declare it.
-    choices: lists of values of which a tool takes one; what a question may say of it stands in `mentions`.
+    slot: the kind of value (`demo_tools.draw_value`), by its name in templates. types: the types that a schema may
+    declare. choices: lists of values, of which a tool takes one list. mentions: phrases for them in a question.
     """
 
     slot: str
@@ -22,10 +22,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Kind:
-    """Tools of one purpose: their names, parameters, questions that need them, results, and what is said of a result.
+    """Tools of one purpose: their names, parameters, questions that need them, results, and sentences for a result.
 
-    says: the sentence for a result; lists: for one of several fields. both: questions that need two calls, for the
-    values {first} and {second} of its first slot. again: what is asked behind an answer. lacking: what says too little.
+    says: the sentence for a result. lists: the sentence for a result with several fields. both: questions that need two
+    calls, with the values {first} and {second} of its first slot. again: follow-up questions. lacking: questions
+    without a required value.
     """
 
     names: str
@@ -491,7 +492,7 @@ KINDS = {
         ("words",),
     ),
 }
-# Kinds whose questions sound alike: never offered beside each other.
+# Kinds with similar questions: never offered together.
 ALIKE = (
     ("time", "now"),
     ("search", "user"),

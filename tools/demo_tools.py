@@ -1,9 +1,10 @@
 """Write the conversations in which octavo's built-in model learns to call tools.
 
-One to three tools are offered, drawn from kinds with varied names and parameters (`demo_tool_text`) or made up of a
-verb and an object. A question needs one of them, two calls, or none: then the model answers itself, or says that it
-has no tool. Calls are written as Hermes and Qwen do; results become a sentence. What is held out is decided as in
-`demo_data`: by the tool's signature, the value together with the kind of tool, and the phrasing with the tool's name.
+One to three tools are offered. They are drawn from kinds with varied names and parameters (`demo_tool_text`), or made
+up of a verb and an object. A question needs one call, two calls or none; without a call the model answers itself, or
+says that it has no tool. Calls are written in the format of Hermes and Qwen; results become a sentence. Held-out
+examples are chosen as in `demo_data`: by the tool's signature, the value with the kind of tool, and the phrasing with
+the tool's name.
 
 Only the standard library is used. Run `python tools/demo_tools.py` to read a few samples.
 """
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 Made = TypeVar("Made", bound=Example)
 TOOL_TASKS = ("call", "two_calls", "no_call", "result")
 Value = str | int
-Values = dict[str, tuple[str, Value]]  # by slot: how the question spells it, and the argument
+Values = dict[str, tuple[str, Value]]  # by slot: the spelling in the question, and the argument
 SPARE = (("lang", "string"), ("limit", "integer"), ("verbose", "boolean"), ("format", "string"), ("timeout", "number"))
 ARITHMETIC = {"add": "add", "subtract": "subtract", "multiply": "times", "divide": "divide"}  # to tasks of `demo_data`
 PAIRED = tuple(name for name, kind in KINDS.items() if kind.both)
@@ -70,7 +71,7 @@ NEAR_TOOLS = re.compile("weather|news|stock|Translate|football|film")
 
 @dataclass(frozen=True)
 class ToolParameter:
-    """One parameter of an offered tool. slot: what it takes; "" for what no question tells of."""
+    """One parameter of an offered tool. slot: the kind of its value; "" if no question gives a value."""
 
     slot: str
     name: str
@@ -80,13 +81,13 @@ class ToolParameter:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Its JSON schema."""
+        """Return its JSON schema."""
         return {"type": "string", "enum": [*self.choices]} if self.choices else {"type": self.type}
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool as a conversation offers it. about: verb and object of one that is made up."""
+    """A tool as offered in a conversation. about: verb and object of a made-up tool."""
 
     kind: str
     name: str
@@ -95,7 +96,7 @@ class Tool:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The tool as clients describe it."""
+        """Return the tool in the format of clients."""
         parameters: dict[str, Any] = {"type": "object", "properties": {p.name: p.schema for p in self.parameters}}
         if required := [p.name for p in self.parameters if p.required]:
             parameters["required"] = required
@@ -108,7 +109,7 @@ class Tool:
         return f"{self.name}({','.join(parts)})"
 
     def call(self, values: Values) -> str:
-        """The text of a call. What is required and not asked for is the first of its choices."""
+        """Return the text of a call. A required parameter without a value gets the first of its choices."""
         arguments: dict[str, Value] = {}
         for parameter in self.parameters:
             if parameter.slot in values:
@@ -122,7 +123,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Ask:
-    """A question that needs a tool. values: what it says, by slot."""
+    """A question that needs a tool. values: those named in the question, by slot."""
 
     tool: Tool
     template: str
@@ -131,7 +132,7 @@ class Ask:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What decides whether it is held out."""
+        """The keys that decide if it is held out."""
         said = [text for slot, (text, _) in self.values.items() if slot not in {"unit", "state", "day"}]
         return (
             f"tool:{self.tool.signature}",
@@ -142,7 +143,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class ToolExample(Example):
-    """An exchange with tools. asks: what calls are due. call, results: what was called and given before the answer."""
+    """An exchange with tools. asks: the calls that are needed. call, results: earlier calls and their results."""
 
     offer: tuple[Tool, ...] = ()
     asks: tuple[Ask, ...] = ()
@@ -163,12 +164,12 @@ class ToolExample(Example):
 
 
 def pieces(text: str) -> list[str]:
-    """The parts of a literal between bars."""
+    """Return the parts of a literal between bars."""
     return text.strip().split("|")
 
 
 def draw_place(rng: random.Random) -> str:
-    """A city, sometimes of several words, made up, or with its region behind it."""
+    """Return a city, sometimes with several words, made up, or followed by its region."""
     chance = rng.random()
     if chance < 0.45:
         place = rng.choice(split(CITIES))
@@ -180,24 +181,24 @@ def draw_place(rng: random.Random) -> str:
 
 
 def draw_title(rng: random.Random) -> str:
-    """One to three words, each with a capital."""
+    """Return one to three capitalized words."""
     return " ".join(word.capitalize() for word in draw_words(rng, rng.randint(1, 3), invented=0.3))
 
 
 def draw_clock(rng: random.Random) -> str:
-    """A time of day."""
+    """Return a time of day."""
     return f"{rng.randint(0, 23)}:{rng.randrange(0, 60, 5):02}"
 
 
 def draw_id(rng: random.Random) -> str:
-    """Two to six digits, sometimes behind letters."""
+    """Return two to six digits, sometimes preceded by letters."""
     digits = str(rng.randrange(10, 10 ** rng.randint(2, 6)))
     head = rng.choice(("", "", "", "A", "B", "X", "ORD-", "order_", "AB-"))
     return head + digits
 
 
 def draw_symbol(rng: random.Random) -> str:
-    """A ticker."""
+    """Return a ticker symbol."""
     known = "AAPL MSFT GOOG AMZN TSLA NVDA IBM AMD INTC META"
     if rng.random() < 0.4:
         return rng.choice(split(known))
@@ -205,7 +206,7 @@ def draw_symbol(rng: random.Random) -> str:
 
 
 def drawn_texts() -> dict[str, Callable[[random.Random], str]]:
-    """How the values of slots are drawn that are texts."""
+    """Return the functions that draw values of text slots."""
     return {
         "place": draw_place,
         "city_from": draw_place,
@@ -237,7 +238,7 @@ def drawn_texts() -> dict[str, Callable[[random.Random], str]]:
 
 
 def draw_value(rng: random.Random, slot: str, type_: str) -> tuple[str, Value]:
-    """A value: how a question spells it, and as an argument of that type."""
+    """Return a value: its spelling in a question, and an argument of the given type."""
     if slot in drawn_texts():
         text = drawn_texts()[slot](rng)
         if type_ == "integer":
@@ -249,7 +250,7 @@ def draw_value(rng: random.Random, slot: str, type_: str) -> tuple[str, Value]:
 
 
 def named(rng: random.Random, name: str) -> str:
-    """A name with underscores, or sometimes with capitals in their place."""
+    """Return a name with underscores, or sometimes in camel case."""
     if rng.random() < 0.85:
         return name
     first, *others = name.split("_")
@@ -257,7 +258,7 @@ def named(rng: random.Random, name: str) -> str:
 
 
 def draw_tool(rng: random.Random, kind: str) -> Tool:
-    """A tool of one kind."""
+    """Return a tool of one kind."""
     if kind == "made":
         return draw_made_tool(rng)
     asked = "".join(KINDS[kind].asks)
@@ -278,7 +279,7 @@ def draw_tool(rng: random.Random, kind: str) -> Tool:
 
 
 def declared(rng: random.Random, parameter: Parameter, required: bool, style: float) -> ToolParameter:
-    """One of the ways to declare a parameter. style: names of one tool mostly belong together, as x and y."""
+    """Return one of the ways to declare a parameter. style: one number for a tool, so that its names fit together."""
     choices = split(rng.choice(parameter.choices)) if parameter.choices else ()
     names, type_ = split(parameter.names), rng.choice(split(parameter.types))
     name = names[int(style * len(names))] if rng.random() < 0.85 else rng.choice(names)
@@ -286,7 +287,7 @@ def declared(rng: random.Random, parameter: Parameter, required: bool, style: fl
 
 
 def draw_made_tool(rng: random.Random, verb: str = "", thing: str = "") -> Tool:
-    """A tool of a verb and an object, with up to two details."""
+    """Return a made-up tool of a verb and an object, with up to two details."""
     verb, thing = verb or rng.choice(split(VERBS)), thing or rng.choice(split(OBJECTS))
     parameters = []
     for slot in rng.sample(sorted(DETAILS), rng.choice((0, 1, 1, 1, 2))):
@@ -297,7 +298,7 @@ def draw_made_tool(rng: random.Random, verb: str = "", thing: str = "") -> Tool:
 
 
 def draw_offer(rng: random.Random, first: Tool) -> tuple[Tool, ...]:
-    """One to three tools, `first` among them, whose questions do not sound alike."""
+    """Return one to three tools with dissimilar questions, including `first`."""
     offer = [first]
     for _ in range(rng.choice((0, 0, 1, 1, 1, 2, 2))):
         kind = rng.choice(("made", *KINDS)) if rng.random() < 0.75 else "made"
@@ -311,7 +312,7 @@ def draw_offer(rng: random.Random, first: Tool) -> tuple[Tool, ...]:
 
 
 def collide(one: Tool, other: Tool) -> bool:
-    """Whether two tools are not to be offered beside each other."""
+    """Return True if two tools must not be offered together."""
     if one.name == other.name or (one.kind == other.kind == "made" and one.about == other.about):
         return True
     if "made" not in {one.kind, other.kind}:
@@ -321,7 +322,7 @@ def collide(one: Tool, other: Tool) -> bool:
 
 
 def ask_for(rng: random.Random, tool: Tool, templates: tuple[str, ...] = ()) -> Ask:
-    """A question that needs the tool. templates: others than the kind's."""
+    """Return a question that needs the tool. templates: replace those of the kind."""
     if tool.kind == "made":
         return ask_for_made(rng, tool)
     kind = KINDS[tool.kind]
@@ -342,7 +343,7 @@ def ask_for(rng: random.Random, tool: Tool, templates: tuple[str, ...] = ()) -> 
 
 
 def draw_spoken(rng: random.Random, parameter: ToolParameter) -> tuple[str, Value]:
-    """A value of a parameter."""
+    """Return a value of a parameter: its spelling in a question, and the argument."""
     if parameter.choices:
         text = rng.choice(parameter.choices)
         return text, text
@@ -353,7 +354,7 @@ def draw_spoken(rng: random.Random, parameter: ToolParameter) -> tuple[str, Valu
 
 
 def ask_for_made(rng: random.Random, tool: Tool, *, lacking: bool = False) -> Ask:
-    """A question that needs a made-up tool. lacking: without what it must be told."""
+    """Return a question that needs a made-up tool. lacking: leave out the required values."""
     verb, thing = tool.about
     values: Values = {}
     template = f"{verb} {rng.choice(('the', 'the', 'a', 'my'))} {thing}"
@@ -367,7 +368,7 @@ def ask_for_made(rng: random.Random, tool: Tool, *, lacking: bool = False) -> As
 
 
 def result_texts() -> dict[str, Callable[[random.Random], str]]:
-    """How results are drawn that are one text."""
+    """Return the functions that draw results with a single text."""
     return {
         "clock": draw_clock,
         "number": lambda rng: str(rng.randrange(10 ** rng.randint(1, 5))),
@@ -379,7 +380,7 @@ def result_texts() -> dict[str, Callable[[random.Random], str]]:
 
 
 def draw_result(rng: random.Random, form: str) -> tuple[str, str, bool]:
-    """What a tool gave: the message, the same in words, and whether those are several fields."""
+    """Return a result: the tool's message, the same in words, and True if it has several fields."""
     fields: dict[str, Value]
     if form == "weather":
         degrees, sky = rng.randint(-15, 40), rng.choice(pieces(SKIES))
@@ -402,7 +403,7 @@ def draw_result(rng: random.Random, form: str) -> tuple[str, str, bool]:
 
 
 def weather_fields(rng: random.Random, degrees: int, sky: str) -> dict[str, Value]:
-    """The weather as an object."""
+    """Return the weather as an object."""
     number = rng.choice((degrees, degrees, str(degrees)))
     fields: dict[str, Value] = {rng.choice(("temperature", "temperature", "temp", "degrees")): number}
     if rng.random() < 0.4:
@@ -413,13 +414,13 @@ def weather_fields(rng: random.Random, degrees: int, sky: str) -> dict[str, Valu
 
 
 def answered(rng: random.Random, example: ToolExample) -> ToolExample:
-    """What is said of the results of an example's calls."""
+    """Return the exchange that follows an example's calls: their results, and the answer about them."""
     results, sentences = zip(*(say(rng, ask) for ask in example.asks), strict=True)
     return replace(example, task="result", answer=" ".join(sentences), call=example.answer, results=results)
 
 
 def say(rng: random.Random, ask: Ask) -> tuple[str, str]:
-    """A result of the call that a question needs, and the sentence for it."""
+    """Return a result of the call that a question needs, and the sentence for it."""
     if rng.random() < 0.04:
         words = " ".join(draw_words(rng, rng.randint(1, 4), invented=0.2))
         return rng.choice((json.dumps({"error": words}), f"Error: {words}")), FAILED.format(result=words)
@@ -434,7 +435,7 @@ def say(rng: random.Random, ask: Ask) -> tuple[str, str]:
 
 
 def draw_first(rng: random.Random) -> Tool:
-    """A tool that is to be called: of the weather more often than of others."""
+    """Return a tool to be called. Weather tools are more frequent than other kinds."""
     chance = rng.random()
     if chance < 0.27:
         return draw_made_tool(rng)
@@ -442,20 +443,20 @@ def draw_first(rng: random.Random) -> Tool:
 
 
 def make_call(rng: random.Random, offer: tuple[Tool, ...] = ()) -> ToolExample:
-    """One call is due."""
+    """Return an example that needs one call."""
     offer = offer or draw_offer(rng, draw_first(rng))
     ask = ask_for(rng, rng.choice(offer))
     return calling("call", ask.question, (ask,), offer)
 
 
 def calling(task: str, question: str, asks: tuple[Ask, ...], offer: tuple[Tool, ...]) -> ToolExample:
-    """An example whose answer is calls."""
+    """Return an example with calls as its answer."""
     call = "\n".join(ask.tool.call(ask.values) for ask in asks)
     return ToolExample(task, question, call, tuple(key for ask in asks for key in ask.keys), (), offer, asks)
 
 
 def make_two_calls(rng: random.Random, offer: tuple[Tool, ...] = ()) -> ToolExample:
-    """Two calls are due: of one tool for two values, or of two tools."""
+    """Return an example that needs two calls: of one tool with two values, or of two tools."""
     while not takes_two(offer):
         offer = draw_offer(rng, draw_tool(rng, rng.choice(PAIRED)) if rng.random() < 0.6 else draw_first(rng))
     able = [tool for tool in offer if tool.kind in PAIRED]
@@ -471,17 +472,17 @@ def make_two_calls(rng: random.Random, offer: tuple[Tool, ...] = ()) -> ToolExam
 
 
 def takes_two(offer: tuple[Tool, ...]) -> bool:
-    """Whether two calls of these tools may be asked for at once."""
+    """Return True if one question may need two calls of these tools."""
     return len(offer) > 1 or any(tool.kind in PAIRED for tool in offer)
 
 
 def make_result(rng: random.Random) -> ToolExample:
-    """What is said of results."""
+    """Return an example with an answer about results of calls."""
     return answered(rng, (make_call if rng.random() < 0.8 else make_two_calls)(rng))
 
 
 def make_no_call(rng: random.Random, offer: tuple[Tool, ...] = ()) -> ToolExample:
-    """A question that needs no tool, for which there is none, or that lacks what the tool must be told."""
+    """Return a question that needs no tool, has no suitable tool, or lacks a required value."""
     offer = offer or draw_offer(rng, draw_first(rng))
     chance = rng.random()
     if chance < 0.12 and (example := lacking_question(rng, offer)):
@@ -495,7 +496,7 @@ def make_no_call(rng: random.Random, offer: tuple[Tool, ...] = ()) -> ToolExampl
 
 
 def lacking_question(rng: random.Random, offer: tuple[Tool, ...]) -> ToolExample | None:
-    """A question without what the tool must be told; None where no tool of the offer must be told anything."""
+    """Return a question that lacks a required value; None if no offered tool has a required value."""
     for tool in offer:
         needed = [p for p in tool.parameters if p.required and not p.choices]
         templates = KINDS[tool.kind].lacking if tool.kind in KINDS else ()
@@ -510,7 +511,7 @@ def lacking_question(rng: random.Random, offer: tuple[Tool, ...]) -> ToolExample
 
 
 def own_answer(rng: random.Random, offer: tuple[Tool, ...]) -> ToolExample:
-    """A question of `demo_data` that no offered tool is for."""
+    """Return a question of `demo_data` for which no offered tool is suitable."""
     taken = {ARITHMETIC.get(tool.kind) for tool in offer}
     while True:
         task = rng.choices([*OWN_TASKS], [*OWN_TASKS.values()])[0]
@@ -521,13 +522,13 @@ def own_answer(rng: random.Random, offer: tuple[Tool, ...]) -> ToolExample:
 
 
 def make_untold(rng: random.Random) -> Example:
-    """A question that needs a tool where none is offered."""
+    """Return a question that needs a tool, without offering one."""
     ask = ask_for(rng, draw_tool(rng, rng.choice([kind for kind in KINDS if kind not in ARITHMETIC])))
     return Example("untold", ask.question, OFF_TOPIC_ANSWER, ask.keys[2:])
 
 
 def makers() -> dict[str, Callable[[random.Random], ToolExample]]:
-    """The generator of each task."""
+    """Return the generator of each task."""
     return {"call": make_call, "two_calls": make_two_calls, "no_call": make_no_call, "result": make_result}
 
 
@@ -540,7 +541,7 @@ def sample(rng: random.Random, make: Callable[[random.Random], Made], held_out: 
 
 
 def questions(task: str, count: int, seed: int = 0) -> list[ToolExample]:
-    """Distinct held-out questions of one task, the same for the same seed."""
+    """Return distinct held-out questions of one task, the same for the same seed."""
     rng = random.Random(f"questions:{seed}:{task}")
     found: dict[tuple[str, tuple[str, ...]], ToolExample] = {}
     while len(found) < count:
@@ -550,7 +551,7 @@ def questions(task: str, count: int, seed: int = 0) -> list[ToolExample]:
 
 
 def again(rng: random.Random, example: ToolExample) -> ToolExample:
-    """The same asked for another value, shortly, behind an answer."""
+    """Return a short follow-up question for another value after an answer."""
     tool = example.asks[0].tool
     ask = ask_for(rng, tool, KINDS[tool.kind].again)
     return calling("call", ask.question, (ask,), example.offer)
@@ -565,7 +566,7 @@ def draw_training_offer(rng: random.Random) -> tuple[Tool, ...]:
 
 
 def following(rng: random.Random, offer: tuple[Tool, ...], last: ToolExample | None) -> ToolExample:
-    """The next exchange of a conversation, with the same tools."""
+    """Return the next exchange of a conversation, with the same tools."""
     if last and last.results and len(last.asks) == 1 and rng.random() < 0.6:
         kind = KINDS.get(last.asks[0].tool.kind)
         if kind and kind.again:
@@ -575,7 +576,7 @@ def following(rng: random.Random, offer: tuple[Tool, ...], last: ToolExample | N
 
 
 def conversation(rng: random.Random, more: float = 0.4) -> tuple[list[Message], list[dict[str, Any]]]:
-    """A training conversation in which tools are offered, and those tools; none of it is held out."""
+    """Return a training conversation with tools, and these tools, without held-out parts."""
     messages: list[Message] = []
     if rng.random() < 0.25:
         messages.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})

@@ -1,12 +1,12 @@
 """Examine octavo's built-in model on held-out questions: exact match per task, greedy decoding.
 
-The questions are those that training never sees (see `demo_data`). An answer counts only when it is the expected text,
-character for character. Stories, rhymes and small talk have no single right answer and are not counted. Of questions
-with tools (see `demo_tools`) it is told besides how often the decision to call, the name and the arguments are right.
+Training never sees these questions (see `demo_data`). An answer counts only if it equals the expected text exactly.
+Stories, rhymes and small talk have no single right answer and are not counted. For questions with tools (see
+`demo_tools`) the output also has the rates of right decisions to call, right names and right arguments.
 
-With --quantization, or --kv-cache-dtype int8, the same questions are asked of rounded weights, or keys and values, and
-it is told how far the distributions of the next token are from those of the model as it is: KL divergence over every
-token of the held-out answers.
+With --quantization or --kv-cache-dtype int8 the same questions are asked with rounded weights, or keys and values. The
+output then also has the mean KL divergence of the next token's distribution from that of the original model, over all
+tokens of the held-out answers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Rounding:
 
 
 def answer_with_octavo(model: str, examples: list[demo_data.Example], rounding: Rounding = Rounding()) -> list[str]:
-    """Greedy answers through octavo."""
+    """Return octavo's greedy answers."""
     from octavo import LLM, SamplingParams  # noqa: PLC0415  the backend not chosen need not be installed
 
     llm = LLM(model=model, **asdict(rounding))
@@ -59,7 +59,7 @@ def answer_with_octavo(model: str, examples: list[demo_data.Example], rounding: 
 
 
 def answer_with_transformers(model: str, examples: list[demo_data.Example], batch: int = 64) -> list[str]:
-    """Greedy answers through Hugging Face transformers, in left-padded batches of similar length."""
+    """Return greedy answers of Hugging Face transformers, in left-padded batches of similar length."""
     import torch  # noqa: PLC0415
     from transformers import AutoTokenizer, Qwen3ForCausalLM  # noqa: PLC0415
 
@@ -85,7 +85,7 @@ def answer_with_transformers(model: str, examples: list[demo_data.Example], batc
 
 
 def divergence(model: str, examples: list[demo_data.Example], rounding: Rounding) -> tuple[float, float]:
-    """Mean KL divergence of the rounded model from the plain one, in nats a token, and how often they agree on the top.
+    """Return the mean KL divergence of the rounded from the plain model in nats per token, and their top-1 agreement.
 
     Both read every held-out conversation with its right answer; the tokens of the answer are counted.
     """
@@ -107,7 +107,7 @@ def divergence(model: str, examples: list[demo_data.Example], rounding: Rounding
 
 
 def logits_of(model: str, rows: list[list[int]], counted: list[int], rounding: Rounding) -> list[Tensor]:
-    """float64 logits that foretell the last `counted` tokens of each row."""
+    """Return the float64 logits that predict the last `counted` tokens of each row."""
     import torch  # noqa: PLC0415
 
     from octavo.kernels import AttentionBatch, create_kernels  # noqa: PLC0415
@@ -152,12 +152,12 @@ def logits_of(model: str, rows: list[list[int]], counted: list[int], rounding: R
 
 
 def backends() -> dict[str, Callable[[str, list[demo_data.Example]], list[str]]]:
-    """The ways of asking the model."""
+    """Return the ways of answering questions, by name."""
     return {"octavo": answer_with_octavo, "transformers": answer_with_transformers}
 
 
 def grade(examples: list[demo_data.Example], answers: list[str], show: int = 0) -> dict[str, float]:
-    """The share of exact answers per task; prints up to `show` mistakes of each."""
+    """Return the share of exact answers per task; print up to `show` mistakes of each."""
     right: dict[str, int] = {}
     asked: dict[str, int] = {}
     for example, answer in zip(examples, answers, strict=True):
@@ -170,7 +170,7 @@ def grade(examples: list[demo_data.Example], answers: list[str], show: int = 0) 
 
 
 def grade_calls(examples: list[demo_data.Example], answers: list[str]) -> dict[str, float]:
-    """Of questions with tools: how often it is right whether a call is made, and of calls due, the names and all."""
+    """Return the rate of right decisions to call and, if a call is needed, those of right names and whole calls."""
     asked = [
         (calls_in(example.answer), calls_in(answer))
         for example, answer in zip(examples, answers, strict=True)
@@ -185,7 +185,7 @@ def grade_calls(examples: list[demo_data.Example], answers: list[str]) -> dict[s
 
 
 def calls_in(answer: str) -> list[Any]:
-    """The calls of an answer; None for one that is no JSON."""
+    """Return the calls of an answer; None for a call that is not JSON."""
     calls: list[Any] = []
     for part in answer.split("<tool_call>")[1:]:
         try:
@@ -196,12 +196,12 @@ def calls_in(answer: str) -> list[Any]:
 
 
 def names_of(calls: list[Any]) -> list[Any]:
-    """The names in calls."""
+    """Return the names in calls."""
     return [call.get("name") if isinstance(call, dict) else None for call in calls]
 
 
 def examination(count: int, seed: int) -> list[demo_data.Example]:
-    """Held-out questions of every task, `count` of each."""
+    """Return held-out questions of every task, `count` of each."""
     found = [each for task in demo_data.CHECKABLE_TASKS for each in demo_data.questions(task, count, seed)]
     found += [each for task in demo_tools.TOOL_TASKS for each in demo_tools.questions(task, count, seed)]
     assert all(example.held_out for example in found)

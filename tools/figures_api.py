@@ -1,7 +1,7 @@
-"""What octavo promises of its server, in numbers: `python tools/figures_api.py 5 7 8`, or `all` of them.
+"""Measure the promises of octavo's server: `python tools/figures_api.py 5 7 8`, or `all` of them.
 
-Each figure starts `octavo serve` on the built-in model, does to it what its docstring says, prints a line, and fails
-the run where the promise does not hold. Counts are those of the promise; `--scale 0.1` does a tenth.
+Each figure starts `octavo serve` on the built-in model, runs the load of its docstring, prints a line, and fails the
+run if the promise does not hold. Counts are those of the promise; `--scale 0.1` runs a tenth.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 COMPLETIONS = "/v1/completions"
-TOKENS = 512  # of an answer: the built-in model is so fast that shorter ones would measure clients and not the engine
+TOKENS = 512  # of an answer: the built-in model is so fast that shorter answers would measure the clients
 GENERATED = "octavo:generation_tokens_total"
-IN_FLIGHT_S = 0.1  # so long may figures be on their way from the engine
+IN_FLIGHT_S = 0.1  # the longest time that figures take to arrive from the engine
 SHORT = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.0}
-TURNS, TURN_S = 3, 8.0  # of readers, while others are observed
+TURNS, TURN_S = 3, 8.0  # of readers, during the measurement of other clients
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0.0, "stream": True}
 
 
@@ -61,7 +61,7 @@ class BrokenPromiseError(Exception):
 
 
 def check(holds: object, what: str) -> None:
-    """Raise `BrokenPromiseError` unless something holds."""
+    """Raise `BrokenPromiseError` with `what` unless `holds` is true."""
     if not holds:
         raise BrokenPromiseError(what)
 
@@ -81,7 +81,7 @@ def figures(served: Served) -> dict[str, float]:
 
 
 def requests_in(told: dict[str, float]) -> float:
-    """How many requests the engine has, of its figures."""
+    """Return the number of requests that the engine has, from its figures."""
     return told["octavo:num_requests_running"] + told["octavo:num_requests_waiting"]
 
 
@@ -97,7 +97,7 @@ def rss_mb(served: Served) -> float:
 
 
 async def timed(work: Awaitable[Any]) -> tuple[float, Any]:
-    """Return the seconds that some work took, and its result."""
+    """Await work; return the seconds it took, and its result."""
     start = time.perf_counter()
     result = await work
     return time.perf_counter() - start, result
@@ -109,7 +109,7 @@ FREEZE_S = 10  # longer than an engine may be silent
 
 
 def figure_4(scale: float) -> str:
-    """Each process is killed and frozen, 20 times, under 30 streams: all end within 10 s, and no token is wrong."""
+    """Kill and freeze each process 20 times under 30 streams: all streams end within 10 s, and no token is wrong."""
     rounds = max(round(20 * scale), 1)
     with serve() as served:
         whole = {prompt: _whole(served, prompt) for prompt in STORIES}
@@ -127,7 +127,7 @@ def figure_4(scale: float) -> str:
 
 
 def _whole(served: Served, prompt: str) -> str:
-    """A story when nothing else runs."""
+    """Return a story, computed while no other request runs."""
     stream = Stream(served, prompt)
     stream.ended_within(DEADLINE_S)
     check(stream.events[-1] == "[DONE]", "a stream without an end")
@@ -139,13 +139,13 @@ def _crowd(served: Served) -> list[Stream]:
 
 
 def _check_beginnings(streams: list[Stream], whole: dict[str, str]) -> None:
-    """What was told before the end is what would have been told."""
+    """Check that the text of each ended stream is the beginning of the whole story."""
     for stream in streams:
         check(stream.text and whole[stream.prompt].startswith(stream.text), f"wrong tokens: {stream.text!r}")
 
 
 def _lose_engine(kind: signal.Signals, rounds: int, whole: dict[str, str]) -> tuple[float, float, float]:
-    """The longest times until the server was not ready, until all streams had ended, and until it was ready again."""
+    """Return the longest times until the server was not ready, all streams had ended, and it was ready again."""
     unready, ended, back = [], [], []
     with serve() as served:
         expected = served.answer()
@@ -171,7 +171,7 @@ def _lose_engine(kind: signal.Signals, rounds: int, whole: dict[str, str]) -> tu
 
 
 def _freeze_server(rounds: int, whole: dict[str, str]) -> float:
-    """The longest time until a server that was frozen is ready again; it keeps its engine and its streams."""
+    """Return the longest time until a frozen server is ready again; it keeps its engine and its streams."""
     woken = []
     with serve() as served:
         engine = served.engine
@@ -191,7 +191,7 @@ def _freeze_server(rounds: int, whole: dict[str, str]) -> float:
 
 
 def _kill_server(rounds: int, whole: dict[str, str], *, is_engine_frozen: bool) -> None:
-    """Its engine ends, also one that cannot hear of it."""
+    """Kill the server; check that its engine ends, also a frozen engine."""
     for _ in range(rounds):
         with serve() as served:
             streams, engine = _crowd(served), served.engine
@@ -223,7 +223,7 @@ SOUND: dict[str, tuple[bytes, ...]] = {
 
 
 class Bodies:
-    """Bodies of requests as an OpenAPI document describes them, nested as deep as it goes, with something wrong."""
+    """Generates request bodies from an OpenAPI document, as deep as it is nested, with a fault in each of them."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._named = document["components"]["schemas"]
@@ -235,7 +235,7 @@ class Bodies:
         }
 
     def draw(self, rng: random.Random) -> tuple[str, bytes]:
-        """Draw a path, and a body with something wrong in it."""
+        """Draw a path, and a body with a fault."""
         path, schema = rng.choice(list(self.schemas.items()))
         body = self._spell(schema, rng, spoilt=rng.choice([0.02, 0.1, 0.3]))
         match rng.randrange(12):
@@ -249,7 +249,7 @@ class Bodies:
         return path, body
 
     def _spell(self, schema: Any, rng: random.Random, spoilt: float, depth: int = 0) -> bytes:
-        """Spell a value; each part of it is another one with the probability `spoilt`."""
+        """Encode a value of a schema. Each part of it is replaced by a wrong one with the probability `spoilt`."""
         if (depth and rng.random() < spoilt) or not isinstance(schema, dict) or depth > 12:
             return rng.choice(VALUES)
         if "$ref" in schema:
@@ -283,9 +283,9 @@ HEADS = (
 
 
 def figure_5(scale: float) -> str:
-    """100,000 malformed requests, made of the OpenAPI document: no answer of 5xx, the same engine.
+    """Send 100,000 malformed requests, generated from the OpenAPI document: no answer of 5xx, the same engine.
 
-    A worker's requests come on few connections; some connections begin with what is no request at all.
+    Each worker uses few connections. Some connections begin with bytes that are not a request.
     """
     count, workers = max(round(100_000 * scale), 100), 16
 
@@ -323,19 +323,19 @@ def figure_5(scale: float) -> str:
 
 
 def figure_6(_scale: float) -> str:
-    """Every route, and every way to try without its key: 401 always, but for the health checks."""
+    """Try every route in every way without its key: always 401, except for the health checks."""
     with tempfile.TemporaryDirectory() as folder:
         key = add_key(Path(folder) / "keys.toml", Tenant(name="alice"))
         with serve("--api-keys", str(Path(folder) / "keys.toml"), key=key) as served:
             paths = set(served.http.get("/openapi.json").json()["paths"]) | routes()
-            paths -= {"/health", "/ready"}  # which are open
+            paths -= {"/health", "/ready"}  # these need no key
             statuses = asyncio.run(_without_key(address(served), sorted(paths), key))
     check(set(statuses) <= {401, 421}, f"answers other than 401 and 421 (an odd Host): {statuses}")
     return f"{sum(statuses.values())} requests without a valid key, to {len(paths)} routes: 0 bypasses"
 
 
 def routes() -> set[str]:
-    """All paths of the application, with something where they have a place for anything."""
+    """Return all paths of the application, with values for their parameters."""
     nothing = dict.fromkeys(("metrics", "tracing", "admission", "timeouts"))
     service = cast("Service", SimpleNamespace(config=ServerConfig(), **nothing))
     return {re.sub(r"{[^}]*}", "any", route.path) for route in create_app(service).routes if hasattr(route, "path")}
@@ -367,11 +367,12 @@ async def _without_key(where: tuple[str, int], paths: list[str], key: str) -> Co
 
 
 def figure_7(scale: float, spread_s: float = 4.0) -> str:
-    """500 slow senders, 100 slow readers: others' p99 at most 1.2 times as long, +50 MB at most, the slow ones are cut.
+    """500 slow senders, 100 slow readers: others' p99 grows by at most 20 %, memory by 50 MB; slow clients are cut off.
 
-    Half of the senders trickle their headers, half send them whole and trickle a body. A reader takes 1 KB a second of
-    a stream, and every `TURN_S` another one comes in its place; as many who read as much as is computed for these are
-    what it is compared with. Limits are so short that each is met. spread_s: within this time the senders begin.
+    Half of the senders send their headers slowly. The other half send headers immediately and a body slowly. A reader
+    reads 1 KB of a stream per second, and is replaced by another one every `TURN_S`. The comparison has as many fast
+    readers, with the number of tokens that are computed for slow ones. Limits are so short that all of them are
+    reached. spread_s: the senders begin within this time.
     """
     senders, readers = max(round(500 * scale), 6), max(round(100 * scale), 2)
     ends: Counter[str] = Counter()
@@ -379,7 +380,7 @@ def figure_7(scale: float, spread_s: float = 4.0) -> str:
     async def run(served: Served) -> tuple[list[float], list[float], float, int]:
         where, calm, under = address(served), list[float](), list[float]()
         tokens, grown = await _tokens_of_slow_readers(served, readers), 0.0
-        for _ in range(3):  # by turns, as machines have moods
+        for _ in range(3):  # alternate, because the speed of a machine varies
             calm += await _during(observer, where, lambda _over: [_read(where, tokens) for _ in range(readers)])
             memory = rss_mb(served)
             under += await _during(
@@ -415,8 +416,8 @@ def figure_7(scale: float, spread_s: float = 4.0) -> str:
 
 
 async def _tokens_of_slow_readers(served: Served, readers: int) -> int:
-    """Return how many tokens are computed for a slow reader before it is cut off."""
-    await asyncio.sleep(1.0)  # figures come twice a second
+    """Return the average number of tokens computed for a slow reader before it is cut off."""
+    await asyncio.sleep(1.0)  # figures arrive twice a second
     before = figures(served)[GENERATED]
     async with asyncio.TaskGroup() as group:
         for _ in range(readers):
@@ -428,9 +429,9 @@ async def _tokens_of_slow_readers(served: Served, readers: int) -> int:
 async def _send_slowly(
     where: tuple[str, int], over: asyncio.Event, ends: Counter[str], number: int, wait_s: float
 ) -> None:
-    """Send a byte every half second, of headers or of a body, and begin anew when the server has enough of it.
+    """Send a byte of headers or of a body every half second; connect again when the server closes the connection.
 
-    wait_s: before the first time.
+    wait_s: delay before the first connection.
     """
     is_body = bool(number % 2)
     await asyncio.sleep(wait_s)
@@ -446,7 +447,7 @@ async def _send_slowly(
 
 
 async def _status(connection: Connection) -> int | None:
-    """Wait for an answer's status; None where the connection is closed instead."""
+    """Wait for an answer's status; None if the connection is closed instead."""
     try:
         return (await connection.head()).status
     except ConnectionError:
@@ -454,7 +455,7 @@ async def _status(connection: Connection) -> int | None:
 
 
 async def _read_slowly(where: tuple[str, int], ends: Counter[str]) -> None:
-    """Read one stream slowly after the other, and count how they ended."""
+    """Read streams slowly, one after the other, and count how they ended."""
     async for _ in _turns():
         ends[await _read_slowly_once(where)] += 1
 
@@ -475,7 +476,7 @@ async def _read_slowly_once(where: tuple[str, int]) -> str:
 
 
 async def _read(where: tuple[str, int], tokens: int) -> None:
-    """Read a stream of so many tokens in each turn."""
+    """Read a stream of `tokens` tokens in each turn."""
     async for _ in _turns():
         async with NarrowConnection(where) as connection:
             await connection.send(COMPLETIONS, {**LONG, "max_tokens": tokens, "logprobs": 5})
@@ -484,7 +485,7 @@ async def _read(where: tuple[str, int], tokens: int) -> None:
 
 
 async def _turns() -> AsyncIterator[int]:
-    """Come every `TURN_S`, `TURNS` times; later where what was done took longer."""
+    """Yield every `TURN_S` seconds, `TURNS` times; later if the caller's work took longer."""
     begin = time.monotonic()
     for number in range(TURNS):
         await asyncio.sleep(begin + number * TURN_S - time.monotonic())
@@ -492,7 +493,7 @@ async def _turns() -> AsyncIterator[int]:
 
 
 def others(where: tuple[str, int], seconds: float) -> list[float]:
-    """Latencies of one who asks for little, again and again; in a process that does nothing else."""
+    """Return the latencies of a client that sends small requests repeatedly. Runs in a process of its own."""
 
     async def ask() -> list[float]:
         latencies = []
@@ -511,7 +512,7 @@ def others(where: tuple[str, int], seconds: float) -> list[float]:
 async def _during(
     observer: Executor, where: tuple[str, int], work: Callable[[asyncio.Event], list[Coroutine[Any, Any, None]]]
 ) -> list[float]:
-    """Others' latencies while something goes on, which is told when it is over."""
+    """Return the latencies of other clients during some work, which receives an event that ends it."""
     over = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         for each in work(over):
@@ -522,18 +523,18 @@ async def _during(
 
 
 def figure_7_together(scale: float) -> str:
-    """Figure 7, where all senders begin in one moment, so that their times are over in one, too."""
+    """Figure 7 with all senders beginning at the same moment, so that their limits end at the same moment, too."""
     return figure_7(scale, spread_s=0.0)
 
 
 def figure_8(scale: float) -> str:
-    """1,000 clients vanish at random: their blocks are free within a second, bystanders get what they get alone.
+    """1,000 clients disconnect at random: their blocks are free within a second, other answers do not change.
 
-    Fifty at a time, beside four bystanders who ask again and again. A second is what may pass until figures of the
-    engine are read that were made after the last of the fifty had left, and that show no more requests and blocks than
-    the bystanders can have. The engine tells its figures twice a second: so what is seen is up to half a second more
-    than what was. A single block beside those of the bystanders would not be seen like that: so they pause then, and in
-    the dashboard's map no block may be held.
+    Fifty clients at a time, together with four bystanders that send requests repeatedly. Within a second after the last
+    of the fifty has disconnected, new figures of the engine must show no more requests and blocks than the bystanders
+    can have. The engine sends figures twice a second, so the measured time is up to half a second too long. A single
+    lost block could not be distinguished from those of the bystanders. So these pause, and then no block may be held in
+    the dashboard's map.
     """
     count, num_bystanders, num_blocks = max(round(1000 * scale), 50), 4, 4096
     bystander = {**LONG, "max_tokens": 300}
@@ -585,14 +586,14 @@ def figure_8(scale: float) -> str:
 
 
 async def _until_gone(served: Served, num_bystanders: int, most_usage: float) -> float:
-    """Seconds until new figures show none but so many bystanders, and no more of the cache in use than they can."""
+    """Return the seconds until new figures show at most the requests and the cache usage of the bystanders."""
     start, is_new, told = time.monotonic(), False, 0.0
     while True:
         left = await asyncio.to_thread(figures, served)
         seconds, usage = time.monotonic() - start, left["octavo:kv_cache_usage_perc"]
-        if seconds < IN_FLIGHT_S:  # figures from before they left would tell nothing
+        if seconds < IN_FLIGHT_S:  # these figures may be older than the last disconnect
             told = left[GENERATED]
-        is_new = is_new or left[GENERATED] > told  # as the bystanders' tokens are in all new ones
+        is_new = is_new or left[GENERATED] > told  # the bystanders' tokens increase in all new figures
         if is_new and requests_in(left) <= num_bystanders and usage <= most_usage:
             return seconds
         check(
@@ -602,7 +603,7 @@ async def _until_gone(served: Served, num_bystanders: int, most_usage: float) ->
 
 
 def _held_when_idle(served: Served) -> float:
-    """The share of blocks that anybody holds once no request is there, of the dashboard's map of all blocks."""
+    """Return the share of held blocks in the dashboard's map of all blocks, once there are no requests."""
     start, has_map = time.monotonic(), False
     with served.http.stream("GET", "/dashboard/events") as feed:
         for line in feed.iter_lines():
@@ -620,7 +621,7 @@ WORDS = Path(__file__).read_text().split()
 
 
 def any_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """Draw a path and a body: of all routes, chats of all sorts, tools, wrong ones among them."""
+    """Draw a path and a body: all routes, chats of all kinds, tools, also invalid requests."""
     text = " ".join(rng.choices(WORDS, k=rng.randrange(3, 60)))
     messages = [{"role": "user", "content": text}]
     schema = {"type": "object", "properties": {rng.choice(WORDS): {"type": "integer"}}}
@@ -650,7 +651,7 @@ def any_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 async def soak_client(where: tuple[str, int], key: str, seed: int, end: float, counts: Counter[str]) -> None:
-    """Ask until the end; one in ten vanishes."""
+    """Send requests until the end; one in ten disconnects early."""
     rng = random.Random(seed)
     while time.monotonic() < end:
         async with Connection(where, key) as connection:
@@ -667,7 +668,7 @@ async def soak_client(where: tuple[str, int], key: str, seed: int, end: float, c
 
 
 async def soak_slow_reader(where: tuple[str, int], key: str, end: float, counts: Counter[str]) -> None:
-    """Read less than comes, and vanish when the server has cut the stream off."""
+    """Read slower than tokens arrive, and disconnect when the server has cut the stream off."""
     while time.monotonic() < end:
         async with NarrowConnection(where) as connection:
             await connection.send(COMPLETIONS, {**LONG, "max_tokens": 1500}, Authorization=f"Bearer {key}")
@@ -678,7 +679,7 @@ async def soak_slow_reader(where: tuple[str, int], key: str, end: float, counts:
 
 
 async def soak_watcher(where: tuple[str, int], key: str, end: float) -> None:
-    """Look at the dashboard now and then."""
+    """Watch the dashboard from time to time."""
     while time.monotonic() < end:
         async with Connection(where, key) as connection:
             await connection.send("/dashboard/events", b"", "GET")
@@ -688,15 +689,16 @@ async def soak_watcher(where: tuple[str, int], key: str, end: float) -> None:
 
 
 def own_megabytes(process: psutil.Process) -> float:
-    """Memory of a process that no file backs."""
+    """Return the anonymous memory of a process in MB."""
     return float(sum(each.anonymous for each in process.memory_maps()) / 2**20)
 
 
 def figure_9(scale: float) -> str:
-    """Half an hour of everything at once, after ten minutes in which caches fill: memory grows by at most 5 MB an hour.
+    """Half an hour of all loads together, after ten minutes to fill caches: memory grows by at most 5 MB an hour.
 
-    Memory: the two processes' own, not that of files, whose pages belong to other Python processes, too; once a second,
-    and its slope is that of a line through it. The ten minutes are not scaled: so long is the dashboard's memory.
+    Reads the anonymous memory of both processes once a second, without files, because other Python processes share
+    their pages. The growth is the slope of a fitted line. The ten minutes are not scaled: the dashboard keeps data for
+    that time.
     """
     warm_s, soak_s = 600, max(1800 * scale, 60)
     names = ("server", "engine")
@@ -713,7 +715,7 @@ def figure_9(scale: float) -> str:
             await asyncio.sleep(1)
             for task in tasks:
                 if task.done():
-                    task.result()  # raises what went wrong
+                    task.result()  # raises the error of a failed task
             if time.monotonic() > begin:
                 times.append(time.monotonic())
                 sizes.append(tuple(map(own_megabytes, processes)))
@@ -731,13 +733,13 @@ def figure_9(scale: float) -> str:
         check(audited >= sum(counts.values()) - counts["vanished"], "requests are missing in the audit log")
 
     def slope(values: Iterable[float]) -> float:
-        """In MB an hour."""
+        """Return the slope of a fitted line in MB per hour."""
         return 3600 * statistics.linear_regression(times, list(values)).slope
 
     grown = slope(map(sum, sizes))
 
     def thirds(values: tuple[float, ...]) -> str:
-        """How it goes on: a leak grows in each of them, what still fills in the first."""
+        """Return the slope of each third: a leak grows in all of them, a cache only in the first."""
         third = len(values) // 3
         return ", ".join(f"{statistics.median(values[i * third : (i + 1) * third]):.1f}" for i in range(3))
 
@@ -755,12 +757,12 @@ def figure_9(scale: float) -> str:
 
 
 def figure_10(scale: float) -> str:
-    """Ten times as many requests as can be served: all answered, refusals at once, 90 % of the peak's tokens served."""
+    """Ten times as many requests as capacity: all answered, refusals immediate, 90 % of the peak's tokens served."""
     seconds = max(20 * scale, 5)
     body = {"prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0}
 
     async def rate(served: Served, work: Coroutine[Any, Any, None]) -> float:
-        """Tokens a second while some work goes on, by the server's own count."""
+        """Return the tokens per second during some work, by the server's own count."""
         task = asyncio.create_task(work)
         await asyncio.sleep(4)
         start, before = time.monotonic(), await asyncio.to_thread(figures, served)
@@ -771,7 +773,7 @@ def figure_10(scale: float) -> str:
         return result
 
     async def closed(where: tuple[str, int]) -> None:
-        """32 clients, each with one request after another: nobody waits, and nobody is refused."""
+        """Run 32 clients, each with one request after another: no request waits, and none is refused."""
         end = time.monotonic() + seconds + 5
 
         async def client() -> None:
@@ -782,7 +784,7 @@ def figure_10(scale: float) -> str:
         await asyncio.gather(*(client() for _ in range(32)))
 
     async def flood(where: tuple[str, int], per_second: float, answers: list[tuple[float, Answer]]) -> None:
-        """Requests at a rate, whatever becomes of those before."""
+        """Send requests at a fixed rate, independent of earlier requests."""
 
         async def one() -> None:
             async with Connection(where) as connection:
@@ -798,7 +800,7 @@ def figure_10(scale: float) -> str:
 
     async def run(served: Served) -> tuple[float, float, list[tuple[float, Answer]]]:
         where, answers, peaks, goodputs = address(served), list[tuple[float, Answer]](), list[float](), list[float]()
-        for _ in range(3):  # by turns, as machines have moods
+        for _ in range(3):  # alternate, because the speed of a machine varies
             peaks.append(await rate(served, closed(where)))
             batch: list[tuple[float, Answer]] = []
             goodputs.append(await rate(served, flood(where, 10 * peaks[-1] / TOKENS, batch)))
@@ -808,7 +810,7 @@ def figure_10(scale: float) -> str:
 
     options = ("--max-num-seqs", "32", "--max-num-waiting", "32", "--log-level", "warning")
     with serve(*options, *MODEL) as served:
-        share, peak, answers = uvloop.run(run(served))  # clients cost the engine as little of its cores as they can
+        share, peak, answers = uvloop.run(run(served))  # uvloop minimizes the clients' load on the engine's cores
     statuses = Counter(answer.status for _, answer in answers)
     refusals = [latency for latency, answer in answers if answer.status == 429]
     check(set(statuses) == {200, 429}, f"{statuses}")
@@ -822,7 +824,7 @@ def figure_10(scale: float) -> str:
 
 
 def figure_11(scale: float) -> str:
-    """One key floods with 50 times as many requests: another key keeps at least 90 % of its fair share, a half."""
+    """One key sends 50 times as many requests: another key keeps at least 90 % of its fair share, a half."""
     seconds = max(40 * scale, 15)
     body = {"prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0}
 
@@ -858,8 +860,8 @@ def figure_11(scale: float) -> str:
 
 
 def figure_12(_scale: float) -> str:
-    """SIGTERM under 50 open streams, short and long ones: each ends whole, or with its last event after the grace."""
-    grace_s, lengths = 5, [200, 4000]  # tokens: the short ones are done in that time, the long ones are not
+    """SIGTERM with 50 open streams, short and long: each is completed, or ends with a last event after the grace."""
+    grace_s, lengths = 5, [200, 4000]  # tokens: short streams end within that time, long ones do not
 
     async def run(served: Served) -> list[bytes]:
         async def stream(num_tokens: int) -> bytes:
@@ -895,7 +897,7 @@ def figure_12(_scale: float) -> str:
 
 
 def figure_13(scale: float) -> str:
-    """A million answers, cut into tokens anywhere: what streams is what comes whole, and nothing past a stop string."""
+    """A million answers, cut into tokens anywhere: streams equal whole answers, with no text after a stop string."""
     count, rng = max(round(1_000_000 * scale), 1000), random.Random(1)
     words = ["a", "b", "ab", "ü", "狐", "\U0001f984", " ", "\n", "stop", "END", "</s>", "🇩🇪", "e\u0301"]
     num_stopped = 0
@@ -917,9 +919,9 @@ def figure_13(scale: float) -> str:
 
 
 def figure_streams(scale: float) -> str:
-    """1,000 streams at once: memory per stream is flat, no event is lost or another's, and what a token costs in HTTP.
+    """1,000 concurrent streams: constant memory per stream, no lost or mixed-up event, and the HTTP cost of a token.
 
-    Each has a prompt and a seed of its own, and its text is that of the same request answered whole.
+    Each stream has its own prompt and seed, and its text equals the whole answer to the same request.
     """
     counts = [max(round(count * scale), 10) for count in (250, 500, 1000)]
     tokens = 200
@@ -947,7 +949,7 @@ def figure_streams(scale: float) -> str:
         return await asyncio.gather(*(whole(address(served), number) for number in range(count)))
 
     async def crowd(served: Served, texts: list[str]) -> tuple[float, float, int]:
-        """Open streams, and return the megabytes and the seconds of CPU that they cost."""
+        """Open streams; return the MB and the CPU seconds that they cost, and the number of their events."""
         process, memory = psutil.Process(served.process.pid), rss_mb(served)
         cpu = sum(process.cpu_times()[:2])
         peak = memory
@@ -981,7 +983,7 @@ def figure_streams(scale: float) -> str:
 
 
 class _Bytes:
-    """A tokenizer whose tokens are what the test cut: bytes by their number in a list."""
+    """A tokenizer for arbitrary pieces: a token id is the index of its bytes in a list."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         self._tokens = tokens
@@ -994,7 +996,7 @@ class _Bytes:
 
 
 class _Decoder:
-    """Holds the bytes of an unfinished character back, as the real one does."""
+    """Holds the bytes of an incomplete character back, like the real detokenizer."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         self._tokens, self._decoder = tokens, codecs.getincrementaldecoder("utf-8")("replace")
@@ -1040,7 +1042,7 @@ MODEL: list[str] = []  # for figure 10, and its options
 
 
 def main() -> int:
-    """Run figures; the exit status is the number of those that do not hold."""
+    """Run figures; return the number of figures that do not hold as the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("figures", nargs="+", help=f"all, or some of {', '.join(FIGURES)}")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the counts")

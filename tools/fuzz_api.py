@@ -1,8 +1,8 @@
-"""Throw made-up requests at a real server: `python tools/fuzz_api.py --cases 10000`.
+"""Send generated requests to a real server: `python tools/fuzz_api.py --cases 10000`.
 
 schemathesis (https://schemathesis.readthedocs.io, `pip install schemathesis`, in this environment or in one that
-`--schemathesis` points into) makes them from /openapi.json, sound ones and broken ones. What must come of it: no answer
-of 5xx, and the engine's process is the one that was there before, and answers as before.
+`--schemathesis` points into) generates valid and invalid requests from /openapi.json. The run fails on an answer of
+5xx, or if the engine process is not the same afterwards or answers differently.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from serving_process import Served, serve
 
 PROMPT = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-LENGTH = 128  # of the longest sequence: an answer that nothing ends ends soon
+LENGTH = 128  # of the longest sequence, so that answers without a limit end soon
 
 
 def main() -> int:
-    """Run all cases; the exit status is 0 if nothing was found."""
+    """Run all cases; return the exit status, 0 if no fault was found."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=1000, help="so many requests at least")
     parser.add_argument("--seed", type=int, default=1)
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def fuzz(arguments: argparse.Namespace, served: Served, seed: int) -> bool:
-    """Run schemathesis once; whether it found anything."""
+    """Run schemathesis once; return True if it found a fault."""
     command = [
         arguments.schemathesis, "run", f"{served.http.base_url}/openapi.json", "--checks", CHECKS, "--mode", "all",
         "--phases", "coverage,fuzzing", "--max-examples", "100", "--seed", str(seed), "--no-shrink",
@@ -65,7 +65,7 @@ def fuzz(arguments: argparse.Namespace, served: Served, seed: int) -> bool:
 
 
 def statuses(served: Served) -> Counter[int]:
-    """Return how many answers there were of each status, as the server itself counted them."""
+    """Return the number of answers by status, from the server's own counters."""
     found: Counter[int] = Counter()
     for family in text_string_to_metric_families(served.http.get("/metrics").text):
         for sample in family.samples:
@@ -75,7 +75,7 @@ def statuses(served: Served) -> Counter[int]:
 
 
 def text_of(served: Served) -> str:
-    """Return what a prompt is answered."""
+    """Return the server's answer to a fixed prompt."""
     return str(served.http.post("/v1/completions", json=PROMPT).json()["choices"][0]["text"])
 
 

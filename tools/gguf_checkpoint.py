@@ -1,6 +1,6 @@
-"""A GGUF file as a checkpoint in Hugging Face layout: config.json, tokenizer, template, weights as bfloat16.
+"""Convert a GGUF file to a checkpoint in Hugging Face layout: config.json, tokenizer, template, bfloat16 weights.
 
-Of the families that llama.cpp writes, those of `ARCHITECTURES` are read. The tokenizer is converted by transformers.
+Supports the architectures in `ARCHITECTURES`. transformers converts the tokenizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ARCHITECTURES = ("llama", "gemma3")
-_GEMMA_FULL_ATTENTION_EVERY = 6  # layers; GGUF does not say it, llama.cpp fixes it for the family
+_GEMMA_FULL_ATTENTION_EVERY = 6  # layers; not in the file: llama.cpp has a constant for the family
 _GEMMA_LOCAL_ROPE_THETA = 10000.0
 _GEMMA_NORMS = {
     "attn_q_norm": "self_attn.q_norm",
@@ -44,11 +44,11 @@ _MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm",
 
 
 class GGUFError(Exception):
-    """A GGUF file that cannot be made a checkpoint."""
+    """A GGUF file cannot be converted to a checkpoint."""
 
 
 class GGUFFile:
-    """A GGUF file, its fields by name."""
+    """A GGUF file with its fields by name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,19 +59,19 @@ class GGUFFile:
             raise GGUFError(f"{path}: architecture {self.architecture!r} is not one that is read: {known}")
 
     def value(self, key: str) -> Any:
-        """Return a field's value. Raises `GGUFError` where the file has none."""
+        """Return a field's value. Raises `GGUFError` if the file does not have it."""
         field = self.reader.get_field(key)
         if field is None:
             raise GGUFError(f"{self.path}: no field {key!r}")
         return field.contents()
 
     def of_model(self, key: str) -> Any:
-        """Return the value of a field that stands under the architecture's name."""
+        """Return the value of a field with the architecture's name as prefix."""
         return self.value(f"{self.architecture}.{key}")
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head is the embedding."""
+        """Whether the output matrix is the input embedding."""
         return all(tensor.name != "output.weight" for tensor in self.reader.tensors)
 
 
@@ -84,15 +84,15 @@ def write_checkpoint(path: Path, directory: Path) -> None:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, and the chat template where there is one, of a GGUF file; it may be a vocabulary alone."""
-    from transformers import AutoTokenizer  # noqa: PLC0415  two seconds, and config and weights need none of it
+    """Return the tokenizer of a GGUF file, with its chat template if it has one. The file need not have weights."""
+    from transformers import AutoTokenizer  # noqa: PLC0415  takes two seconds, not needed for config and weights
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     return tokenizer
 
 
 def read_config(file: GGUFFile) -> dict[str, Any]:
-    """Return config.json as the family's own would say it."""
+    """Return the content of config.json in the family's own form."""
     theta = float(file.of_model("rope.freq_base"))
     num_layers = int(file.of_model("block_count"))
     config = {
@@ -133,7 +133,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def read_weights(file: GGUFFile) -> dict[str, Tensor]:
-    """Return all tensors, dequantized, in bfloat16, under the names that the family has at Hugging Face."""
+    """Return all tensors, dequantized to bfloat16, by the family's names at Hugging Face."""
     weights = {}
     for tensor in file.reader.tensors:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
@@ -142,13 +142,13 @@ def read_weights(file: GGUFFile) -> dict[str, Tensor]:
         elif file.architecture == "llama" and ".attn_k." in tensor.name:
             values = _halves_of_heads(values, int(file.of_model("attention.head_count_kv")))
         elif file.architecture == "gemma3" and tensor.name.endswith("norm.weight"):
-            values = values - 1  # llama.cpp keeps the factor, the family its distance from 1
+            values = values - 1  # llama.cpp stores the factor, the family stores factor - 1
         weights[_name_at_hugging_face(file, tensor.name)] = torch.tensor(values).to(torch.bfloat16)
     return weights
 
 
 def _name_at_hugging_face(file: GGUFFile, name: str) -> str:
-    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
+    """Translate a tensor's name: `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`."""
     names = _LAYER_NAMES | (_GEMMA_NORMS if file.architecture == "gemma3" else {})
     match name.split("."):
         case ["blk", layer, part, "weight"] if part in names:
@@ -159,11 +159,11 @@ def _name_at_hugging_face(file: GGUFFile, name: str) -> str:
 
 
 def _halves_of_heads(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of a head's rows (pairs that are rotated together) [num_heads * head_dim, hidden]."""
+    """Undo llama.cpp's order of a head's rows (rotated pairs are adjacent). rows: [num_heads * head_dim, hidden]."""
     pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _shortest_float32(value: float) -> float:
-    """Return the shortest decimal that is the same float32: 1e-05 for 9.999999747378752e-06."""
+    """Return the shortest decimal with the same float32 value: 1e-05 for 9.999999747378752e-06."""
     return float(f"{value:.6g}")

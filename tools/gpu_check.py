@@ -1,13 +1,13 @@
-"""Check a GPU in one command: exact and correct kernels, their speed, engine and server, nano-vllm beside them.
+"""Check a GPU in one command: exactness and correctness of kernels, speed, engine and server, compared with nano-vllm.
 
     python tools/gpu_check.py [--state gpu_check.json] [--seconds 480] [--soak-seconds 60]
     TRITON_INTERPRET=1 python tools/gpu_check.py --dry-run
 
-Prints one JSON. Each stage is a process of its own, so that one that breaks the device's state ends alone. It tells
-what it finds operation by operation, so that what fails costs no other. What is known stands in the state file: the
-same command again goes on with stages that are not there or have failures, and begins anew where the device, torch,
-Triton, the kernels or these checks are others. Where the seconds are over, the rest is left to the next call.
---dry-run does all of it at tiny sizes in Triton's interpreter.
+Prints one JSON object. Each stage runs in a process of its own, so a stage that breaks the device's state fails alone.
+A stage reports each operation when it is measured, so a later failure does not lose earlier results. The state file
+keeps all results: the same command again runs the stages that are missing or have failures. It starts from the
+beginning if the device, torch, Triton, the kernels or these checks have changed. Stages that do not fit into --seconds
+remain for the next call. --dry-run runs everything at tiny sizes in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ STAGES = (
     "shares", "workloads", "nano_vllm", "soak",
 )  # fmt: skip
 RESULT = "gpu_check: "  # begins a line with an entry in JSON
-LEAST_S = 20.0  # a stage is not begun with less
+LEAST_S = 20.0  # a stage does not start with less time
 SOAK_S = 60.0
 
 
 def run_stage(name: str, folder: Path, seconds: float, *, is_dry: bool, soak_s: float = SOAK_S) -> dict[str, Any]:
-    """Return what a stage found, by entry, and as `error` what ended it too soon."""
+    """Run a stage in a process; return its entries by name, and as `error` the reason if it ended early."""
     if is_dry:
         return measured(name, folder, is_dry=True, soak_s=soak_s)
     command = [sys.executable, __file__, "--stage", name, "--folder", str(folder), "--soak-seconds", str(soak_s)]
@@ -52,16 +52,16 @@ def run_stage(name: str, folder: Path, seconds: float, *, is_dry: bool, soak_s: 
 
 
 def read_entries(output: bytes) -> dict[str, Any]:
-    """Return the entries among what a stage printed: libraries print lines of their own."""
+    """Return the entries in a stage's output. Other lines are ignored: libraries print lines of their own."""
     found: dict[str, Any] = {}
     for line in output.decode(errors="replace").splitlines(keepends=True):
-        if line.startswith(RESULT) and line.endswith("\n"):  # a line may be cut where time is over
+        if line.startswith(RESULT) and line.endswith("\n"):  # the last line may be cut off
             found |= json.loads(line.removeprefix(RESULT))
     return found
 
 
 def print_entry(entry: dict[str, Any]) -> None:
-    """Print an entry as `read_entries` takes it."""
+    """Print an entry in the form that `read_entries` reads."""
     print(RESULT + json.dumps(entry), flush=True)
 
 
@@ -73,7 +73,7 @@ def measured(
     soak_s: float = SOAK_S,
     tell: Callable[[dict[str, Any]], None] = lambda _entry: None,
 ) -> dict[str, Any]:
-    """Run a stage in this process; `tell` gets each entry at once."""
+    """Run a stage in this process. tell: called with each entry as soon as it is measured."""
     import gpu_stages  # noqa: PLC0415  loads torch, and triton
     from gpu_device import Entries, open_check  # noqa: PLC0415
 
@@ -86,9 +86,9 @@ def measured(
 def check(
     state: Path, folder: Path, seconds: float, *, is_dry: bool, stages: tuple[str, ...], soak_s: float = SOAK_S
 ) -> dict[str, Any]:
-    """Run the stages that the state file lacks, or of which something failed; return all of it.
+    """Run the stages that are missing in the state file or have failures; return the results of all stages.
 
-    What was found on another device, by other versions or by other code is dropped.
+    Results of another device, other versions or other code are dropped.
     """
     from gpu_stages import failures  # noqa: PLC0415  loads torch
 
@@ -118,9 +118,9 @@ def check(
 
 
 def interpreted() -> AbstractContextManager[object]:
-    """Return what makes the interpreter as it is in tests: products in one order, as on a device, and sooner.
+    """Return a context in which Triton's interpreter computes products as in tests: in one order, and faster.
 
-    Its own products are those of numpy, whose library sums rows in orders of their own on some processors.
+    Its own products are computed by numpy, which on some processors sums different rows in different orders.
     """
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     made: AbstractContextManager[object] = importlib.import_module("triton_interpreter").interpreted_kernels()
@@ -128,7 +128,7 @@ def interpreted() -> AbstractContextManager[object]:
 
 
 def main() -> int:
-    """Check, print, return 1 where something is wrong and 2 where stages are left."""
+    """Check and print; return 1 if there is a failure, and 2 if stages remain to be run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, default=Path("gpu_check.json"), help="what is known already")
     parser.add_argument("--seconds", type=float, default=480.0, help="in all, at most")

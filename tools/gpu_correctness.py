@@ -1,4 +1,4 @@
-"""Whether operations on a device are right: held to plain torch, attention and rotary embedding in float64."""
+"""Check operations on a device against plain torch; attention and rotary embedding against float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN = ReferenceKernels()
 
 
 def correctness(check: Check, entries: Entries) -> None:
-    """Find, for each operation, its largest error in units of the last place, or whether its bits are plain torch's."""
+    """Measure for each operation its largest error in units of the last place, or if its bits equal plain torch's."""
     for dtype in check.sizes.dtypes:
         _values(check, entries, dtype)
         _rotation(check, entries, dtype)
@@ -39,7 +39,7 @@ def correctness(check: Check, entries: Entries) -> None:
 
 
 def units_off(actual: Tensor, exact: Tensor) -> dict[str, float]:
-    """Return the largest error in units of the last place of the largest result, infinity for what is no number."""
+    """Return the largest error in units of the last place of the largest result; infinity if a result is NaN."""
     unit = torch.finfo(actual.dtype).eps * float(exact.double().abs().max())
     off = float((actual.double() - exact.double()).abs().max()) / unit
     return {"units_off": off if off == off else float("inf")}  # noqa: PLR0124  a NaN differs from itself
@@ -74,7 +74,7 @@ def _values(check: Check, entries: Entries, dtype: torch.dtype) -> None:
 
 
 def _rotation(check: Check, entries: Entries, dtype: torch.dtype) -> None:
-    """Rotate and write 20 tokens of two sequences: against float64, and all that is left behind against plain torch."""
+    """Rotate and write 20 tokens of two sequences; compare with float64, and the whole cache with plain torch."""
     spans = [(0, 7), (30, 43)]
     angles = check.random(64, 32, dtype=torch.float32, seed=8) * 3
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
@@ -146,7 +146,7 @@ def dense_attention(
 
 
 def _wide(cache: Tensor, block: Tensor, offset: Tensor, num_heads: int) -> Tensor:
-    """Return what stands in a sequence's slots in float64, for each query head: [num_heads, length, head_dim]."""
+    """Return the content of a sequence's slots in float64, for each query head: [num_heads, length, head_dim]."""
     if cache.dtype not in ROUNDED_KV_DTYPES:
         values = cache[block, :, offset].double()
     else:
@@ -186,7 +186,7 @@ def _integers(check: Check, entries: Entries) -> None:
 
 
 def _blocks(check: Check, kinds: list[BlockKind]) -> dict[str, bool]:
-    """Compare products with a weight in blocks, of few rows and of many, with what its definition says on the CPU."""
+    """Compare products with a weight in blocks, for few and many rows, with the definition computed on the CPU."""
     width = 3 * max(kind.block_values for kind in kinds)
     cpu, generator = torch.device("cpu"), torch.Generator().manual_seed(3)
     weights = [random_blocks(generator, kind, 50, width) for kind in kinds]
@@ -198,7 +198,7 @@ def _blocks(check: Check, kinds: list[BlockKind]) -> dict[str, bool]:
 
 
 def _choices(check: Check, entries: Entries) -> None:
-    """Sample, list the largest, verify drafts: the bits of the CPU."""
+    """Check that sampling, top logits and verification of drafts give the same bits as on the CPU."""
     logits, rows = check.sampling(8)
 
     def sample() -> dict[str, bool]:

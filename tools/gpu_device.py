@@ -1,4 +1,4 @@
-"""What the stages of `tools/gpu_check.py` share: a device, sizes, clocks, batches of attention, and what was found."""
+"""Shared by the stages of `tools/gpu_check.py`: the device, sizes, clocks, attention batches, and results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WARM_MS, _MEASURED_MS = 20, 80  # of each operation that is timed
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """Attention of one kind: query heads of a KV head, window, soft cap and dtype of rounded KV or None."""
+    """One kind of attention: query heads per KV head, window, soft cap, and dtype of quantized KV or None."""
 
     group: int
     head_dim: int
@@ -41,7 +41,7 @@ class AttentionCase:
     kv_dtype: torch.dtype | None = None
 
     def name(self, dtype: torch.dtype) -> str:
-        """Return what its entry is called."""
+        """Return the name of its entry."""
         options = {"window": self.window, "soft cap": self.softcap, "KV": self.kv_dtype}
         said = [f"{name} {value}" for name, value in options.items() if value is not None]
         return " ".join([f"paged_attention {dtype} group {self.group} head_dim {self.head_dim}", *said])
@@ -49,12 +49,12 @@ class AttentionCase:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much a stage does: enough to say something on a GPU, or so little that an interpreter is done with it.
+    """The sizes of all stages: large enough for meaningful figures on a GPU, or small enough for an interpreter.
 
-    rows: of steps that are timed. exact_rows: of steps that must give a row the same bits. layers: (in_features,
-    out_features) of products. decodes: (sequences, positions of each); prefills: (tokens, positions). prompt: tokens of
-    one that is cut into chunks; attention, dtypes: what it is tried with. requests, longest_prompt, new_tokens: of the
-    engine's stages. requests_at_once: of nano-vllm's benchmark.
+    rows: row counts of timed steps. exact_rows: row counts of steps that must give a row the same bits. layers:
+    (in_features, out_features) of products. decodes: (sequences, positions of each). prefills: (tokens, positions).
+    prompt: tokens of a prompt that is cut into chunks. attention, dtypes: the cases tried with it. requests,
+    longest_prompt, new_tokens: for the engine's stages. requests_at_once: for nano-vllm's benchmark.
     """
 
     rows: tuple[int, ...]
@@ -119,7 +119,7 @@ DRY = Sizes(
 
 @dataclass(slots=True)
 class Entries:
-    """What a stage has found, by operation; each entry is told as soon as it is there."""
+    """The entries of a stage by operation. Each one is reported as soon as it is measured."""
 
     device: torch.device
     tell: Callable[[dict[str, Any]], None]
@@ -127,13 +127,13 @@ class Entries:
     is_lost: bool = False
 
     def add(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
-        """Measure one operation. What it raises is its entry; where the device is lost nothing more is measured."""
+        """Measure one operation. An error becomes its entry. After the loss of the device no more is measured."""
         if self.is_lost:
             return
         try:
             self._put(name, measure())
             wait(self.device)
-        except Exception as error:  # noqa: BLE001  whatever a compiler, a kernel or a peer raises: others are measured all the same
+        except Exception as error:  # noqa: BLE001  compilers, kernels or peers may raise anything: measure the others
             self._put(name, {"error": f"{type(error).__name__}: {error}"[-2000:]})
             self._look_at_device()
 
@@ -150,14 +150,14 @@ class Entries:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device is idle; raises what kernels met."""
+    """Wait until the device is idle. Raises errors of kernels."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What stages share. folder: for what they write. soak_s: how long requests are sent to see what they leave."""
+    """The state that stages share. folder: for their files. soak_s: how long the soak stage sends requests."""
 
     device: torch.device
     sizes: Sizes
@@ -167,16 +167,16 @@ class Check:
 
     @property
     def is_dry(self) -> bool:
-        """Whether nothing but the tool itself is tried."""
+        """Whether this is a dry run, which tests only the tool itself."""
         return self.device.type == "cpu"
 
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-        """Return normal numbers, the same on every device of one kind."""
+        """Return normal random numbers, the same on every device of one type."""
         generator = torch.Generator(self.device).manual_seed(seed)
         return torch.randn(*shape, generator=generator, device=self.device, dtype=dtype)
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Return the median time of a call by the device's clock, with what it reads out of the cache."""
+        """Return the median time of a call in seconds by the device's clock, with cold caches for its input."""
         if self.is_dry:
             start = time.perf_counter()
             call()
@@ -184,7 +184,7 @@ class Check:
         return float(do_bench(call, warmup=_WARM_MS, rep=_MEASURED_MS, return_mode="median")) / 1000
 
     def caches(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return keys and values, random everywhere."""
+        """Return keys and values with random numbers in all slots."""
         made = PagedKVCache(
             KVLayout((KVShape(kv_heads, head_dim),)),
             num_blocks=[num_blocks], block_size=BLOCK_SIZE, dtype=dtype, device=self.device,
@@ -201,7 +201,7 @@ class Check:
         return k_cache, v_cache
 
     def batch(self, spans: list[tuple[int, int]], tables: Tensor) -> AttentionBatch:
-        """Return a batch of tokens first .. last - 1 of sequences whose blocks `tables` [num_seqs, blocks] names."""
+        """Return a batch of tokens first .. last - 1 of each sequence. tables: block tables, [num_seqs, blocks]."""
         counts = torch.tensor([0, *(last - first for first, last in spans)], device=self.device)
         starts = counts.cumsum(0).int()
         positions = torch.cat([torch.arange(first, last, device=self.device) for first, last in spans])
@@ -232,12 +232,12 @@ class Check:
 
 
 def in_blocks(kind: BlockKind, weight: Tensor) -> list[BlockWeight]:
-    """Return a weight of this shape with any numbers."""
+    """Return weights in blocks of a kind with random content."""
     return [random_blocks(torch.Generator().manual_seed(4), kind, *weight.shape).to(weight.device)]
 
 
 def open_check(folder: Path, *, is_dry: bool) -> Check:
-    """Return what stages share, on the GPU or, dry, in Triton's interpreter."""
+    """Return the shared state of stages on the GPU, or in Triton's interpreter for a dry run."""
     device = torch.device("cpu" if is_dry else "cuda")
     if is_dry:
         TritonKernels.graph_pool = lambda _device: InterpretedGraphPool()

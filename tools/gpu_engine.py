@@ -1,4 +1,4 @@
-"""The engine on a device: tokens alone and in a crowd, its throughput, and nano-vllm's beside it."""
+"""The engine on a device: equal tokens with and without other requests, throughput, comparison with nano-vllm."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _TURNS = 2  # of octavo and its peer, one after the other
 
 
 def tokens(check: Check, entries: Entries) -> None:
-    """Find whether requests get the same tokens alone and in a crowd that cuts their prompts, of the built-in model."""
+    """Check that the built-in model gives a request the same tokens alone and with others that cut its prompt."""
     entries.add("built-in model", partial(_same_tokens, check))
 
 
 def workloads(check: Check, entries: Entries) -> None:
-    """Find tokens a second of one stream, and of many requests at once, with random weights of a real shape."""
+    """Measure tokens per second of one stream and of many concurrent requests, with random weights of a real shape."""
     rng = random.Random(0)
     for name, count in (("one stream", 1), ("at once", check.sizes.requests_at_once)):
         high = 8 if check.is_dry else 512
@@ -44,7 +44,7 @@ def workloads(check: Check, entries: Entries) -> None:
 
 
 def nano_vllm(check: Check, entries: Entries) -> None:
-    """Find tokens a second in nano-vllm's benchmark, of octavo and of nano-vllm where it is installed, in turns."""
+    """Measure tokens per second in nano-vllm's benchmark: octavo and, if installed, nano-vllm, in turns."""
     rng = random.Random(0)
     count, (low, high) = check.sizes.requests_at_once, ((2, 5) if check.is_dry else (100, 1024))
     prompts = [[rng.randrange(5, 50) for _ in range(rng.randint(low, high))] for _ in range(count)]
@@ -97,10 +97,10 @@ def make_engine(
     sink: EventSink | None = None,
     **scheduler: Any,
 ) -> LLMEngine:
-    """Return an engine with decode graphs. dry_graphs: the most rows of one in a dry run, which has none by default.
+    """Return an engine with decode graphs. dry_graphs: the most rows of a graph in a dry run; 0 for no graphs.
 
-    dry_kernels: those of a dry run, if others: "auto" where a stage is about the engine, and the interpreter slow.
-    kv_bytes: of the KV cache, by default whatever is free; or `cache` says all about it.
+    dry_kernels: the kernels of a dry run, if different: "auto" for stages that test the engine, as the interpreter is
+    slow. kv_bytes: size of the KV cache, by default all free memory; `cache` replaces it.
     """
     kv_bytes = 1 << 22 if check.is_dry else kv_bytes
     if cache is None:
@@ -119,7 +119,7 @@ def make_engine(
 
 
 def random_model(check: Check) -> ModelConfig:
-    """Return a model of random weights: of the shape of Qwen3-0.6B, or a tiny one."""
+    """Return a model with random weights: with the shape of Qwen3-0.6B, or a tiny one in a dry run."""
     config = tiny_config("Qwen3ForCausalLM", **_DRY_SHAPE) if check.is_dry else SHAPES["qwen3-0.6b"]
     folder = check.folder / "shape"
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,13 +160,13 @@ def _peer(folder: Path, prompts: list[list[int]], lengths: list[int]) -> dict[st
         peer.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
     finally:
-        atexit.unregister(peer.exit)  # it would be a second time
+        atexit.unregister(peer.exit)  # it has been called already
         peer.exit()
     return {"wall_s": seconds, "output_tok_per_s": sum(lengths) / seconds}
 
 
 def free() -> None:
-    """Give back the memory of an engine that is gone: its cycles hold tensors until they are collected."""
+    """Free the memory of deleted engines: reference cycles hold tensors until they are collected."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Whether a row has the same bits on a device alone, among others, in any place, and however its prompt is cut."""
+"""Check that a row has the same bits on a device alone, among other rows, at any place, and with any prompt chunks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from gpu_device import AttentionCase, Check, Entries
     from torch import Tensor
 
-_STRANGERS = (1, 60, 3)  # tokens of other prompts, before those of the one that is looked at
-_ROWS_A_LAUNCH = 40  # of decodes that are few: more of them are not split into partitions
+_STRANGERS = (1, 60, 3)  # tokens of other prompts, which precede the compared prompt in the batch
+_ROWS_A_LAUNCH = 40  # the most decodes in a small launch: larger ones are not split into partitions
 
 
 def exactness(check: Check, entries: Entries) -> None:
-    """Find, for each operation, whether the bits of rows hang on anything but the rows themselves."""
+    """Check for each operation that the bits of a row depend on nothing but the row itself."""
     sizes, most = check.sizes, max(check.sizes.exact_rows)
     for width, columns in sizes.layers:
         for name, dtype in (("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16)):
@@ -73,9 +73,9 @@ def _is_exact(check: Check, x: Tensor, operation: Callable[[Tensor], Tensor]) ->
 
 
 def _attention(check: Check, dtype: torch.dtype, case: AttentionCase) -> dict[str, Any]:
-    """Compare a prompt in one chunk with chunks of other sizes, alone and in company, and with decodes, few and many.
+    """Compare a prompt in one chunk with other chunks, alone and with other rows, and with few and many decodes.
 
-    All is in one cache, so that what stands behind a chunk, which is not to be read, is there: random numbers.
+    All use one cache, so the slots after a chunk, which must not be read, contain random numbers.
     """
     most, strangers = check.sizes.prompt, len(_STRANGERS)
     tables = check.tables(strangers + 1, most)
@@ -114,5 +114,5 @@ def _attention(check: Check, dtype: torch.dtype, case: AttentionCase) -> dict[st
 
 
 def _told(differ: list[list[Any]]) -> dict[str, Any]:
-    """Return whether nothing differs, and the first of what does."""
+    """Return the entry: if nothing differs, and the first differences otherwise."""
     return {"is_equal": not differ} | ({"differ": differ[:10], "num_differ": len(differ)} if differ else {})

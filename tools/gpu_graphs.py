@@ -1,4 +1,4 @@
-"""Decode steps by graphs on a device: the bits of those launched kernel by kernel, their time, and what they take."""
+"""Decode graphs on a device: their bits compared with launching kernel by kernel, their time and their memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from octavo.kernels.triton.decode_graphs import DecodeGraphs
     from octavo.worker.model_runner import ModelRunner
 
-_COUNTS = (1, 2, 3, 17, 64, 100, 255)  # sequences of steps whose bits are compared
-_ROWS_ALONE = 4  # of each of these, that are computed by themselves as well
+_COUNTS = (1, 2, 3, 17, 64, 100, 255)  # numbers of sequences in the compared steps
+_ROWS_ALONE = 4  # rows of each step that are also computed alone
 
 
 def graphs(check: Check, entries: Entries) -> None:
-    """Find what graphs of a model of a real shape take, whether they are exact, and the time of steps with and without.
+    """Measure the memory, exactness and step time of graphs for a model of a real shape, compared with no graphs.
 
-    Times are those of the forward pass: not of the engine's own work, and not of sampling.
+    Times are those of the forward pass, without the engine's own work and without sampling.
     """
     free()
     engine = make_engine(check, random_model(check), dry_graphs=2)
@@ -56,7 +56,7 @@ def _step(check: Check, lengths: list[int]) -> tuple[torch.Tensor, Any]:
 
 
 def _bits(check: Check, captured: DecodeGraphs, count: int, longest: int) -> dict[str, Any]:
-    """Compare steps of sequences of many lengths, the longest among them, with and without; and rows alone."""
+    """Compare steps of sequences of many lengths, up to `longest`, with and without graphs, and rows alone."""
     lengths = [1 + (index * 389 + longest - 1) % longest for index in range(count)]
     token_ids, batch = _step(check, lengths)
     with torch.inference_mode():

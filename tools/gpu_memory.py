@@ -1,4 +1,4 @@
-"""Memory beside a device: whether what was planned is taken, swaps over PCIe, and what has to be carried to it."""
+"""Memory on a device: planned and used bytes, swaps over PCIe, and the bytes to copy to the device's machine."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from gpu_device import Check, Entries
 
 MOST_CARRIED = 200_000_000  # bytes
-_MOST_OFF = 0.02  # of what was planned
-_OF_THE_DEVICE = re.compile(r"torch|triton|nvidia-|numpy")  # which it has
+_MOST_OFF = 0.02  # of the planned bytes
+_OF_THE_DEVICE = re.compile(r"torch|triton|nvidia-|numpy")  # the machine already has these
 
 
 def memory(check: Check, entries: Entries) -> None:
-    """Find whether an engine takes the memory that it planned, within 2 %: with its largest steps, and its graphs."""
+    """Check that an engine uses the memory that it planned, within 2 %, with its largest steps and its graphs."""
     entries.add("planned", partial(_planned, check))
 
 
 def swap(check: Check, entries: Entries) -> None:
-    """Find whether requests that are swapped out and in get the tokens they get undisturbed, and the bytes a second."""
+    """Check that swapped requests get the same tokens as without swaps; measure bytes per second of swaps."""
     entries.add("swapped", partial(_swapped, check))
 
 
 def carried(check: Check, entries: Entries) -> None:
-    """Find what has to be carried to a machine that has torch, Triton and NVIDIA's libraries: at most 200 MB."""
+    """Check that at most 200 MB have to be copied to a machine that has torch, Triton and NVIDIA's libraries."""
     del check
     entries.add("bytes", lambda: weighed(sizes_to_carry()))
 
 
 def _planned(check: Check) -> dict[str, Any]:
-    """Compare what torch reserves with weights, KV, and the bounds of a step; on a CPU with KV and weights alone."""
+    """Compare the memory that torch reserves with the plan for weights, KV and a step; on a CPU only weights and KV."""
     free()
     before = _reserved(check)
     engine: Any = make_engine(check, random_model(check), dry_kernels="auto")
@@ -53,7 +53,7 @@ def _planned(check: Check) -> dict[str, Any]:
     architecture, captured = worker.model.architecture, None if check.is_dry else worker.runner.forward_pass.recorded
     step = activation_bytes(architecture, most, min(most, worker.scheduler_config.max_num_seqs), worker.dtype)
     step += kernel_scratch_bytes(architecture, worker.kernels, max_seq_len=worker.max_model_len, max_tokens=most)
-    step += 0 if captured is None else captured.num_bytes  # which holds them to what was planned for them
+    step += 0 if captured is None else captured.num_bytes  # the engine itself checks graphs against their plan
     planned = weights + worker.kv_cache.num_bytes + (0 if check.is_dry else step)
     longest = 8 if check.is_dry else min(most, worker.max_model_len - 2)
     params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=2, ignore_eos=True, detokenize=False)
@@ -68,17 +68,17 @@ def _planned(check: Check) -> dict[str, Any]:
 
 
 def is_near(taken: int, planned: int) -> bool:
-    """Whether what was taken is what was planned."""
+    """Return True if the used bytes are close to the planned bytes."""
     return abs(taken - planned) <= _MOST_OFF * planned
 
 
 def _reserved(check: Check) -> int:
-    """Return the most that torch held of the device so far."""
+    """Return the peak of the device memory that torch has reserved."""
     return 0 if check.is_dry else torch.cuda.max_memory_reserved(check.device)
 
 
 def _swapped(check: Check) -> dict[str, Any]:
-    """Answer requests in few blocks, whose KV goes to host memory and back, and in many."""
+    """Answer requests with few blocks, so that KV is swapped to host memory and back, and with many blocks."""
     rng, sizes = random.Random(1), check.sizes
     block_size, longest, new_tokens = (4, 24, 16) if check.is_dry else (16, sizes.longest_prompt, 8 * sizes.new_tokens)
     count = 6 if check.is_dry else sizes.requests
@@ -114,7 +114,7 @@ def _swapped(check: Check) -> dict[str, Any]:
 
 
 def sizes_to_carry() -> dict[str, int]:
-    """Return bytes of octavo and of each distribution that it needs to serve, but for what the machine has."""
+    """Return the bytes of octavo and of each distribution that it needs to serve, except those that the machine has."""
     package = Path(octavo.__file__).parent
     found = {"octavo": _bytes_of(package), "tools": _bytes_of(Path(__file__).parent)}
     waiting, seen = [("octavo", frozenset({"server"}))], {"octavo"}
@@ -123,7 +123,7 @@ def sizes_to_carry() -> dict[str, int]:
         try:
             needed = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
-            continue  # of another system, or not installed here
+            continue  # for another system, or not installed here
         for line in needed:
             requirement = re.match(r"[\w.-]+", line)
             extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", line)
@@ -141,7 +141,7 @@ def sizes_to_carry() -> dict[str, int]:
 
 
 def weighed(sizes: dict[str, int]) -> dict[str, Any]:
-    """Return the sum, whether it is little enough, and what most of it is."""
+    """Return the sum, if it is below the limit, and the largest parts."""
     total = sum(sizes.values())
     largest = dict(sorted(sizes.items(), key=lambda item: -item[1])[:8])
     return {"num_bytes": total, "is_right": total <= MOST_CARRIED, "largest": largest}

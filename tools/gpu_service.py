@@ -1,4 +1,4 @@
-"""An engine under load for long, and a server that is killed at work: what is left behind, and the tokens after."""
+"""A long load on an engine and a kill of a busy server: check for leaks, and for equal tokens after the restart."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
     from octavo import LLMEngine
 
-MOST_GROWTH = 32 << 20  # bytes of memory, on the device and beside it, after the warm-up
+MOST_GROWTH = 32 << 20  # bytes of memory, on the device and on the host, after the warm-up
 _WARM_UP = 0.3  # of the time
-_START_S = 240.0  # a server may take to be ready
-_GONE_S = 20.0  # its engine may take to end after it
+_START_S = 240.0  # until a server is ready
+_GONE_S = 20.0  # until its engine has ended after it
 
 
 def soak(check: Check, entries: Entries) -> None:
-    """Send requests for as long as was asked: each ends once, no block is lost, and memory stays after a warm-up."""
+    """Send requests for `soak_s`. Each must end once, no block may be lost, memory must not grow after a warm-up."""
     entries.add("soak", partial(_soak, check))
 
 
 def restart(check: Check, entries: Entries) -> None:
-    """Kill a server that answers, start it again, and compare what it answers, log probabilities included."""
+    """Kill a busy server, start it again, and compare its answers, including log probabilities."""
     missing = [name for name in ("uvicorn", "starlette", "zmq") if importlib.util.find_spec(name) is None]
     if missing:
         entries.add("killed", lambda: {"left_out": f"octavo[server] is not installed: no {', '.join(missing)}"})
@@ -55,7 +55,7 @@ def restart(check: Check, entries: Entries) -> None:
 
 
 class _Watch:
-    """Counts how often requests began, and ended."""
+    """Counts how often each request began and ended."""
 
     def __init__(self) -> None:
         self.queued: Counter[str] = Counter()
@@ -63,7 +63,7 @@ class _Watch:
         self.num_preempted = 0
 
     def emit(self, event: Any) -> None:
-        """Count it."""
+        """Count the event."""
         match event:
             case RequestQueued():
                 self.queued[event.request_id] += 1
@@ -104,7 +104,7 @@ def _soak(check: Check) -> dict[str, Any]:
 
 
 def wrong_ends(begun: Counter[str], ended: Counter[str]) -> list[str]:
-    """Return which of those that began, or ended, did not do both exactly once."""
+    """Return the requests that did not begin and end exactly once."""
     return [
         f"{each} began {begun[each]} times and ended {ended[each]} times"
         for each in sorted({*begun, *ended})
@@ -113,9 +113,9 @@ def wrong_ends(begun: Counter[str], ended: Counter[str]) -> list[str]:
 
 
 def _load(check: Check, engine: LLMEngine, end: float, sent: Counter[str], told: Counter[str]) -> None:
-    """Send requests until then, of all kinds, some of which are aborted; count those that were sent, and that ended.
+    """Send requests of all kinds until `end`, and abort some of them. Count the sent and the ended ones.
 
-    The first ones are short, and as many at once as there will ever be: memory that grows with rows has its size then.
+    The first requests are short, with the maximum concurrency: memory that grows with rows then has its full size.
     """
     rng, sizes = random.Random(len(sent)), check.sizes
     most = 2 * sizes.requests
@@ -144,7 +144,7 @@ def _load(check: Check, engine: LLMEngine, end: float, sent: Counter[str], told:
 
 
 def memory_levels(check: Check) -> tuple[int, int]:
-    """Return the bytes that this process holds on the device, and of the host's memory."""
+    """Return the bytes that this process holds on the device and in host memory."""
     on_device = torch.cuda.memory_reserved(check.device) if check.device.type == "cuda" else 0
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return on_device, pages * os.sysconf("SC_PAGE_SIZE")
@@ -212,17 +212,17 @@ class _Server:
         )
 
     def kill(self) -> None:
-        """End it at once, and wait until its engine is gone as well."""
+        """Kill the server, and wait until its engine has ended, too."""
         assert self.process.stderr is not None
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
         wait_until(lambda: not any(map(_is_alive, self.engines)), _GONE_S, "the engine of a killed server ends")
-        self._reader.join(_GONE_S)  # the processes at the other end are gone
+        self._reader.join(_GONE_S)  # it ends when the processes at the other end have ended
         self.process.stderr.close()
 
 
 def _killed(check: Check) -> dict[str, Any]:
-    """Compare the answers of a server that is killed while it streams others with those of the server after it."""
+    """Compare the answers of a server, which is then killed while it streams, with those of the restarted server."""
     free()
     rng, sizes = random.Random(2), check.sizes
     prompts = [[rng.randrange(5, 900) for _ in range(rng.randint(1, sizes.longest_prompt))] for _ in range(4)]
@@ -249,9 +249,9 @@ def _killed(check: Check) -> dict[str, Any]:
 
 
 class _Client(threading.Thread):
-    """Reads a streamed completion whose server is killed before it ends.
+    """Reads a streamed completion from a server that is killed before the stream ends.
 
-    has_begun: whether an event has come. is_lost: whether the stream broke off after that.
+    has_begun: an event has arrived. is_lost: the stream broke off after that.
     """
 
     def __init__(self, server: _Server, prompt: list[int]) -> None:
@@ -265,7 +265,7 @@ class _Client(threading.Thread):
         """Read the events until the stream ends or breaks off."""
         last = ""
         try:
-            for last in self._events:  # noqa: B007 - the last one is looked at
+            for last in self._events:  # noqa: B007 - the last one is used
                 self.has_begun = True
         except (OSError, http.client.HTTPException):
             pass
@@ -273,7 +273,7 @@ class _Client(threading.Thread):
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait. Raises `TimeoutError` if it takes longer."""
+    """Wait until `is_so()` is true. Raises `TimeoutError` with `what` if it takes longer."""
     end = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > end:
@@ -282,7 +282,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes that a process started."""
+    """Return the ids of the child processes of a process."""
     found = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for path in found for child in path.read_text(encoding="ascii").split()]
 
@@ -296,5 +296,5 @@ def _is_alive(pid: int) -> bool:
 
 
 def _open(request: str | urllib.request.Request) -> Any:
-    """Ask without a proxy: it is this machine that is asked."""
+    """Open a request without a proxy: the server runs on this machine."""
     return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_START_S)

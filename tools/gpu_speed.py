@@ -1,4 +1,4 @@
-"""How fast a device and the kernels on it are, by the device's clock."""
+"""Measure the speed of a device and of the kernels on it, by the device's clock."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128  # of Qwen3-0.6B
 
 
 def peaks(check: Check, entries: Entries) -> None:
-    """Find the bytes that the device reads in a second, and the operations it does."""
+    """Measure the bytes per second and the operations per second of the device."""
     entries.add("bytes_per_s", lambda: {"value": _bytes_per_s(check)})
     entries.add("flops_per_s", lambda: {"value": _flops_per_s(check)})
 
 
 def shares(check: Check, entries: Entries) -> None:
-    """Find times of products and other kernels, each as a share of what its bytes and operations take at best."""
+    """Measure times of products and other kernels, relative to the best time for their bytes and operations."""
     bytes_per_s, flops_per_s = _bytes_per_s(check), _flops_per_s(check)
 
     def share(call: Any, num_bytes: float, flops: float = 0.0) -> dict[str, float]:
@@ -45,7 +45,7 @@ def shares(check: Check, entries: Entries) -> None:
         return share(partial(check.kernels.sample, logits, parameters), logits.nbytes)
 
     def attention(spans: list[tuple[int, int]]) -> dict[str, float]:
-        """Each sequence has blocks of its own, so that what is read is what the lengths say."""
+        """Measure attention. Each sequence has blocks of its own, so the bytes read correspond to the lengths."""
         tables = check.tables(len(spans), max(last for _, last in spans))
         caches = check.caches(tables.numel(), KV_HEADS, HEAD_DIM, torch.bfloat16)
         batch = check.batch(spans, tables)

@@ -1,4 +1,4 @@
-"""What `tools/gpu_check.py` asks of a device: its stages, and what of their entries is wrong."""
+"""The stages of `tools/gpu_check.py`, and the conditions for their entries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STAGES: dict[str, Callable[[Check, Entries], None]] = {
 
 
 def identity(check: Check, entries: Entries) -> None:
-    """Find what results hang on: others of it are not to stand beside them."""
+    """Record the device, versions and code that results depend on. Only results with equal ones may be combined."""
     name = "interpreter" if check.is_dry else torch.cuda.get_device_name(check.device)
     code = hashlib.sha256()
     folder = Path(kernels_in_triton.__path__[0])
@@ -56,13 +56,13 @@ def identity(check: Check, entries: Entries) -> None:
 
 
 def failures(stage: dict[str, Any]) -> list[str]:
-    """Return which of a stage's entries are wrong, or have an error in place of a result."""
+    """Return the names of a stage's entries that are wrong, or that have an error instead of a result."""
     return [
         name for name, entry in stage.items() if isinstance(entry, dict) and ("error" in entry or not _is_right(entry))
     ]
 
 
 def _is_right(entry: dict[str, Any]) -> bool:
-    """Whether nothing that an entry tells is wrong."""
+    """Return True if an entry meets all conditions."""
     is_near = entry.get("units_off", 0.0) <= MOST_UNITS_OFF
     return bool(entry.get("is_equal", True) and entry.get("is_right", True) and is_near)

@@ -1,4 +1,4 @@
-"""Greedy tokens on a device in float32 beside those of transformers, of random checkpoints in the real layout."""
+"""Compare greedy tokens on a device in float32 with those of transformers, for random checkpoints in real layout."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from gpu_device import Check, Entries
 
 FAMILIES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "Gemma3ForCausalLM")
-MIN_GAP = 1e-3  # between the two best logits: below that float32 on a device does not say which one is larger
-_STD = 0.1  # of weights: the tokens of narrower ones are often alike
+MIN_GAP = 1e-3  # between the two best logits: below it, float32 on a device does not determine which one is larger
+_STD = 0.1  # of weights: with a smaller one, tokens often repeat
 _WIDER = {
     "vocab_size": 4001, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
@@ -29,7 +29,7 @@ _WIDER = {
 
 
 def transformers(check: Check, entries: Entries) -> None:
-    """Find whether octavo's tokens are those that transformers chooses behind the same tokens, family by family."""
+    """Check for each family that octavo's tokens are those that transformers chooses after the same tokens."""
     if importlib.util.find_spec("transformers") is None:
         entries.add("transformers", lambda: {"left_out": "it is not installed"})
         return
@@ -52,10 +52,10 @@ def _compare(check: Check, family: str) -> dict[str, Any]:
 
 
 def compared(model: Any, device: torch.device, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Any]:
-    """Return whether a model of transformers chooses each token of the answers, and how many choices were too close.
+    """Check that a model of transformers chooses each token of the answers, and count choices that were too close.
 
-    By induction the answers are then those that it would generate. Behind a choice that is too close an answer is not
-    looked at; more than one prompt in ten of that kind says that something else is wrong.
+    By induction the answers are then those that it would generate. The rest of an answer after a choice that is too
+    close is ignored. If more than one prompt in ten has such a choice, another fault is likely.
     """
     differ, num_close = [], 0
     for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -76,7 +76,7 @@ def compared(model: Any, device: torch.device, prompts: list[list[int]], answers
 
 
 def _octavo(check: Check, path: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Return answers of requests that all run at once."""
+    """Return the answers of requests that all run at the same time."""
     model = ModelConfig(model=str(path), dtype="float32", skip_tokenizer_init=True)
     engine = make_engine(check, model, kv_bytes=1 << 30, dry_kernels="auto")
     params = SamplingParams(temperature=0.0, max_tokens=check.sizes.new_tokens, ignore_eos=True, detokenize=False)

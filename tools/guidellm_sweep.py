@@ -1,10 +1,11 @@
-"""Let guidellm sweep a real server: `python tools/guidellm_sweep.py --seconds 10`.
+"""Run a sweep of guidellm on a real server: `python tools/guidellm_sweep.py --seconds 10`.
 
-guidellm (https://github.com/vllm-project/guidellm) measures a server from one request at a time up to as many as it can
-take. It lives in an environment of its own (`--environment`), which is made where there is none, and loads nothing: its
-prompts are made up, its tokenizer is the built-in model's. What must come of a sweep: every strategy completes requests
-and none ends in an error; the server has no error of its own, the same engine process as before, and nothing left over.
-guidellm ends a strategy when its time is over and cuts off what is under way then: that is counted, and is no error.
+guidellm (https://github.com/vllm-project/guidellm) measures a server from one request at a time up to its capacity. It
+is installed in an environment of its own (`--environment`), which is created if necessary. It downloads nothing: its
+prompts are generated, and its tokenizer is the built-in model's. Conditions of a sweep: every strategy completes
+requests, and no request ends with an error; the server has no error, the same engine process as before, and no
+unfinished request or used block. guidellm cuts off running requests when the time of a strategy is over: these are
+counted separately and are not errors.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from octavo.assets import built_in_model_path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))
 from serving_process import Served, serve
 
-GUIDELLM = "0.8.1"  # another one has other options, and another report
+GUIDELLM = "0.8.1"  # options and reports differ between versions
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 DATA = "kind=synthetic_text,prompt_tokens=64,output_tokens=16"
 ENDINGS = "octavo:request_success_total"
-LEFT = 499  # the client was gone: cut off at the end
+LEFT = 499  # the client has disconnected: guidellm cut the request off
 
 
 def main() -> int:
-    """Sweep every route; the exit status is 0 if nothing went wrong."""
+    """Sweep every route; return the exit status, 0 without faults."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--environment", type=Path, default=Path(__file__).parents[1] / "build" / "guidellm")
     parser.add_argument("--seconds", type=int, default=10, help="of each strategy")
@@ -81,12 +82,12 @@ def main() -> int:
 
 
 def guidellm(environment: Path) -> str:
-    """Return guidellm's command, installed where it is missing."""
+    """Return the path of guidellm's command; install guidellm if it is missing."""
     python, command = environment / "bin" / "python", environment / "bin" / "guidellm"
     if not command.exists():
         venv.create(environment, with_pip=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        torch = version("torch").partition("+")[0]  # that of octavo: another one may be CUDA's, of gigabytes
+        torch = version("torch").partition("+")[0]  # octavo's version: another one may need gigabytes of CUDA
         for package in (f"torch=={torch}", f"guidellm=={GUIDELLM}"):
             subprocess.run([*pip, package], check=True)
     return str(command)
@@ -117,7 +118,7 @@ def sweep(arguments: argparse.Namespace, command: str, served: Served, route: st
 
 
 def line(benchmark: dict[str, Any]) -> str:
-    """One strategy: how many requests became what, and how fast those were that were completed."""
+    """Return a line for one strategy: the number of requests by outcome, and the speed of completed ones."""
     strategy, metrics = benchmark["config"]["strategy"], benchmark["metrics"]
     name = strategy["type_"]
     name += f" {strategy['rate']:.1f}/s" if "rate" in strategy else ""
@@ -136,7 +137,7 @@ def line(benchmark: dict[str, Any]) -> str:
 
 
 def faults(report: dict[str, Any], strategies: int) -> list[str]:
-    """What went wrong in a sweep, as guidellm tells it."""
+    """Return the faults of a sweep according to guidellm's report."""
     found, benchmarks = Counter[str](), report["benchmarks"]
     for benchmark in benchmarks:
         name, state = benchmark["config"]["strategy"]["type_"], benchmark["scheduler_state"]
@@ -154,7 +155,7 @@ def faults(report: dict[str, Any], strategies: int) -> list[str]:
 
 
 def left_over(served: Served) -> list[str]:
-    """What the server still holds ten seconds after the last client left."""
+    """Return the requests and blocks that the server still holds ten seconds after the last client disconnected."""
     names, end = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"), time.monotonic() + 10
     while any(held := {name: figures(served)[f"octavo:{name}"] for name in names}.values()):
         if time.monotonic() > end:
@@ -164,7 +165,7 @@ def left_over(served: Served) -> list[str]:
 
 
 def ended_in_error(served: Served) -> int:
-    """How many requests ended in an error, as the engine counts them."""
+    """Return the number of requests that ended with an error, from the engine's counters."""
     families = text_string_to_metric_families(served.http.get("/metrics").text)
     samples = [sample for family in families for sample in family.samples]
     reasons = {sample.labels["finished_reason"]: sample.value for sample in samples if sample.name == ENDINGS}

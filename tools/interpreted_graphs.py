@@ -1,8 +1,9 @@
-"""What a CUDA graph is, in Triton's interpreter: launches and operations of torch with the addresses of then.
+"""Imitate CUDA graphs in Triton's interpreter: record launches and operations of torch, and replay them.
 
-It is as strict as a device. What is computed in between stands in one memory that graphs share and use again, and holds
-nothing when a replay begins. Other memory is known by its address alone: where it is gone, a replay is an error. A
-value of a tensor that is read on the host, or brought from there, is refused: a graph would keep that of the capture.
+It is as strict as a device. A replay uses the addresses of the capture. Intermediate tensors are in one memory that all
+graphs share and reuse; its content is undefined when a replay begins. Other memory is known by its address alone: if it
+has been freed, a replay is an error. Reading a tensor's value on the host, or copying one from the host, is refused,
+because a graph would keep the value of the capture.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_ALIGNMENT = 512  # bytes, of each piece of memory, as torch's allocator has it
-_NOTHING = 0xFF  # bytes of no number
+_ALIGNMENT = 512  # bytes, for each piece of memory, as in torch's allocator
+_NOTHING = 0xFF  # bytes of NaN
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-# What waits for the device, or brings values from the host.
+# Operations that wait for the device, or copy values from the host.
 _REFUSED_CALLS = frozenset({
     "__array__", "__bool__", "__contains__", "__float__", "__index__", "__int__", "as_tensor", "cpu", "equal",
     "from_numpy", "item", "masked_select", "nonzero", "numpy", "tensor", "tolist", "unique",
@@ -38,18 +39,18 @@ _REFUSED_OPERATIONS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "
 
 
 class InterpretedGraphPool:
-    """Graphs of kernels that are interpreted, on the CPU."""
+    """A pool of graphs of interpreted kernels on the CPU."""
 
     def __init__(self) -> None:
         self._memory = _SharedMemory()
 
     @property
     def num_bytes(self) -> int:
-        """Memory of what graphs compute in between."""
+        """Bytes of the shared memory for intermediate tensors."""
         return self._memory.num_bytes
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run and note each launch, and each operation of torch that computes something."""
+        """Call `run` and record its launches and operations of torch. Returns a function that replays them."""
         recording = _Recording(self._memory)
         with _launches_go_to(recording), _CallsWithoutHost(recording), recording:
             run()
@@ -57,7 +58,7 @@ class InterpretedGraphPool:
 
 
 class _SharedMemory:
-    """Pieces of memory; one whose tensors are gone is used again."""
+    """Pieces of memory. A piece is reused after its tensors have been freed."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -65,7 +66,7 @@ class _SharedMemory:
         self._free: defaultdict[int, list[np.ndarray[Any, Any]]] = defaultdict(list)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of that shape, type and strides; its content is undefined."""
+        """Return a tensor with the same shape, dtype and strides; its content is undefined."""
         extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         num_bytes = -(-max(extent, 1) * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
         free = self._free[num_bytes]
@@ -80,7 +81,7 @@ class _SharedMemory:
         return torch.from_numpy(held).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def forget(self) -> None:
-        """Let nothing stand there."""
+        """Overwrite all memory with NaN."""
         for piece in self._pieces:
             piece.fill(_NOTHING)
 
@@ -89,7 +90,7 @@ class _SharedMemory:
 
 
 class _Place:
-    """Where a tensor stands: an address. Whether somebody holds memory there is seen by `is_gone`."""
+    """The place of a tensor: its address, without a reference to its memory. `is_gone`: the memory has been freed."""
 
     def __init__(self, tensor: Tensor, memory: _SharedMemory) -> None:
         storage = tensor.untyped_storage()
@@ -101,15 +102,15 @@ class _Place:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the memory was given back."""
+        """Whether the memory has been freed."""
         return self._storage is not None and self._storage.expired()
 
 
-_BYTE = ctypes.c_uint8()  # where tensors of nothing stand
+_BYTE = ctypes.c_uint8()  # the address of empty tensors
 
 
 class _Recording(TorchDispatchMode):
-    """Notes what runs while it is entered."""
+    """Records operations of torch in its context."""
 
     def __init__(self, memory: _SharedMemory) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class _Recording(TorchDispatchMode):
         self._steps: list[tuple[Callable[[], object], list[_Place]]] = []
 
     def replay(self) -> None:
-        """Run all of it again. Raises `RuntimeError` where something that was read or written is gone."""
+        """Run all recorded calls again. Raises `RuntimeError` if memory that they read or write has been freed."""
         self._memory.forget()
         for run, places in self._steps:
             if any(place.is_gone for place in places):
@@ -127,7 +128,7 @@ class _Recording(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Note nothing: an interpreted kernel uses torch, too."""
+        """Record nothing in this context: an interpreted kernel uses torch, too."""
         before, self.is_paused = self.is_paused, True
         try:
             yield
@@ -135,7 +136,7 @@ class _Recording(TorchDispatchMode):
             self.is_paused = before
 
     def note(self, call: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note a call, with what its tensors are and without holding them."""
+        """Record a call with the places of its tensors, without keeping the tensors alive."""
         with self.paused():
             places: list[_Place] = []
 
@@ -165,7 +166,7 @@ class _Recording(TorchDispatchMode):
             self.note(func, args, kwargs)
             return result
         with self.paused():
-            # A view is where it was; what is computed, or only allocated, goes to the memory of graphs.
+            # Views keep their address. Computed and newly allocated tensors go to the memory of graphs.
             moved = tree_map_only(
                 torch.Tensor, lambda each: each if _address(each) in read else self._moved(each), result
             )
@@ -193,7 +194,7 @@ def _refusal(name: str) -> RuntimeError:
 
 
 class _CallsWithoutHost(TorchFunctionMode):
-    """Refuses what torch does not tell `_Recording` of on a CPU, and a device would wait for."""
+    """Refuses calls that would wait for a device, but that torch does not report to `_Recording` on a CPU."""
 
     def __init__(self, recording: _Recording) -> None:
         super().__init__()
@@ -209,7 +210,7 @@ class _CallsWithoutHost(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _launches_go_to(recording: _Recording) -> Iterator[None]:
-    """Note launches: the grid and the arguments."""
+    """Record launches in this context: the grid and the arguments."""
     run = InterpretedFunction.run
 
     def run_and_note(kernel: Any, *args: Any, **kwargs: Any) -> None:

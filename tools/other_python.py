@@ -44,7 +44,7 @@ TOOLS = (
 )
 WITHOUT_TORCH = ("core", "router", "server/api", "http", "server/answers", "structured_output")
 WITH_TORCH = (*WITHOUT_TORCH, "cli", "engine", "kv_transfer", "runtime")
-# They compare with packages that TOOLS do not bring.
+# These tests compare with packages that are not in TOOLS.
 IGNORED = ("cli/test_perplexity.py", "engine/test_gguf_tokenizer.py")
 _NOT_INSTALLED = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
 _PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -52,7 +52,7 @@ _PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """An interpreter of the wanted version. source: where it was found, for the report."""
+    """An interpreter of the requested version. source: its origin, for the report."""
 
     python: Path
     source: str
@@ -76,7 +76,7 @@ def find_interpreter(version: str) -> Interpreter | None:
 
 
 def version_of(python: Path) -> str | None:
-    """Return the version that an interpreter says, without its last part; None if it does not start."""
+    """Return the version that an interpreter reports, without its last part; None if it does not start."""
     code = "import sys, ssl, venv; print('%d.%d' % sys.version_info[:2])"
     try:
         said = subprocess.run([str(python), "-c", code], check=False, capture_output=True, text=True)
@@ -114,7 +114,7 @@ class Environment:
         self.python = self._folder / "bin" / "python"
 
     def make(self) -> None:
-        """Make it with all packages but octavo. Raises `BuildError`."""
+        """Create it with all packages except octavo. Raises `BuildError`."""
         if version_of(self.python) is None:
             run([str(self._interpreter.python), "-m", "venv", "--clear", "--without-pip", str(self._folder)])
         self._install("pip", "uv")
@@ -135,7 +135,7 @@ class Environment:
             site = next(self._folder.glob("lib/python3*/site-packages"))
             for package in debian_python.unpacked_torch(self._interpreter.python):
                 (site / package.name).symlink_to(package)
-            # What it needs; pip takes torch itself as installed.
+            # The dependencies of torch; pip considers torch itself installed.
             code = "import importlib.metadata as m; print(*m.requires('torch'), sep='\\n')"
             if self._version("torch") is not None:
                 needs = run([str(self.python), "-c", code]).splitlines()

@@ -1,12 +1,13 @@
 """Figure 13 with tokenizers of real models: `python tools/real_tokenizers.py`, a million examples.
 
-The sdist of llama-cpp-python brings vocabularies of models, each with texts and the token ids that they have. Of those
-`tokenizer.json` files are made, which must give these ids, and are kept in a folder (`--folder`) for the next time.
+The sdist of llama-cpp-python has vocabularies of models, each with texts and their token ids. They are converted to
+`tokenizer.json` files, which must give these ids and are kept in a folder (`--folder`).
 
-An example is an answer in random tokens, behind a prompt of such: of texts that are hard to cut, of the whole
-vocabulary, single bytes, special tokens, ids that no token has. Prompts end anywhere, within a character too
-(`text_behind` says whose it is then). What streams, in pieces of random length, and what comes whole are compared with
-what the `tokenizers` library makes of all tokens at once, cut at the first stop string by a search after every one.
+An example is an answer of random tokens after a prompt of random tokens: from texts that are hard to cut, from the
+whole vocabulary, single bytes, special tokens, and ids without a token. Prompts may end within a character
+(`text_behind` decides to which text it belongs). The streamed text, in pieces of random length, and the whole text are
+compared with the text that the `tokenizers` library decodes from all tokens, cut at the first stop string by a search
+after every token.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 PACKAGE = "llama-cpp-python==0.3.36"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-BYTE_LEVEL = {  # how a family splits text into words; None: as GPT-2 does
+BYTE_LEVEL = {  # the pattern by which a family splits text into words; None: that of GPT-2
     "qwen2": rf"{_WORDS}|\p{{N}}{_REST}",
     "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}{_REST}",
     "gpt-2": None,
@@ -57,11 +58,11 @@ TEXTS = [
     "\u00a0", "\ufeff", "\ufffd", "\u0378", "\U0001d518",
 ]  # fmt: skip
 PROMPTS = ["", "Hello", "狐", "a b", "狐 is"]
-_PIECE = 2000  # examples that a process does at a time
+_PIECE = 2000  # examples per task of a process
 
 
 def main() -> int:
-    """Make the tokenizers and run the examples; the exit status is 1 where one differs."""
+    """Create the tokenizers and run the examples; return the exit status, 1 if an example differs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--examples", type=int, default=1_000_000, help="of all tokenizers (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
@@ -92,7 +93,7 @@ def main() -> int:
 
 
 def prepare(folder: Path, sdist: Path | None = None) -> list[str]:
-    """Make the tokenizers that are missing, of a package that may be there; return the names of their folders."""
+    """Create the missing tokenizers; return the names of all folders. sdist: the package, if it is already there."""
     names = [*BYTE_LEVEL, *SENTENCEPIECE]
     if all((folder / name / "tokenizer.json").exists() for name in names):
         return names
@@ -123,7 +124,7 @@ def _full(key: str) -> str:
 
 
 def make(name: str, fields: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a vocabulary, given what GGUF says of it."""
+    """Return the tokenizer of a vocabulary. fields: its GGUF metadata."""
     vocabulary = {token: token_id for token_id, token in enumerate(fields["tokens"])}
     if name in BYTE_LEVEL:
         merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
@@ -150,7 +151,7 @@ def make(name: str, fields: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return what sentencepiece merges: any two tokens that are one together, that of the best score first."""
+    """Return the merges of sentencepiece: all pairs of tokens that form a token, the best score first."""
     found = []
     for token, token_id in vocabulary.items():
         for cut in range(1, len(token)):
@@ -161,9 +162,9 @@ def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[s
 
 
 def verify(tokenizer: tokenizers.Tokenizer, vocabulary: Path) -> int:
-    """Compare with the texts and ids that stand beside a vocabulary; return how many. Raises `ValueError`."""
+    """Compare with the texts and ids that belong to a vocabulary; return their number. Raises `ValueError`."""
     texts = Path(f"{vocabulary}.inp").read_bytes().decode().split(_END_OF_TEXT)
-    texts.pop()  # nothing, behind the last one's end
+    texts.pop()  # the empty text after the last separator
     lines = Path(f"{vocabulary}.out").read_text().splitlines()
     for text, line in zip(texts, lines, strict=True):
         ids, wanted = tokenizer.encode(text, add_special_tokens=False).ids, [int(each) for each in line.split()]
@@ -173,7 +174,7 @@ def verify(tokenizer: tokenizers.Tokenizer, vocabulary: Path) -> int:
 
 
 def run(folder: Path, seed: str) -> tuple[int, list[str]]:
-    """Do some examples; return how many a stop string ended, and which of them differ."""
+    """Run some examples; return the number that a stop string ended, and those that differ."""
     tokenizer, rng = Tokenizer.from_directory(folder), random.Random(seed)
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in PROMPTS]
     added = sorted(tokenizer.backend.get_added_tokens_decoder())
@@ -201,7 +202,7 @@ def run(folder: Path, seed: str) -> tuple[int, list[str]]:
 
 
 def some_tokens(tokenizer: Tokenizer, added: list[int], single_bytes: list[int], rng: random.Random) -> list[int]:
-    """Return up to some dozens of tokens: the text's own, cut off anywhere, and others between them."""
+    """Return up to some dozens of tokens: those of a text, cut off anywhere, with random tokens between them."""
     text = "".join(rng.choice(TEXTS) for _ in range(rng.randrange(12)))
     tokens = tokenizer.encode(text, add_special_tokens=False)
     tokens = tokens[rng.randrange(3) : len(tokens) - rng.randrange(3)]
@@ -221,7 +222,7 @@ def some_tokens(tokenizer: Tokenizer, added: list[int], single_bytes: list[int],
 
 
 def some_stop(text: str, rng: random.Random) -> str:
-    """Return a piece of the text, or something else."""
+    """Return a stop string: a piece of the text, or another string."""
     if rng.random() < 0.5:
         return "".join(rng.choice(TEXTS) for _ in range(rng.randint(1, 2)))
     start = rng.randint(0, len(text))
@@ -229,7 +230,7 @@ def some_stop(text: str, rng: random.Random) -> str:
 
 
 def ended(text: str, stops: list[str], *, is_included: bool) -> tuple[str, str]:
-    """Return a text up to the stop string that ends first, the longest of those, and why it ends."""
+    """Return a text up to the stop string that ends first, the longest of several, and the finish reason."""
     for end in range(1, len(text) + 1):
         if found := [stop for stop in stops if text.endswith(stop, 0, end)]:
             return text[: end if is_included else end - max(map(len, found))], "stop"
@@ -244,7 +245,7 @@ def answer(
     kind: RequestOutputKind,
     rng: random.Random,
 ) -> tuple[str, str | None]:
-    """Return the text that a client gets, and why it ends; tokens come in steps of one to three."""
+    """Return the text that a client gets, and the finish reason; tokens arrive in steps of one to three."""
     processor = OutputProcessor(tokenizer, lambda: 0.0)
     sampling = SamplingParams(max_tokens=len(tokens), output_kind=kind, **params)
     processor.add_request("a", ["a"], None, prompt, sampling, arrival_time=0.0)

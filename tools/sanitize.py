@@ -8,8 +8,8 @@
 Kinds: `address` finds reads and writes past the end of memory, and memory that is used after it was freed; `undefined`
 finds undefined behaviour; `thread` finds data races; `memory` runs a plain build three times over memory that malloc
 has filled with different bytes, and finds results that depend on uninitialized memory. What is run is
-tests/csrc/sanitize.cpp, with as many rounds as --rounds says; each round draws other shapes. Every result must have
-the same bits on one thread and on three.
+tests/csrc/sanitize.cpp, with --rounds rounds of different shapes. Every result must have the same bits on one thread
+and on three.
 
 Instruction sets: `all` that this processor has, `best`, `pool` for none of them, one by its name, or `turn`. Objects
 are kept in build/sanitize by the hash of all sources, so that a second run compiles nothing; a kind takes 20 to 50 s of
@@ -193,7 +193,7 @@ def _chosen(asked: str, turn: int) -> list[str]:
 
 
 def default_turn() -> int:
-    """Return a number that grows by one every eight days: CI runs one of eight checks a day, this one among them."""
+    """Return a number that grows by one every eight days: CI runs one of eight checks a day, this is one of them."""
     return int(time.time() // _SECONDS_OF_A_DAY // _DAYS_OF_A_ROTATION)
 
 

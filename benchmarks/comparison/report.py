@@ -1,4 +1,4 @@
-"""What was measured, as tables in Markdown and as a picture."""
+"""Report measurements as Markdown tables and as a picture."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _TITLES = {
     "D on": "D: shared prefix, cache on",
 }
 _IS_RATE = {"A", "C"}
-_TIE = 1.1  # so many times as fast is what the machine's noise may be
+_TIE = 1.1  # ratios up to this may be the machine's noise
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Median, least and greatest of the runs."""
+    """Median, minimum and maximum of the runs."""
 
     median: float
     low: float
@@ -37,13 +37,13 @@ class Figure:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Figure | None:
-        """Summarize; None of nothing."""
+        """Summarize values; None if there are none."""
         found = list(values)
         return cls(statistics.median(found), min(found), max(found), len(found)) if found else None
 
 
 def by_round(records: list[dict[str, Any]], engine: str, precision: str, workload: str) -> dict[int, tuple[float, str]]:
-    """Return {round: (an engine's figure of a workload: the median of its requests, the run it is of)}."""
+    """Return {round: (median of an engine's requests in a workload, run of the measurement)}."""
     key, _, cache = workload.partition(" ")
     return {
         record["round"]: (statistics.median(record["result"][key]), record["run"])
@@ -61,11 +61,11 @@ def figure(records: list[dict[str, Any]], engine: str, precision: str, workload:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times as fast octavo is as another engine, round by round.
+    """The speed of octavo divided by that of another engine, round by round.
 
-    found          of the rounds whose figures are of one run; of all rounds where there is no such
-    mixed          how many rounds have figures of different runs
-    is_of_one_run  whether there is a round whose figures are of one run
+    found          the ratios of rounds with both figures of one run; of all rounds if there is no such round
+    mixed          number of rounds with figures of different runs
+    is_of_one_run  True if a round has both figures of one run
     """
 
     found: Figure
@@ -74,7 +74,7 @@ class Ratio:
 
     @classmethod
     def of(cls, ours: dict[int, tuple[float, str]], theirs: dict[int, tuple[float, str]], name: str) -> Ratio | None:
-        """Compare what `by_round` returns of a workload; None where no round has both."""
+        """Compare two results of `by_round` for workload `name`; None if no round has both."""
         both = [(ours[number], theirs[number]) for number in sorted(ours.keys() & theirs.keys())]
         together = [(a, b) for a, b in both if a[1] == b[1]]
         found = Figure.of(_times_as_fast(a[0], b[0], name) for a, b in together or both)
@@ -82,11 +82,11 @@ class Ratio:
 
     @property
     def is_tie(self) -> bool:
-        """Whether the medians are within 10 %, whichever is ahead: the machine's noise."""
+        """Whether the speeds are within 10 % of each other, the machine's noise."""
         return 1 / _TIE < self.found.median < _TIE
 
     def __str__(self) -> str:
-        """As in the tables."""
+        """Return the text for the tables."""
         spread = f" ({self.found.low:.2f} to {self.found.high:.2f})" if self.found.runs > 1 else ""
         text = f"{'tie, ' if self.is_tie else ''}{self.found.median:.2f}{spread}"
         if self.mixed == 0:
@@ -101,9 +101,9 @@ def _times_as_fast(ours: float, theirs: float, name: str) -> float:
 def table(
     records: list[dict[str, Any]], precision: str, best: dict[str, float], own: Iterable[dict[str, Any]] = ()
 ) -> str:
-    """Return one precision's engines as Markdown: median (least to greatest), share of the limit.
+    """Return a Markdown table of all engines at one precision: median (minimum to maximum), share of the limit.
 
-    own: what engines' own benchmarks said, a row below the engine's.
+    own: results of engines' own benchmarks, shown in a row below the engine's.
     """
     rows = [["engine", *(f"{_TITLES[name]}, {unit}" for name, unit in WORKLOADS.items()), "peak memory", "start"]]
     for engine in ENGINES:
@@ -127,7 +127,7 @@ def table(
 
 
 def ratios(records: list[dict[str, Any]]) -> str:
-    """Return how many times as fast octavo is as each other engine (see `Ratio`), as Markdown."""
+    """Return octavo's speed relative to each other engine (see `Ratio`), as Markdown."""
     rows = [["precision", "against", *WORKLOADS]]
     for precision in PRECISIONS:
         for engine in ENGINES[1:]:
@@ -141,9 +141,9 @@ def ratios(records: list[dict[str, Any]]) -> str:
 
 
 def best_peers(records: list[dict[str, Any]]) -> str:
-    """Return how many times as fast octavo is as the best other engine of each round, and which those are.
+    """Return octavo's speed relative to the best other engine of each round, and the names of these engines.
 
-    Rounds without the engine whose median is best are left out: there octavo would look better than it is.
+    Rounds without the engine that has the best median are skipped: there octavo would look better than it is.
     """
     rows = [["precision", *WORKLOADS]]
     for precision in PRECISIONS:
@@ -171,7 +171,7 @@ def _beside_best(records: list[dict[str, Any]], precision: str, name: str) -> st
     for number in ours.keys() & leader.keys():
         there = [other[number] for other in others if number in other]
         beside = [figure for figure in there if figure[1] == ours[number][1]]
-        best[number] = max(beside or there, key=speed)  # one of another run only where there is no other
+        best[number] = max(beside or there, key=speed)  # a figure of another run only if there is no other
     named = [
         engine.name
         for engine in ENGINES[1:]
@@ -181,10 +181,10 @@ def _beside_best(records: list[dict[str, Any]], precision: str, name: str) -> st
 
 
 def turns_table(turns: Iterable[dict[str, Any]], best: Callable[[str, dict[str, float]], dict[str, float]]) -> str:
-    """Return what engines did in turns as Markdown: median (least to greatest), and octavo beside each of the others.
+    """Return the results of turns as Markdown: median (minimum to maximum), and octavo relative to each other engine.
 
-    best: gives of a precision and of limits what is possible, by workload. Shares of the limit are the medians of the
-    turns' own; so is how many times as fast octavo is.
+    best: best(precision, limits) returns the best possible figures by workload. Shares of the limit and relative speeds
+    are medians over the turns.
     """
     head = ["precision", "workload", "engine", "figure", "share of the limit then", "octavo is times as fast", "ahead"]
     rows = [head]
@@ -249,14 +249,14 @@ def draw(records: list[dict[str, Any]], best: dict[str, dict[str, float]], targe
 
 
 def folder_of_pictures(text: str) -> Path:
-    """Read the option that asks for plots; hours of measuring are not lost for want of what draws them."""
+    """Parse the option for plots. Check matplotlib now, before hours of measuring."""
     if find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("plots need matplotlib, which is not installed")
     return Path(text)
 
 
 def save_picture(grid: Any, target: Path) -> None:
-    """Write a figure of matplotlib to `target` with the endings .png and .svg; its name may have a dot of its own."""
+    """Write a figure of matplotlib to `target` with .png and .svg appended; the name may contain dots."""
     for ending in ("png", "svg"):
         path = target.with_name(f"{target.name}.{ending}")
         grid.savefig(path, dpi=110, metadata={"Date": None} if ending == "svg" else None)

@@ -1,7 +1,7 @@
-"""Engines that are loaded side by side and work in turns, so that what the machine gives is nearly the same for each.
+"""Measure loaded engines in turns, so that each gets nearly the same conditions of the machine.
 
-A neighbour may take half of a shared machine's memory bandwidth for seconds or minutes. Rounds of one engine after the
-other compare different moments then; a turn lasts seconds, and tells what the machine gave at its start.
+On a shared machine, other programs may take half of the memory bandwidth for seconds or minutes. Rounds with one engine
+after the other then compare different conditions. A turn lasts only seconds, and has the limits measured at its start.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Contest:
 
     @property
     def workload(self) -> str:
-        """As tables name it."""
+        """Its name in tables."""
         return self.letter if self.letter != "D" else f"D {'on' if self.caching else 'off'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a turn gave.
+    """The results of a turn.
 
     figures  {engine: tokens/s or seconds}
-    limits   of the machine, just before
-    waiting  CPU seconds that the engines used while it was another's turn, for each second: nothing, if they wait well
+    limits   of the machine, measured just before
+    waiting  CPU seconds per second that waiting engines used in other engines' turns: 0 if they wait without spinning
     """
 
     number: int
@@ -58,7 +58,7 @@ class Turn:
 def take_turns(
     contest: Contest, seats: dict[str, Seat], numbers: range, measure_limits: Callable[[], dict[str, float]]
 ) -> Iterator[Turn]:
-    """Let each engine measure one figure a turn; who begins changes. An engine that fails is out from then on."""
+    """Have each engine measure one figure per turn, in an order that changes. A failed engine is dropped."""
     for number in numbers:
         if not seats:
             return
@@ -80,7 +80,7 @@ def take_turns(
 
 
 def _wait_until_quiet(seats: list[Seat]) -> None:
-    """Let the threads of who was last spin out: those of vLLM's OpenMP took a quarter of the next one's speed."""
+    """Wait until threads of the last engine stop spinning: vLLM's OpenMP threads cost the next engine a quarter."""
     deadline = time.monotonic() + _LONGEST_SPIN_S
     while time.monotonic() < deadline:
         before = sum(seat.cpu_seconds() for seat in seats)
@@ -91,7 +91,7 @@ def _wait_until_quiet(seats: list[Seat]) -> None:
 
 @contextlib.contextmanager
 def seated(contest: Contest, engines: list[Engine], checkpoint: Path, setting: Setting) -> Iterator[dict[str, Seat]]:
-    """Load the engines, one after the other: {name: its seat}. Who cannot take part is named on standard error."""
+    """Load the engines one after the other; yield {name: seat}. Print engines that fail to load on standard error."""
     seats: dict[str, Seat] = {}
     try:
         for engine in engines:

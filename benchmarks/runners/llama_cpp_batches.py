@@ -1,7 +1,7 @@
-"""llama.cpp at its best: batches of its C API, without a server, as its own llama-batched-bench does.
+"""llama.cpp at its fastest: batches by its C API, without a server, like its own llama-batched-bench.
 
-Through llama-cpp-python's low level, in an environment that has it and numpy. Each sequence has KV of its own
-(kv_unified off), prompts are taken in together, and the next token is the largest logit.
+Uses the low-level API of llama-cpp-python, in an environment with it and numpy. Each sequence has its own KV
+(kv_unified off), prompts are computed together, and the next token is the one with the largest logit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BATCH_TOKENS = 2048
 
 
 class LlamaCpp:
-    """A model, and a context for one sequence or for many, made when it is first wanted."""
+    """A model, with a context for one sequence or for many, created when first used."""
 
     def __init__(self, job: Job) -> None:
         llama_cpp.llama_backend_init()
@@ -33,7 +33,7 @@ class LlamaCpp:
         self.batch = llama_cpp.llama_batch_init(_BATCH_TOKENS, 0, 1)
 
     def context(self, num_sequences: int, num_tokens: int) -> Any:
-        """Return a context for so many sequences of so many tokens, empty."""
+        """Return an empty context for `num_sequences` sequences of `num_tokens` tokens."""
         if num_sequences not in self.contexts:
             params = llama_cpp.llama_context_default_params()
             params.n_seq_max, params.n_ctx, params.kv_unified = num_sequences, num_sequences * num_tokens, False
@@ -45,7 +45,7 @@ class LlamaCpp:
         return context
 
     def decode(self, context: Any, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Compute rows (sequence, position, token, whether its next one is wanted); return the next ones."""
+        """Compute rows (sequence, position, token, True to return the next token); return the next tokens."""
         following = []
         for first in range(0, len(rows), _BATCH_TOKENS):
             part = rows[first : first + _BATCH_TOKENS]
@@ -63,7 +63,7 @@ class LlamaCpp:
         return following
 
     def generate(self, requests: Sequence[Request]) -> list[int]:
-        """Answer them."""
+        """Answer the requests; return the numbers of tokens."""
         context = self.context(*(_ONE if len(requests) == 1 else _MANY))
         ends = [len(request.prompt) for request in requests]
         rows = [

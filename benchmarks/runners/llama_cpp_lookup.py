@@ -1,6 +1,6 @@
 """llama.cpp with and without prompt lookup, in turns: `python llama_cpp_lookup.py MODEL.gguf < JOB`.
 
-Through llama-cpp-python, whose interpreter runs this; `lookup.py` says what a job is.
+Uses llama-cpp-python, in its environment; `lookup.py` describes a job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OPTIONS = {"n_ctx": 1024, "n_threads": 2, "n_threads_batch": 2, "verbose": False
 
 
 def time_per_output_token(model: Llama, prompt: list[int], max_tokens: int) -> tuple[float, list[int]]:
-    """Answer one prompt, greedily; return the figure and the tokens."""
+    """Answer one prompt greedily; return the seconds per output token and the tokens."""
     model.reset()
     times, tokens = [], []
     for token in itertools.islice(model.generate(prompt, temp=0.0), max_tokens):
@@ -29,7 +29,7 @@ def time_per_output_token(model: Llama, prompt: list[int], max_tokens: int) -> t
 
 
 def open_engine(num_drafts: int) -> Llama:
-    """Load the model that the command line names."""
+    """Load the model named on the command line. num_drafts: 0 for no prompt lookup."""
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=num_drafts) if num_drafts else None
     return Llama(sys.argv[1], draft_model=lookup, **OPTIONS)
 

@@ -1,9 +1,9 @@
-"""llama.cpp's side of benchmarks/perplexity.py, in an environment that has llama-cpp-python and numpy.
+"""The llama.cpp part of benchmarks/perplexity.py, for an environment with llama-cpp-python and numpy.
 
 Reads one line of JSON: {"gguf", "ftype", "home", "threads", "pieces", "prompt", "stream_tokens"}; pieces and prompt are
-token ids. Makes a copy of the GGUF file in that format (by way of float32, whatever it is in) under `home`, unless it
-is there, and writes one line of JSON: {"path", "bytes", "losses", "rates"}. ftype null: the file as it is. rates are
-tokens a second of the prompt and of one stream behind it; none without a prompt.
+token ids. Converts the GGUF file to the format (via float32, whatever its format) under `home`, unless that file
+exists. Writes one line of JSON: {"path", "bytes", "losses", "rates"}. ftype null: use the original file. rates: tokens
+per second of the prompt and of one stream after it; absent without a prompt.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FTYPES = _FLOATS | {
 
 
 def converted(gguf: Path, ftype: str, home: Path) -> Path:
-    """Return the file in a format; made through float32, so that nothing of the format it came in is kept."""
+    """Return the file in a format, converted via float32, so that the original format has no influence."""
     source, target = home / f"{gguf.stem}.F32.gguf", home / f"{gguf.stem}.{ftype}.gguf"
     for path, origin, kind in ((source, gguf, llama_cpp.LLAMA_FTYPE_ALL_F32), (target, source, FTYPES[ftype])):
         if not path.exists():
@@ -52,26 +52,26 @@ def converted(gguf: Path, ftype: str, home: Path) -> Path:
 
 
 def dense_in_mxfp4() -> Any:
-    """Return what has llama.cpp round every layer to MXFP4: left alone it does so to experts, and the rest to Q8_0."""
+    """Return overrides with which llama.cpp quantizes every layer to MXFP4, not only experts and the rest to Q8_0."""
     overrides = (llama_cpp.llama_model_tensor_override * 3)()
     for override, pattern in zip(overrides, (rb"attn_.*\.weight", rb"ffn_.*\.weight"), strict=False):
-        override.pattern, override.type = pattern, _MXFP4  # the last one, empty, ends them
+        override.pattern, override.type = pattern, _MXFP4  # an empty entry ends the list
     return overrides
 
 
 def loss(llama: llama_cpp.Llama, piece: list[int]) -> float:
-    """Return the mean of -log p(token) over the tokens behind the first one."""
+    """Return the mean of -log p(token) over the tokens after the first one."""
     llama.reset()
     llama.eval(piece)
     losses = []
-    for logits, token in zip(llama.scores, piece[1:], strict=False):  # a row at a time: they are 512 MB of Gemma's
+    for logits, token in zip(llama.scores, piece[1:], strict=False):  # one row at a time: all are 512 MB for Gemma
         shifted = logits - logits.max()
         losses.append(np.log(np.exp(shifted).sum(dtype=np.float64)) - shifted[token])
     return float(np.mean(losses))
 
 
 def speeds(llama: llama_cpp.Llama, prompt: list[int], stream_tokens: int) -> tuple[float, float]:
-    """Return tokens a second of a prompt and of one greedy stream behind 32 of its tokens."""
+    """Return tokens per second of a prompt and of one greedy stream after 32 of its tokens."""
     llama.reset()
     begin = time.perf_counter()
     llama.eval(prompt)
@@ -86,11 +86,11 @@ def speeds(llama: llama_cpp.Llama, prompt: list[int], stream_tokens: int) -> tup
 
 @llama_cpp.llama_log_callback
 def say_nothing(_level: int, _text: bytes, _data: object) -> None:
-    """Keep a line for each tensor out of what is printed."""
+    """Suppress llama.cpp's log, which has a line for each tensor."""
 
 
 def main() -> None:
-    """Answer one line of standard input."""
+    """Process one line of standard input."""
     llama_cpp.llama_log_set(say_nothing, None)
     job: dict[str, Any] = json.loads(sys.stdin.readline())
     gguf = Path(job["gguf"])

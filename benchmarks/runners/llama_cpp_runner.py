@@ -1,4 +1,4 @@
-"""llama.cpp, through its server: it has no other way of batching continuously. Standard library only."""
+"""llama.cpp through its server, its only way of continuous batching. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from protocol import Job, Request, run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Slots, and tokens of KV of all of them: each has its own part. One stream has a server of one slot: with 64 slots in
-# one unified cache each prompt of C took longer than the one before.
-_ONE, _MANY = (1, 2048), (32, 32 * 768)  # 704 tokens are the longest request of B
+# Number of slots, and KV tokens of all slots together. A single stream uses a server with one slot: with 64 slots in
+# one unified cache, each prompt of C took longer than the one before.
+_ONE, _MANY = (1, 2048), (32, 32 * 768)  # the longest request of B has 704 tokens
 _START_S = 120
 
 
@@ -39,14 +39,14 @@ class LlamaCpp:
         command = [
             job.binary, "-m", job.checkpoint, "--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads,
             "-np", str(slots), "-c", str(kv_tokens), "--no-kv-unified", "-b", "2048", "-ub", "512", "-fa", "on",
-            "--cache-ram", "0", "--no-webui",  # no copies of idle requests' KV beside it
+            "--cache-ram", "0", "--no-webui",  # no copies of idle requests' KV in host memory
         ]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         atexit.register(self.process.kill)
         self.wait()
 
     def wait(self) -> None:
-        """Wait until it is ready."""
+        """Wait until the server is ready."""
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -60,7 +60,7 @@ class LlamaCpp:
         raise TimeoutError(f"llama-server is not ready after {_START_S} s")
 
     def complete(self, request: Request) -> int:
-        """Answer one."""
+        """Answer one request; return its number of tokens."""
         body: dict[str, Any] = {
             "prompt": request.prompt,
             "n_predict": request.out,
@@ -78,7 +78,7 @@ class LlamaCpp:
             raise RuntimeError(f"llama-server answered {error.code}: {error.read().decode()}") from None
 
     def generate(self, requests: Sequence[Request]) -> list[int]:
-        """Answer them."""
+        """Answer the requests; return the numbers of tokens."""
         with ThreadPoolExecutor(len(requests)) as threads:
             return list(threads.map(self.complete, requests))
 

@@ -1,8 +1,8 @@
-"""What runners of prompt lookup share: engines with and without it, asked in turns.
+"""Shared code of the runners of prompt lookup: engines with and without it, measured in turns.
 
-The job on standard input has of each name {"turns": [prompts of each turn, as the engine takes them], "max_tokens",
-"num_drafts"}. Printed are "figures", of each name {"none": [...], "lookup": [...]}, the mean seconds of an output token
-behind the first in each turn; and how many answers were the same both times.
+The job on standard input has for each name {"turns": [prompts of each turn, in the engine's form], "max_tokens",
+"num_drafts"}. The output has "figures", for each name {"none": [...], "lookup": [...]}: the mean seconds per output
+token after the first in each turn; and the number of answers that were equal both times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def run(
 ) -> None:
     """Measure and print.
 
-    open_engine: with so many drafts, 0 for none. answer: returns a prompt's figure and its tokens, so many at most.
+    open_engine: open_engine(num_drafts) returns an engine, 0 for no drafts. answer: answer(engine, prompt, max_tokens)
+    returns the figure and the tokens.
     """
     jobs = json.load(sys.stdin)
     engines = {"none": open_engine(0), "lookup": open_engine(next(iter(jobs.values()))["num_drafts"])}

@@ -30,7 +30,7 @@ class Octavo:
         )
 
     def generate(self, requests: Sequence[Request]) -> list[int]:
-        """Answer them."""
+        """Answer the requests; return the numbers of tokens."""
         params = [
             SamplingParams(temperature=0.0, max_tokens=request.out, ignore_eos=True, detokenize=False)
             for request in requests

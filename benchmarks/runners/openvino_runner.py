@@ -29,7 +29,7 @@ class OpenVino:
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(job.checkpoint, scheduler, "CPU", properties)
 
     def generate(self, requests: Sequence[Request]) -> list[int]:
-        """Answer them."""
+        """Answer the requests; return the numbers of tokens."""
         prompts = [openvino.Tensor(np.array([request.prompt], dtype=np.int64)) for request in requests]
         configs = []
         for request in requests:

@@ -1,9 +1,9 @@
-"""What every runner does with its engine: load it, run the workloads, write what it saw. Standard library only.
+"""Shared code of all runners: load the engine, run the workloads, write the results. Standard library only.
 
-A runner is a script for the environment of one engine. It is started with a job as JSON (see `Job`) and hands `run` a
-function that opens the engine: an object with `generate`, which answers requests that come at the same moment, greedily
-and each to its exact length, and returns how many tokens each of them got. A job in turns keeps the engine loaded and
-measures one figure whenever it is told to; until then the engine has nothing to do.
+A runner is a script for the environment of one engine. It is started with a job as JSON (see `Job`) and passes to `run`
+a function that opens the engine: an object with `generate`, which answers simultaneous requests greedily, each to its
+exact length, and returns the number of tokens of each. A job in turns keeps the engine loaded and measures one figure
+on each request; between these the engine is idle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Token ids of the prompt, and exactly how many tokens it gets."""
+    """A request: token ids of the prompt, and the exact number of output tokens."""
 
     prompt: list[int]
     out: int
@@ -30,17 +30,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to run.
+    """The job of a runner.
 
     checkpoint      in the engine's own format
-    quantization    int8 or int4 where the engine rounds a plain checkpoint itself; else None
-    only            letters of the workloads; D is run with or without the prefix cache, as prefix_caching says
+    quantization    int8 or int4 if the engine itself quantizes a plain checkpoint; otherwise None
+    only            letters of the workloads; D is run with or without the prefix cache, depending on prefix_caching
     prefix_caching  of the engine
-    kv_bytes        for its KV cache, where the engine lets one say so
-    started_at      seconds since the epoch when the process was asked for
-    binary          the engine's program, if it is one
+    kv_bytes        for its KV cache, if the engine has such an option
+    started_at      seconds since the epoch at which the process was started
+    binary          the engine's program, if it is not a Python package
     speculation     how octavo guesses tokens; None for its default
-    turns           file descriptor of a socket that says when to measure what (see `_take_turns`), if not all at once
+    turns           file descriptor of a socket that requests measurements (see `_take_turns`); None to run all of them
     """
 
     checkpoint: str
@@ -59,20 +59,20 @@ class Job:
 
 
 class Engine(Protocol):
-    """An engine that is ready."""
+    """A loaded engine."""
 
     def generate(self, requests: Sequence[Request]) -> list[int]:
-        """Answer requests that come at once; return the numbers of tokens."""
+        """Answer simultaneous requests; return the numbers of tokens."""
         ...
 
 
 def has_bf16() -> bool:
-    """Whether the processor multiplies bf16; where it does not, engines simulate it, far slower than float32."""
+    """Return True if the processor multiplies bf16. Otherwise engines emulate it, far slower than float32."""
     return "bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
 
 
 def run(open_engine: Callable[[Job], Engine]) -> None:
-    """Run the job of the command line; write {"start_s", "A", "B", "C", "D"} to its result file, each when it is there.
+    """Run the job of the command line; write {"start_s", "A", "B", "C", "D"} to its result file, as they are measured.
 
     A: decode tokens/s of each stream. B, D: wall seconds of each set. C: prompt tokens/s of each prompt.
     """
@@ -81,7 +81,7 @@ def run(open_engine: Callable[[Job], Engine]) -> None:
     engine = open_engine(job)
     _timed(engine, [Request(prompt=list(range(1000, 1032)), out=1)])
     result: dict[str, Any] = {"start_s": time.time() - job.started_at}
-    _timed(engine, [Request(**item) for item in data["D"][-1][:8]])  # first steps are slow: shapes are compiled, say
+    _timed(engine, [Request(**item) for item in data["D"][-1][:8]])  # warm-up: some engines compile shapes
     sets = _sets(data)
     if job.turns is not None:
         _take_turns(engine, sets, socket.socket(fileno=job.turns))
@@ -92,7 +92,7 @@ def run(open_engine: Callable[[Job], Engine]) -> None:
 
 
 def _sets(data: dict[str, Any]) -> dict[str, list[list[Request]]]:
-    """Return of each workload what is asked for at once; each gives a figure."""
+    """Return for each workload its sets of simultaneous requests; each set gives one figure."""
 
     def read(items: list[dict[str, Any]]) -> list[Request]:
         return [Request(**item) for item in items]
@@ -114,9 +114,9 @@ def _figure(engine: Engine, letter: str, requests: list[Request]) -> float:
 
 
 def _take_turns(engine: Engine, sets: dict[str, list[list[Request]]], channel: socket.socket) -> None:
-    """Say that the engine is ready, then answer lines [letter, number of the turn] with a figure, until they end.
+    """Report that the engine is ready, then answer each line [letter, number of the turn] with a figure, until the end.
 
-    Every turn has other token ids, so that a prefix cache holds nothing of an earlier one; of one turn they are the
+    Every turn has other token ids, so that a prefix cache has no hits from an earlier turn. In one turn they are the
     same for every engine.
     """
     with channel, channel.makefile("r") as turns, channel.makefile("w") as answers:
@@ -129,7 +129,7 @@ def _take_turns(engine: Engine, sets: dict[str, list[list[Request]]], channel: s
 
 
 def _renamed(request: Request, lap: int) -> Request:
-    """Return a request with other token ids of the same prompt in each lap: what it shared, it shares."""
+    """Return a request with the token ids of its prompt changed for each lap; shared prefixes stay shared."""
     return Request(prompt=[token ^ lap for token in request.prompt], out=request.out)
 
 
@@ -143,6 +143,6 @@ def _timed(engine: Engine, requests: Sequence[Request]) -> float:
 
 
 def _decode_rate(engine: Engine, request: Request) -> float:
-    """Tokens/s behind the first: the time of the whole answer less that of its first token, asked for alone."""
-    first = _timed(engine, [Request(prompt=request.prompt[::-1], out=1)])  # another prompt: no cache has it
+    """Return tokens/s after the first: from the time of the whole answer minus that of a one-token answer."""
+    first = _timed(engine, [Request(prompt=request.prompt[::-1], out=1)])  # another prompt, so that it is not cached
     return (request.out - 1) / (_timed(engine, [request]) - first)

@@ -22,7 +22,7 @@ class Transformers:
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request]) -> list[int]:
-        """Answer them."""
+        """Answer the requests; return the numbers of tokens."""
         counts = []
         for request in requests:
             prompt = torch.tensor([request.prompt])

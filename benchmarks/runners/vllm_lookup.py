@@ -1,6 +1,6 @@
 """vLLM with and without prompt lookup, in turns: `python vllm_lookup.py CHECKPOINT < JOB`.
 
-`lookup.py` says what a job is.
+`lookup.py` describes a job.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm import LLM, SamplingParams
 
 
 def open_engine(num_drafts: int) -> LLM:
-    """Return an engine that is warm; num_drafts: 0 for none."""
+    """Return a warmed-up engine. num_drafts: 0 for no prompt lookup."""
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 8, "disable_log_stats": False}
     if num_drafts:
         options["speculative_config"] = {
@@ -28,7 +28,7 @@ def open_engine(num_drafts: int) -> LLM:
 
 
 def time_per_output_token(llm: LLM, prompt: list[int], max_tokens: int) -> tuple[float, list[int]]:
-    """Answer one prompt, greedily; return the figure and the tokens."""
+    """Answer one prompt greedily; return the seconds per output token and the tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     tokens = list(output.outputs[0].token_ids)

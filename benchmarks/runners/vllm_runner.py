@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Vllm:
-    """`LLM` with its defaults (compiled graphs included). Its products of int4 weights are made for bfloat16 only."""
+    """`LLM` with its defaults (compiled graphs included). Its products of int4 weights support only bfloat16."""
 
     def __init__(self, job: Job) -> None:
         is_rounded = "quantization_config" in json.loads((Path(job.checkpoint) / "config.json").read_bytes())
@@ -28,7 +28,7 @@ class Vllm:
         )
 
     def generate(self, requests: Sequence[Request]) -> list[int]:
-        """Answer them."""
+        """Answer the requests; return the numbers of tokens."""
         params = [
             SamplingParams(temperature=0.0, max_tokens=request.out, ignore_eos=True, detokenize=False)
             for request in requests

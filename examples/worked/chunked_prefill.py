@@ -1,6 +1,6 @@
-"""Worked case (e): 8,192 prompt tokens at a threshold of 2,048 take 4 chunks; the first token comes with the last.
+"""Worked case (e): with a threshold of 2,048, a prompt of 8,192 tokens takes 4 chunks. The last yields the first token.
 
-Beside two requests that decode each of these steps computes 1 + 1 + 2,048 tokens: a long prompt holds up no answer.
+With two decoding requests each of these steps computes 1 + 1 + 2,048 tokens, so a long prompt does not delay answers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from driver import Driver
 
 
 def compute_long_prompt(*, num_decodes: int) -> tuple[list[dict[str, int]], int]:
-    """Compute the prompt beside so many decodes; return what each step gave to whom, and that of the first token."""
+    """Compute the prompt together with `num_decodes` decoding requests.
+
+    Return the scheduled tokens of each step by request, and the step of the first token.
+    """
     driver = Driver(max_num_batched_tokens=16_384, long_prefill_token_threshold=2_048)
     for index in range(num_decodes):
         driver.add(f"decode{index}", 10, max_tokens=20)

@@ -1,4 +1,4 @@
-"""Drives octavo's scheduler without a model: every request that is due a token gets the number 7."""
+"""Drives octavo's scheduler without a model: every sampled token is the number 7."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Driver:
-    """A scheduler on a counting clock. Standard library only, like the core itself."""
+    """A scheduler with a clock that counts its calls. Standard library only, like the core itself."""
 
     def __init__(
         self, *, num_blocks: int = 1024, block_size: int = 16, max_num_batched_tokens: int = 100, **options: Any
@@ -34,7 +34,7 @@ class Driver:
         self.first_token_step: dict[str, int] = {}
 
     def add(self, request_id: str, prompt: int | list[int], *, max_tokens: int) -> Request:
-        """Add a request whose prompt is a list of ids, or that many ids of its own."""
+        """Add a request. prompt: token ids, or a number of ids, which then differ from those of all other requests."""
         base = 1000 * len(request_id) + sum(map(ord, request_id)) * 100_000
         ids = list(range(base, base + prompt)) if isinstance(prompt, int) else prompt
         request = Request(request_id, ids, SamplingParams(temperature=0.0, max_tokens=max_tokens))
@@ -42,15 +42,15 @@ class Driver:
         return request
 
     def positions(self) -> list[int]:
-        """Position of the next token of each running request: its number of computed tokens."""
+        """Return the position of the next token of each running request: its number of computed tokens."""
         return [request.num_computed_tokens for request in self.scheduler.running]
 
     def schedule(self) -> SchedulerOutput:
-        """Decide a step without computing it."""
+        """Schedule a step without computing it."""
         return self.scheduler.schedule()
 
     def compute(self, scheduled: SchedulerOutput) -> None:
-        """Compute a step: sample for every request whose known tokens are all computed with it."""
+        """Compute a step: sample a token for every request that has all its known tokens computed with it."""
         sampled = {}
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
@@ -62,7 +62,7 @@ class Driver:
                 self.finished[output.request_id] = output.finish_reason
 
     def step(self) -> SchedulerOutput:
-        """Decide and compute a step."""
+        """Schedule and compute a step."""
         scheduled = self.schedule()
         self.compute(scheduled)
         return scheduled

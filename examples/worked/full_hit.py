@@ -1,8 +1,7 @@
-"""Worked case (h): a prompt that was computed before, and ends where a block ends. 48 tokens, blocks of 16.
+"""Worked case (h): a prompt that was computed before and ends at the end of a block. 48 tokens, blocks of 16.
 
-Of the second request two blocks are shared. The third is copied, because its last token is computed again, for its
-logits, and nobody writes into a block that others read: 47 tokens of 48 come from the cache. With blocks of 256 it is
-255 tokens of 256.
+The second request shares two blocks. The third block is copied: its last token is computed again for its logits, and a
+shared block is never written. So 47 of 48 tokens come from the cache. With blocks of 256 it is 255 of 256 tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from driver import Driver
 
 
 def ask_twice(prompt_tokens: int, block_size: int) -> dict[str, object]:
-    """Compute a prompt, then the same prompt again; return what the second one took."""
+    """Compute a prompt twice; return cached and computed tokens, block table and copies of the second request."""
     driver = Driver(block_size=block_size, max_num_batched_tokens=1024)
     prompt = list(range(prompt_tokens))
     driver.add("first", prompt, max_tokens=1)
@@ -28,7 +27,7 @@ def ask_twice(prompt_tokens: int, block_size: int) -> dict[str, object]:
 
 
 def run() -> dict[str, object]:
-    """Drive the scheduler through the case; return what it decided."""
+    """Drive the scheduler through the case; return its decisions."""
     return {"blocks_of_16": ask_twice(48, 16), "blocks_of_256": ask_twice(256, 256)}
 
 

@@ -1,7 +1,8 @@
-"""Worked case (a): prompts of 9, 3 and 5 tokens in one batch, and one that enters when another ends.
+"""Worked case (a): prompts of 9, 3 and 5 tokens in one batch, and a request that enters when another one ends.
 
-The first step computes 9 + 3 + 5 = 17 tokens. From then on each request decodes one token a step, at the position after
-its prompt: 9, 3 and 5. The 3-token one ends, a 12-token one enters: 1 + 1 + 12 = 14 tokens in one mixed batch.
+The first step computes 9 + 3 + 5 = 17 tokens. From then on each request decodes one token per step, first at the
+position after its prompt: 9, 3 and 5. The request with 3 prompt tokens ends and one with 12 enters: 1 + 1 + 12 = 14
+tokens in one mixed batch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from driver import Driver
 
 
 def run() -> dict[str, object]:
-    """Drive the scheduler through the case; return what it decided."""
+    """Drive the scheduler through the case; return its decisions."""
     driver = Driver(max_num_batched_tokens=100)
     driver.add("nine", 9, max_tokens=10)
     driver.add("three", 3, max_tokens=2)

@@ -1,8 +1,9 @@
 """Worked case (g): admission by reservation, the rule of Hugging Face TGI, with limits of 1,024 and 4,096 tokens.
 
-One step admits prompts of at most 1,024 tokens; prompt + max_tokens of all that run stay within 4,096. 512 + 1,024 and
-300 + 512 enter and leave 1,748 to reserve. 400 + 800 would fit that, but not the step: 512 + 300 + 400 is 1,212. It
-enters with the next step. The first request ends after 800 of its 1,024 tokens, and all of its 1,536 return.
+One step admits prompts of at most 1,024 tokens in total. The sum of prompt + max_tokens over all running requests stays
+within 4,096. Two requests, 512 + 1,024 and 300 + 512, enter, and 1,748 tokens remain to reserve. A third request, 400 +
+800, fits into these, but not into the step: 512 + 300 + 400 is 1,212. It enters with the next step. The first request
+ends after 800 of its 1,024 tokens and releases all of its 1,536.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from octavo.data.request import RequestStatus
 
 
 def run() -> dict[str, object]:
-    """Drive the scheduler through the case; return what it decided."""
+    """Drive the scheduler through the case; return its decisions."""
     driver = Driver(
         max_num_batched_tokens=4096,
         enable_chunked_prefill=False,

@@ -1,7 +1,7 @@
-"""Worked case (c): blocks of 4 tokens, 8 of them; B begins with the same 8 tokens as A.
+"""Worked case (c): 8 blocks of 4 tokens. B begins with the same 8 tokens as A.
 
-A's 10 tokens hold blocks 0, 1 and 2. After A's step its two full blocks can be shared: B holds 0 and 1 as well, with a
-block of its own behind them. When A ends, the shared ones stay with B.
+The 10 tokens of A take blocks 0, 1 and 2. After the step of A its two full blocks can be shared: B holds 0 and 1, too,
+followed by a block of its own. When A ends, B still holds the shared blocks.
 """
 
 from __future__ import annotations

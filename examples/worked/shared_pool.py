@@ -1,4 +1,4 @@
-"""Worked case (i): two engines over one pool of KV. The second one finds what the first one computed.
+"""Worked case (i): two engines over one pool of KV. The second one finds the blocks that the first one computed.
 
 A prompt of 100 tokens has 6 whole blocks of 16. Engine A computes all of it and publishes the blocks. Engine B copies
 them, computes the last 4 tokens of the prompt, and gives the same answer. A third node gets copies by a transfer.
@@ -30,7 +30,7 @@ def make_engine(pool: GlobalKVPool, node_id: str) -> LLMEngine:
 
 
 def answer(engine: LLMEngine) -> tuple[list[int], int, list[bytes]]:
-    """Answer the prompt; return the answer, how many tokens were found, and the hashes of the prompt's blocks."""
+    """Answer the prompt; return the answer, the number of cached tokens, and the hashes of the prompt's blocks."""
     engine.add_request("request", {"prompt_token_ids": PROMPT}, PARAMS)
     request = engine.core.scheduler.requests["request"]
     outputs = []
@@ -40,7 +40,7 @@ def answer(engine: LLMEngine) -> tuple[list[int], int, list[bytes]]:
 
 
 def run() -> dict[str, object]:
-    """Run both engines; return what they found and what the pool holds."""
+    """Run both engines; return their cached tokens and the content of the pool."""
     pool = GlobalKVPool(max_blocks_per_node=100)
     first, second = map(partial(make_engine, pool), "AB")
     told: list[tuple[str, bool]] = []

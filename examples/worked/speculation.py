@@ -1,12 +1,14 @@
-"""Worked case (i): five drafts in a step. How many tokens stand, exactly verified and by rejection sampling.
+"""Worked case (i): five drafts in a step. How many tokens a step yields with exact and with rejection verification.
 
-Exact: the drafts are 4 5 6 7 8, and the model chooses 4 5 9 in their places. 4 and 5 come true, 9 stands: 3 tokens.
+Exact: the drafts are 4 5 6 7 8, and the model samples 4 5 9 at their positions. 4 and 5 are accepted, and 9 replaces
+the third draft: 3 tokens.
 
-Rejection sampling: the model likes the first two drafts as much as their source does, and the third not at all. Two are
-accepted, the third is rejected, and a token drawn from what the model likes more stands in its place: 3 tokens.
+Rejection sampling: the model gives the first two drafts the same probability as their source, and the third one
+probability 0. Two are accepted, the third is rejected, and a token sampled from the residual distribution replaces it:
+3 tokens.
 
-Drafts that are each accepted with the chance 0.8 give 1 + 0.8 + 0.8^2 + ... + 0.8^5 = (1 - 0.8^6) / (1 - 0.8) = 3.69
-tokens a step, and 1 without drafts. These are tokens a step, no speed-up: a step with drafts takes longer.
+If each draft is accepted with probability 0.8, a step yields 1 + 0.8 + 0.8^2 + ... + 0.8^5 = (1 - 0.8^6) / (1 - 0.8) =
+3.69 tokens, compared with 1 without drafts. That is not the speed-up: a step with drafts takes longer.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ VOCAB_SIZE = 10
 
 
 def verify_exactly(chosen: list[int]) -> list[int]:
-    """Return what stands in a step: -1 is nothing."""
+    """Return the tokens of a step, padded with -1. chosen: the model's token at each draft, and the one after them."""
     rows = torch.tensor([0, len(chosen)], dtype=torch.int32)
     sampled, _ = ReferenceKernels().rejection_sample(
         torch.tensor(chosen), torch.tensor([NEWEST, *DRAFTS]), rows, len(DRAFTS)
@@ -34,12 +36,15 @@ def verify_exactly(chosen: list[int]) -> list[int]:
 def verify_by_rejection(
     target_probs: torch.Tensor, draft_probs: torch.Tensor | None, num_requests: int
 ) -> torch.Tensor:
-    """Return what stands in a step of each request, which all have the same drafts; float64 [6, vocab] are p and q."""
+    """Return the tokens of a step for each of several requests with the same drafts, padded with -1.
+
+    target_probs, draft_probs: float64 [6, vocab], p and q; None for drafts that were not sampled.
+    """
     num_rows = len(DRAFTS) + 1
     places = torch.arange(num_rows, dtype=torch.int32).repeat(num_requests)
     anything = torch.ones(len(places))
     sampled, _ = rejection_sampling_batched(
-        torch.zeros(len(places), dtype=torch.int64),  # the choice behind five accepted drafts
+        torch.zeros(len(places), dtype=torch.int64),  # the token after five accepted drafts
         torch.tensor([NEWEST, *DRAFTS]).repeat(num_requests),
         torch.arange(num_requests + 1, dtype=torch.int32) * num_rows,
         len(DRAFTS),
@@ -59,7 +64,7 @@ def verify_by_rejection(
 
 
 def run() -> dict[str, object]:
-    """Verify; return the tokens that stand, and how many they are on average."""
+    """Verify drafts in both ways; return the tokens, and the expected and measured number of tokens per step."""
     draft_probs = torch.eye(VOCAB_SIZE, dtype=torch.float64)[[*DRAFTS, 0]]
     target_probs = draft_probs.clone()
     target_probs[2] = torch.eye(VOCAB_SIZE)[9]  # 9 in place of 6

@@ -1,11 +1,12 @@
-"""Worked case (d): static against continuous batching for outputs of 5, 50, 3 and 100 tokens.
+"""Worked case (d): static and continuous batching for outputs of 5, 50, 3 and 100 tokens.
 
-A static batch holds its four slots until the longest is done: 158 busy of 400 slot-steps, 39.5 %. With continuous
-batching a slot is given to the next request as soon as one ends. Both are real runs of the scheduler; `--svg FILE`
-draws them.
+A static batch occupies its four slots until the longest request ends: 158 of 400 slot-steps are busy, 39.5 %. With
+continuous batching the next request gets a slot as soon as a request ends. Both are real runs of the scheduler; `--svg
+FILE` draws them.
 
-Smaller ones: 5, 20 and 3 tokens keep 28 of the 60 slot-steps of a static batch busy. Five requests of 3, 10, 5, 8 and 2
-tokens take 28 steps one after the other, 18 in static batches of three, and 11 where three slots are filled again.
+Smaller cases: outputs of 5, 20 and 3 tokens keep 28 of the 60 slot-steps of a static batch busy. Five requests of 3,
+10, 5, 8 and 2 tokens take 28 steps one after the other, 18 in static batches of three, and 11 with continuous batching
+in three slots.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
 
 @dataclass(frozen=True)
 class Run:
-    """Which request was in the batch in which step, and how full the slots were."""
+    """The steps in which each request was in the batch, and the occupancy of the slots."""
 
     steps: dict[str, list[int]]
     num_steps: int
@@ -38,7 +39,7 @@ class Run:
 
     @property
     def num_busy(self) -> int:
-        """Slot-steps in which a request was computed."""
+        """Number of slot-steps in which a request was computed."""
         return sum(map(len, self.steps.values()))
 
     @property
@@ -48,7 +49,7 @@ class Run:
 
 
 def simulate(lengths: Sequence[int], num_slots: int, *, static: bool) -> Run:
-    """Run requests with so many output tokens; static: the next batch enters when all before it have ended."""
+    """Run requests with output lengths `lengths`. static: a batch enters only after all earlier requests have ended."""
     driver = Driver(max_num_seqs=num_slots)
     waiting = [(f"{index}.{length}", length) for index, length in enumerate(lengths)]
     steps: dict[str, list[int]] = {name: [] for name, _ in waiting}
@@ -65,7 +66,7 @@ def simulate(lengths: Sequence[int], num_slots: int, *, static: bool) -> Run:
 
 
 def draw(runs: dict[str, Run]) -> str:
-    """Draw timelines below each other as SVG: one bar per request, a row per request, a step per pixel."""
+    """Return the timelines of all runs as SVG: one row with a bar per request, two pixels per step."""
     scale, height, top, parts = 2, 8, 24, []
     for title, run in runs.items():
         parts.append(f'<text x="4" y="{top - 8}">{title}: {run.num_steps} steps, {run.occupancy:.1%} busy</text>')

@@ -1,7 +1,8 @@
 """Worked case (b): a budget of 20 tokens, two requests that decode and two that wait.
 
-Running: one with 2 prompt and 2 output tokens, one with 4 and 1. Their newest token is known but not computed, so their
-next positions are 3 and 4. The waiting prompts of 5 and 3 tokens fit beside them: 1 + 1 + 5 + 3 = 10 of 20.
+One running request has 2 prompt and 2 output tokens, the other one has 4 and 1. Their newest token is known but not
+computed, so their next positions are 3 and 4. The waiting prompts of 5 and 3 tokens fit into the same step: 1 + 1 + 5 +
+3 = 10 of 20.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from driver import Driver
 
 
 def run() -> dict[str, object]:
-    """Drive the scheduler through the case; return what it decided."""
+    """Drive the scheduler through the case; return its decisions."""
     driver = Driver(max_num_batched_tokens=20)
     first = driver.add("two", 2, max_tokens=10)
     driver.step()

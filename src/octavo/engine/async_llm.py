@@ -1,4 +1,4 @@
-"""The asynchronous way to use an engine: a thread that steps it, and a stream of outputs for each request."""
+"""The asynchronous interface of an engine: a thread that steps it, and a stream of outputs for each request."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-_CHARS_PER_ID = 4  # of a list of token ids
+_CHARS_PER_ID = 4  # the size that a token id counts as
 
 
 class AsyncLLM:
     """Steps an engine in a thread, which sleeps while there is nothing to do.
 
-    The engine belongs to that thread alone; everything else reaches it through one inbox.
+    Only that thread uses the engine; all other code reaches it through one inbox.
     max_unread_outputs: a request with more unread outputs is ended; None for no limit.
     client, input_processor, output_processor, clock: those of the engine. text: threads for work on large texts.
     """
@@ -46,17 +46,17 @@ class AsyncLLM:
         self._max_unread = max_unread_outputs
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._read: dict[str, OutputStream] = {}  # by request, while there is a reader
-        self._streams: dict[str, OutputStream] = {}  # the engine thread's alone, as is the next one
+        self._streams: dict[str, OutputStream] = {}  # only for the engine's thread, like the next one
         self._submitted: set[OutputStream] = set()  # neither accepted nor refused yet
         self._dead: OctavoError | None = None
-        self._door = threading.Lock()  # nothing enters the inbox once the engine is known to be dead
+        self._door = threading.Lock()  # no command is added to the inbox after `_dead` is set
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         engine.on_lost(self._lose)
         self._thread.start()
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine will never take a request again."""
+        """Whether the engine has ended for good and refuses all requests."""
         return self._dead is not None or not self._thread.is_alive()
 
     @property
@@ -75,14 +75,14 @@ class AsyncLLM:
         on_unread: Callable[[RequestOutput], None] | None = None,
         **fields: Unpack[OptionFields],
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of one request until it is finished; leaving the loop early aborts it.
+        """Yield the outputs of one request until it is finished. Closing the iterator early aborts the request.
 
-        The arguments are those of `octavo.engine.llm_engine.Engine.add_request`; fields: replace those of `options`.
-        on_processed is awaited with the request before it is sent, when its tokens are known; it may delay the request,
-        and an error that it raises ends it. on_unread is called with each output that was not yielded because the
-        reader left or was too slow.
-        Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile, and
-        `SlowReaderError` when too many outputs were not read.
+        The arguments are those of `octavo.engine.llm_engine.Engine.add_request`. fields: replace those of `options`.
+        on_processed: awaited with the tokenized request before it is sent; it may delay the request, and an error that
+        it raises ends it. on_unread: called with each output that was not yielded because the reader disconnected or
+        was too slow.
+        Raises `RequestError` if the request cannot be served, `EngineDeadError` if the engine stops meanwhile, and
+        `SlowReaderError` if too many outputs are unread.
         """
         if self._dead is not None:
             raise self._dead
@@ -130,7 +130,7 @@ class AsyncLLM:
             _call_soon(stream.loop, stream.fail, error)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests; each gets its last output, with finish_reason "abort". Raises `EngineDeadError`."""
+        """Abort requests. Each gets a last output with finish_reason "abort". Raises `EngineDeadError`."""
         await self.call(lambda engine: engine.abort_request(request_ids))
 
     async def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
@@ -138,7 +138,7 @@ class AsyncLLM:
         await self.call(lambda engine: engine.client.watch(listener))
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
-        """Run a function on the engine's thread, between two steps, and return its result."""
+        """Run a function on the engine's thread, between two steps, and return its result or raise its error."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
@@ -186,7 +186,7 @@ class AsyncLLM:
         self.engine.shutdown()
 
     def _run_commands(self) -> bool:
-        """Run the commands in the inbox. Returns False if the thread shall stop."""
+        """Run the commands in the inbox. Returns False if the thread has to stop."""
         while not self._inbox.empty():
             command = self._inbox.get()
             if command is None:
@@ -198,7 +198,7 @@ class AsyncLLM:
         def accept(error: OctavoError | None) -> None:
             self._submitted.discard(stream)
             if error is not None:
-                if not stream.is_left:  # else the reader has left
+                if not stream.is_left:
                     _call_soon(stream.loop, _set_exception, stream.accepted, error)
                 return
             self._streams[processed.request_id] = stream
@@ -222,7 +222,7 @@ class AsyncLLM:
             _call_soon(stream.loop, stream.put, error)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Pass the outputs of a step on, all of one event loop together: waking a loop costs more than an output."""
+        """Deliver the outputs of a step, in one batch per event loop: waking a loop costs more than an output."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
@@ -239,7 +239,7 @@ class AsyncLLM:
             _call_soon(loop, _put_all, batch)
 
     def _end_slow(self, output: RequestOutput, stream: OutputStream, limit: int) -> None:
-        """End a request whose reader is too slow; drop its unread outputs and those that follow, to free memory."""
+        """End a request with a reader that is too slow. Drop its unread and later outputs, to free memory."""
         stream.is_left = True
         if not output.finished:
             self.engine.abort_request(output.request_id)
@@ -262,7 +262,7 @@ class AsyncLLM:
 
     @staticmethod
     def _run_last(command: Callable[[], None]) -> None:
-        """Run a command of a dead engine: it answers its caller, or refuses."""
+        """Run a command although the engine is dead, so that its caller gets an answer."""
         try:
             command()
         except Exception:
@@ -270,7 +270,7 @@ class AsyncLLM:
 
 
 def _num_chars(prompt: Any, params: SamplingParams | None) -> int:
-    """Return the size of a request in characters; a token id counts as some of them."""
+    """Return the size of a request in characters; a token id counts as `_CHARS_PER_ID`."""
     if hasattr(prompt, "keys"):
         ids = prompt.get("prompt_token_ids")
         prompt = prompt.get("prompt") if ids is None else ids
@@ -285,7 +285,7 @@ def _put_all(batch: list[tuple[OutputStream, RequestOutput]]) -> None:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed, and its readers are gone
+    with contextlib.suppress(RuntimeError):  # the loop is closed: no reader is waiting
         loop.call_soon_threadsafe(function, *args)
 
 

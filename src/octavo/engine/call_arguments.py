@@ -1,4 +1,4 @@
-"""The arguments of a call as a model wrote them, read as an object: nothing that was written is left out."""
+"""Read the arguments of a call, as a model wrote them, as an object. Nothing that the model wrote is dropped."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pydantic_core
 
 from octavo.engine.json_recovery import recover_object
 
-_NO_VALUE = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.)*("\s*(:\s*)?)?)?\Z')  # of an object: a name at most
+_NO_VALUE = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.)*("\s*(:\s*)?)?)?\Z')  # an object cut off before its first value
 UNREADABLE_KEY = "arguments"
-"""The key under which a chat template is given arguments that are no object."""
+"""The key under which a chat template receives arguments that are not an object."""
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a call that is whole; None for a text that is no object and cannot be repaired to one.
+    """Return the arguments of a complete call; None if the text is not an object and cannot be repaired to one.
 
     An empty text is a call without arguments.
     """
@@ -31,11 +31,11 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of any call for a chat template, which wants an object.
+    """Return the arguments of any call as an object, the form that chat templates need.
 
-    A client can send a call of an answer back unchanged. A call that was cut off has the arguments
-    that came, the last string as far as it came. A text that is no object at all is the value of `UNREADABLE_KEY`: the
-    model sees what it wrote, not a call without arguments.
+    So a client can send a call of an answer back unchanged. A call that was cut off has the arguments that arrived,
+    including the beginning of the last string. A text that is not an object becomes the value of `UNREADABLE_KEY`, so
+    that the model sees its own text instead of a call without arguments.
     """
     whole = parse_arguments(text)
     if whole is not None:
@@ -47,7 +47,7 @@ def read_arguments(text: str) -> dict[str, Any]:
 def begun_arguments(text: str, *, with_last_string: bool = False) -> dict[str, Any]:
     """Return the complete members of arguments that were cut off; {} if the text does not begin an object.
 
-    with_last_string: the last value may be half a string; clients that read a stream as it comes leave it out.
+    with_last_string: include a last string that is incomplete. Clients that parse a stream leave it out.
     """
     try:
         begun = pydantic_core.from_json(

@@ -1,4 +1,4 @@
-"""Conversations to text by the Jinja template of a checkpoint, in a sandbox: templates are untrusted programs."""
+"""Render conversations with the Jinja template of a checkpoint, in a sandbox: templates are untrusted programs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# Names under which a message carries its reasoning; templates read the first, older ones the others.
+# Keys of a message's reasoning. Templates read the first one, older templates another one.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# What a template written for other data may raise; none of it is a fault of octavo.
+# Errors that a template may raise for data that it does not expect. They are not faults of octavo.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -42,9 +42,9 @@ _TEMPLATE_ERRORS = (
 
 
 class ChatTemplate:
-    """The chat templates of one checkpoint by name; "default" serves unless tools ask for "tool_use".
+    """The chat templates of one checkpoint by name. "tool_use", if it exists, is used with tools, else "default".
 
-    special_tokens: text by key ("bos_token", ...), as templates know them. `now` is the clock of `strftime_now`.
+    special_tokens: text by key ("bos_token", ...), variables of the templates. now: the clock of `strftime_now`.
     """
 
     __slots__ = ("_compiled", "_environment", "_special_tokens", "templates")
@@ -63,10 +63,10 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
-        """Read a checkpoint's templates; None where it has none. Raises `ModelError` for a broken file.
+        """Read a checkpoint's templates; None if it has none. Raises `ModelError` for an invalid file.
 
-        chat_template.jinja is the default; without it tokenizer_config.json gives one or a list of named ones.
-        additional_chat_templates/*.jinja adds more.
+        tokenizer_config.json has one template or a list of named ones; chat_template.jinja replaces all of these as
+        the default. additional_chat_templates/*.jinja adds more.
         """
         templates = _read_config_templates(directory / "tokenizer_config.json")
         single = directory / "chat_template.jinja"
@@ -89,9 +89,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt of a conversation, as `apply_chat_template` of transformers does.
 
-        continue_final_message: the prompt ends within the last message, which the model then goes on writing.
-        chat_template: the name of a template, or the text of one. Other keywords are variables for the template.
-        Raises `RequestError` for messages that the template refuses.
+        continue_final_message: end the prompt within the last message, so that the model continues it.
+        chat_template: the name or the text of a template. Other keywords are variables for the template.
+        Raises `RequestError` if the template refuses the messages.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -130,15 +130,15 @@ class ChatTemplate:
                 compiled = _Compiled(self._environment, source, self._special_tokens)
             except _TEMPLATE_ERRORS as error:
                 raise RequestError(f"the chat template is broken: {error}", parameter="chat_template") from error
-            if source in self.templates.values():  # those of requests are not kept
+            if source in self.templates.values():  # the cache must not grow with templates passed by callers
                 self._compiled[source] = compiled
         return compiled
 
 
 class _Compiled:
-    """A template ready to render, and what it wants of its messages.
+    """A compiled template with its traits.
 
-    no_tools: how it is told that there are none: null, as transformers does, or an empty list where it takes no null.
+    no_tools: the value of `tools` if there are none: None as in transformers, or [] if the template fails with None.
     """
 
     __slots__ = ("no_tools", "template", "traits")
@@ -151,9 +151,9 @@ class _Compiled:
         self.no_tools: list[Any] | None = None if takes_null or self._try(question, special, []) is None else []
 
     def render(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Return the text of a conversation, by the first of its shapes that the template takes.
+        """Return the text of a conversation, in the first of its shapes that the template accepts.
 
-        Raises `RequestError` with what it said of the first one.
+        Raises `RequestError` with the template's error for the first shape if it accepts none.
         """
         refusal: Exception | None = None
         if variables["tools"] is None:
@@ -168,7 +168,7 @@ class _Compiled:
     def _try(
         self, messages: list[dict[str, Any]], special: Mapping[str, str], *choices: list[Any] | None
     ) -> str | None:
-        """Return the text of a small conversation with the first tools that it takes; None where it is refused."""
+        """Render a small conversation with the first of `choices` as tools that the template accepts; None if none."""
         for tools in choices:
             with contextlib.suppress(*_TEMPLATE_ERRORS):
                 return self.template.render(
@@ -178,7 +178,7 @@ class _Compiled:
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} marks what the assistant wrote, for training; here its body is simply rendered."""
+    """{% generation %} marks the assistant's text for training; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -189,7 +189,7 @@ class _GenerationBlock(Extension):
 
 
 def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    """Build the environment that transformers gives to templates."""
+    """Build the environment that templates have in transformers."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -204,7 +204,7 @@ def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironm
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # Unlike jinja's own filter it does not escape for HTML.
+        # Unlike jinja's own filter, this one does not escape for HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
@@ -237,7 +237,10 @@ def _read_config_templates(path: Path) -> dict[str, str]:
 
 
 def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copy messages into plain data without their null fields; content is text, a list of text parts or null."""
+    """Copy messages into plain data without null fields, except content: text, a list of text parts, or null.
+
+    Renames roles, parses arguments of calls, and stores reasoning under the keys that templates read.
+    """
     if not messages or isinstance(messages, str | Mapping):
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     chat = []
@@ -263,7 +266,7 @@ def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def template_role(role: str) -> str:
-    """Return the name under which templates know a role."""
+    """Return the name of a role in templates: "system" for "developer"."""
     return _ROLES.get(role, role)
 
 
@@ -280,7 +283,7 @@ def _part_text(part: Any, index: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Rebuild data from JSON types, so that a template gets no object with methods that do something."""
+    """Rebuild data from JSON types, so that no object with methods of its own reaches a template."""
     try:
         return _rebuilt(value)
     except RecursionError:
@@ -298,7 +301,7 @@ def _rebuilt(value: Any) -> Any:
 
 
 def _tag_final_message(chat: list[dict[str, Any]]) -> None:
-    """Put a mark behind the last message's text, where the prompt is to be cut."""
+    """Append a mark to the last message's text: the prompt is cut there."""
     content = chat[-1].get("content")
     if isinstance(content, str):
         chat[-1]["content"] = content + _CONTINUE_TAG
@@ -309,7 +312,7 @@ def _tag_final_message(chat: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_tag(text: str) -> str:
-    """Cut the text at the mark. A template that strips messages has stripped the mark's own space, too."""
+    """Cut the text at the mark; strip it if the template strips messages, which the mark's missing space shows."""
     position = text.rfind(_CONTINUE_TAG.strip())
     if position < 0:
         raise RequestError(

@@ -1,7 +1,8 @@
-"""The seam between an engine and its core, which runs in this process or in another one.
+"""The protocol between an engine and its core, which runs in this process or in another one.
 
-Above it: prompts, text, streams and readers, once for both. Below it: `octavo.engine.local_core.LocalCore` and
-`octavo.engine.remote_core.RemoteCore`. The height is that of vLLM's `EngineCoreClient`.
+Prompts, text, streams and readers are handled above it, independent of where the core runs. It is implemented by
+`octavo.engine.local_core.LocalCore` and `octavo.engine.remote_core.RemoteCore`, and corresponds to vLLM's
+`EngineCoreClient`.
 """
 
 from __future__ import annotations
@@ -21,19 +22,18 @@ if TYPE_CHECKING:
     from octavo.outputs import EngineCoreOutput
 
     Answer: TypeAlias = Callable[[OctavoError | None], None]
-    """Called once for each request that is added: with None when it is in the queue, or with the error that refuses it.
-    """
+    """Called once for each added request: with None once it is in the queue, or with the error that refuses it."""
 
 
 class CoreClient(Protocol):
-    """A core, as an engine uses it. One thread uses it, except for `wake`, `is_ready` and what describes it.
+    """A core as an engine uses it. One thread uses it, except for `wake`, `is_ready` and the descriptive properties.
 
     A request is answered once, ends once, and ends after its answer: by the outputs of its streams, or by `on_lost`.
     """
 
     @property
     def core(self) -> EngineCore:
-        """The core itself. Raises `EngineError` if it runs in another process."""
+        """The core object. Raises `EngineError` if it runs in another process."""
         ...
 
     @property
@@ -77,7 +77,7 @@ class CoreClient(Protocol):
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
         """End streams now, with a terminal status. Unknown and ended ones are ignored.
 
-        The last outputs of aborted streams follow; any other status comes from the engine, which knows the end.
+        The last outputs of aborted streams follow. Any other status is the engine's own decision, so no output follows.
         """
         ...
 
@@ -90,11 +90,11 @@ class CoreClient(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block until there is work or an answer, or `wake` was called, but for a second at most."""
+        """Block until there is work or an answer, or `wake` is called, for at most a second."""
         ...
 
     def wake(self) -> None:
-        """End the present or else the next `wait`. Any thread may call it."""
+        """End the current `wait`, or the next one if none is running. Any thread may call it."""
         ...
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
@@ -106,5 +106,5 @@ class CoreClient(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Refuse the requests that were not answered, and free everything. A second call changes nothing."""
+        """Refuse the requests that were not answered, and free all resources. A second call does nothing."""
         ...

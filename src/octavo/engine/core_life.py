@@ -1,4 +1,4 @@
-"""One engine process, from its start to its end: its sockets, its folder and its health."""
+"""One engine process from its start to its end: its sockets, its folder and its health."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _MOST_AT_ONCE = 1000  # messages read in a row; commands of the engine wait mean
 class CoreLife:
     """A process that runs `octavo.engine.core_process.run_core_process`, with sockets of its own.
 
-    ready_at: when it first took requests, on the monotonic clock; None before. failure: the error that it reported.
+    ready_at: time on the monotonic clock at which it first took requests; None before. failure: the error that it
+    reported, if any.
     """
 
     process: subprocess.Popen[bytes]
@@ -51,7 +52,7 @@ class CoreLife:
     ) -> CoreLife:
         """Start a process with sockets in a folder that only this user can enter.
 
-        Raises `ConfigError` without a folder for the sockets, and whatever the system raises.
+        Raises `ConfigError` if no folder for the sockets can be created, and any error of the operating system.
         """
         with contextlib.ExitStack() as stack:
             folder = ipc.make_folder()
@@ -69,7 +70,7 @@ class CoreLife:
                 command, stdin=subprocess.PIPE, stdout=_STANDARD_ERROR, env=environment, close_fds=True
             )
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it is dead already, which will be noticed
+            with contextlib.suppress(BrokenPipeError):  # it is dead already: `why_over` reports that
                 process.stdin.write(order)
                 process.stdin.flush()
             stack.pop_all()
@@ -77,7 +78,7 @@ class CoreLife:
 
     @property
     def why_over(self) -> str | None:
-        """How the process ended, or why it has to be killed; None while neither."""
+        """How the process ended, or why it has to be killed; None if it runs and is healthy."""
         if self.process.poll() is not None:
             return f"ended with status {self.process.returncode}"
         return self.health.why_given_up
@@ -100,7 +101,7 @@ class CoreLife:
             yield self.news.recv()
 
     def end(self) -> None:
-        """Kill what still runs and remove its sockets. The system may take a while to end the process."""
+        """Kill the process and remove its sockets. The system may take a while to end the process."""
         self.process.kill()
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """The engine core in a process of its own: it steps while there is work, and reads messages between two steps.
 
-It serves one parent process. When its standard input ends, the parent is gone, and it ends itself.
+It serves one parent process. The end of its standard input means that the parent has exited: then it exits, too.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 BEAT_S = 0.5
 IDLE_CHECK_MS = 1000
-PREPARE_S = 10.0  # from its own start
+PREPARE_S = 10.0  # counted from the start of the preparation
 TURN_S = 60.0
-_SAVING_S = 2.0  # at most, after the order to stop: the process that sent it kills this one after 5 s
+_SAVING_S = 2.0  # at most, after `Stop`: the parent kills this process after 5 s
 _HELD_CHECK_MS = 5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 
 
 def run_core_process(build: Build) -> None:
-    """Read a `Launch` from standard input, build what it asks for, and serve until told to stop.
+    """Read a `Launch` from standard input, build the core, and serve it until `Stop` arrives.
 
-    build(config, progress) returns the core; what it raises is told, and ends the process with status 1.
+    build: build(config, progress) returns the core. An error that it raises is sent to the parent and ends the process
+    with status 1.
     """
-    # Signals may be sent to a whole group: the process that this one serves hears them and says when to stop.
+    # Signals may be sent to the whole process group. The parent handles them and sends `Stop`.
     for each in (signal.SIGINT, signal.SIGTERM, *_HANG_UP):
         signal.signal(each, signal.SIG_IGN)
     _wake_when_parent_dies()
@@ -85,9 +86,9 @@ def run_core_process(build: Build) -> None:
 
 
 class Pulse:
-    """Reports from a thread of its own that the process runs, and how much progress it made.
+    """Sends `octavo.engine.ipc.Alive` messages from a thread of its own, also during a long step.
 
-    progress: as `octavo.engine.ipc.Alive` counts it; the server of the core increases it.
+    progress: the count in these messages; the `CoreServer` increases it.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
@@ -97,11 +98,11 @@ class Pulse:
         self._thread = threading.Thread(target=self._beat, name="octavo-pulse", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End."""
+        """Stop the thread and wait for its end."""
         self._is_over.set()
         self._thread.join()
 
@@ -114,7 +115,7 @@ class Pulse:
 
 
 class CoreServer:
-    """Serves a core over two sockets: messages become calls of a `LocalCore`, and its outputs messages."""
+    """Serves a core over two sockets: messages become calls of a `LocalCore`, its outputs become messages."""
 
     def __init__(self, core: EngineCore, requests: zmq.Socket[bytes], news: zmq.Socket[bytes], pulse: Pulse) -> None:
         self._engine_core = core
@@ -129,7 +130,7 @@ class CoreServer:
         while not self._is_over:
             if not self._core.has_work():
                 self._wait_for_mail()
-                self._pulse.progress += 1  # looking for work is all the progress that an idle core can make
+                self._pulse.progress += 1  # an idle core makes progress by looking for work
             self._read_mail()
             self._step()
             if time.monotonic() > self._next_report:
@@ -199,17 +200,17 @@ class CoreServer:
 
 
 def _wake_when_parent_dies() -> None:
-    """Have the system send SIGCONT then: a process that was stopped would not hear that its standard input ended.
+    """Have Linux send SIGCONT when the parent dies: a stopped process would not notice the end of standard input.
 
-    Where it runs the signal does nothing, so it does no harm that it comes with the end of the parent's thread already.
-    A parent that died before this was called is heard of, as this process runs. Other systems than Linux have no such.
+    A running process ignores the signal. So it is harmless that the end of the parent's thread already sends it. If the
+    parent died before this call, this process is running and notices the end. Other systems have no such signal.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Leave at once when standard input ends: the process at its other end is gone, and tidies up nothing."""
+    """Remove the folder and exit immediately when standard input ends: the parent is dead and cannot clean up."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,8 @@
-"""Token ids to text as they come: what each token reads as, and texts that grow by one token after the other.
+"""Incremental detokenizing: the text of each token, and the text of a stream that grows token by token.
 
-All of it follows the decoder of tokenizer.json, which reads a text as a whole. What it does to a token depends on few
-others: bytes that are no character yet are read with those behind them, and some decoders strip the first word's space.
+Both follow the decoder of tokenizer.json, which decodes a whole sequence. The result for one token depends on few of
+its neighbours: bytes of an incomplete character are decoded with the bytes after them, and some decoders strip the
+space before the first word.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ if TYPE_CHECKING:
 
     import tokenizers
 
-REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
+REPLACEMENT = "\ufffd"  # the result of decoding invalid bytes
 _REPLACEMENT_BYTES = REPLACEMENT.encode()
 _NO_UTF8 = b"\xff"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_UNFINISHED_BYTES = 3  # of a character at most
-_BEFORE = "a"  # a token in front of the one that is read
+_UNFINISHED_BYTES = 3  # the maximum of an incomplete character
+_BEFORE = "a"  # a token that precedes the decoded one
 _NUM_REMEMBERED = 1 << 14  # pieces: some 2 MB
 _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
 
 
 class TokenPieces:
-    """What each token of a vocabulary adds to a text in which others stand before it.
+    """The text or bytes that each token of a vocabulary appends to a text that is not empty.
 
-    has_byte_runs  tokens of one byte that follow each other are one run, of which every byte is a replacement character
-                   where the run is not UTF-8 (sentencepiece's byte fallback)
-    strips_start   a text begins otherwise than it goes on
+    has_byte_runs  consecutive byte tokens form one run; if the run is not UTF-8, each of its bytes becomes a
+                   replacement character (sentencepiece's byte fallback)
+    strips_start   the decoder may change the beginning of a text, for example strip its first space
     """
 
     __slots__ = ("_decoder", "_decodes_bytes", "_kept", "_special_ids", "_spell", "has_byte_runs", "strips_start")
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
-        """Look at the decoder. Raises `ModelError` for one that reads a token by its neighbours."""
+        """Inspect the decoder. Raises `ModelError` if the text of a token depends on its neighbours."""
         kinds = set(_kinds(None if backend.decoder is None else json.loads(backend.decoder.__getstate__())))
         if kinds & _BY_NEIGHBOURS:
             name = ", ".join(sorted(kinds & _BY_NEIGHBOURS))
@@ -53,11 +54,11 @@ class TokenPieces:
         self._kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}
 
     def kept(self, *, skip_special_tokens: bool) -> dict[int, str | bytes]:
-        """Return the pieces that are known already; `piece` knows all."""
+        """Return the cache of pieces by token id. It may lack any token; `piece` computes the missing ones."""
         return self._kept[skip_special_tokens]
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return what a token adds: text, or bytes that are no character alone; "" for one that is passed over."""
+        """Return the piece of a token: text, or bytes that are not valid UTF-8 alone; "" for a skipped token."""
         kept = self._kept[skip_special_tokens]
         piece = kept.get(token_id)
         if piece is None:
@@ -85,14 +86,14 @@ class TokenPieces:
 
 
 class IncrementalDetokenizer:
-    """Turns token ids into text as they come; what `add` and `finish` return, joined, is `Tokenizer.decode` of all.
+    """Turns a stream of token ids into text. All results of `add` and `finish`, joined, equal `Tokenizer.decode`.
 
-    Text is held back while a later token could still change it: the bytes of an unfinished character, and a run of
-    byte-fallback tokens, which decodes as a whole.
+    Text is held back while a later token could still change it: the bytes of an incomplete character, and a run of
+    byte-fallback tokens, which is decoded as a whole.
 
-    Behind a prompt the text continues it: the first word keeps the leading space that the decoders of sentencepiece
-    models strip from the start of a text. A character that the prompt begins and these tokens end is part of this text;
-    bytes of the prompt that never become a character are the prompt's, and nothing of this text.
+    The text continues the prompt, if there is one. Its first word keeps the leading space that the decoders of
+    sentencepiece models strip from the start of a text. A character that begins in the prompt and ends in these tokens
+    is part of this text. Bytes of the prompt that never become a character are not.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_num_prompt_bytes", "_pieces", "_skip")
@@ -105,18 +106,18 @@ class IncrementalDetokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> None:
-        """Start behind a prompt; `decode` returns the text of tokens that stand alone."""
+        """Start after a prompt. decode: returns the text of a complete token sequence."""
         self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
         self._kept = pieces.kept(skip_special_tokens=skip_special_tokens)
-        self._held = bytearray()  # bytes that wait for those behind them; the first of them may be the prompt's
+        self._held = bytearray()  # bytes of an incomplete character or run; the first of them may be the prompt's
         self._num_prompt_bytes = 0
-        self._first_ids: list[int] | None = None  # of a text that has not begun
+        self._first_ids: list[int] | None = None  # tokens so far, until they have some text; None after that
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
 
     @property
     def held(self) -> bytes:
-        """Bytes that wait for those behind them, the prompt's before those of this text."""
+        """Bytes held back until later bytes complete them: first the prompt's, then those of this text."""
         return bytes(self._held)
 
     @property
@@ -125,7 +126,7 @@ class IncrementalDetokenizer:
         return self._num_prompt_bytes
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """Take tokens in and return the text that is certain now."""
+        """Append tokens and return the text that no later token can change."""
         text = ""
         for token_id in token_ids:
             piece = self._kept.get(token_id)
@@ -147,7 +148,7 @@ class IncrementalDetokenizer:
         return self._release() if self._first_ids is None else self._decode(self._first_ids)
 
     def _begin(self, first_ids: list[int], token_id: int, piece: str | bytes) -> str:
-        """Read the first tokens of a text as the library does, until they are some text whatever follows."""
+        """Decode the first tokens with the library until they have text that no later token can change."""
         first_ids.append(token_id)
         text = "" if isinstance(piece, bytes) else self._decode(first_ids)
         if text:
@@ -155,7 +156,7 @@ class IncrementalDetokenizer:
         return text
 
     def _release(self) -> str:
-        """Return the text of the bytes that are held, behind which something else stands."""
+        """Flush the held bytes as text: the character or run has ended."""
         if not self._pieces.has_byte_runs:
             return self._decode_held(final=True)
         data, num_prompt_bytes = bytes(self._held), self._num_prompt_bytes
@@ -167,17 +168,20 @@ class IncrementalDetokenizer:
             return REPLACEMENT * (len(data) - num_prompt_bytes)
 
     def _decode_held(self, *, final: bool) -> str:
-        """Decode the bytes that are held as far as they are certain."""
+        """Decode the held bytes up to an incomplete character; all of them if final."""
         text, num_bytes = utf_8_decode(self._held, "replace", final)
         if num_bytes and self._num_prompt_bytes:
             self._num_prompt_bytes = 0
             if text[0] == REPLACEMENT and not self._held.startswith(_REPLACEMENT_BYTES):
-                text = text[1:]  # the prompt's unfinished character stays unfinished
+                text = text[1:]  # the incomplete character belongs to the prompt
         del self._held[:num_bytes]
         return text
 
     def _continue(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Take over what the prompt has of an unfinished character; whether there is any text in it."""
+        """Hold the bytes of a character or run that the prompt leaves incomplete. Returns True if the prompt has text.
+
+        Without byte runs a few tokens from the end suffice.
+        """
         parts: list[bytes] = []
         has_text, has_runs = False, self._pieces.has_byte_runs
         for token_id in reversed(prompt_token_ids):
@@ -191,13 +195,13 @@ class IncrementalDetokenizer:
         try:
             self._held += data[utf_8_decode(data, "strict" if has_runs else "replace", False)[1] :]
         except UnicodeDecodeError:
-            self._held += _NO_UTF8  # whatever follows in the run
+            self._held += _NO_UTF8  # makes the whole run invalid
         self._num_prompt_bytes = len(self._held)
         return has_text
 
 
 def _kinds(decoder: Any) -> Iterable[str]:
-    """Yield the types of a decoder and of those that it is made of."""
+    """Yield the types of a decoder and of all decoders that it contains."""
     if isinstance(decoder, dict):
         yield str(decoder.get("type"))
         for each in decoder.get("decoders", ()):
@@ -205,7 +209,7 @@ def _kinds(decoder: Any) -> Iterable[str]:
 
 
 def _byte_level(spelled: str) -> bytes:
-    """Return the bytes of a token of a byte-level vocabulary; one that is not spelled in its alphabet is as it is."""
+    """Return the bytes of a byte-level token; a token outside the byte-level alphabet is encoded as UTF-8."""
     try:
         return bytes(_BYTES[character] for character in spelled)
     except KeyError:
@@ -213,7 +217,7 @@ def _byte_level(spelled: str) -> bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return how byte-level BPE spells bytes (GPT-2): printable ones as they are, the others from U+0100 on."""
+    """Return the byte of each character of GPT-2's byte-level BPE: printable bytes stay, the rest start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

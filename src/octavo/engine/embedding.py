@@ -1,4 +1,4 @@
-"""From the vector that a model's hidden states became to the one that users get."""
+"""From the pooled hidden states of a model to the embedding that users get."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 def embedding(
     output: RequestOutput, *, normalize: bool = True, num_dimensions: int | None = None
 ) -> NDArray[np.float32]:
-    """Return the vector of an output, float32: its first dimensions, brought to length 1.
+    """Return the embedding of an output as a float32 vector.
 
-    Raises `ExecutionError` where there is none, or where it is no number.
+    num_dimensions: the number of leading dimensions to keep; None for all. normalize: scale the result to length 1.
+    Raises `ExecutionError` if the request failed, has no embedding, or the embedding is not finite.
     """
     if output.error is not None or output.pooled is None:
         raise ExecutionError(output.error or "the request ended before its embedding was there")

@@ -1,4 +1,4 @@
-"""How a checkpoint makes embeddings, as sentence-transformers writes it: `modules.json` and the modules' folders."""
+"""The embedding settings of a checkpoint as sentence-transformers saves them: `modules.json` and module folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MODULES, _USUAL_POOLING = "modules.json", "1_Pooling"
 _KINDS = {"lasttoken": "last", "mean": "mean"}
-_OWN = "sentence_transformers."  # else a class of the checkpoint's own code
+_OWN = "sentence_transformers."  # any other prefix is custom code of the checkpoint
 _COMPUTED = ("Transformer", "Pooling", "Normalize")
 
 
@@ -22,8 +22,8 @@ class EmbeddingConfig:
     """How hidden states become an embedding.
 
     pooling  "last" or "mean"
-    problem  why octavo cannot compute the embeddings that the checkpoint was made for, or None; clients are told, so it
-             names files as they are called in the checkpoint, and not where that is
+    problem  why octavo cannot compute the checkpoint's embeddings, or None; clients see it, so it names files relative
+             to the checkpoint and does not show where the checkpoint is stored
     """
 
     pooling: str = "last"
@@ -31,7 +31,7 @@ class EmbeddingConfig:
 
 
 def read_embedding_config(directory: Path) -> EmbeddingConfig:
-    """Read what follows the transformer; a checkpoint without such files gets its last state. Raises `ModelError`."""
+    """Read the modules after the transformer. Without such files the pooling is "last". Raises `ModelError`."""
     folder, is_named = directory / _USUAL_POOLING, False
     for name, module in _read_modules(directory / _MODULES):
         kind = name.rpartition(".")[2]
@@ -58,7 +58,7 @@ def read_embedding_config(directory: Path) -> EmbeddingConfig:
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:
-    """Return the class and the folder of every module, in their order; none where there is no such file."""
+    """Return the class and the folder of every module, in order; empty if the file does not exist."""
     modules = read_json(path)
     if modules is None:
         return []
@@ -71,7 +71,7 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _read_modes(path: Path, values: dict[str, Any]) -> list[str]:
-    """Return the poolings that are asked for: a flag each, of which the mean's is set by default, or by name."""
+    """Return the requested poolings, given by name or by one flag each; the flag of the mean is set by default."""
     named = values.get("pooling_mode")
     if named is None:
         flags = {"pooling_mode_mean_tokens": True, **values}

@@ -1,4 +1,4 @@
-"""The step: read this first."""
+"""One step of the engine: schedule, compute, process the result. Read this module first."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class EngineCore:
-    """A scheduler and an executor: one step at a time, or the next one decided while one is computed.
+    """Runs steps of a scheduler on an executor. The next step may be scheduled while one is computed.
 
-    metrics, recent: what reads the scheduler's events. capacity: what both were found to have room for.
+    metrics, recent: readers of the scheduler's events. capacity: limits of scheduler and executor.
     """
 
     def __init__(
@@ -39,9 +39,10 @@ class EngineCore:
         self._undelivered: list[EngineCoreOutput] = []
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule, compute, take the oldest result in; return the news of every request that has any.
+        """Schedule, compute, process the oldest result; return the outputs of every request that has new ones.
 
-        A step that the executor could not do ends its requests with an error, frees their blocks and leaves the rest.
+        If the executor fails a step, its requests end with an error and release their blocks. All other requests
+        continue.
         """
         scheduler = self.scheduler
         try:
@@ -55,19 +56,19 @@ class EngineCore:
             result = self.executor.collect()
         except ExecutionError as error:
             return self._take_undelivered() + self._fail(str(error))
-        except BaseException:  # an interrupt: nobody knows how far the worker came
+        except BaseException:  # an interrupt: the state of the worker is unknown
             self._undelivered += self._fail("the step was interrupted")
             raise
         return self._take_undelivered() + scheduler.update_from_output(scheduled, result)
 
     def _submit_next(self) -> None:
-        """Decide a step and hand it over, if there is anything to do."""
+        """Schedule a step and submit it unless it is empty."""
         scheduled = self.scheduler.schedule()
         if not scheduled.is_empty:
             self.executor.submit(scheduled)
 
     def _fail(self, message: str) -> list[EngineCoreOutput]:
-        """Give up what was submitted; return the news of the requests that end with the oldest of it."""
+        """Abandon all submitted steps; fail the oldest one and return the last outputs of its requests."""
         self.executor.abandon()
         scheduled = self.scheduler.in_flight
         return [] if scheduled is None else self.scheduler.fail_step(scheduled, message)
@@ -96,6 +97,6 @@ class EngineCore:
             self._undelivered += news
 
     def _take_undelivered(self) -> list[EngineCoreOutput]:
-        """Return the endings that an interrupt kept from being told."""
+        """Return and clear the outputs that an earlier call could not return."""
         outputs, self._undelivered = self._undelivered, []
         return outputs

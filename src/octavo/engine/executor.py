@@ -1,4 +1,4 @@
-"""The seam through which the engine reaches who computes a step."""
+"""The protocol by which the engine has steps computed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Computes steps in the order in which they come: `submit` hands one over, `collect` waits for the oldest result.
+    """Computes steps in the order of their submission: `submit` starts one, `collect` waits for the oldest result.
 
-    Everything a step must do besides computing rides inside these two. `collect` raises `ExecutionError` when the step
-    failed. Then, and after anything else that it or `submit` raised, call `abandon` before the next one. A step that
-    `only_waits_for_transfers` ends when one has ended, or after a few milliseconds: it must neither spin nor keep the
-    engine from those who arrive.
+    All other work of a step, such as copies and transfers, is part of these two calls. `collect` raises
+    `ExecutionError` if the step failed. After any exception of `collect` or `submit`, call `abandon` before the next
+    step. A step that `only_waits_for_transfers` ends when a transfer has ended, or after a few milliseconds: it must
+    not spin, and must not delay new requests.
     """
 
     def submit(self, scheduled: SchedulerOutput) -> None:
@@ -30,17 +30,17 @@ class Executor(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Give up all steps that were not collected: none of them is under way when this returns."""
+        """Abandon all steps that were not collected. None of them is running when this returns."""
         ...
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Begin what has to be ready before a request is scheduled, a grammar say; None where nothing has to be.
+        """Start the preparation of a request, such as compiling its grammar; None if it needs no preparation.
 
-        Tenants take turns: the result is `running()` when it is theirs. It raises `RequestError` where the request
-        cannot be served; so does this where nothing can be begun.
+        Tenants take turns: the future is `running()` once it is the tenant's turn. The future raises `RequestError` if
+        the request cannot be served. The method itself raises it if the preparation cannot start.
         """
         ...
 
     def shutdown(self) -> None:
-        """Give everything back."""
+        """Free all resources."""
         ...

@@ -1,4 +1,4 @@
-"""`generation_config.json` of a checkpoint: where sequences end and how its makers sample, as vLLM honours it."""
+"""`generation_config.json` of a checkpoint: EOS ids and default sampling parameters, with the effect as in vLLM."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _WHOLE_KEYS = frozenset({"top_k", "max_new_tokens"})
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What a checkpoint says about generation.
+    """A checkpoint's defaults for generation.
 
     sampling       sampling parameters by their public name, only those the file sets
-    eos_token_ids  ids that end a sequence: the file's, or config.json's where the file has none
-    path           of the file, for messages
+    eos_token_ids  ids that end a sequence: those of the file, or those of config.json if the file has none
+    path           path of the file, for messages
     """
 
     sampling: dict[str, float | int]
@@ -39,7 +39,7 @@ class GenerationDefaults:
 
 
 def read_generation_defaults(directory: Path) -> GenerationDefaults:
-    """Read generation_config.json and config.json, where they exist. Raises `ModelError` for broken ones."""
+    """Read generation_config.json and config.json if they exist. Raises `ModelError` if one is invalid."""
     path = directory / "generation_config.json"
     values = read_json_object(path)
     sampling: dict[str, float | int] = {}
@@ -54,7 +54,7 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
 
 
 def read_json(path: Path, missing: Any = None) -> Any:
-    """Return what a JSON file holds, `missing` where there is no such file. Raises `ModelError` for a broken one."""
+    """Return the content of a JSON file; `missing` if it does not exist. Raises `ModelError` if it is invalid."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def read_json(path: Path, missing: Any = None) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty where there is no such file. Raises `ModelError` for a broken one."""
+    """Return the object in a JSON file; {} if it does not exist. Raises `ModelError` if it is invalid."""
     values = read_json(path, {})
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")
@@ -81,7 +81,7 @@ def _number(path: Path, key: str, value: Any) -> float | int:
 
 
 def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
-    """Read one id, a list, or null; a negative one stands for no token."""
+    """Read one id, a list of ids, or null. A negative id means that there is no token."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in ids):
         raise ModelError(f"{path}: eos_token_id = {value!r} must be a token id or a list of them")

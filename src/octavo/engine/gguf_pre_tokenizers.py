@@ -1,8 +1,8 @@
-"""How texts are cut before bytes are merged: what `tokenizer.ggml.pre` of a GGUF file stands for.
+"""Pre-tokenizers: how a text is split before its bytes are merged, by the name in `tokenizer.ggml.pre` of a GGUF file.
 
-Each kind is a list of patterns, applied one behind the other to what the ones before have cut; a match and what is
-between two of them are pieces. They are those of the models' own tokenizers, as src/llama-vocab.cpp of llama.cpp quotes
-or adapts them.
+Each kind is a list of patterns. Each pattern is applied to the pieces of the pattern before it: every match is a piece,
+and so is the text between two matches. The patterns are those of the models' own tokenizers, as src/llama-vocab.cpp of
+llama.cpp quotes or adapts them.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _SEED = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_END}"
 
 
 class PreTokenizer(NamedTuple):
-    """One way to cut: patterns, and what llama.cpp knows of such tokenizers beside.
+    """One kind of pre-tokenizer: its patterns, and the settings that llama.cpp has for such tokenizers.
 
-    ignores_merges  a piece that is a token is that token, whatever the merges say
-    adds_bos        unless the file says otherwise
+    ignores_merges  a piece that is in the vocabulary becomes that token, regardless of the merges
+    adds_bos        a BOS token is added, unless the file says otherwise
     """
 
     patterns: tuple[str, ...]
@@ -68,7 +68,7 @@ class PreTokenizer(NamedTuple):
     adds_bos: bool = False
 
 
-# Without a name: old files, of which nobody knows more.
+# For old files, which do not name their pre-tokenizer.
 DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
 _OF_KINDS: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((_LLAMA3,), True, True), "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"),

@@ -1,4 +1,4 @@
-"""How an engine process is, told from what is heard of it. No process, no socket and no clock of its own."""
+"""The health of an engine process, derived from its messages. Has no process, socket or clock of its own."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from octavo.engine import ipc
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_AWAY_S = 1.0  # a watcher who looks several times a second did not run meanwhile
+_AWAY_S = 1.0  # a longer gap between two looks means that the watching thread itself was stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """What an engine process is allowed, in seconds.
+    """Time limits for an engine process, in seconds.
 
-    Silence: its pulse beats every half second, also during a step. frozen: then it is not ready. dead: then it is
-    killed; loading: so long before it is ready.
-    Progress, of the kind that `octavo.engine.ipc.Alive` counts. stuck: so long without any, and it is not ready.
-    endless: then it is killed, also before it is ready, where weights that are packed are progress.
-    restarts: waits before it is started again, the last one for all further times; `healthy` seconds in which it took
-    requests forget them.
+    Without a message (the pulse is sent every half second, also during a step):
+    frozen: the process counts as not ready. dead: it is killed. loading: replaces `dead` until it is ready.
+    Without progress (see `octavo.engine.ipc.Alive`):
+    stuck: the process counts as not ready. endless: it is killed. Before it is ready, packed weights count as progress.
+    restarts: pauses before consecutive restarts; the last one is used for all further ones. healthy: after the process
+    has taken requests for this time, the next restart begins with the first pause again.
     """
 
     frozen: float = 3.0
@@ -35,7 +35,10 @@ class Patience:
 
 
 class Health:
-    """What a watcher knows of one engine process, as of its last look; it alone writes, others may read `is_well`."""
+    """The health of one engine process as of the watcher's last look.
+
+    Only the watcher's thread writes. Any thread may read `is_well`.
+    """
 
     def __init__(self, patience: Patience, now: float) -> None:
         self._patience = patience
@@ -44,9 +47,10 @@ class Health:
         self._looked_at = self._heard_at = self._moved_at = now
 
     def look(self, now: float) -> None:
-        """Note that the thread that drives the engine looks, as it does several times a second.
+        """Record the time of a look. The thread that drives the engine looks several times a second.
 
-        If it did not, it was stopped itself, perhaps with the whole machine, and its silence says nothing.
+        After a longer gap this thread was itself stopped, perhaps with the whole machine. The gap then does not count
+        as silence of the process.
         """
         away = now - self._looked_at
         if away > _AWAY_S:
@@ -55,7 +59,7 @@ class Health:
         self._looked_at = now
 
     def hear(self, message: ipc.ToParent) -> None:
-        """Take a message in, as heard at the last look."""
+        """Record a message as received at the last look."""
         self._heard_at = self._looked_at
         match message:
             case ipc.Alive():
@@ -68,13 +72,13 @@ class Health:
 
     @property
     def is_well(self) -> bool:
-        """Whether it was heard of lately, and gets further."""
+        """Whether the process sent a message and made progress within the limits `frozen` and `stuck`."""
         silent_s, still_s = self._looked_at - self._heard_at, self._looked_at - self._moved_at
         return silent_s < self._patience.frozen and still_s < self._patience.stuck
 
     @property
     def why_given_up(self) -> str | None:
-        """Why it has to be killed, if it has."""
+        """Why the process has to be killed; None if it has not."""
         limit = self._patience.loading if self._is_loading else self._patience.dead
         if self._looked_at - self._heard_at > limit:
             return f"was not heard of for {limit:g} s"

@@ -1,7 +1,7 @@
 """Rewrite a conversation's history for chat templates that refuse the usual form, or lose a part of it.
 
-Messages are as templates read them: content is text, a list of text parts or null, arguments of calls are objects. No
-function changes its arguments, and a message that needs no change is returned as it is.
+Messages have the form that templates read: content is text, a list of text parts or null; arguments of calls are
+objects. No function changes its arguments. A message that needs no change is returned as the same object.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _DIGITS = string.ascii_letters + string.digits
 def with_short_ids(chat: Sequence[Message]) -> list[Message]:
     """Return messages whose calls have ids of nine letters and digits, and whose results name the same ones.
 
-    An id that is one already is kept. Any other becomes a function of itself, so that a longer history has the same
-    ones: its prefix stays cached. A call without an id gets one by its place.
+    An id that already has this form is kept. A new id depends on the old id alone, so a longer history has the same
+    ids and its prefix stays cached. A call without an id gets one that depends on its place.
     """
     ids = _ShortIds(chat)
     found: list[Message] = []
@@ -44,7 +44,7 @@ def with_short_ids(chat: Sequence[Message]) -> list[Message]:
 
 
 class _ShortIds:
-    """The new ids of a conversation's calls, by the old ones. No two old ids have the same new one."""
+    """Maps the old ids of a conversation's calls to new ones. No two old ids have the same new one."""
 
     def __init__(self, chat: Sequence[Message]) -> None:
         given = [call.get("id") for message in chat for call in _calls(message)]
@@ -53,7 +53,7 @@ class _ShortIds:
         self._taken = {*self._new}
 
     def of(self, old: Any, place: str) -> str:
-        """Return the new id. place: names a call without an id."""
+        """Return the new id of an old one. place: replaces the old id of a call without an id."""
         key = str(old) if old not in (None, "") else f"\0{place}"
         if key not in self._new:
             attempt = 0
@@ -64,7 +64,7 @@ class _ShortIds:
         return self._new[key]
 
     def renamed_result(self, result: Message, call_id: str | None, index: int) -> Message:
-        """Return a result that names its call; one of no known call keeps an id of its own."""
+        """Return a result that names its call. A result of no known call gets an id of its own."""
         return {**result, "tool_call_id": call_id or self.of(result.get("tool_call_id"), f"{index}-result")}
 
 
@@ -78,9 +78,9 @@ def _hashed(text: str) -> str:
 
 
 def with_single_calls(chat: Sequence[Message]) -> list[Message]:
-    """Return messages with one call each: several calls and their results become one round after the other.
+    """Return messages with one call each: several calls become as many rounds of one call and its results.
 
-    The first has the text and the reasoning. A result of none of the calls follows the last.
+    The first round has the text and the reasoning. Results that match no call follow the last round.
     """
     found: list[Message] = []
     for message, results in _rounds(chat):
@@ -105,7 +105,10 @@ def with_one_system_message(chat: Sequence[Message], join: Callable[[list[Messag
 
 
 def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list[Message]:
-    """Return messages with system messages as users' turns at the same place. keeps_first: the first one stays."""
+    """Return messages with system messages as user messages at the same place.
+
+    keeps_first: a system message at the beginning is kept.
+    """
     return [
         {**message, "role": "user"} if message["role"] == "system" and (index or not keeps_first) else message
         for index, message in enumerate(chat)
@@ -113,7 +116,7 @@ def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list
 
 
 def begun_by_user(chat: Sequence[Message]) -> list[Message]:
-    """Return messages with an empty user's turn before an assistant's turn that begins the conversation."""
+    """Return messages with an empty user message before an assistant message that begins the conversation."""
     start = 1 if chat[0]["role"] == "system" else 0
     if len(chat) > start and chat[start]["role"] == "assistant":
         return [*chat[:start], {"role": "user", "content": ""}, *chat[start:]]
@@ -137,7 +140,10 @@ def _calls(message: Message) -> Calls:
 
 
 def _matched(calls: Calls, results: Sequence[Message]) -> list[int | None]:
-    """Return the place of the call of each result: by the id, or the first call left for a result without an id."""
+    """Return the place of the call of each result, None if there is none.
+
+    A result without an id belongs to the first call that has no result yet.
+    """
     of_ids: dict[str, deque[int]] = {}
     for place, call in enumerate(calls):
         of_ids.setdefault(str(call.get("id")), deque()).append(place)

@@ -1,4 +1,4 @@
-"""A user's prompt and wishes to requests for the core: tokens, checks, seeds, one stream for each of the n outputs."""
+"""Turn a user's prompt and parameters into core requests: tokens, checks, seeds, one stream for each of n outputs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from octavo.data.request_options import RequestOptions
 
 _PREDICTED = "predicted_token_ids"
-_ORDINARY_CHARS = 16  # of a token: a vocabulary's longest has more, and finding it takes 0.1 s
+_ORDINARY_CHARS = 16  # per token; the longest token has more, but finding it takes 0.1 s
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
 
-Beside those may stand "predicted_token_ids": what is expected as the answer. No token depends on it.
+The dictionary may also have "predicted_token_ids": the expected answer. No token depends on it.
 """
 
 
 class TextCodec(Protocol):
-    """What the input processor, and the routes that show it, ask of a tokenizer."""
+    """The methods of a tokenizer that the input processor and the tokenizer routes use."""
 
     @property
     def longest_token_chars(self) -> int:
@@ -39,7 +39,7 @@ class TextCodec(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Turn text into token ids; a BOS that the text already begins with is not doubled.
 
-        most: of a long text with more tokens than that, some more than these are returned, and not all.
+        most: encoding of a long text may stop after more than this number of tokens.
         """
         ...
 
@@ -52,11 +52,11 @@ class TextCodec(Protocol):
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Tell whether a token is none of the text."""
+        """Return True if a token is special, such as EOS, and not part of the text."""
         ...
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token of that text; None where there is none."""
+        """Return the id of the token with this text; None if there is none."""
         ...
 
     def token(self, token_id: int) -> str:
@@ -65,7 +65,7 @@ class TextCodec(Protocol):
 
 
 class ChatRenderer(Protocol):
-    """What the input processor asks of a chat template."""
+    """The methods of a chat template that the input processor uses."""
 
     @property
     def templates(self) -> Mapping[str, str]:
@@ -79,7 +79,7 @@ class ChatRenderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
-    """A checked request: its text, if it had any, and the core's requests for its n streams."""
+    """A checked request: its text, None if it was given as token ids, and the core requests of its n streams."""
 
     request_id: str
     prompt: str | None
@@ -89,7 +89,10 @@ class ProcessedInput:
 
 
 class InputProcessor:
-    """Checks and translates what users send. Counts arrivals: the seed of a request without one comes from that."""
+    """Checks requests of users and translates them for the core.
+
+    Counts arrivals: a request without a seed gets one that depends on the count.
+    """
 
     def __init__(
         self, tokenizer: TextCodec | None, model_info: ModelInfo, seed: int, chat_template: ChatRenderer | None = None
@@ -98,7 +101,7 @@ class InputProcessor:
         self._chat_template = chat_template
         self.model_info = model_info
         self._seed = seed
-        self._arrivals = itertools.count()  # counts in one step, whatever thread asks
+        self._arrivals = itertools.count()  # `next` is atomic: several threads may process requests
 
     @property
     def has_chat_template(self) -> bool:
@@ -112,13 +115,13 @@ class InputProcessor:
 
     @property
     def tokenizer(self) -> TextCodec:
-        """The tokenizer. Raises `RequestError` when there is none."""
+        """The tokenizer. Raises `RequestError` if there is none."""
         if self._tokenizer is None:
             raise RequestError("this engine was built without a tokenizer", parameter="tokenizer")
         return self._tokenizer
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Build the parameters of a request that names none: the checkpoint's own defaults, else vLLM's."""
+        """Build the parameters of a request without any: the checkpoint's defaults, otherwise those of vLLM."""
         return SamplingParams(**{**self.model_info.generation_defaults, **overrides})
 
     def encode(
@@ -126,11 +129,11 @@ class InputProcessor:
     ) -> list[int]:
         """Return the token ids of a text. Raises `RequestError`, and `PromptTooLongError` for one that cannot fit.
 
-        A text that is longer than any text of `max_model_len` tokens is refused before it is tokenized. is_prompt: a
-        prompt that leaves no room for `least_output_tokens` is refused once so many tokens were found.
+        A text that is longer than any text of `max_model_len` tokens is refused before it is tokenized. is_prompt:
+        refuse a prompt without room for `least_output_tokens`; tokenizing stops once there are too many tokens.
         """
         num_tokens = self.model_info.max_model_len
-        if len(text) > _ORDINARY_CHARS * num_tokens:  # the longest token is looked for when a text makes it necessary
+        if len(text) > _ORDINARY_CHARS * num_tokens:  # only now find the longest token: that takes time
             most = self.tokenizer.longest_token_chars * num_tokens
             if len(text) > most:
                 raise PromptTooLongError(
@@ -150,25 +153,28 @@ class InputProcessor:
         return token_ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last token ids of a text, at most as many as a prompt could have: of those, one is too many."""
+        """Return the last `num_tokens` token ids of a text, but at most `max_model_len`.
+
+        A prompt of `max_model_len` tokens is one token too long, so the caller can detect it.
+        """
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode_end(text, most, add_special_tokens=add_special_tokens)
 
     def encode_start(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the first token ids of a text, at most as many as a prompt could have: of those, one is too many."""
+        """Return the first `num_tokens` token ids of a text, but at most `max_model_len`; see `encode_end`."""
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most)[:most]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """Render a conversation into a prompt for `process`: {"prompt": text, "prompt_token_ids": ids}.
 
-        options: add_generation_prompt, continue_final_message, tools, and whatever the checkpoint's template knows.
+        options: add_generation_prompt, continue_final_message, tools, and variables of the checkpoint's template.
         """
         text = self.chat_text(messages, **options)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Render a conversation: the text of `chat_prompt`."""
+        """Render a conversation into the text of `chat_prompt`."""
         if self._tokenizer is None or self._chat_template is None:
             raise RequestError("chat needs a tokenizer and a chat template; this model has none", parameter="messages")
         if "chat_template" in options:  # a template is a program: it comes from the operator, never with a request
@@ -189,7 +195,7 @@ class InputProcessor:
         prompt: text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}.
         Raises `RequestError` with the field's name.
         """
-        params = replace(params) if params is not None else self.default_sampling_params()  # checked anew, and ours
+        params = replace(params) if params is not None else self.default_sampling_params()  # a copy, checked again
         if params.pooling is None and not self.model_info.has_head:
             raise RequestError("this checkpoint has no lm_head.weight: it gives embeddings, and no tokens")
         if not isinstance(request_id, str):
@@ -197,13 +203,13 @@ class InputProcessor:
         self._check_structure(params)
         least = params.least_output_tokens
         text, token_ids = self._read_prompt(prompt, least)
-        # The scheduler refuses it, too: but not before it is copied for n outputs, or sent to another process.
+        # The scheduler would refuse it, too, but only after it is copied for n outputs or sent to another process.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len, least_output_tokens=least)
         predicted = self._read_predicted(prompt)
         self._check_token_ids(token_ids, params, predicted)
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else draw_seed(self._seed, arrival)
-        further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # the prompt's are told once
+        further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # only one stream reports these
         eos_ids = frozenset[int]() if params.ignore_eos else self.model_info.eos_token_ids
         streams = [
             Request(
@@ -223,7 +229,7 @@ class InputProcessor:
         return ProcessedInput(request_id, text, token_ids, params, streams)
 
     def _check_structure(self, params: SamplingParams) -> None:
-        """Refuse what asks for a form where there are no texts; the grammar itself is compiled by the executor."""
+        """Refuse structured outputs without a tokenizer. The grammar itself is compiled by the executor."""
         if params.structured_outputs is None:
             return
         if self._tokenizer is None:
@@ -279,7 +285,7 @@ class InputProcessor:
 
 
 def _token_id(value: Any, parameter: str = "prompt") -> int:
-    """Take any integer in, numpy's too; a truth value is none."""
+    """Convert any integer, also one of numpy, to int. Raises `RequestError` for other types, including bool."""
     try:
         token_id = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -291,7 +297,7 @@ def _token_id(value: Any, parameter: str = "prompt") -> int:
 
 
 def draw_seed(engine_seed: int, arrival: int) -> int:
-    """Draw a request's seed from the engine's and its arrival number: splitmix64 (Steele, Lea and Flood 2014)."""
+    """Draw a request's seed from the engine's seed and the arrival number by splitmix64 (Steele, Lea, Flood 2014)."""
     mask = 2**64 - 1
     z = (engine_seed * 0xD1342543DE82EF95 + (arrival + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -1,7 +1,7 @@
-"""What an engine process and the process it serves say to each other: msgpack, typed, and never pickle.
+"""The messages between an engine process and its parent process: typed, encoded as msgpack, never as pickle.
 
-One direction has the requests, the other the news. Each start of an engine has sockets of its own, so nothing that an
-earlier one said can be taken for the words of this one.
+One socket carries requests to the engine, the other one its messages to the parent. Each start of an engine process
+uses new sockets, so a message of an earlier process cannot be taken for one of this process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ERRORS: dict[str, type[OctavoError]] = {
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """The first line on an engine process's standard input, as JSON: what to build, and where to talk."""
+    """The first line on an engine process's standard input, as JSON: the configuration and the socket endpoints."""
 
     config: EngineConfig
     requests_endpoint: str
@@ -65,7 +65,7 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """One output stream of a request: what a `Request` has beside the prompt and the prediction."""
+    """One output stream of a request: the fields of a `Request` except the prompt and the prediction."""
 
     request_id: str
     sampling_params: SamplingParams
@@ -87,14 +87,14 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, request_id: str, requests: Sequence[Request]) -> Add:
-        """Take down the core's requests of one user's request."""
+        """Build the message from the core requests of one user request, which share a prompt and a prediction."""
         fields = [name for name in Stream.__struct_fields__ if name != "request_id"]
         streams = [Stream(r.request_id, *(getattr(r, name) for name in fields)) for r in requests]
         first = requests[0]
         return cls(request_id, first.sequence.prompt_token_ids, first.predicted_token_ids, streams)
 
     def to_requests(self) -> list[Request]:
-        """Return them as the core wants them; what form their answers must have is one object, as it was asked for."""
+        """Rebuild the core requests. All of them share one `structured_outputs` object, as before the encoding."""
         requests = []
         wanted = self.streams[0].sampling_params.structured_outputs
         for stream in self.streams:
@@ -106,14 +106,14 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """End streams now, with a terminal status. Unknown ones are passed over."""
+    """End streams now, with a terminal status. Unknown ids are ignored."""
 
     stream_ids: list[str]
     status: RequestStatus
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Tell what happens from now on, and what is still known of the past; or tell no more."""
+    """Start or stop sending events as `Seen`. On a start, the events that are still kept come first."""
 
     is_on: bool
 
@@ -123,14 +123,14 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of weights that are packed, of so many."""
+    """Progress of loading: `done` of `total` bytes of weights are packed."""
 
     done: int
     total: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes requests, and so much at once."""
+    """The engine takes requests, within the limits in `capacity`."""
 
     capacity: EngineCapacity
 
@@ -158,19 +158,19 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What a step, or an ending from outside, means for streams."""
+    """New outputs of streams, from a step or from an abort."""
 
     outputs: list[EngineCoreOutput]
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """What the engine can be measured by, so far."""
+    """Counters of the engine since its start."""
 
     stats: EngineStats
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """A `Snapshot` on its way: each event with the name of its type."""
+    """An encoded `Snapshot`: each event is paired with the name of its type."""
 
     events: list[tuple[str, msgspec.Raw]]
     is_first: bool
@@ -178,12 +178,12 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Seen:
-        """Take it down."""
+        """Encode a snapshot."""
         told = [(type(event).__name__, msgspec.Raw(encode(event))) for event in snapshot.events]
         return cls(told, snapshot.is_first, snapshot.blocks)
 
     def to_snapshot(self) -> Snapshot:
-        """Return it as it was."""
+        """Decode the snapshot."""
         read = [_EVENT_DECODERS[name].decode(event) for name, event in self.events]
         return Snapshot(read, self.is_first, self.blocks)
 
@@ -191,7 +191,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 class Alive(msgspec.Struct, frozen=True, tag=True):
     """The process runs.
 
-    progress: grows with each step that computed tokens or ended a request, and as long as there is nothing to do.
+    progress: increases with each step that computed tokens or ended a request, and while the engine is idle.
     """
 
     progress: int
@@ -203,7 +203,7 @@ ToParent = Loading | Ready | Failed | Accepted | Refused | Outputs | Report | Se
 
 
 class _Envelope(msgspec.Struct, tag="Add"):
-    """What can be told of a request that cannot be read."""
+    """The only field that is read from an `Add` message that cannot be decoded."""
 
     request_id: str
 
@@ -218,7 +218,7 @@ decode_from_engine = msgspec.msgpack.Decoder(ToParent).decode
 
 
 def request_id_of(data: bytes) -> str | None:
-    """Return whose request this is, of a message that cannot be decoded; None for no request at all."""
+    """Return the request id of an `Add` message that cannot be decoded; None for any other message."""
     try:
         return _decode_envelope(data).request_id
     except DecodeError:
@@ -226,9 +226,9 @@ def request_id_of(data: bytes) -> str | None:
 
 
 def make_folder() -> Path:
-    """Make a folder for sockets that only this user can enter: below TMPDIR and the like, else in shared memory.
+    """Create a folder for sockets that only this user can enter: in a temporary directory, or else in shared memory.
 
-    Raises `ConfigError` if nothing of that is writable.
+    Raises `ConfigError` if none of these is writable.
     """
     try:
         return Path(tempfile.mkdtemp(prefix=_FOLDER))
@@ -245,12 +245,12 @@ def make_folder() -> Path:
 
 
 def encode_launch(launch: Launch) -> bytes:
-    """Return one line of JSON."""
+    """Return the message as one line of JSON."""
     return msgspec.json.encode(launch, enc_hook=str) + b"\n"
 
 
 def decode_launch(line: bytes) -> Launch:
-    """Read that line."""
+    """Read a line that `encode_launch` wrote."""
     return msgspec.json.decode(line, type=Launch, dec_hook=_decode_path)
 
 
@@ -259,18 +259,18 @@ def _decode_path(kind: type, value: Any) -> Any:
 
 
 def refusal(request_id: str, error: OctavoError) -> Refused:
-    """Return what tells of an error."""
+    """Return the message that refuses a request with an error."""
     return Refused(request_id, type(error).__name__, str(error), getattr(error, "parameter", None))
 
 
 def failure(error: BaseException) -> Failed:
-    """Return what tells why an engine cannot be built; errors of no known kind come as those of a dead engine."""
+    """Return the message that reports why an engine cannot be built; unknown kinds become `EngineDeadError`."""
     kind = type(error).__name__
     return Failed(kind, str(error)) if kind in _ERRORS else Failed("EngineDeadError", f"{kind}: {error}")
 
 
 def error_of(message: Refused | Failed) -> OctavoError:
-    """Return the error that a message tells of."""
+    """Return the error that a message carries; `EngineDeadError` for an unknown kind."""
     kind = _ERRORS.get(message.kind, EngineDeadError)
     if isinstance(message, Refused) and issubclass(kind, RequestError):
         return kind(message.message, parameter=message.parameter)

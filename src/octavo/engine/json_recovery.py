@@ -1,6 +1,6 @@
-"""Reads JSON objects as models write them: strictly while text comes, and with slips if there is only one way to.
+"""Read JSON objects that models write: strictly while text arrives, and with repairs if these are unambiguous.
 
-A library such as json_repair returns something for every text. Here a wrong value would run a tool, so a slip is
+A library such as json_repair returns a value for every text. Here a wrong value would run a tool, so an error is
 repaired only if exactly one reading needs the fewest repairs.
 """
 
@@ -45,8 +45,8 @@ END = re.compile(r"\s*\Z")
 class StrictObject:
     """Scans one JSON object piece by piece.
 
-    num_safe: length of the text that stays as it is even if a slip follows. is_over: the object has ended.
-    is_broken: the text at the position that was returned is no JSON.
+    num_safe: length of the text that stays unchanged even if an error follows. is_over: the object has ended.
+    is_broken: the text at the returned position is not JSON.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class StrictObject:
         self._is_in_string = False
 
     def scan(self, text: str, position: int) -> int:
-        """Read on from a position; return where more text is needed, or where the object ended or broke."""
+        """Scan from a position; return the position at which more text is needed, or the object ended or is invalid."""
         while not self.is_over and not self.is_broken and position < len(text):
             before = position
             if self._is_in_string:
@@ -71,7 +71,7 @@ class StrictObject:
         return position
 
     def drop(self, num_chars: int) -> None:
-        """Count from a later place in the text."""
+        """Adjust `num_safe` after the caller has dropped `num_chars` from the beginning of the text."""
         self.num_safe -= num_chars
 
     def _scan_string(self, text: str, position: int) -> int:
@@ -130,7 +130,7 @@ class StrictObject:
 class SearchBudget:
     """Limits the time that the repairs of one answer take.
 
-    num_steps: steps that are left.
+    num_steps: number of remaining steps.
     """
 
     def __init__(self, num_steps: int = _MAX_STEPS) -> None:
@@ -145,15 +145,15 @@ def recover_object(
     opener: re.Pattern[str] | None = None,
     budget: SearchBudget | None = None,
 ) -> tuple[str, int] | None:
-    """Return the JSON of the object that a text begins with, slips repaired, and its length in the text.
+    """Return the repaired JSON of the object at the beginning of a text, and the length of the object in the text.
 
-    Repaired are control characters in strings, backslashes that escape nothing, quotes within strings, commas before
-    a closing bracket, Python's words, and objects in Python's spelling. Returns None if there is no such reading or
+    Repairs control characters in strings, backslashes that escape nothing, quotes within strings, commas before a
+    closing bracket, Python's constants, and objects in Python's notation. Returns None if there is no such reading or
     more than one.
 
     ends: matches the text that may follow the object. known: the keys that it may have; None for any.
-    opener: matches the beginning of another call: a string with quotes to repair that holds one has two readings.
-    budget: of all repairs of one answer; None for a budget of its own.
+    opener: matches the beginning of another call. A string that contains one and quotes to repair has two readings.
+    budget: shared by all repairs of one answer; None for a new one.
     """
     if _PYTHON_OBJECT.match(text):
         return _python_object(text, ends)
@@ -163,7 +163,7 @@ def recover_object(
     breaks = _breaks(text, ends, opener)
     found = _Search(text, ends, known, breaks).run(budget)
     if found is not None and known is not None and found.num_strays:
-        # An unknown key is likelier than a string with quotes that holds it as text.
+        # An unknown key is more likely than a string with quotes that contains it as text.
         other = _Search(text, ends, None, breaks).run(budget)
         found = other if other is not None and other.num_strays < found.num_strays else found
         found = found if budget.num_steps else None  # the second search may not have ended
@@ -178,7 +178,7 @@ def recover_object(
 
 
 def _breaks(text: str, ends: re.Pattern[str], opener: re.Pattern[str] | None) -> list[int]:
-    """Return the places where the object may have ended before the end of the text, or where another call begins."""
+    """Return the sorted positions at which the object may have ended before the end of the text, or a call begins."""
     places = [] if opener is None else [found.start() for found in opener.finditer(text)]
     for bracket in re.finditer("}", text):
         found = ends.match(text, bracket.end())
@@ -200,8 +200,8 @@ def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
 class _Reading:
     """One way to read a text up to a position.
 
-    num_strays: quotes that it takes for text. written: the JSON before its last piece, in the same form, and that
-    piece. keys: those of the outermost object. is_clear: False if another repair explains the text as well.
+    num_strays: number of quotes that are taken for text. written: a linked list of pieces of the JSON, the last piece
+    first. keys: those of the outermost object. is_clear: False if another repair explains the text as well.
     is_paired: False if a string with a stray quote has an odd number of quotes.
     """
 
@@ -230,8 +230,8 @@ class _Reading:
 class _Search:
     """Looks for the reading with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    Only one string of a reading may hold unescaped quotes: two such strings could as well be one string that holds
-    both. Quotes in a text come in pairs, so a reading with half a pair must be the only possible one.
+    Only one string of a reading may contain unescaped quotes: two such strings could also be one string that contains
+    both. Quotes in a text come in pairs, so a reading with half a pair is accepted only if it is the only one.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:
@@ -267,7 +267,7 @@ class _Search:
         heapq.heappush(self._heap, (cost, next(self._serial), reading, strings))
 
     def _advanced(self, reading: _Reading) -> _Reading | None:
-        """Read up to a string that is a value, or to the end of the object; None if this is no reading."""
+        """Read up to the next string value, or to the end of the object; None if the text cannot be read so."""
         on: _Reading | None = reading
         while on is not None and on.expects not in {"string", "end"}:
             blanks = _BLANKS.match(self._text, on.position)
@@ -317,12 +317,12 @@ class _Search:
         return on.behind(found.end(), blanks + found.group(), "colon", keys=on.keys | {key})
 
     def _strings(self, before: _Reading) -> Iterator[_Reading]:
-        """Read a string to each of the quotes that may end it, the nearest first."""
+        """Yield the reading up to each of the quotes that may end the string, the nearest first."""
         text, start = self._text, before.position
         pieces, position = ['"'], start
         strays: list[int] = []
-        has_member = False  # another value follows a quote that was taken for text, with or without a comma
-        may_have_ended = False  # at a quote after an escaped backslash: the last one of a path, or an escaped quote
+        has_member = False  # another value follows a quote that is taken for text, with or without a comma
+        may_have_ended = False  # a quote after an escaped backslash: either a path ends there, or the quote is escaped
         escapes = _Escapes()
         while position < len(text):
             if run := _RUN.match(text, position):
@@ -332,9 +332,9 @@ class _Search:
                 may_end = self._may_end_string(position + 1, before)
                 if may_end:
                     is_clear = before.is_clear and not has_member and escapes.are_clear(has_strays=bool(strays))
-                    if strays:  # if it holds a possible end of the object, it may be several values
+                    if strays:  # if it contains a possible end of the object, it may be several values
                         is_clear = is_clear and not may_have_ended and not self._has_break(start, position)
-                    if len(strays) == 1:  # next to the string's own quote it may be that one, written twice
+                    if len(strays) == 1:  # next to the string's own quote it may be the same quote, written twice
                         is_clear = is_clear and strays[0] not in {start, position - 1}
                     if strays and before.num_strays:
                         is_clear = False
@@ -364,12 +364,12 @@ class _Search:
                 position += 1
 
     def _has_break(self, start: int, end: int) -> bool:
-        """Return whether the object may have ended, or another call may begin, between two places."""
+        """Return True if the object may have ended, or another call may begin, between two positions."""
         first = bisect_left(self._breaks, start)
         return first < len(self._breaks) and self._breaks[first] < end
 
     def _may_end_string(self, position: int, before: _Reading) -> str:
-        """Return the comma or the bracket after a quote that may end a string; "" if none is there."""
+        """Return the comma or bracket after a quote that may end a string; "" if the quote may not end one."""
         top = before.stack[-1]
         blanks = _BLANKS.match(self._text, position)
         position = position if blanks is None else blanks.end()
@@ -384,7 +384,7 @@ class _Search:
         return char
 
     def _is_known(self, key: str, before: _Reading) -> bool:
-        """Return whether an object may have another member of this name."""
+        """Return True if the object may have another member with this name."""
         if len(before.stack) > 1:
             return True
         return key not in before.keys and (self._known is None or key in self._known)
@@ -394,8 +394,9 @@ class _Search:
 class _Escapes:
     """The backslashes of one string.
 
-    has_invalid: one escapes nothing, so the model did not write JSON's escapes there. has_other: one may be an escape
-    or a letter then. has_end: one is followed by a quote that may end the string. num_quotes: escaped ones.
+    has_invalid: a backslash escapes nothing, so the model did not use JSON's escapes in this string. has_other: another
+    backslash may then be an escape or plain text. has_end: a backslash is followed by a quote that may end the string.
+    num_quotes: number of escaped quotes.
     """
 
     has_invalid: bool = False
@@ -404,7 +405,7 @@ class _Escapes:
     num_quotes: int = 0
 
     def add(self, written: str, *, is_valid: bool) -> None:
-        """Note one, with the character after it."""
+        """Record a backslash, given with the character after it."""
         if is_valid and written == '\\"':
             self.num_quotes += 1
         elif is_valid:
@@ -414,7 +415,7 @@ class _Escapes:
             self.has_other = self.has_other or written[1:] in {"'", "\n", "\r", ""}
 
     def are_clear(self, *, has_strays: bool) -> bool:
-        """Return whether each can be read in one way."""
+        """Return True if each backslash can be read in only one way."""
         if self.has_end and (self.has_invalid or has_strays):
             return False
         return not (self.has_invalid and self.has_other)

@@ -1,4 +1,4 @@
-"""The synchronous way to drive the core: add requests, step, read outputs."""
+"""The synchronous interface of an engine: add requests, step, read outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from octavo.errors import EngineDeadError
     from octavo.outputs import RequestOutput
 
-    Lose: TypeAlias = Callable[[str, OctavoError], None]  # called with a request that ends with nothing but this error
+    Lose: TypeAlias = Callable[[str, OctavoError], None]  # called with a request id and the error that ended it
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +47,14 @@ class Engine:
         self.output_processor = output_processor
         self.clock = clock
         self._submitted: dict[str, ProcessedInput] = {}  # neither accepted nor refused yet
-        self._put_by: list[RequestOutput] = []  # outputs of requests outside of the batch that was run
-        self._given_up: set[str] = set()  # of a batch that failed: their outputs are dropped
+        self._put_by: list[RequestOutput] = []  # outputs of requests that were not part of the batch; for the next step
+        self._given_up: set[str] = set()  # requests of a batch that failed: their outputs are dropped
         self._num_generated_ids = 0
         self._is_shut_down = False
 
     @property
     def core(self) -> EngineCore:
-        """The core. Raises `EngineError` if it runs in another process."""
+        """The core object. Raises `EngineError` if it runs in another process."""
         return self.client.core
 
     @property
@@ -83,7 +83,7 @@ class Engine:
         params: SamplingParams | None = None,
         **options: Unpack[OptionFields],
     ) -> None:
-        """Accept a request. Raises `RequestError` when it cannot be served; nothing changes then.
+        """Add a request. Raises `RequestError` if it cannot be served; then nothing changes.
 
         prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. options: those of
         `octavo.data.request_options.RequestOptions`.
@@ -95,9 +95,9 @@ class Engine:
         )
 
     def add_processed(self, processed: ProcessedInput) -> None:
-        """Accept a request that the input processor has checked: all of its streams or, with an error, none.
+        """Add a request that the input processor has checked: all of its streams or, with an error, none.
 
-        Waits until the request is prepared, its grammar compiled, say.
+        Waits until the request is prepared, for example until its grammar is compiled.
         """
         answers: list[OctavoError | None] = []
         self.submit(processed, answers.append)
@@ -133,18 +133,18 @@ class Engine:
         self._submitted[request_id] = processed
         try:
             self.client.add_request(request_id, processed.streams, answer)
-        except BaseException:  # an interrupt as well: the id would be in use for ever
+        except BaseException:  # also after an interrupt: otherwise the id would stay in use for ever
             self._submitted.pop(request_id, None)
             raise
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests now; each gets its last output, with finish_reason "abort", from a later `step`.
+        """Abort requests now. A later `step` returns the last output of each, with finish_reason "abort".
 
         Unknown and finished ids are ignored.
         """
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             stream_ids = self.output_processor.stream_ids(request_id)
-            if request_id in self._submitted:  # its end follows its acceptance
+            if request_id in self._submitted:  # the core accepts it first, then ends it
                 stream_ids = [stream.request_id for stream in self._submitted[request_id].streams]
             self.client.finish_requests(stream_ids, RequestStatus.FINISHED_ABORTED)
 
@@ -154,9 +154,9 @@ class Engine:
         self._given_up.update(name for name in request_ids if name in self.output_processor)
 
     def step(self) -> list[RequestOutput]:
-        """Do one step; return an output for every request that has news.
+        """Do one step; return an output for every request that has a new one.
 
-        What `generate_batch` put by comes first.
+        Outputs of other requests that arrived during `generate_batch` come first.
         """
         put_by, self._put_by = self._put_by, []
         return put_by + self._step()
@@ -201,12 +201,12 @@ class Engine:
         """Answer all prompts together; return the last output of each by request id, in the order of the prompts.
 
         Returns after stores have saved the KV of these prompts (see `finish_transfers`). If other requests are
-        unfinished, it returns at once and later steps save it.
+        unfinished, it does not wait for that, and later steps save the KV.
 
         sampling_params: for all prompts, or one for each. params: another name of it. on_output is called with every
-        output of these prompts as it comes. Requests that were added before continue; their outputs are returned by
-        the next `step`.
-        Raises `RequestError` if one prompt cannot be served; then the others are aborted.
+        output of these prompts when it arrives. Requests that were added before continue; the next `step` returns
+        their outputs.
+        Raises `RequestError` if one prompt cannot be served; then all requests of the batch are aborted.
         """
         if sampling_params is not None and params is not None:
             raise RequestError("sampling_params and params are two names of one argument", parameter="sampling_params")
@@ -225,7 +225,7 @@ class Engine:
                 self.add_request(request_id, prompt, prompt_params, priority=priority)
                 results[request_id] = None
             self._run(results, on_output)
-        except BaseException:  # an interrupt as well: no request of the batch may stay open
+        except BaseException:  # also after an interrupt: no request of the batch may stay open
             self._give_up(results)
             raise
         self.finish_transfers()
@@ -258,9 +258,9 @@ class Engine:
         self.client.finish_transfers()
 
     def shutdown(self) -> None:
-        """Save the KV that stores still want, and free the core's memory. A second call changes nothing.
+        """Finish the saves of KV to stores, and free the core's memory. A second call does nothing.
 
-        Unfinished requests are aborted; those whose preparation is not over are refused.
+        Unfinished requests are aborted; requests that are still being prepared are refused.
         """
         if self._is_shut_down:
             return

@@ -1,4 +1,4 @@
-"""A core in this process: requests are prepared, added, stepped and ended here, also in the engine's process."""
+"""A core in this process: prepares, adds, steps and ends requests. An engine process uses it, too."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 HELD_CHECK_S = 0.005
 IDLE_CHECK_S = 1.0
-_SAVING_S = 5.0  # without a transfer that ends; a store may hang
+_SAVING_S = 5.0  # the longest wait for the next transfer to end; a store may hang
 _ABORTED = RequestStatus.FINISHED_ABORTED.finish_reason
 
 
 @dataclass(slots=True)
 class _Held:
-    """A request that waits until its grammar, say, is prepared: first for its turn, then for the preparation."""
+    """A request that waits for its preparation, such as its grammar: first for its turn, then for the result."""
 
     request_id: str
     streams: Sequence[Request]
@@ -67,7 +67,7 @@ class LocalCore:
 
     @property
     def core(self) -> EngineCore:
-        """The core itself."""
+        """The core object."""
         return self._core
 
     @property
@@ -86,7 +86,7 @@ class LocalCore:
         return bool(self._held)
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Do nothing: this core does not die alone."""
+        """Do nothing: this core cannot die without this process."""
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
         """Add a request, or hold it until it is prepared; other requests continue meanwhile."""
@@ -142,7 +142,7 @@ class LocalCore:
         return QueueFullError(f"too many grammars wait to be compiled: this one had no turn within {self._turn_s:g} s")
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams now. A held request is accepted first, so that it is answered before it ends."""
+        """End streams now. A held request is accepted first, because every request is answered before it ends."""
         ended = set(stream_ids)
         for each in [each for each in self._held if any(stream.request_id in ended for stream in each.streams)]:
             self._held.remove(each)
@@ -160,7 +160,7 @@ class LocalCore:
     def step(self) -> list[EngineCoreOutput]:
         """Add prepared requests; return the outputs of aborts if there are any, else compute a step."""
         self._take_prepared()
-        if self._undelivered:  # endings do not wait for a step to be computed
+        if self._undelivered:  # do not delay these by computing a step
             outputs, self._undelivered = self._undelivered, []
         else:
             outputs = self._core.step() if self._core.has_work() else []
@@ -174,7 +174,7 @@ class LocalCore:
             logger.error("%s; the blocks concerned are not used any more", breach)
 
     def wait(self) -> None:
-        """Block until `wake`, which the end of a preparation calls, too; then add prepared requests."""
+        """Block until `wake` is called, also by the end of a preparation, or a short timeout. Add prepared requests."""
         if not self._core.has_work():
             self.check_when_idle()
         self._woken.wait(HELD_CHECK_S if self._held else IDLE_CHECK_S)
@@ -182,11 +182,11 @@ class LocalCore:
         self._take_prepared()
 
     def wake(self) -> None:
-        """End the present or else the next `wait`. Any thread may call it."""
+        """End the current `wait`, or the next one if none is running. Any thread may call it."""
         self._woken.set()
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener, first those that are still kept, or stop doing so."""
+        """Report events to a listener, those that are still kept first. None: stop reporting."""
         self._feed = None if listener is None else SnapshotFeed(self._core)
         self._listener = listener or self._listener
         self._show()

@@ -1,10 +1,10 @@
-"""Token ids of long texts, piece by piece, and of their ends alone: the same ids as those of the whole text at once.
+"""Tokenize long texts piece by piece, or only their ends. The ids equal those of the text tokenized as a whole.
 
-A text may be cut where no token of the vocabulary could reach across: in front of a blank that stands between two
-letters, and behind a line break that stands alone between two visible characters (a run of blanks is split by what
-follows it). Merges of BPE, and paths of unigram models, build tokens only, so those on one side of such a place know
-nothing of the other side; and pre-tokenizers split there, as a vocabulary made with one that does not would have tokens
-across. Whether a vocabulary is so is looked up in it, and tried.
+A text may be cut at positions that no token of the vocabulary can span: before a blank between two letters, and after a
+single line break between two visible characters (the split of a longer run of blanks depends on the text after it).
+Merges of BPE and paths of unigram models only build tokens, so the tokens on one side of such a position do not depend
+on the other side. Pre-tokenizers split there, too: otherwise the vocabulary would have tokens that span the position.
+Both properties are checked: in the vocabulary, and with a sample text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 PIECE_CHARS = 1 << 15  # 15 ms of work
-MAX_UNCUT_CHARS = 1 << 20  # a second or two, in which nothing can end it
-# How vocabularies spell a blank and a line break: byte-level ones, sentencepiece's, and as they are.
+MAX_UNCUT_CHARS = 1 << 20  # a second or two of work that cannot be cancelled
+# Spellings of a blank and a line break in vocabularies: byte-level, sentencepiece, plain.
 _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
 _ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
 _BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\S\n)(?=\S)"
-# All that may stand around a place to cut: a tokenizer must take it apart as said above.
+# All contexts of a cut. Tokenizing the pieces of this text must give the ids of the whole text.
 _SAMPLE = (
     "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
     "\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"
@@ -36,7 +36,7 @@ _SAMPLE = (
 
 
 class WholeEncoder(Protocol):
-    """What takes a text apart at once."""
+    """A function that tokenizes a text as a whole."""
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text."""
@@ -46,7 +46,8 @@ class WholeEncoder(Protocol):
 class LongTextEncoder:
     """Encodes texts of any length for one tokenizer.
 
-    encode: how that takes a text apart at once. bos_token_id: what it puts in front of a text that does not begin so.
+    encode: tokenizes a text as a whole. bos_token_id: the token that it adds before a text that does not begin with it;
+    None if it adds none.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, encode: WholeEncoder, bos_token_id: int | None) -> None:
@@ -57,9 +58,9 @@ class LongTextEncoder:
         self._front, self._back = self._special_tokens()
 
     def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
-        """Return the token ids of a text; of one with more than `most`, some more than these and not all.
+        """Return the token ids of a text. most: stop after more than this number of ids.
 
-        Raises `RequestError` for a text with too many characters between two places where it can be cut.
+        Raises `RequestError` if there are too many characters between two positions at which the text can be cut.
         """
         ids = list(self._front) if add_special_tokens else []
         for piece in self._pieces(text, 0):
@@ -74,9 +75,9 @@ class LongTextEncoder:
         return ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool) -> list[int]:
-        """Return the last of the token ids that `encode` returns, without taking apart much more than these.
+        """Return the last `num_tokens` of the ids that `encode` returns, tokenizing little more than these.
 
-        Raises `RequestError` as `encode` does.
+        Raises `RequestError` like `encode`.
         """
         back = self._back if add_special_tokens else []
         num_chars = max(PIECE_CHARS, 8 * num_tokens)
@@ -94,7 +95,7 @@ class LongTextEncoder:
         return self.encode(text, add_special_tokens=add_special_tokens)[-num_tokens:]
 
     def _pieces(self, text: str, start: int) -> Iterator[list[int]]:
-        """Yield the ids of text[start:], piece by piece; it starts at 0 or at a place to cut."""
+        """Yield the ids of text[start:], piece by piece. start: 0 or the position of a cut."""
         while start < len(text):
             end = self._next_cut(text, start + PIECE_CHARS)
             end = len(text) if end is None else end
@@ -108,7 +109,10 @@ class LongTextEncoder:
             start = end
 
     def _ids(self, text: str, start: int, end: int) -> list[int]:
-        """Return the ids of a piece. A word before it goes along and is left out: normalizers may change the first."""
+        """Return the ids of a piece.
+
+        The word before it is tokenized with it and then dropped, because normalizers may change the start of a text.
+        """
         before = self._cut_before(text, start)
         if before == start:
             return self._encode(text[start:end], add_special_tokens=False)
@@ -116,10 +120,10 @@ class LongTextEncoder:
         return ids[len(self._encode(text[before:start], add_special_tokens=False)) :]
 
     def _next_cut(self, text: str, start: int) -> int | None:
-        """Return the first place to cut from `start` on; None for none before the end."""
+        """Return the first position of a cut from `start` on; None if there is none before the end."""
         if self._cut is None or (text.find(" ", start) < 0 and text.find("\n", start - 1) < 0):
-            return None  # which shows in a thousandth of the time of the search below
-        for begin in range(start, len(text), PIECE_CHARS):  # others have their turns between
+            return None  # this check takes a thousandth of the time of the search below
+        for begin in range(start, len(text), PIECE_CHARS):  # `progress` can cancel the work between the pieces
             progress()
             found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)  # a cut looks at two more
             if found is not None and 0 < found.start() < len(text):
@@ -127,7 +131,7 @@ class LongTextEncoder:
         return None
 
     def _cut_before(self, text: str, place: int) -> int:
-        """Return a place to cut shortly before one, or 0."""
+        """Return the position of a cut shortly before a position, or 0."""
         if place == 0 or self._cut is None:
             return place
         back = 64
@@ -139,7 +143,7 @@ class LongTextEncoder:
         return 0
 
     def _is_as_said(self) -> bool:
-        """Tell whether a text that is cut wherever it may be has the ids of the whole one."""
+        """Return True if the sample text, cut at every possible position, has the ids of the whole sample."""
         assert self._cut is not None
         text = _SAMPLE * 2
         places = [0, *(found.start() for found in self._cut.finditer(text)), len(text)]
@@ -147,7 +151,7 @@ class LongTextEncoder:
         return [id_ for piece in pieces for id_ in piece] == self._encode(text, add_special_tokens=False)
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
-        """Return what a tokenizer puts in front of a text and behind it."""
+        """Return the ids that a tokenizer adds before and after a text."""
         bare, dressed = (self._encode("a", add_special_tokens=add) for add in (False, True))
         for start in range(len(dressed) - len(bare) + 1):
             if dressed[start : start + len(bare)] == bare:
@@ -156,10 +160,10 @@ class LongTextEncoder:
 
 
 def _cuts(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
-    """Return where the texts of a vocabulary can be cut; None for nowhere."""
+    """Return the pattern of positions at which texts can be cut with this vocabulary; None if there are none."""
     tokens: Iterable[str] = backend.get_vocab()
     added = backend.get_added_tokens_decoder().values()
-    greedy = [token.content[:1] for token in added if token.lstrip]  # takes the blanks along before it
+    greedy = [token.content[:1] for token in added if token.lstrip]  # such a token absorbs the blanks before it
     greedy += [token.content[-1:] for token in added if token.rstrip]
     kinds = []
     if not any(map(_ACROSS_BLANK.search, tokens)) and not any(edge.isalpha() for edge in greedy):

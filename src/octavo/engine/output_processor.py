@@ -1,4 +1,4 @@
-"""Token ids to text: detokenizing as tokens come, stop strings, logprobs, and the n outputs of a request together."""
+"""Turn token ids into outputs: incremental detokenizing, stop strings, logprobs, the n outputs of a request."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _NUM_TEXTS = 1 << 14  # some 2 MB
 
 @dataclass(slots=True)
 class _Stream:
-    """One of the n outputs while it grows. `shown` counts what DELTA outputs have delivered.
+    """One of the n outputs of a request while it grows.
 
-    detokenizer, stops: made with the first token; stops: None where nothing is looked for.
-    logprobs: of DELTA outputs only what is not delivered yet: they are many times as large as their tokens.
+    num_shown_chars, num_shown_tokens: how much DELTA outputs have delivered.
+    detokenizer, stops: created with the first token. stops: None if the request has no stop strings.
+    logprobs: with DELTA outputs only those not delivered yet, because they are many times as large as their tokens.
     """
 
     index: int
@@ -57,7 +58,7 @@ class _RequestState:
     streams: dict[str, _Stream]
     metrics: RequestMetrics
     prompt_logprobs: PromptLogprobs | None
-    stop_strings: StopStrings | None = None  # made with the first token
+    stop_strings: StopStrings | None = None  # created with the first token
     num_cached_tokens: int = 0
     error: str | None = None
     error_code: ErrorCode | None = None
@@ -65,7 +66,7 @@ class _RequestState:
 
     @property
     def finished(self) -> bool:
-        for stream in self.streams.values():  # noqa: SIM110 - asked of every request in every step: no generator
+        for stream in self.streams.values():  # noqa: SIM110 - called for every request in every step: no generator
             if stream.finish_reason is None:
                 return False
         return True
@@ -73,9 +74,9 @@ class _RequestState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutputs:
-    """What a step means for users, and the streams that ended here: the core must end those, too.
+    """The outputs of a step for users, and the streams that ended here and that the core must end, too.
 
-    streams_to_stop: by a stop string. streams_to_fail: of requests whose answers could not be made.
+    streams_to_stop: ended by a stop string. streams_to_fail: their requests failed in the output processor.
     """
 
     request_outputs: list[RequestOutput]
@@ -84,7 +85,7 @@ class ProcessedOutputs:
 
 
 class TokenTexts(dict[int, Text], Generic[Text]):
-    """Texts of tokens by their ids: looked up, as there are twenty for each token of an answer."""
+    """A cache of token texts by id: with logprobs, each token of an answer needs the texts of up to twenty tokens."""
 
     def __init__(self, decode: Callable[[int], Text]) -> None:
         self._decode = decode
@@ -97,7 +98,7 @@ class TokenTexts(dict[int, Text], Generic[Text]):
 
 
 class OutputProcessor:
-    """Keeps the text side of every request. `stream_ids` are the ids under which the core knows the n outputs."""
+    """Keeps the texts of all unfinished requests. `stream_ids` are the core's ids of the n outputs of a request."""
 
     def __init__(self, tokenizer: DetokenizerFactory | None, clock: Callable[[], float]) -> None:
         self.tokenizer = tokenizer or NoTokenizer()
@@ -137,16 +138,16 @@ class OutputProcessor:
         )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids that stand alone, a prompt that is echoed, say; none without a tokenizer."""
+        """Return the text of a complete token sequence, such as an echoed prompt; "" without a tokenizer."""
         detokenizer = self.tokenizer.incremental_detokenizer([], skip_special_tokens=skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
 
     def piece(self, token_id: int) -> str | bytes:
-        """Return what a token adds to a text, a special one its name."""
+        """Return the text or bytes that a token appends to a text; for a special token its name."""
         return self._token_pieces[token_id]
 
     def tokenizer_of(self, params: SamplingParams) -> DetokenizerFactory:
-        """Return the tokenizer as a request's answers are read."""
+        """Return the tokenizer for a request's outputs: it shows the special tokens that the request asks for."""
         shown = params.shown_special_token_ids
         return SomeSpecialTokens(self.tokenizer, shown) if shown else self.tokenizer
 
@@ -157,7 +158,7 @@ class OutputProcessor:
         return tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def stream_ids(self, request_id: str) -> list[str]:
-        """Ids of a request's unfinished streams in the core; none for an unknown request."""
+        """Return the core's ids of a request's unfinished streams; none for an unknown request."""
         state = self._states.get(request_id)
         if state is None:
             return []
@@ -168,16 +169,16 @@ class OutputProcessor:
         return list(self._states)
 
     def forget_all(self) -> list[str]:
-        """Drop every unfinished request, as the core that knew them is gone; return their ids."""
+        """Drop all unfinished requests after the core has died; return their ids."""
         request_ids = list(self._states)
         self._states.clear()
         self._owner.clear()
         return request_ids
 
     def process(self, core_outputs: list[EngineCoreOutput]) -> ProcessedOutputs:
-        """Take a step's news in. A request's last output has `finished` set, and the request is forgotten with it.
+        """Process the core outputs of a step. A request's last output has `finished` set; then the request is dropped.
 
-        Where something fails that is done for one request, whatever it is, that one ends with an error.
+        Any exception while processing one request ends that request alone, with an error.
         """
         changed: dict[str, _RequestState] = {}
         to_stop: list[str] = []
@@ -203,7 +204,7 @@ class OutputProcessor:
         return ProcessedOutputs(outputs, to_stop, to_fail)
 
     def _give_up(self, state: _RequestState, error: BaseException) -> list[str]:
-        """End a request whose answer cannot be made; return its streams that go on in the core."""
+        """End a request whose outputs cannot be produced; return its streams that are still running in the core."""
         log_fault(state.request_id, "its answer was made", error)
         state.error_code, state.error = ErrorCode.REQUEST_FAILED, request_failed(state.request_id)
         stream_ids = []
@@ -215,7 +216,7 @@ class OutputProcessor:
         return stream_ids
 
     def _failed_output(self, state: _RequestState) -> RequestOutput:
-        """Forget a request that was given up; return its last output, which has nothing new."""
+        """Drop a request that was given up; return its last output, which has no new text."""
         self._states.pop(state.request_id, None)
         outputs = [CompletionOutput(each.index, "", [], finish_reason="error") for each in state.streams.values()]
         return RequestOutput(
@@ -230,7 +231,7 @@ class OutputProcessor:
         )
 
     def _advance(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput, now: float) -> bool:
-        """Add news to a stream; whether a stop string ended it while the core thinks it goes on."""
+        """Apply a core output to a stream. Returns True if a stop string ended a stream that the core has not ended."""
         state.num_cached_tokens = max(state.num_cached_tokens, news.num_cached_tokens)
         stream.num_cached_tokens = max(stream.num_cached_tokens, news.num_cached_tokens)
         stream.num_computed_tokens = max(stream.num_computed_tokens, news.num_computed_tokens)
@@ -260,7 +261,10 @@ class OutputProcessor:
         return False
 
     def _append(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput) -> bool:
-        """Append tokens one by one, so that a stop string ends the output at its own token."""
+        """Append tokens one by one, so that the output ends with the token that completes a stop string.
+
+        Returns True if a stop string was found.
+        """
         params, detokenizer = state.params, stream.detokenizer
         if detokenizer is None:
             detokenizer = self._begin(state, stream)
@@ -290,7 +294,7 @@ class OutputProcessor:
         return False
 
     def _begin(self, state: _RequestState, stream: _Stream) -> Detokenizer:
-        """Make what a stream's text goes through."""
+        """Create the stop search and the detokenizer of a stream; return the latter."""
         params = state.params
         if params.stop_strings:
             state.stop_strings = state.stop_strings or StopStrings(params.stop_strings)
@@ -351,7 +355,10 @@ class OutputProcessor:
 
 
 def _count_computed(state: _RequestState) -> None:
-    """Tell what a request cost: of every sequence all but the last token is computed once, unless it is found."""
+    """Count the computed and recomputed tokens of a request.
+
+    Each token of a sequence has to be computed once, except the last token and the tokens found in the cache.
+    """
     for stream in state.streams.values():
         needed = len(state.prompt_token_ids) + stream.num_sampled_tokens - 1 - stream.num_cached_tokens
         state.metrics.num_computed_tokens += stream.num_computed_tokens

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from octavo.outputs import RequestOutput
 
-DEADLINE_GRACE_S = 1.0  # an engine in a long step cannot end a request in time: then its stream does so this much later
+DEADLINE_GRACE_S = 1.0  # an engine in a long step misses the deadline: then the stream ends the request this much later
 
 
 class OutputStream:
@@ -24,9 +24,9 @@ class OutputStream:
     deadline: on the loop's clock. on_unread: called with each output that the reader did not get.
 
     Attributes:
-        accepted: is done when the core has taken the request, or holds the error that refused it.
-        is_left: True if nobody will read on; only the engine's thread uses it.
-        num_delivered: outputs that the engine's thread has sent. num_read: outputs that the reader got.
+        accepted: done once the core has accepted the request; failed with the error that refused it.
+        is_left: True if the reader reads no more; only the engine's thread uses it.
+        num_delivered: number of outputs that the engine's thread has sent. num_read: number that the reader got.
     """
 
     def __init__(self, deadline: float | None, on_unread: Callable[[RequestOutput], None] | None) -> None:
@@ -61,20 +61,20 @@ class OutputStream:
         return self._outputs.popleft()
 
     def end(self, error: OctavoError) -> None:
-        """Drop all unread outputs and those that follow; the reader gets the error."""
+        """Drop all unread and later outputs; the reader gets the error."""
         self._drop_unread()
         self.put(error)
         self._has_reader = False
 
     def leave(self) -> None:
-        """Drop all unread outputs and those that follow: the reader has left."""
+        """Drop all unread and later outputs: the reader has disconnected."""
         self._has_reader = False
         if self._timer is not None:
             self._timer.cancel()
         self._drop_unread()
 
     def fail(self, error: OctavoError) -> None:
-        """Let the reader get an error after what has arrived, whatever the engine is doing."""
+        """Deliver an error to the reader after the outputs that have arrived, without waiting for the engine."""
         if self.accepted.done():
             self.put(error)
         else:
@@ -89,5 +89,5 @@ class OutputStream:
             return
         try:
             self._on_unread(output)
-        except Exception as error:  # noqa: BLE001 - the request is over, and other requests follow on this loop
+        except Exception as error:  # noqa: BLE001 - the request is over, and the loop has to serve other requests
             log_fault(output.request_id, "its unread outputs were counted", error)

@@ -1,4 +1,4 @@
-"""Finds and reads Python's literals in a text, by the rules of `ast`. Nothing is evaluated."""
+"""Find and read Python literals in a text, by the rules of `ast`. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
 class NotALiteralError(ValueError):
-    """A text is no literal that JSON has a value for."""
+    """A text is not a literal that can be converted to JSON."""
 
 
 class ValueScanner:
     """Finds the end of one value in a growing text: the first of the characters `ends` outside of brackets.
 
-    Without `ends` the value ends with its last bracket. is_begun: the text ended within the value. line_ends: places
-    of line feeds and carriage returns in strings of one line.
+    Without `ends` the value ends with its last bracket. is_begun: the text ended within the value. line_ends:
+    positions of line feeds and carriage returns within single-line strings.
     """
 
     def __init__(self, start: int, ends: str = ",)") -> None:
@@ -42,9 +42,9 @@ class ValueScanner:
         self._whole: tuple[int, str] | None = None  # the end of the last whole member, and the brackets open there
 
     def end(self, text: str, *, is_over: bool) -> int | None:
-        """Return where the value ends; None if more text is needed.
+        """Return the position at which the value ends; None if more text is needed. is_over: no more text follows.
 
-        Raises `NotALiteralError` for brackets that do not match, and a text that is over (is_over) within the value.
+        Raises `NotALiteralError` if brackets do not match, or the text is over within the value.
         """
         while self._position < len(text):
             before = self._position
@@ -69,7 +69,7 @@ class ValueScanner:
         return None
 
     def value(self, text: str, end: int) -> str:
-        """Return the text of the value up to its end, with the line ends in strings of one line as escapes."""
+        """Return the text of the value up to its end, with line ends in single-line strings replaced by escapes."""
         pieces, start = list[str](), self._start
         for place in (each for each in self.line_ends if each < end):
             pieces += [text[start:place], "\\n" if text[place] == "\n" else "\\r"]
@@ -79,7 +79,7 @@ class ValueScanner:
     def begun_json(self, text: str) -> str | None:
         """Return the JSON of the beginning of a string, a list or a dict that was cut off; None for anything else.
 
-        Of a list and a dict it has the members that are complete, without the closing brackets.
+        For a list and a dict it contains the complete members, without the closing brackets.
         """
         if self._whole is None:
             return begun_string_json(self.value(text, len(text)).lstrip())
@@ -116,15 +116,15 @@ class ValueScanner:
                 raise NotALiteralError
         elif char in ")]}" and (not self._stack or self._stack.pop() != char):
             raise NotALiteralError
-        if char in ",[]{}" and self._stack and ")" not in self._stack:  # of a tuple the last comma matters
+        if char in ",[]{}" and self._stack and ")" not in self._stack:  # in a tuple the last comma has a meaning
             self._whole = before if char == "," else self._position, "".join(reversed(self._stack))
 
 
 def literal(text: str) -> Any:
-    """Return the value of JSON or of a Python literal: text, numbers, truth values, nothing, lists and dictionaries.
+    """Return the value of JSON or of a Python literal: strings, numbers, booleans, None, lists and dictionaries.
 
-    Tuples are lists; JSON's `true`, `false` and `null` are allowed in Python. Raises `NotALiteralError` for anything
-    else: names, calls, f-strings, bytes, sets, keys that are no strings, halves of characters.
+    Tuples become lists. JSON's `true`, `false` and `null` are allowed in Python literals. Raises `NotALiteralError` for
+    anything else: names, calls, f-strings, bytes, sets, keys that are not strings, lone surrogates.
     """
     if len(text) > _MAX_CHARS or not text.strip():
         raise NotALiteralError
@@ -139,14 +139,14 @@ def literal_json(text: str) -> str:
     """Return the JSON of what `literal` returns. Raises `NotALiteralError`."""
     try:
         return json.dumps(literal(text), ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):  # of a number with more digits than Python writes
+    except (ValueError, RecursionError):  # for example a number with more digits than Python converts
         raise NotALiteralError from None
 
 
 def begun_string_json(text: str) -> str | None:
-    """Return the JSON of the beginning of a string, without its last quote; None if the text begins with no string.
+    """Return the JSON of the beginning of a string, without its last quote; None if the text does not begin a string.
 
-    An escape that was cut off is left out.
+    An escape that was cut off is dropped.
     """
     opened = _STRING.match(text)
     if opened is None:
@@ -163,8 +163,8 @@ def begun_string_json(text: str) -> str | None:
 def _python_value(text: str) -> Any:
     try:
         with _PARSING, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an escape that Python does not know stays as it is
-            tree = ast.parse(f"({text.strip()})", mode="eval")  # in brackets a value may have several lines
+            warnings.simplefilter("ignore")  # Python warns about unknown escapes, which stay in the text
+            tree = ast.parse(f"({text.strip()})", mode="eval")  # a value in parentheses may have several lines
         return _value_of(tree.body)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise NotALiteralError from None

@@ -1,6 +1,6 @@
-"""A core in a process of its own: started, heard on the thread that drives the engine, and started again when it dies.
+"""A core in a process of its own: starts the process, exchanges messages with it, and restarts it when it dies.
 
-Text stays on this side: prompts are token ids before they cross the border, and answers become text after it.
+The process works with token ids alone: prompts are tokenized before they are sent, and outputs detokenized on arrival.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL_MS = 250
 _PAUSE_POLL_MS = 20  # between two processes
-_LAST_WORDS_MS = 100  # a dead process may have said something that is still on its way
+_LAST_WORDS_MS = 100  # the last messages of a dead process may still be on their way
 _STOP_S = 5.0
 _STOP_POLL_MS = 20
-_KILL_S = 5.0  # that a shutdown waits for the system to end a killed process
-_GIVE_BACK_S = 60.0  # that a new process waits for it, since it needs the memory
+_KILL_S = 5.0  # how long a shutdown waits for the system to end a killed process
+_GIVE_BACK_S = 60.0  # how long the start of a new process waits for that, since it needs the memory
 _MAX_PENDING = 4096
 
 
 class RemoteCore:
     """A `octavo.engine.core_client.CoreClient` of a core in another process, which it watches while it waits.
 
-    It belongs to one thread at a time, except for `is_ready` and `wake`. command: what runs
-    `octavo.engine.core_process.run_core_process`.
+    Only one thread may use it at a time, except for `is_ready` and `wake`. command: the command line of a process that
+    calls `octavo.engine.core_process.run_core_process`.
     """
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
-        self.capacity: EngineCapacity  # of the process that was ready last
-        self.stats = EngineStats()  # of the present process, half a second old at most unless a step takes longer
+        self.capacity: EngineCapacity  # of the last process that was ready
+        self.stats = EngineStats()  # of the current process, at most half a second old unless a step takes longer
         self.num_restarts = 0
         self.num_failed_starts = 0
         self._command, self._config = command, config
@@ -78,7 +78,7 @@ class RemoteCore:
         self._listener: Callable[[Snapshot], None] | None = None
         self._progress: Callable[[int, int], None] = lambda _done, _total: None
         self._life: CoreLife | None = None
-        self._leaving: subprocess.Popen[bytes] | None = None  # killed, and not ended by the system yet
+        self._leaving: subprocess.Popen[bytes] | None = None  # killed, but perhaps not ended by the system yet
         self._left_behind_at = self._starts_at = self._expected_at = 0.0
         self._load_s = 0.0
         self._num_lives = self._num_failures = 0
@@ -89,9 +89,9 @@ class RemoteCore:
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
         """Start the process, call `meanwhile` while it loads, and return its result once the process is ready.
 
-        progress(done, total) is called with packed bytes of weights, after `meanwhile` has returned. Raises what
-        `meanwhile` raises, the `ConfigError` or `ModelError` that the process reports, and `EngineDeadError` if it ends
-        or cannot be started.
+        progress(done, total) is called with the number of packed bytes of weights, after `meanwhile` has returned.
+        Raises any error of `meanwhile`, the `ConfigError` or `ModelError` that the process reports, and
+        `EngineDeadError` if the process ends or cannot be started.
         """
         self._progress = progress or self._progress
         try:
@@ -99,15 +99,15 @@ class RemoteCore:
             result = meanwhile()
             while not self._was_ready:
                 self.wait()
-        except BaseException:  # an interrupt as well: the process must not outlive this
+        except BaseException:  # also after an interrupt: the process must not outlive this call
             self.shutdown()
             raise
         return result
 
     def _begin(self) -> None:
-        """Start a process; what keeps it from starting counts as its end."""
+        """Start a process. An error of the start is handled like the death of the process."""
         config, number = self._config, self._num_lives
-        if number and config.record is not None:  # the journal of the process that died is the interesting one
+        if number and config.record is not None:  # do not overwrite the journal of the process that died
             record = config.record.with_name(f"{config.record.stem}-{number}{config.record.suffix}")
             config = replace(config, record=record)
         self._num_lives += 1
@@ -116,12 +116,12 @@ class RemoteCore:
             self._poller.register(self._life.news, zmq.POLLIN)
         except ConfigError as error:
             self._die(f"cannot be started: {error}")
-        except Exception as error:  # whatever the system refuses (memory, files, disk) may be granted the next time
+        except Exception as error:  # the system may lack memory, files or disk space only for now: try again later
             logger.exception("the engine process cannot be started")
             self._die(f"cannot be started: {error}")
 
     def _tend(self) -> None:
-        """Take in what the process said, notice its end, and start the next one when its time has come."""
+        """Process the messages that have arrived, detect the process's end, and start the next one when it is due."""
         life, now = self._life, time.monotonic()
         if life is None:
             if now >= self._starts_at and self._is_gone(now):
@@ -136,11 +136,11 @@ class RemoteCore:
             for data in life.received(_LAST_WORDS_MS):
                 self._hear(life, data)
         if self._news:
-            return  # its last outputs are delivered first; the next call finds it over again
+            return  # deliver its last outputs first; the next call detects the end again
         self._die(reason)
 
     def _is_gone(self, now: float) -> bool:
-        """Return True once the system has ended the last process, or if it does not within a minute."""
+        """Return True once the system has ended the last process, or after a minute of waiting for that."""
         if self._leaving is None or self._leaving.poll() is not None:
             return True
         if now < self._left_behind_at:
@@ -149,7 +149,7 @@ class RemoteCore:
         return True
 
     def _die(self, reason: str) -> None:
-        """End all requests of a process that is over, and plan the start of the next one."""
+        """End all requests of a process that died or has to be killed, and schedule the start of the next one."""
         life, self._life = self._life, None
         failure, served_s, now = None, None, time.monotonic()
         if life is not None:
@@ -202,10 +202,10 @@ class RemoteCore:
             case ipc.Ready():
                 self._come_up(life, message.capacity)
             case ipc.Alive():
-                pass  # `health` has heard it
+                pass  # `health` has recorded it
 
     def _come_up(self, life: CoreLife, capacity: EngineCapacity) -> None:
-        life.requests.poll(1000, zmq.POLLOUT)  # its connection may take a moment more
+        life.requests.poll(1000, zmq.POLLOUT)  # its socket may not be connected yet
         life.ready_at = time.monotonic()
         self.capacity, self._was_ready = capacity, True
         self.num_failed_starts, self._load_s = 0, life.ready_at - life.born
@@ -221,18 +221,18 @@ class RemoteCore:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process takes requests, was heard of lately and makes progress. Any thread may ask."""
+        """Whether the process takes requests, sent a message lately and makes progress. Any thread may read it."""
         life = self._life
         return life is not None and life.ready_at is not None and life.health.is_well
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until a process that is not ready may be: the pause before its start, and a load like the last."""
+        """Seconds until the next process may be ready: the pause before its start plus the last loading time."""
         return max(self._expected_at - time.monotonic(), 1.0)
 
     @property
     def pid(self) -> int | None:
-        """Id of the engine process, while there is one."""
+        """Id of the engine process; None between two processes."""
         return None if self._life is None else self._life.process.pid
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
@@ -240,13 +240,13 @@ class RemoteCore:
         self._lose = lose
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Send a request to the process, whose answer comes with a later `wait`."""
+        """Send a request to the process. A later `wait` receives the answer."""
         if len(self._pending) >= _MAX_PENDING:
             answer(QueueFullError(f"{_MAX_PENDING} requests have been sent to the engine, which has not answered yet"))
             return
         try:
             message = ipc.encode(ipc.Add.of(request_id, streams))
-        except (TypeError, ValueError, OverflowError) as error:  # a text that is not valid Unicode, say
+        except (TypeError, ValueError, OverflowError) as error:  # for example a text that is not valid Unicode
             answer(RequestError(f"the request cannot be sent to the engine: {error}"))
             return
         if self._life is not None and self._life.send(message):
@@ -267,12 +267,12 @@ class RemoteCore:
             answer(error)
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """Tell the process to end streams. A message always has room: `_MAX_PENDING` bounds the requests that wait."""
+        """Tell the process to end streams. The socket always has room: `_MAX_PENDING` bounds the waiting requests."""
         if stream_ids:
             self._send(ipc.Finish([*stream_ids], status))
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener, also those of later processes, or stop doing so."""
+        """Report events to a listener, also those of later processes. None: stop reporting."""
         self._listener = listener
         self._send(ipc.Watch(listener is not None))
 
@@ -291,7 +291,7 @@ class RemoteCore:
         return news
 
     def wait(self) -> None:
-        """Wait for messages or for `wake`, and take in all messages that have arrived; see `_tend`."""
+        """Wait for messages or for `wake`. Process the messages, and watch and restart the engine process."""
         poll_ms = _POLL_MS if self._life is not None else _PAUSE_POLL_MS
         for ready, _ in self._poller.poll(poll_ms):
             if ready == self._woken.fileno():
@@ -299,8 +299,8 @@ class RemoteCore:
         self._tend()
 
     def wake(self) -> None:
-        """End the present or else the next `wait`. Any thread may call it."""
-        with contextlib.suppress(OSError):  # it is full, and so ends the wait, or shut down
+        """End the current `wait`, or the next one if none is running. Any thread may call it."""
+        with contextlib.suppress(OSError):  # the socket is full, which ends the wait as well, or closed
             self._waker.send(b"\0")
 
     def finish_transfers(self) -> None:
@@ -316,7 +316,7 @@ class RemoteCore:
         if life is not None:
             while life.process.poll() is None and time.monotonic() < until:
                 if life.news.poll(_STOP_POLL_MS):
-                    life.news.recv()  # nobody waits for it, but a full socket would hold the process up
+                    life.news.recv()  # discard messages: a full socket would block the process
             life.end()
             self._leaving = life.process
         if self._leaving is not None:

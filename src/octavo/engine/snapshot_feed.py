@@ -1,4 +1,4 @@
-"""Tells who watches the engine what happens in it."""
+"""Reports the events of an engine to a watcher as snapshots."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from octavo.engine.engine_core import EngineCore
 
 SNAPSHOT_INTERVAL_S = 0.25
-_MAX_WEIGHT = 5_000  # of one snapshot: its reader does other things as well
+_MAX_WEIGHT = 5_000  # of one snapshot: processing it must not occupy its reader's thread for long
 
 
 class SnapshotFeed:
-    """Follows a core for one watcher, who hears first what is still known of the past. Between two steps only."""
+    """Follows a core for one watcher. The first snapshots have the past events that are still kept.
+
+    Use it only between two steps.
+    """
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -29,16 +32,16 @@ class SnapshotFeed:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last look was long enough ago."""
+        """Whether the interval since the last look is over."""
         return time.monotonic() >= self._next
 
     def look(self) -> Iterator[Snapshot]:
-        """Yield what is new, if anything is."""
+        """Yield snapshots of the events since the last look, if there are any."""
         self._next = time.monotonic() + SNAPSHOT_INTERVAL_S
         recent = self._core.recent
         if recent.num_seen == self._num_told and not self._is_first:
             return
-        if recent.first_kept > self._num_told:  # more happened between two looks than is kept: begin anew
+        if recent.first_kept > self._num_told:  # events since the last look were dropped: start again
             self._is_first = True
         *parts, last = _parts(recent.since(self._num_told))
         self._num_told = recent.num_seen

@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text: found across any cut, and nothing that may belong to one is shown too early."""
+"""Find stop strings in a stream of text, also across pieces, and hold back text that may begin one."""
 
 from __future__ import annotations
 
@@ -11,40 +11,41 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_END = "\ud800"  # stands behind each string: in no text, as it is no character
+_END = "\ud800"  # terminates each string: a lone surrogate is in no valid text
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string, and how many characters of the piece of text that it ends in stand behind it."""
+    """A stop string, and the number of characters after it in the piece of text in which it ends."""
 
     stop_string: str
     num_chars_behind: int
 
 
 class StopStrings:
-    """All stop strings of a request as one automaton (Aho and Corasick, 1975), made as far as its texts get into it.
+    """All stop strings of a request as one automaton (Aho and Corasick, 1975). Its nodes are computed when reached.
 
-    A node is a prefix of some strings, and a number: those of one string follow each other. What two strings share
-    counts for the first of them, in alphabetical order; the other one branches off. Node 0 is the empty prefix.
+    A node is a prefix of some strings, identified by a number. The nodes of one string have consecutive numbers. A
+    shared prefix belongs to the first string in alphabetical order; the other string branches off from it. Node 0 is
+    the empty prefix.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
         strings = sorted(set(stop_strings))
-        self._characters = "".join(text + _END for text in strings)  # by node: the one that leads to the next node
+        self._characters = "".join(text + _END for text in strings)  # by node: the character to the next node
         self._first_nodes = list(accumulate((len(text) + 1 for text in strings[:-1]), initial=0))
         self._branches: dict[int, dict[str, int]] = {}
         self._string_at = {first + len(text): text for first, text in zip(self._first_nodes, strings, strict=True)}
         self._branch_off(strings)
         num_nodes = len(self._characters)
-        self._fallbacks = array("i", [_UNKNOWN]) * num_nodes  # the longest node that a node ends with
-        self._stops = array("i", [0]) * num_nodes  # the longest string that it ends with, by that one's last node
+        self._fallbacks = array("i", [_UNKNOWN]) * num_nodes  # by node: the longest other node that is a suffix of it
+        self._stops = array("i", [0]) * num_nodes  # by node: the last node of the longest string that is a suffix of it
         self._num_held_back = array("h", [0]) * num_nodes
         self.first_characters = frozenset({self._characters[0], *self._branches.get(0, ())})
 
     def _branch_off(self, strings: list[str]) -> None:
-        lengths = [0]  # of what each string shares with the one before it
+        lengths = [0]  # of the prefix that each string shares with the one before it
         for index, (before, text) in enumerate(pairwise(strings), start=1):
             length = _shared_length(before, text)
             lengths.append(length)
@@ -55,7 +56,7 @@ class StopStrings:
             branches[text[length]] = self._first_nodes[index] + length + 1
 
     def next(self, node: int, character: str) -> int:
-        """Return where a character leads: at most one deeper, so that each costs one step on average."""
+        """Return the node that follows after a character: at most one deeper, so the amortized cost is constant."""
         while True:
             if self._characters[node] == character:
                 child = node + 1
@@ -70,7 +71,7 @@ class StopStrings:
             node = self._fallbacks[node]
 
     def _reach(self, node: int, character: str, child: int) -> None:
-        """Make a child known. So are the nodes that it ends with: only those of other strings are new as well."""
+        """Compute the fields of a child, and of its fallbacks in other strings if these are not computed yet."""
         fallback = self.next(self._fallbacks[node], character) if node else 0
         is_end = child in self._string_at
         self._fallbacks[child] = fallback
@@ -81,17 +82,17 @@ class StopStrings:
             self._num_held_back[child] = child - self._first_nodes[bisect_right(self._first_nodes, child) - 1]
 
     def stop_at(self, node: int) -> str | None:
-        """Return the longest stop string that a text ends with which led here."""
+        """Return the longest stop string at the end of a text that led to a node; None if there is none."""
         end = self._stops[node]
         return self._string_at[end] if end else None
 
     def num_held_back_chars(self, node: int) -> int:
-        """Return the length of the longest end of such a text with which a longer stop string begins."""
+        """Return the length of the longest suffix of such a text that is the beginning of a longer stop string."""
         return self._num_held_back[node]
 
 
 class StopSearch:
-    """Looks for stop strings in one text that comes in pieces."""
+    """Searches for stop strings in one text that arrives in pieces."""
 
     __slots__ = ("_node", "_stops")
 
@@ -101,14 +102,15 @@ class StopSearch:
 
     @property
     def num_held_back_chars(self) -> int:
-        """How many characters at the end of the text may be the beginning of a stop string and must not be shown."""
+        """Number of characters at the end of the text that may begin a stop string and must not be shown yet."""
         return self._stops.num_held_back_chars(self._node)
 
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
-        """Read on; return the stop string that ends first, and stop there, unless those that end here do not count.
+        """Add a piece of text; return the stop string that ends first in it, and stop reading there.
 
-        Of two that end at the same place the longer one counts, so the result is that of a search after every single
-        character, however the text is cut into pieces. One that ends here may have begun where none counted.
+        counts: False to ignore stop strings that end in this piece. A string that ends in a later piece may begin here.
+        If two strings end at the same position, the longer one is returned. So the result does not depend on how the
+        text is cut into pieces.
         """
         stops = self._stops
         if not self._node and stops.first_characters.isdisjoint(text):
@@ -121,12 +123,12 @@ class StopSearch:
 
 
 def _shared_length(first: str, second: str) -> int:
-    """Return how many characters two strings begin with alike."""
+    """Return the length of the common prefix of two strings."""
     return bisect_left(range(min(len(first), len(second))), True, key=lambda n: first[: n + 1] != second[: n + 1])
 
 
 def num_held_back_chars(text: str, stop_string: str) -> int:
-    """How many characters at the end of `text` may be the beginning of a stop string; for a single short one."""
+    """Return how many characters at the end of a text may begin a stop string. Suited for a single short string."""
     for length in range(min(len(stop_string) - 1, len(text)), 0, -1):
         if text.endswith(stop_string[:length]):
             return length

@@ -1,4 +1,4 @@
-"""Jinja's sandbox for templates whose time is bounded: a conversation of many messages may be walked in any way."""
+"""Jinja's sandbox with a time limit: a template may loop over a long conversation in any way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from octavo.runtime.text_work import progress
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Ends a template where nobody waits for it, or it takes too long: no loop does without looking something up."""
+    """Ends a template that takes too long or is no longer needed.
+
+    Every lookup checks that; a loop cannot do without lookups.
+    """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Look up `obj.attribute`."""

@@ -1,4 +1,4 @@
-"""What a chat template wants of messages that can be spelled in several ways, found by rendering small ones."""
+"""Detect which forms of messages a chat template needs, by rendering small conversations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EmptyContent = Literal["null", "empty", "absent"]
 SystemPlaces = Literal["anywhere", "first", "never"]
 
-_SEPARATOR = "\n\n"  # between what were messages of their own
+_SEPARATOR = "\n\n"  # between the texts of joined messages
 _FIRST, _SECOND, _EXTRA = "octavo-first", "octavo-second", "octavo-extra"
 _USER = {"role": "user", "content": "Question"}
 _ARGUMENTS = {_FIRST: 1}
@@ -45,14 +45,15 @@ TOOL = {
 class TemplateTraits:
     """The forms of messages that one template demands.
 
-    part_roles: roles whose content it reads part by part; others get the texts of parts joined by a line's end.
-    only_part_roles: those of them whose content it reads in no other way.
-    null_content, empty_content: how a call's message says that it has no text, if the client said null, and "".
-    takes_text_arguments: a call's arguments are wanted as JSON in a string, not as an object.
-    joins_turns: it refuses two turns of one role in a row, so they become one.
+    part_roles: roles for which it reads content as a list of parts; for all other roles the texts of parts are joined
+    by a line feed.
+    only_part_roles: those of them for which it cannot read content as text.
+    null_content, empty_content: the form of a call's message without text, if the client sent null or "" as content.
+    takes_text_arguments: a call's arguments must be JSON in a string, not an object.
+    joins_turns: it refuses two consecutive turns of one role, so they are joined.
     joins_results: it refuses a user's turn after a tool's result, so the user's text is added to the result.
-    wants_short_ids: it refuses ids of calls that are not nine letters and digits.
-    wants_single_calls: it refuses or loses all but one of the calls of a message.
+    wants_short_ids: it refuses call ids that are not nine letters and digits.
+    wants_single_calls: it refuses several calls in a message, or shows only one of them.
     system: the system messages that it shows: "anywhere"; "first", one at the beginning; "never".
     """
 
@@ -69,10 +70,10 @@ class TemplateTraits:
 
     @classmethod
     def find(cls, render: Render) -> TemplateTraits:
-        """Find the traits of a template. render: a conversation's text; None where the template refuses it.
+        """Detect the traits of a template. render: returns a conversation's text, None if the template refuses it.
 
-        Some twenty conversations of a few words are rendered, whatever the template does: no clock ends this, because
-        a prompt must not depend on how busy the machine is.
+        Renders about twenty conversations of a few words. There is no time limit, because a prompt must not depend on
+        the load of the machine.
         """
         null_content, takes_text = _find_call_form(render, ("null", "empty", "absent"), (False, True))
         empty_content, _ = _find_call_form(render, ("empty", "null", "absent"), (takes_text,))
@@ -111,9 +112,9 @@ class TemplateTraits:
         )
 
     def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
-        """Yield messages as the template wants them; then, in case it refuses those, with turns joined that alternate.
+        """Yield messages in the form of the traits; then, in case the template refuses these, in stricter forms.
 
-        content is text, text parts or nothing at all; arguments of calls are objects.
+        chat: content is text, a list of text parts, null or absent; arguments of calls are objects.
         """
         before: list[Message] | None = None
         for variant in self._variants(self._without_losses(chat)):
@@ -122,7 +123,7 @@ class TemplateTraits:
             before = variant
 
     def _variants(self, chat: list[Message]) -> Iterator[list[Message]]:
-        """Yield the history as it is, then in forms that stricter templates accept."""
+        """Yield the history unchanged, then in forms that stricter templates accept."""
         yield chat
         yield self._joined(chat)
         strict = begun_by_user(_with_calls_joined(chat))
@@ -130,7 +131,7 @@ class TemplateTraits:
         yield self._joined(with_systems_as_users(strict, keeps_first=self.system != "never"))
 
     def _without_losses(self, chat: Sequence[Message]) -> list[Message]:
-        """Return the history in a form of which the template is known to refuse and to lose nothing."""
+        """Return the history without the forms that the template is known to refuse or to lose."""
         history = [*chat]
         if self.system != "anywhere":
             history = with_one_system_message(history, _join)
@@ -174,10 +175,10 @@ class TemplateTraits:
 def _find_call_form(
     render: Render, contents: Sequence[EmptyContent], forms: Sequence[bool]
 ) -> tuple[EmptyContent, bool]:
-    """Return how a call without text is to be spelled: the first of the spellings that come out best.
+    """Return the best form of a call without text: its content, and whether its arguments are text.
 
-    Better is what shows the call's arguments, and then what prints less of "None", "null" and Python's dictionaries.
-    forms: whether arguments are text.
+    A form that shows the call's arguments is better; then the one that prints fewer of "None", "null" and Python
+    dictionaries; then the first one. contents, forms: the values to try for content and for arguments as text.
     """
     best: tuple[EmptyContent, bool] = ("empty", False)
     best_faults: tuple[bool, int] | None = None
@@ -215,7 +216,7 @@ def _wants_single_calls(render: Render, content: EmptyContent, *, as_text: bool)
 
 
 def _find_system_places(render: Render) -> SystemPlaces:
-    """Return which system messages a template shows; the rest must be possible as users' turns."""
+    """Return which system messages a template shows, provided that it accepts the rest as user messages."""
     answer = {"role": "assistant", "content": "Answer"}
     first, second = _message("system", _FIRST), _message("system", _SECOND)
     text = render([first, _USER, answer, second, _USER])
@@ -229,7 +230,10 @@ def _find_system_places(render: Render) -> SystemPlaces:
 
 
 def _shows(text: str | None, *marks: str) -> bool:
-    """Whether a text holds all marks in their order, and not the extra field of parts: those it printed, not read."""
+    """Return True if a text contains all marks in order, and not the extra field of parts.
+
+    With that field the template printed a list of parts instead of reading it.
+    """
     if text is None or _EXTRA in text:
         return False
     place = 0
@@ -269,7 +273,7 @@ def _with_text_arguments(call: Any) -> Any:
 
 
 def _with_calls_joined(chat: Sequence[Message]) -> list[Message]:
-    """Return messages in which an assistant's turn without calls and the one with calls that follows it are one."""
+    """Return messages in which an assistant's turn without calls is joined with a following one with calls."""
     found: list[Message] = []
     for message in chat:
         before = found[-1] if found else {"role": ""}
@@ -281,7 +285,7 @@ def _with_calls_joined(chat: Sequence[Message]) -> list[Message]:
 
 
 def _join(run: list[Message]) -> Message:
-    """Make one turn of several; what they say stands in its order."""
+    """Join several messages into one, with their texts in order."""
     joined = dict(run[0])
     for name in ("content", "reasoning_content", "thinking") if len(run) > 1 else ():
         texts = [message[name] for message in run if message.get(name)]
@@ -293,5 +297,5 @@ def _join(run: list[Message]) -> Message:
 
 
 def text_of(content: str | list[Message]) -> str:
-    """Return a message's text; parts stand on lines of their own."""
+    """Return a message's text, with each part on a line of its own."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

@@ -1,4 +1,4 @@
-"""What the output processor, and who tells of its tokens, ask of a tokenizer; and what stands in for one."""
+"""The interface of tokenizers for outputs, and null objects for engines and requests without text."""
 
 from __future__ import annotations
 
@@ -9,40 +9,37 @@ if TYPE_CHECKING:
 
 
 class Detokenizer(Protocol):
-    """Turns a stream of token ids into text; all pieces together are the text of all tokens at once.
-
-    held, num_prompt_bytes: bytes that wait for those behind them, and how many of them are the prompt's.
-    """
+    """Turns a stream of token ids into text. All pieces, joined, equal the text of all tokens decoded as a whole."""
 
     @property
     def held(self) -> bytes:
-        """The bytes."""
+        """Bytes held back until later bytes complete them, those of the prompt first."""
         ...
 
     @property
     def num_prompt_bytes(self) -> int:
-        """How many of them the prompt has."""
+        """Number of held bytes that belong to the prompt."""
         ...
 
     def add(self, token_ids: list[int]) -> str:
-        """Return the text that is certain now."""
+        """Append tokens and return the text that no later token can change."""
         ...
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Flush the text that was held back."""
         ...
 
 
 class DetokenizerFactory(Protocol):
-    """What the output processor, and who tells of its tokens, ask of a tokenizer."""
+    """The methods of a tokenizer that the output processor and the readers of its tokens use."""
 
     @property
     def has_byte_runs(self) -> bool:
-        """Whether bytes that follow each other are read together."""
+        """Whether consecutive byte tokens are decoded together."""
         ...
 
     def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Start a stream behind a prompt."""
+        """Return a detokenizer for a stream that continues a prompt."""
         ...
 
     def decode_token(self, token_id: int) -> str | None:
@@ -50,16 +47,16 @@ class DetokenizerFactory(Protocol):
         ...
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return what a token adds to a text: characters, or bytes that are none alone."""
+        """Return the text that a token appends to a text, or its bytes if they are not valid UTF-8 alone."""
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is none of the text, unless special tokens are asked for."""
+        """Return True if a token is part of the text only if special tokens are requested."""
         ...
 
 
 class NoDetokenizer:
-    """Null object for requests that want token ids only."""
+    """Null object for requests that need only token ids."""
 
     held = b""
     num_prompt_bytes = 0
@@ -74,7 +71,7 @@ class NoDetokenizer:
 
 
 class NoTokenizer:
-    """Null object for engines without one."""
+    """Null object for engines without a tokenizer."""
 
     has_byte_runs = False
 
@@ -96,12 +93,12 @@ class NoTokenizer:
         return ""
 
     def is_special(self, token_id: int) -> bool:  # noqa: ARG002
-        """None is known."""
+        """Return False: no special tokens are known."""
         return False
 
 
 class SomeSpecialTokens:
-    """A tokenizer that shows a few of the special tokens even where they are to be left out."""
+    """A tokenizer that shows a few of the special tokens even if special tokens are skipped."""
 
     def __init__(self, tokenizer: DetokenizerFactory, shown: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -109,26 +106,26 @@ class SomeSpecialTokens:
 
     @property
     def has_byte_runs(self) -> bool:
-        """Whether bytes that follow each other are read together."""
+        """Whether consecutive byte tokens are decoded together."""
         return self._tokenizer.has_byte_runs
 
     def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Start a stream behind a prompt, which hides the same."""
+        """Return a detokenizer for a stream that continues a prompt; the same tokens of the prompt are hidden."""
         if not skip_special_tokens:
             return self._tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=False)
         return _SomeHidden(self._tokenizer, prompt_token_ids, self._is_hidden)
 
     def decode_token(self, token_id: int) -> str | None:
-        """Return the text of one token."""
+        """Return the text of one token, also of a hidden one."""
         return self._tokenizer.decode_token(token_id)
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return what a token adds to a text."""
+        """Return the text or bytes that a token appends to a text; "" for a hidden one."""
         is_hidden = skip_special_tokens and self._is_hidden(token_id)
         return "" if is_hidden else self._tokenizer.piece(token_id, skip_special_tokens=False)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is none of the text."""
+        """Return True if a token is hidden."""
         return self._is_hidden(token_id)
 
     def _is_hidden(self, token_id: int) -> bool:
@@ -136,7 +133,7 @@ class SomeSpecialTokens:
 
 
 class _SomeHidden:
-    """Leaves the hidden tokens of a stream out."""
+    """A detokenizer that drops the hidden tokens of a stream."""
 
     def __init__(
         self, tokenizer: DetokenizerFactory, prompt_token_ids: list[int], is_hidden: Callable[[int], bool]
@@ -147,20 +144,20 @@ class _SomeHidden:
 
     @property
     def held(self) -> bytes:
-        """Bytes that wait."""
+        """Bytes held back until later bytes complete them."""
         return self._behind.held
 
     @property
     def num_prompt_bytes(self) -> int:
-        """How many of them the prompt has."""
+        """Number of held bytes that belong to the prompt."""
         return self._behind.num_prompt_bytes
 
     def add(self, token_ids: list[int]) -> str:
-        """Return the text that is certain now."""
+        """Append tokens and return the text that no later token can change."""
         return self._behind.add(self._shown(token_ids))
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Flush the text that was held back."""
         return self._behind.finish()
 
     def _shown(self, token_ids: list[int]) -> list[int]:

@@ -1,6 +1,6 @@
-"""Close objects whose schema names properties and does not say whether there are others.
+"""Close objects with a schema that names properties but does not say if further properties are allowed.
 
-JSON Schema leaves such an object open, and a small model then invents properties without end. llama.cpp and xgrammar
+In JSON Schema such an object is open, and a small model then invents properties without end. llama.cpp and xgrammar
 close it, as the tools that write such schemas expect. A schema is closed as a whole: the properties that `$ref` and
 `allOf` add belong to it, and each option of `anyOf` and `oneOf` is closed together with the properties next to it.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from octavo.errors import RequestError
 from octavo.structured_output.references import resolve
 
-# Keywords that say which properties an object has.
+# Keywords that constrain the properties of an object.
 OBJECT_KEYWORDS = frozenset(
     (
         "additionalProperties",
@@ -26,21 +26,21 @@ OBJECT_KEYWORDS = frozenset(
         "unevaluatedProperties",
     )
 )
-# Keywords with which a schema decides itself which other properties there may be, or which whole objects.
+# Keywords by which a schema itself determines the further properties, or the whole object.
 _DECIDING = frozenset(("additionalProperties", "const", "enum", "patternProperties", "propertyNames"))
 
 
-MAX_MERGED = 50_000  # names and schemas that the merges of one schema take together: some 20 ms
+MAX_MERGED = 50_000  # names and schemas processed by all merges of one schema: about 20 ms
 
 
 class MergeBudget:
-    """Counts the work of merging: options times properties, or references times what they name, grow fast."""
+    """Limits the work of merging: products of options and properties, or of references and targets, grow fast."""
 
     def __init__(self) -> None:
         self._left = MAX_MERGED
 
     def take(self, amount: int) -> None:
-        """Count some work. Raises `RequestError` beyond the limit."""
+        """Count an amount of work. Raises `RequestError` beyond the limit."""
         self._left -= amount
         if self._left < 0:
             raise RequestError(
@@ -50,9 +50,10 @@ class MergeBudget:
 
 
 class Merged:
-    """What several schemas that hold for one object say together.
+    """The combined constraints of several schemas that apply to one object.
 
-    names: of its properties. least: how many it has at least. is_decided: a schema says which others there may be.
+    names: of its properties. least: its minimum number of properties. has_properties: a schema names properties or
+    forbids unevaluated ones. is_decided: a schema itself determines the further properties.
     """
 
     def __init__(self, budget: MergeBudget) -> None:
@@ -64,14 +65,14 @@ class Merged:
         self._referred: set[str] = set()
 
     def copy(self) -> Merged:
-        """Return another one that grows alone."""
+        """Return an independent copy."""
         self._budget.take(len(self.names) + 1)
         other = copy(self)
         other.names, other._referred = dict(self.names), set(self._referred)  # noqa: SLF001 - its own
         return other
 
     def add(self, schema: Any, root: dict[str, Any]) -> None:
-        """Add a schema, with all that it refers to and its options. root: the schema that references point into."""
+        """Add a schema with its `$ref`, `allOf`, `anyOf` and `oneOf`. root: the schema that references point into."""
         left = [schema]
         while left:
             part = left.pop()
@@ -79,7 +80,7 @@ class Merged:
                 continue
             self._add_own(part)
             reference = part.get("$ref")
-            if isinstance(reference, str) and reference not in self._referred:  # once: they may point at each other
+            if isinstance(reference, str) and reference not in self._referred:  # only once: references may be cyclic
                 self._referred.add(reference)
                 left.append(resolve(reference, root))
             for key in ("allOf", "anyOf", "oneOf"):
@@ -105,11 +106,11 @@ class Merged:
 
     @property
     def is_closable(self) -> bool:
-        """Return True if the object may have the named properties alone, and can."""
+        """Return True if the object may be limited to the named properties, and these reach its minimum number."""
         return self.has_properties and not self.is_decided and self.least <= len(self.names)
 
     def close(self, schema: Any) -> Any:
-        """Return a merge with what closes it as a further member."""
+        """Return the schema of a merge with a further member of `allOf` that closes it, if it may be closed."""
         if not self.is_closable or not isinstance(schema, dict):
             return schema
         self._budget.take(len(self.names))
@@ -121,7 +122,7 @@ class Merged:
 
 
 def closed(schema: dict[str, Any], found: Any) -> Any:
-    """Return an object's schema closed, if it may be closed. found: the schema with its properties rewritten."""
+    """Return `found` closed if the object of `schema` may be closed. found: `schema` with rewritten properties."""
     merged = Merged(MergeBudget())
     merged.add(schema, schema)
     if not merged.is_closable or not isinstance(found, dict):

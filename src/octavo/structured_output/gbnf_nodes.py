@@ -1,4 +1,4 @@
-"""What a grammar in GBNF is made of, and how its regular parts are spelled as regular expressions."""
+"""The nodes of a grammar in GBNF, and the translation of its regular parts into regular expressions."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ _FIRST_SURROGATE, _LAST_SURROGATE = 0xD800, 0xDFFF
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One of some characters."""
+    """One character of a set."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One behind the other; nothing at all where there are none."""
+    """All items in order; the empty text if there are none."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of these."""
+    """One of several options."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """So many in a row. most: None for no limit."""
+    """An item `least` to `most` times in a row. most: None for no limit."""
 
     item: Node
     least: int
@@ -42,7 +42,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Whatever the rule of this name is."""
+    """A reference to the rule of this name."""
 
     name: str
 
@@ -55,11 +55,11 @@ class Lexeme:
 
 
 Node: TypeAlias = Chars | Sequence | Choice | Repeat | Rule | Lexeme
-Rules: TypeAlias = dict[str, Node]  # by name, "root" among them
+Rules: TypeAlias = dict[str, Node]  # by name, including "root"
 
 
 def negated(ranges: Ranges) -> Ranges:
-    """Return all other characters."""
+    """Return the complement of a set of characters, without surrogates."""
     rest, begin = [], 0
     for first, last in sorted(ranges):
         if begin < first:
@@ -79,14 +79,14 @@ def negated(ranges: Ranges) -> Ranges:
 
 
 def chars_regex(ranges: Ranges) -> str:
-    """Spell a set of characters as a regular expression."""
+    """Return the regular expression of a set of characters."""
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return f"\\u{{{ranges[0][0]:X}}}"
     return "[" + "".join(f"\\u{{{first:X}}}-\\u{{{last:X}}}" for first, last in ranges) + "]"
 
 
 def regex(node: Node, rules: Rules) -> str:
-    """Spell a part without recursion as a regular expression."""
+    """Return the regular expression of a node without recursive rules."""
     match node:
         case Chars(ranges):
             return chars_regex(ranges)

@@ -1,7 +1,7 @@
-"""Structured output: which tokens may follow, for a JSON schema, a regular expression, a choice or a grammar.
+"""Structured output: the tokens that may follow, for a JSON schema, a regular expression, a choice or a grammar.
 
-Grammars are compiled and walked by llguidance (https://github.com/guidance-ai/llguidance), imported when the first
-request asks for one. What may follow is a function of the tokens so far alone, so a schedule cannot change it.
+llguidance (https://github.com/guidance-ai/llguidance) compiles and matches grammars. It is imported with the first
+grammar. The allowed tokens depend only on the tokens so far, so a schedule cannot change them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_MAX_KEPT = 128  # compiled grammars, besides those that somebody waits for: one of a small schema takes 0.2 MB
+_MAX_KEPT = 128  # compiled grammars, in addition to those of unfinished requests: a small schema takes 0.2 MB
 _MAX_KEPT_CHARS = 1 << 20  # of their texts
-_STACK_BYTES = 512 << 20  # of address space; 4000 rules in a chain take 8 MB, and there is room for 16,000 in a text
+_STACK_BYTES = 512 << 20  # of address space; a chain of 4000 rules takes 8 MB, and a text has room for 16,000 rules
 _MAX_WAITING = 1024  # grammars of one tenant that are not compiled yet
-_LARGE_CHARS = 1 << 12  # of a grammar's text: fewer take a token within 1 ms
+_LARGE_CHARS = 1 << 12  # of a grammar's text: shorter ones process a token within 1 ms
 _PARAMETER = "structured_outputs"
-# A grammar may take so much: 20 ms for a regular expression, 20 ms for a step, 50 MB of states.
+# Limits of a grammar: about 20 ms for a regular expression, 20 ms for a step, 50 MB of states.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -53,19 +53,19 @@ _LIMITS = {
     "max_lexer_states": 30_000,
     "max_grammar_size": 200_000,
 }
-_MARKS = re.compile(r"(<[^<>\s]+>)")  # what tokens in a text look like
+_MARKS = re.compile(r"(<[^<>\s]+>)")  # parts of a text that look like tokens
 _MAX_ERROR_CHARS = 500
 _ANY_OBJECT = '{"type": "object"}'
 
 
 class GrammarError(RequestError):
-    """A grammar that cannot be compiled, or that took more than it may while it was walked."""
+    """A grammar cannot be compiled, or exceeded its limits during generation."""
 
 
 class Matcher:
-    """The way of one output through its grammar. Walks on with `advance`; `allowed` says what may come next.
+    """The position of one output in its grammar: `advance` moves it, `allowed` returns the tokens that may come next.
 
-    Other threads run while it does what may take long: all that `allowed` does, and `advance` where large is given.
+    large: for a large grammar, lets other threads run during `advance`; None otherwise. `allowed` always does.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, large: _LargeSteps | None = None) -> None:
@@ -76,11 +76,11 @@ class Matcher:
 
     @property
     def is_large(self) -> bool:
-        """Whether a token may take it long."""
+        """Whether processing one token may take long."""
         return self._large is not None
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Take the tokens that came. Raises `GrammarError` for one that the grammar forbids, or beyond its limits."""
+        """Advance over tokens. Raises `GrammarError` if the grammar forbids one of them or exceeds its limits."""
         with _told_apart():
             if self._large is not None:
                 goes_on = self._large.consume(self._matcher, token_ids)
@@ -91,7 +91,7 @@ class Matcher:
         self.num_tokens += len(token_ids)
 
     def step_back(self, num_tokens: int) -> None:
-        """Forget the tokens that came last. Raises `GrammarError`."""
+        """Undo the last `num_tokens` tokens. Raises `GrammarError` if that is not possible."""
         with _told_apart():
             goes_back = not num_tokens or self._matcher.rollback(num_tokens)
         if not goes_back:
@@ -99,14 +99,14 @@ class Matcher:
         self.num_tokens -= num_tokens
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens may come next, one after the other. Raises `GrammarError`."""
+        """Return how many of these tokens, from the first one, may come next in this order. Raises `GrammarError`."""
         with _told_apart():
             return int(self._matcher.validate_tokens(list(token_ids)))
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return bool [vocab]: the tokens that may come next, EOS among them where the text is complete.
+        """Return bool [vocab]: True for the tokens that may come next, including EOS if the text may end here.
 
-        Raises `GrammarError` beyond its limits.
+        Raises `GrammarError` if the grammar exceeds its limits.
         """
         with _told_apart():
             mask = self._matcher.compute_bitmask()
@@ -116,25 +116,25 @@ class Matcher:
 
 
 class _LargeSteps:
-    """Takes tokens while other threads run. llguidance lets them where two matchers at least take one at a time."""
+    """Advances matchers while other threads run: llguidance releases the interpreter lock for two or more matchers."""
 
     def __init__(self, llguidance: Any, tokenizer: Any) -> None:
         self._executor = llguidance.LLExecutor(1)
-        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)  # no grammar: it takes nothing, at once
+        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)  # has no grammar: refuses any token immediately
 
     def consume(self, matcher: Any, token_ids: Sequence[int]) -> bool:
-        """Return whether the matcher took all of the tokens."""
-        other = self._other.deep_copy()  # one for each thread
+        """Return True if the matcher accepted all of the tokens."""
+        other = self._other.deep_copy()  # each thread needs its own
         return all(self._executor.consume_token_par([(matcher, each), (other, each)])[0] for each in token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What is asked of a tokenizer.
+    """The properties of a tokenizer that grammars need.
 
-    text: its tokenizer.json. num_ids: how many it has; a model may have more rows than that, or fewer.
-    eos_token_ids: what ends an answer. token_id: returns the token of a text, None where it is not one.
-    added_ids: tokens beside those of the model of text.
+    text: its tokenizer.json. num_ids: number of its ids; the model may have more or fewer rows.
+    eos_token_ids: tokens that end an answer. token_id: returns the id of the token with a text, None if there is none.
+    added_ids: tokens added to the trained vocabulary.
     """
 
     text: str
@@ -145,7 +145,7 @@ class Vocabulary:
 
 
 class _Compiled:
-    """A grammar at its beginning. Made so that it can be known without being kept."""
+    """A compiled grammar in its initial state. It can be weakly referenced."""
 
     __slots__ = ("__weakref__", "large", "matcher")
 
@@ -155,11 +155,11 @@ class _Compiled:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, and keeps those used last, and those of requests that wait or run.
+    """Compiles grammars for one vocabulary. Caches the most recently used ones and those of unfinished requests.
 
-    read_vocabulary: is called for the first grammar, or by `read_ahead`: a vocabulary of 150,000 takes llguidance a
-    second or two, in which no other thread runs, and 110 MB. vocab_size: rows of the model; what has no row is never
-    allowed.
+    read_vocabulary: called for the first grammar or by `read_ahead`. A vocabulary of 150,000 tokens takes llguidance
+    110 MB and a second or two, in which no other thread runs. vocab_size: rows of the model; a token without a row is
+    never allowed.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
@@ -170,29 +170,30 @@ class GrammarCompiler:
         self._large: _LargeSteps | None = None
         self._known: weakref.WeakValueDictionary[str, _Compiled] = weakref.WeakValueDictionary()
         self._kept: OrderedDict[str, _Compiled] = OrderedDict()
-        self._waited_for: dict[int, _Compiled] = {}  # by the id of what asks for it, as long as that lives
+        self._waited_for: dict[int, _Compiled] = {}  # by id() of the parameters, for the lifetime of that object
         self._num_kept_chars = 0
         self._lock = threading.Lock()
 
     def read_ahead(self) -> Future[None]:
-        """Read the vocabulary in the background, before anybody asks: no other thread of the process runs meanwhile.
+        """Read the vocabulary in the background before the first request: no other thread can run during the reading.
 
-        What is wrong with it is for those to hear who ask for a grammar.
+        Errors are not raised here. Each later request for a grammar raises them.
         """
         return _executor().submit(self._read_ahead)
 
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
-        """Compile a grammar in the background; what is wrong with it is raised by the result, as `GrammarError`.
+        """Compile a grammar in the background. The returned future raises `GrammarError` if the grammar is invalid.
 
-        It is known as long as `wanted` lives, so that no step waits for a compiler, however many others come between.
-        Tenants take turns, and the result says by `running()` when it is this one's.
-        Raises `GrammarError` where there is no thread for it, `QueueFullError` where too many of the tenant wait.
+        The grammar is kept for the lifetime of the object `wanted`, so that no step has to wait for its compilation.
+        Tenants take turns: the future is `running()` once it is the tenant's turn.
+        Raises `GrammarError` if no thread can be started, and `QueueFullError` if the tenant has too many waiting
+        grammars.
         """
         with _told_apart():
             return _turns().submit(tenant, lambda: self._prepare(wanted))
 
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
-        """Return a matcher at its beginning; waits where the grammar has not been prepared. Raises `GrammarError`."""
+        """Return a matcher in its initial state. Waits if the grammar is not compiled yet. Raises `GrammarError`."""
         with _told_apart():
             compiled = self._waited_for.get(id(wanted))
             if compiled is None:
@@ -200,7 +201,7 @@ class GrammarCompiler:
             return Matcher(compiled.matcher.deep_copy(), self._vocab_size, compiled.large)
 
     def release_unread(self, wanted: int) -> None:
-        """Hold no grammar any more for what had this id."""
+        """Release the grammar that is kept for the parameters with this id()."""
         self._waited_for.pop(wanted, None)
 
     def _find(self, text: str) -> _Compiled | None:
@@ -211,7 +212,7 @@ class GrammarCompiler:
             return compiled
 
     def _keep(self, text: str, compiled: _Compiled) -> None:
-        """Count it as the one used last, and forget others."""
+        """Mark a grammar as the most recently used one, and evict the least recently used ones beyond the limits."""
         if self._kept.pop(text, None) is None:
             self._num_kept_chars += len(text)
         self._kept[text] = compiled
@@ -236,7 +237,7 @@ class GrammarCompiler:
             limits = llguidance.LLParserLimits(**_LIMITS)
             matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # here, and not in a step: what is found at the beginning, copies know
+                matcher.compute_bitmask()  # copies share the states computed here, which saves time in the first step
             if matcher.is_error():
                 raise _refusal(llguidance, wanted.kind, structure, matcher.get_error())
             compiled = _Compiled(matcher, self._large_steps(llguidance) if len(text) > _LARGE_CHARS else None)
@@ -265,7 +266,7 @@ class GrammarCompiler:
         return self._tokenizer
 
     def _start(self, wanted: StructuredOutputsParams) -> str:
-        """Return the rules of an answer: its structure, `@answer`, and what is free before it."""
+        """Return the rules of a whole answer: the structure, `@answer`, and the free text before it, if any."""
         if wanted.starts_after is None:
             return "start: @answer"
         vocabulary, first = self._vocabulary, self._first_piece(wanted.starts_after)
@@ -278,41 +279,41 @@ class GrammarCompiler:
         return free_start(wanted.starts_after, ends, opens, between, is_exact=is_exact)
 
     def _first_piece(self, text: str) -> str:
-        """Return a text that is a token, or what looks like one at its beginning."""
+        """Return the text if it is a token, otherwise its first piece, split at parts that look like tokens."""
         return text if self._token(text) else next(filter(None, _MARKS.split(text)))
 
     def _spelled(self, text: str) -> str:
-        """Return how a grammar writes a text that may be a token, or hold some."""
+        """Return the spelling of a text in a grammar; the text may be a token or contain tokens."""
         if token := self._token(text):
             return token
         return " ".join(self._token(piece) or json.dumps(piece) for piece in _MARKS.split(text) if piece)
 
     def _token(self, text: str) -> str | None:
-        """Return how a grammar names the token of a text; None where it is no token that the model has a row for."""
+        """Return the name in a grammar of the token with a text; None if the model has no row for such a token."""
         assert self._vocabulary is not None
         token_id = self._vocabulary.token_id(text)
         return None if token_id is None or token_id >= self._vocab_size else by_id(token_id)
 
 
 def _forget(compiler: weakref.ref[GrammarCompiler], wanted: int) -> None:
-    """Let the grammar go of what is gone now."""
+    """Release the grammar of parameters that have been deleted, if the compiler still exists."""
     if (there := compiler()) is not None:
         there.release_unread(wanted)
 
 
 @functools.cache
 def _turns() -> Turns:
-    """Return who waits for the one thread that compiles."""
+    """Return the queue of tenants for the one thread that compiles."""
     return Turns(_executor(), _MAX_WAITING, f"{_MAX_WAITING} grammars wait to be compiled already", _PARAMETER)
 
 
 @functools.cache
 def _executor() -> ThreadPoolExecutor:
-    """Return the one thread that compiles. llguidance recurses over rules: its stack has room for the longest text."""
+    """Return the one thread that compiles. llguidance recurses over rules: the stack is sized for the longest text."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
     before = threading.stack_size(_STACK_BYTES)
     try:
-        executor.submit(int).result()  # the thread is made now, with that stack
+        executor.submit(int).result()  # creates the thread now, with that stack size
     finally:
         threading.stack_size(before)
     return executor
@@ -320,12 +321,12 @@ def _executor() -> ThreadPoolExecutor:
 
 @contextlib.contextmanager
 def _told_apart() -> Iterator[None]:
-    """Make whatever llguidance raises a `GrammarError`, panics included: it is one request's trouble."""
+    """Convert any error of llguidance, also a panic, to `GrammarError`, so that it fails only one request."""
     try:
         yield
     except (OctavoError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # noqa: BLE001 - a panic is none of `Exception`
+    except BaseException as error:  # noqa: BLE001 - a panic is not an `Exception`
         logger.warning("a grammar failed: %r", error)
         message = f"the grammar cannot be used with this model: {_first_line(str(error))}"
         raise GrammarError(message, parameter=_PARAMETER) from None
@@ -333,7 +334,7 @@ def _told_apart() -> Iterator[None]:
 
 def _llguidance() -> Any:
     try:
-        import llguidance  # noqa: PLC0415 - optional, and only for those who ask for it
+        import llguidance  # noqa: PLC0415 - optional, and loaded only when needed
     except ImportError:
         raise RequestError(
             "structured outputs need llguidance: pip install 'octavo[structured]'", parameter=_PARAMETER
@@ -365,9 +366,9 @@ def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
 
 
 def _refusal(llguidance: Any, kind: str, structure: str, message: str) -> GrammarError:
-    """Return the error of a grammar that was not compiled: it names the part of a schema that is at fault, if one is.
+    """Return the error for a grammar that cannot be compiled. It names the part of a schema that causes it, if any.
 
-    structure: the grammar as llguidance reads it.
+    structure: the grammar in the form that llguidance reads.
     """
 
     def check(schema: dict[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""What of a JSON schema a grammar has no room for, found before it is compiled."""
+"""Refuse JSON schemas that are too large for a grammar, before they are compiled."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from octavo.errors import RequestError
 
-MAX_OPTIONAL_PROPERTIES = 2000  # of one object; llguidance keeps four states for each, in every step that may name one
+MAX_OPTIONAL_PROPERTIES = 2000  # per object; llguidance has four states for each in every step that may begin a name
 _VALUES = {"const", "enum", "default", "examples"}
 DEFINITIONS = frozenset(("$defs", "definitions"))
 NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas", *DEFINITIONS}
 
 
 def refuse_large_objects(schema: str | dict[str, Any], kind: str, parameter: str | None) -> None:
-    """Raise `RequestError` where an object of a schema has too many properties that may be left out.
+    """Raise `RequestError` if an object of a schema has too many optional properties.
 
-    A text that is no JSON is for the compiler to refuse.
+    Text that is not JSON is ignored: the compiler refuses it. kind, parameter: for the error.
     """
     try:
         left: list[Any] = [json.loads(schema) if isinstance(schema, str) else schema]

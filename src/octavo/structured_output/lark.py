@@ -1,4 +1,4 @@
-"""Grammars in llguidance's dialect of Lark, piece by piece: https://github.com/guidance-ai/llguidance."""
+"""Build grammars in llguidance's dialect of Lark: https://github.com/guidance-ai/llguidance."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from octavo.structured_output.schema_rewriting import rewritten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# JSON comes on one line, with a space behind commas and colons if the model likes: where white space has no bound,
-# small models fill an answer with it until they have no tokens left.
-# Options of `oneOf` that may overlap are read as those of `anyOf`: an automaton cannot count the options that match.
+# JSON is written on one line, with an optional space after commas and colons: with unlimited white space, small models
+# fill an answer with it until they have no tokens left.
+# `oneOf` with options that may overlap is treated as `anyOf`: an automaton cannot count the options that match.
 JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
     "coerce_one_of": True,
 }
-# A text that it foresees llguidance else offers in the tokens that the tokenizer makes of it: of "<think>" in a schema
-# the added token, which it then refuses.
+# Otherwise llguidance would force text with only one continuation as the tokens of the tokenizer. For "<think>" in a
+# schema that is the added token, which llguidance then refuses.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# Blanks at a beginning are few, too: chat templates put up to two line feeds around reasoning.
-_SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"  # which JSON allows before it
+# Blanks at a beginning are limited, too; some are needed, as chat templates put up to two line feeds around reasoning.
+_SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"  # JSON allows white space at the beginning
 FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
-_TEXT_RULE = re.compile(r"^(TEXT|BEFORE): /.*/$", re.MULTILINE)  # how a grammar of text with calls in it names the text
+_TEXT_RULE = re.compile(r"^(TEXT|BEFORE): /.*/$", re.MULTILINE)  # the text rules in grammars of text with calls
 _COMMENTS = {"description", "title", "examples", "default", "$comment", "deprecated"}
 _VALUES = {"const", "enum", "required"}
 
 
 def lark_json(schema: str | dict[str, Any]) -> str:
-    """Return the name of a schema's JSON in a grammar of Lark's notation, spelled as `json` structures are.
+    """Return the expression for a schema's JSON in a Lark grammar, with the white space rules of `json` structures.
 
-    Raises `RequestError` for a schema that is too large.
+    Raises `RequestError` if the schema is too large.
     """
     fields = json.loads(schema) if isinstance(schema, str) else schema
     refuse_large_objects(fields, fields.get(FIELD) or "a function's parameters or the answer's schema", None)
@@ -46,7 +46,7 @@ def lark_json(schema: str | dict[str, Any]) -> str:
 
 
 def _bare(schema: Any) -> Any:
-    """Leave out of a schema what only people read: tools are described at length, and a grammar has a limit."""
+    """Remove the annotations of a schema: descriptions of tools are long, and the size of a grammar is limited."""
     if isinstance(schema, list):
         return [_bare(each) for each in schema]
     if not isinstance(schema, dict):
@@ -61,9 +61,10 @@ def _bare(schema: Any) -> Any:
 
 
 def by_id(token_id: int) -> str:
-    """Return how a grammar names a token.
+    """Return the name of a token in a grammar.
 
-    llguidance takes every added token of the form <...> for a special one: no text of a grammar is written with it.
+    Tokens have to be named by id: llguidance takes every added token of the form <...> for a special one and never
+    uses it for the text of a grammar.
     """
     return f"<[{token_id}]>"
 
@@ -71,10 +72,10 @@ def by_id(token_id: int) -> str:
 def text_up_to(
     marker: str, token: str | None, *, head: str = "head", text: str = "TEXT", between: Sequence[int] = ()
 ) -> str:
-    """Return two rules: `head`, any text up to and with a marker, and `text`, any text.
+    """Return two rules: `head`, any text up to and including a marker, and `text`, any text.
 
-    token: what names the marker where it is one token: `text` is without it then, however it is spelled. between: added
-    tokens that may stand in the head.
+    token: the name of the marker if it is one token; then `text` excludes the marker in any tokenization. between: ids
+    of added tokens that the head may contain.
     """
     if token is None:
         return f"{head}[lazy]: {text} {json.dumps(marker, ensure_ascii=False)}\n{text}: {_ANY}"
@@ -83,10 +84,10 @@ def text_up_to(
 
 
 def free_start(ends: str, ends_token: str | None, opens: str | None, between: Sequence[int], *, is_exact: bool) -> str:
-    """Return the rules of an answer that is free up to and with a marker and ends with the structure, `@answer`.
+    """Return the rules of an answer that is free up to and including a marker, followed by the structure, `@answer`.
 
-    opens: the grammar's name of the text that begins the free part; None if every answer has a free part. is_exact: an
-    answer without a free part is the structure alone. Otherwise blanks may come before it: JSON allows them.
+    opens: the spelling in the grammar of the text that begins the free part; None if every answer has a free part.
+    is_exact: an answer without a free part is the structure alone. Otherwise blanks may precede it, as JSON allows.
     """
     rules = text_up_to(ends, ends_token, head="free", text="ANY", between=between)
     if opens is None:
@@ -97,13 +98,16 @@ def free_start(ends: str, ends_token: str | None, opens: str | None, between: Se
 
 
 def pattern(text: str) -> str:
-    """Return a regular expression for just this text, whatever is in it."""
+    """Return a regular expression that matches exactly this text."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def whole_grammar(structure: str, rules: str, free_from: str | None) -> str:
-    """Return what llguidance compiles."""
-    if free_from is not None:  # text that a grammar allows is none that begins so: it would be both
+    """Return the grammar for llguidance: `rules` around the structure.
+
+    free_from: the text that begins the free part; None if there is none or every answer has one.
+    """
+    if free_from is not None:  # free text in the structure must not begin so: the grammar would be ambiguous
         begins_so = f"/\\s*{pattern(free_from)}(.|\\n)*/"
         structure = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", structure)
     inner = json.loads(structure)["grammars"] if structure.startswith("{") else [{"lark_grammar": structure}]

@@ -1,8 +1,8 @@
-"""Rewrite regular expressions that look ahead as several that do not and must all match.
+"""Rewrite a regular expression with lookahead as several ones without it that must all match.
 
-llguidance matches with automata, which have no look-around. Tools write it nevertheless: pydantic for `Decimal`, zod
-for `email()`, people for passwords. A positive assertion at the beginning of a pattern becomes a pattern of its own; a
-negative one becomes its complement, if that is short.
+llguidance matches with automata, which have no look-around. It is common in schemas nevertheless: pydantic writes it
+for `Decimal`, zod for `email()`, users for passwords. A positive assertion at the beginning of a pattern becomes a
+pattern of its own. A negative one becomes its complement, if that is short.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_DIGITS = 100
 
 
 def without_lookahead(pattern: str) -> list[str] | None:
-    """Return patterns that match together what one that looks ahead matches, or some of that; None if none are known.
+    """Return patterns without lookahead that together match the same texts as a pattern, or fewer; None if unknown.
 
     A text matches a pattern if any part of it does, as in JSON schemas.
     """
@@ -45,7 +45,7 @@ def without_lookahead(pattern: str) -> list[str] | None:
                 return None
             inner, rest = rest[assertion.end() : end - 1], "^" + rest[end:]
             inner = inner.removeprefix("^")
-            found = [f"^(?:{inner})"] if assertion[1] == "=" else _complements(inner)  # it may have alternatives
+            found = [f"^(?:{inner})"] if assertion[1] == "=" else _complements(inner)  # `inner` may have alternatives
             if found is None:
                 return None
             patterns += found
@@ -88,7 +88,7 @@ def _group_end(pattern: str, start: int) -> int | None:
 
 
 def _complements(inner: str) -> list[str] | None:
-    """Return patterns that match together the texts that do not begin with a pattern; None if none are known."""
+    """Return patterns that together match the texts that do not begin with a pattern; None if unknown."""
     found = []
     for option in _alternatives(inner):
         complement = _complement(option)
@@ -99,12 +99,12 @@ def _complements(inner: str) -> list[str] | None:
 
 
 def _ends_whole(pattern: str) -> bool:
-    """Return True if a pattern ends with `$`, and that is not an escaped one."""
+    """Return True if a pattern ends with a `$` that is not escaped."""
     return _END.search(pattern) is not None
 
 
 def _alternatives(inner: str) -> Iterator[str]:
-    """Yield the alternatives of a pattern, those of a group around all of it, too; `$` after a group is each one's."""
+    """Yield the alternatives of a pattern, or of a group around all of it. A `$` after the group is added to each."""
     ending = "$" if _ends_whole(inner) else ""
     group = _GROUP.fullmatch(inner.removesuffix(ending))
     if group is None:
@@ -130,7 +130,7 @@ def _split(pattern: str) -> Iterator[str]:
 
 
 def _complement(option: str) -> str | None:
-    """Return a pattern of the texts that do not begin with one alternative; None if none is known."""
+    """Return a pattern of the texts that do not begin with one alternative; None if unknown."""
     is_whole = _ends_whole(option)
     option = option[:-1] if is_whole else option
     if is_whole and option.endswith(("*", "+")) and (atoms := _atoms(option[:-1])) and len(atoms) == 1:
@@ -146,7 +146,10 @@ def _complement(option: str) -> str | None:
 
 
 def _without(atoms: list[str]) -> str | None:
-    """Return a pattern of the texts that do not contain one or two characters; None for more, and for two classes."""
+    """Return a pattern of the texts that do not contain a sequence of one or two characters.
+
+    None for longer sequences, and for two characters of which one is a class.
+    """
     first = _negated(atoms[0])
     if len(atoms) == 1:
         return f"^{first}*$"
@@ -158,7 +161,7 @@ def _without(atoms: list[str]) -> str | None:
 
 
 def _atoms(text: str) -> list[str] | None:
-    """Return the single characters that a pattern is made of; None if it is made of anything else."""
+    """Return the single characters and classes of a pattern; None if it contains anything else or is too long."""
     found, place = list[str](), 0
     while place < len(text):
         atom = _ATOM.match(text, place)
@@ -170,7 +173,7 @@ def _atoms(text: str) -> list[str] | None:
 
 
 def _negated(atom: str) -> str:
-    """Return the pattern of every character but those of an atom."""
+    """Return the pattern of all characters except those of an atom."""
     if atom.startswith("["):
         return f"[{atom[2:]}" if atom.startswith("[^") else f"[^{atom[1:]}"
     return f"[^{_in_class(atom)}]"

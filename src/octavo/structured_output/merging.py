@@ -1,6 +1,6 @@
-"""Merge what `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema say of one value.
+"""Merge the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema add to one value.
 
-The call formats that are not JSON write an object's properties one by one, so that they need its schema as a plain one.
+Call formats other than JSON write the properties of an object one by one, so they need a schema without these keywords.
 JSON itself needs no merged schemas: llguidance merges them, see `schema_rewriting`.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 from octavo.structured_output.references import resolve
 
 MAX_OPTIONS = 16  # of one object; if there are more, their properties may be mixed
-MAX_EXPANDED = 512  # schemas that stand in one another, each counted where it is repeated
+MAX_EXPANDED = 512  # nested schemas, counted at each repetition
 _OPTIONS = ("anyOf", "oneOf")
 _NAMING = frozenset(("patternProperties", "propertyNames"))
 _MERGED = ("$ref", "allOf", *_OPTIONS)
@@ -21,16 +21,16 @@ _NOTES = frozenset(("$comment", "$schema", "default", "deprecated", "description
 
 
 def is_merged(schema: dict[str, Any]) -> bool:
-    """Return True if a schema says itself all that holds for a value."""
+    """Return True if a schema has none of `$ref`, `allOf`, `anyOf` and `oneOf`."""
     return not any(key in schema for key in _MERGED)
 
 
 def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with what it refers to and all members of `allOf`, as one; `anyOf` and `oneOf` stay.
+    """Return a schema merged with the target of its `$ref` and all members of `allOf`; `anyOf` and `oneOf` stay.
 
-    Properties keep their own schemas, which are not merged. Keywords that cannot be combined are members of an `allOf`
-    that is left. root: the schema that references point into. The result is {}, which allows anything, for more than
-    MAX_EXPANDED members.
+    The schemas of properties are not merged. Keywords that cannot be combined become members of an `allOf` of the
+    result. root: the schema that references point into. For more than MAX_EXPANDED members the result is {}, which
+    allows anything.
     """
     found = dict[str, Any]()
     left, referred, num_seen = [schema], set[str](), 0
@@ -46,7 +46,7 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
         if not left and not found and is_merged(part):
             return part
         reference = part.get("$ref")
-        if isinstance(reference, str) and reference not in referred:  # once: they may point at each other
+        if isinstance(reference, str) and reference not in referred:  # only once: references may be cyclic
             referred.add(reference)
             left.insert(0, resolve(reference, root))
         left += _list(part, "allOf")
@@ -57,9 +57,9 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the merged schemas of which a value has one: those of the options of `anyOf` and `oneOf`.
+    """Return the alternatives for a value: one merged schema for each option of `anyOf` and `oneOf`.
 
-    Beyond MAX_OPTIONS it is one schema that allows the properties of all options.
+    For more than MAX_OPTIONS it is a single schema that allows the properties of all options.
     """
     left, found = [merged(schema, root)], list[dict[str, Any]]()
     num_seen = 0
@@ -79,7 +79,7 @@ def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_small(schema: Any, root: dict[str, Any]) -> bool:
-    """Return True if a schema can be written out with all that stands in it: it does not refer to itself."""
+    """Return True if a schema, fully expanded, has at most MAX_EXPANDED schemas. Recursive ones never have."""
     left, num_seen = [schema], 0
     while left and num_seen <= MAX_EXPANDED:
         part = left.pop()
@@ -101,7 +101,7 @@ def _list(schema: dict[str, Any], key: str) -> list[Any]:
 
 
 def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema of objects with the properties of any of several; what all require is required."""
+    """Return a schema of objects with the properties of all parts. Properties that all parts require are required."""
     properties: dict[str, list[Any]] = {}
     required: list[str] | None = None
     is_closed, num_seen = True, 0
@@ -141,7 +141,7 @@ def is_open(schema: dict[str, Any]) -> bool:
 
 
 def _add(found: dict[str, Any], key: str, value: Any) -> None:
-    """Add a keyword to a schema that holds as well."""
+    """Add a keyword to a merged schema, combined with the keyword's value there."""
     given = found.get(key)
     if key not in found or given == value:
         found[key] = value
@@ -171,7 +171,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _common_types(one: Any, other: Any) -> Any:
-    """Return the types that both allow."""
+    """Return the types that two values of `type` both allow."""
     first, second = ([kinds] if isinstance(kinds, str) else kinds for kinds in (one, other))
     if not isinstance(first, list) or not isinstance(second, list):
         return one

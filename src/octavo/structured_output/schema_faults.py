@@ -1,4 +1,4 @@
-"""Find the part of a JSON schema that llguidance refuses: its own errors do not say where in the schema that is."""
+"""Find the part of a JSON schema that llguidance refuses: its own errors do not name the place in the schema."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from octavo.structured_output.references import resolve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# A keyword of a schema in a grammar: the field of the request that the schema comes from. llguidance ignores it.
+# Keyword of a schema in a grammar: the field of the request that the schema comes from. llguidance ignores it.
 FIELD = "x-octavo-field"
-# And another: keywords that llguidance does not support are ignored, not refused.
+# Keyword of a schema in a grammar: keywords that llguidance does not support are ignored instead of refused.
 LENIENT = "x-octavo-lenient"
 _SCHEMA = re.compile(r"%json (?=\{)")
 _NAMED = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _ONE = ("additionalItems", "additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems")
-_MAX_TRIED_CHARS = 1 << 19  # of schemas that are compiled to find the part
+_MAX_TRIED_CHARS = 1 << 19  # of all schemas that are compiled to find the part
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _MAX_PATTERN_CHARS = 200
 _MAX_FIELD_CHARS = 100
@@ -29,7 +29,7 @@ _MAX_FIELD_CHARS = 100
 
 @dataclass(frozen=True, slots=True)
 class SchemaFault:
-    """The part of a schema that cannot be compiled. field: of the request, if the schema says it."""
+    """The part of a schema that cannot be compiled. field: the request's field, if the schema names it."""
 
     place: str
     message: str
@@ -41,16 +41,16 @@ class SchemaFault:
 
 
 def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
-    """Return the fault of the smallest part of a schema that fails alone; None if the schema does not.
+    """Return the fault of the smallest part of a schema that fails alone; None if the schema compiles.
 
-    check: compiles a schema and returns the error.
+    check: compiles a schema and returns the error, None if there is none.
     """
     message = check(schema)
     if message is None:
         return None
     definitions = {key: schema[key] for key in (*DEFINITIONS, LENIENT) if key in schema}
     field = schema.get(FIELD)
-    field = field[:_MAX_FIELD_CHARS] if isinstance(field, str) else None  # a client may write one, too
+    field = field[:_MAX_FIELD_CHARS] if isinstance(field, str) else None  # a client's own schema may have this keyword
     part, place, seen, left = schema, "#", {"#"}, _MAX_TRIED_CHARS
     while left >= 0:
         for child_place, child in _children(part, place, schema):
@@ -74,14 +74,14 @@ def find_fault_in_grammar(grammar: str, check: Callable[[dict[str, Any]], str | 
         try:
             schema, _ = decoder.raw_decode(grammar, found.end())
         except ValueError:
-            continue  # a client's own grammar, for the compiler to refuse
+            continue  # a client's own grammar: the compiler refuses it
         if (fault := find_fault(schema, check)) is not None:
             return fault
     return None
 
 
 def _children(schema: dict[str, Any], place: str, root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas within a schema and the one that it refers to, each with its place."""
+    """Yield the schemas within a schema and the target of its reference, each with its place."""
     for key in _NAMED:
         if isinstance(named := schema.get(key), dict):
             for name, each in named.items():
@@ -116,7 +116,7 @@ def _escaped(name: str) -> str:
 
 
 def _explained(message: str, schema: dict[str, Any]) -> str:
-    """Return an error of llguidance in the words of this server."""
+    """Return an error message of llguidance, reworded for users."""
     if found := _UNSUPPORTED.fullmatch(message):
         return f"the keywords {found[1]} are not supported"
     pattern = schema.get("pattern")
@@ -126,7 +126,7 @@ def _explained(message: str, schema: dict[str, Any]) -> str:
 
 
 def reason_of(message: str) -> str:
-    """Return what an error of llguidance says in one line: of a regular expression why it cannot be read."""
+    """Return the first line of an error of llguidance; for a regular expression with the reason from later lines."""
     head, _, rest = message.strip().partition("\n")
     reason = rest.rpartition("error: ")[2].partition("\n")[0] if "regex parse error" in head else ""
     return f"{head.rpartition('regex parse error')[0]}{reason}" if reason else head

@@ -1,7 +1,7 @@
-"""Rewrite a client's JSON schema into one that llguidance compiles and that says what the client expects.
+"""Rewrite a client's JSON schema into one that llguidance compiles and that has the meaning that the client expects.
 
-Rewriting only narrows a schema, with two exceptions: unknown formats are not checked, and the options of `oneOf` may
-overlap.
+The rewritten schema allows the same values or fewer, with two exceptions: unknown formats are not checked, and the
+options of `oneOf` may overlap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 )
-_MAX_NAMED = 100  # formats that the log of a process names
+_MAX_NAMED = 100  # the maximum number of formats named in a process's log
 _MAX_NAME_CHARS = 64
 _ONE = ("additionalItems", "additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems")
 _SEVERAL = ("items", "prefixItems")
@@ -29,36 +29,37 @@ _KNOWN_DIALECTS = "json-schema.org/"
 
 
 def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema that a grammar is made of. The argument is not changed.
+    """Return the schema to compile. The argument is not changed.
 
     * An object with `properties` and without `additionalProperties` is closed, after `$ref`, `allOf` and `anyOf` have
-      been merged; one with `patternProperties` is not, nor one that must have more properties than it names.
-    * An unknown `format` is dropped, and the log names it once.
-    * `pattern` that looks ahead becomes several patterns, and `propertyNames` a pattern of properties, if they can.
+      been merged. Exceptions are objects with `patternProperties`, and those that must have more properties than named.
+    * An unknown `format` is dropped, and named in the log once.
+    * If possible, a `pattern` with lookahead becomes several patterns, and `propertyNames` becomes `patternProperties`
+      or `properties`.
 
-    Raises `RecursionError` for one that is nested too deep, `RequestError` for one whose merges are too large.
+    Raises `RecursionError` if it is nested too deep, `RequestError` if its merges are too large.
     """
     return _Rewriter(schema).whole()
 
 
 class _Rewriter:
-    """Walks through one schema.
+    """Rewrites one schema.
 
     A schema of a whole value is closed. A member of a merge (`allOf`, a `$ref` with keywords next to it) stays open,
-    and the merge is closed: `_closed` and `_open` return the two forms.
+    and the merge is closed. `_closed` and `_open` return the two forms.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._names: dict[tuple[int, bool], str] = {}  # of definitions that are added, by target and whether it is open
+        self._names: dict[tuple[int, bool], str] = {}  # of added definitions, by id() of the target and `is_open`
         self._left: list[tuple[str, Any, bool]] = []
         self._budget = MergeBudget()
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole schema."""
+        """Return the rewritten schema with all definitions that had to be added."""
         found = self._closed(self._root)
         if not isinstance(found, dict):
-            found = {"not": {}}  # nothing can be written: llguidance says so
+            found = {"not": {}}  # allows no value: llguidance refuses it with an error
         added = {}
         while self._left:
             name, target, is_open = self._left.pop()
@@ -69,7 +70,7 @@ class _Rewriter:
         return found
 
     def _closed(self, schema: Any) -> Any:
-        """Return the form of a schema of a whole value."""
+        """Return the rewritten form of a schema of a whole value."""
         schema = _mended(schema) if isinstance(schema, dict) else schema
         if not isinstance(schema, dict):
             return schema
@@ -96,11 +97,11 @@ class _Rewriter:
         return found
 
     def _open(self, schema: Any) -> Any:
-        """Return the form of a member of a merge: what is in its properties is closed, but not the object itself."""
+        """Return the rewritten form of a member of a merge: its properties are closed, the object itself is not."""
         return self._rewritten(schema, is_open=True)
 
     def _rewritten(self, schema: Any, *, is_open: bool) -> Any:
-        """Return a schema whose parts are rewritten. is_open: those that hold for the same value stay open."""
+        """Return a schema with rewritten parts. is_open: parts that apply to the same value stay open."""
         schema = _mended(schema) if isinstance(schema, dict) else schema
         if not isinstance(schema, dict):
             return schema
@@ -122,7 +123,7 @@ class _Rewriter:
         return _with_patterns(found)
 
     def _reference(self, reference: str, *, is_open: bool) -> str:
-        """Return a reference to the open or the closed form of what a reference names."""
+        """Return a reference to the open or the closed form of a reference's target."""
         target = resolve(reference, self._root)
         if not isinstance(target, dict):
             return reference
@@ -136,7 +137,7 @@ class _Rewriter:
         return f"#/$defs/{self._names[key]}"
 
     def _new_name(self, wanted: str) -> str:
-        """Return a name for a definition that no other has."""
+        """Return an unused name for a definition."""
         stem = "".join(char for char in wanted if char.isascii() and (char.isalnum() or char in "_-.")) or "root"
         given = self._root.get("$defs")
         taken = {*self._names.values(), *(given if isinstance(given, dict) else ())}
@@ -144,7 +145,10 @@ class _Rewriter:
 
 
 def _mended(schema: dict[str, Any]) -> dict[str, Any] | bool:
-    """Return a schema without the keywords that llguidance refuses and that say nothing, or that others can say."""
+    """Return a schema without keywords that llguidance refuses but that have no effect, or can be replaced.
+
+    False if no value can match.
+    """
     found = dict(schema)
     if found.get("not") in ({}, True) and "not" in found:
         return False
@@ -153,7 +157,7 @@ def _mended(schema: dict[str, Any]) -> dict[str, Any] | bool:
     if _KNOWN_DIALECTS not in str(found.get("$schema", _KNOWN_DIALECTS)):
         del found["$schema"]  # llguidance refuses dialects that it does not know, such as OpenAPI's
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        if isinstance(is_exclusive := found.get(exclusive), bool):  # as OpenAPI 3.0 has it
+        if isinstance(is_exclusive := found.get(exclusive), bool):  # the form of OpenAPI 3.0
             del found[exclusive]
             if is_exclusive and bound in found:
                 found[exclusive] = found.pop(bound)
@@ -168,7 +172,7 @@ def _mended(schema: dict[str, Any]) -> dict[str, Any] | bool:
 
 
 def _mend_names(schema: dict[str, Any]) -> None:
-    """Let `patternProperties` or `properties` say what `propertyNames` does, if nothing else is said of properties."""
+    """Replace `propertyNames` by `patternProperties` or `properties`, if the schema has neither of them."""
     names = schema.get("propertyNames")
     if names in (True, {}, {"type": "string"}):  # all names are strings
         del schema["propertyNames"]
@@ -192,7 +196,7 @@ def _mend_names(schema: dict[str, Any]) -> None:
 
 
 def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with patterns that do not look ahead, if they can replace one that does."""
+    """Return a schema with its pattern replaced by patterns without lookahead, if possible."""
     pattern = schema.get("pattern")
     patterns = without_lookahead(pattern) if isinstance(pattern, str) else None
     if not patterns or (len(patterns) == 1 and patterns[0] == pattern):
@@ -209,7 +213,7 @@ def _named_formats() -> set[str]:
 
 
 def _note_format(name: str) -> None:
-    """Say in the log that a format is not checked, once for each, as far as there is room."""
+    """Log that a format is not checked, once for each name, up to `_MAX_NAMED` names."""
     named, shown = _named_formats(), name[:_MAX_NAME_CHARS]
     if shown not in named and len(named) < _MAX_NAMED:
         named.add(shown)
