@@ -153,7 +153,7 @@ def test_what_the_prompt_costs_is_counted_once(paired, port):
     assert (prefill.num_paired, prefill.num_prefills, prefill.num_failed_prefills) == (0, 1, 0)
     assert (prefill.open_tokens, decode.open_tokens) == (0, 0)
     assert (decode.num_prompt_tokens, decode.num_cached_tokens) == (300, 30)
-    if port is None:  # with a direct transfer the answer may have come already
+    if port is None:  # with a direct transfer the prefill's own answer may come later
         assert (prefill.num_prompt_tokens, prefill.num_cached_tokens, prefill.num_prefill_tokens) == (300, 30, 300)
     text = http.get("/metrics").text
     assert f'octavo:router_paired_requests_total{{engine="{decode.url}"}} 1.0' in text

@@ -192,7 +192,7 @@ PIECES = ["ab", "cd", "abc", "qaq", "qq", "q", "a", "b", "c", "d", ",", "x", ",,
 
 
 def draw_recursive(rng: random.Random, parts: list[str], depth: int, *, is_guarded: bool) -> str:
-    """Return a random expression. Its rules follow a character, so it has no left recursion."""
+    """Return a random expression. Rules in it follow a character, so that none begins with itself."""
     kind = rng.randrange(7) if depth else rng.randrange(2)
     if kind == 0 or (kind == 1 and not is_guarded):
         return rng.choice(parts)

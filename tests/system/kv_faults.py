@@ -14,8 +14,8 @@ For each case and fault a line reports:
 
 The exit status is 1 if a case does not keep its promise.
 
-- donor: an engine that lends memory to a Mooncake pool. Another engine reads from it everything that it has, even if
-computing is cheaper (always_load).
+- donor: an engine that lends memory to a Mooncake pool. Another engine reads everything from it, even if computing is
+  cheaper (always_load).
 - master: the pool's master.
 - engine: a server of a router, with all its processes. stuck: one that is never resumed.
 - core: the server's engine process only.

@@ -221,7 +221,7 @@ def test_what_is_refused_before_any_route_is_described(document: dict[str, Any])
             refused = [(answer.status_code, answer.json()) for answer in answers]
             with connect(running) as sock:
                 flood = f"{method.upper()} {asked} HTTP/1.1\r\nX-Flood: ".encode()
-                sock.sendall(flood + b"a" * (MAX_HEADER_BYTES + 1 - len(flood)))  # exactly what is read: no reset
+                sock.sendall(flood + b"a" * (MAX_HEADER_BYTES + 1 - len(flood)))  # no unread byte, so no reset
                 head, _, body = read_all(sock).partition(b"\r\n\r\n")
                 refused.append((int(head.split()[1]), json.loads(body)))
             assert [status for status, _ in refused] == [403, 405, *([421] * (path not in OPEN_PATHS)), 431], path
