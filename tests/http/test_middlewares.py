@@ -25,9 +25,7 @@ KEY = "secret"
 
 
 def call(middleware: Any, **scope: Any) -> tuple[int, dict[str, Any]]:
-    """Return the status (200 if the application answered) and the scope that the application saw ({} if it was not
-    called).
-    """
+    """Return the status (200 if the application answered) and the scope that it saw ({} if it was not called)."""
     seen: dict[str, Any] = {}
     sent: list[Any] = []
 
