@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it ends, and that it starts without torch."""
+"""The command line: output, exit codes, and a start without torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(*arguments: str, stdin: str | bytes | None = None) -> Any:
 
 @pytest.fixture
 def fake_model(monkeypatch: pytest.MonkeyPatch) -> FakeExecutor:
-    """Whatever model is asked for, a reciting one is built."""
+    """Build a fake engine for every requested model."""
     executor = FakeExecutor()
 
     def build(options: EngineOptions) -> Any:
@@ -151,7 +151,7 @@ app(["serve", "--port", "0"])
 
 
 def test_help_imports_no_rich() -> None:
-    """It takes longer to import than everything else together."""
+    """rich takes longer to import than all other modules together."""
     code = (
         "from octavo.cli import app; app(['--help'], standalone_mode=False); import sys; print('rich' in sys.modules)"
     )
@@ -168,7 +168,7 @@ def test_help_imports_no_command() -> None:
 
 @pytest.mark.parametrize("command", Octavo.lazy_commands, ids=lambda command: command.name)
 def test_the_help_of_all_says_what_each_command_says_of_itself(command: LazyCommand) -> None:
-    """The help shows summaries of commands that it does not import."""
+    """The help lists summaries of commands that it does not import."""
     own = command.load()
     assert (own.name, own.help.partition("\n\n")[0].replace("\n", " ")) == (command.name, command.summary)
     assert f"  {command.name} " in run("--help").output
@@ -233,7 +233,7 @@ def test_every_option_says_its_default() -> None:
     for command in MODEL_COMMANDS:
         text = run(*command, "--help").output.partition("Examples:")[0]
         for entry in re.split(r"\n  (?=-)", text)[1:]:
-            flag = re.search(r"<|[A-Z]{3}|\|", entry.partition("  ")[0]) is None  # takes no value
+            flag = re.search(r"<|[A-Z]{3}|\|", entry.partition("  ")[0]) is None  # an option without a value
             body = " ".join(entry.split())
             assert flag or "efault:" in body, f"{command}: {body}"
 
@@ -319,7 +319,7 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], fake_model: FakeExecut
 def test_an_argument_that_is_not_text_in_this_locale_is_one_line(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Python sees a name of UTF-8 where the locale is ASCII."""
+    """Python reads a UTF-8 name this way if the locale is ASCII."""
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
     name = "/models/Mödell".encode().decode("ascii", "surrogateescape")
     result = runner.invoke(app, [each.format(name) for each in arguments])
@@ -399,7 +399,7 @@ def test_weights_that_are_cut_off(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_is_not_unicode(tmp_path: Path) -> None:
-    """What Python makes of `--prompt $'caf\\xe9'`."""
+    """Python reads `--prompt $'caf\\xe9'` this way."""
     from octavo.models.random_weights import tiny_config, write_checkpoint
 
     directory = write_checkpoint(tmp_path / "tiny", tiny_config("LlamaForCausalLM"))
@@ -476,7 +476,7 @@ def test_chat_remembers_until_reset(fake_model: FakeExecutor) -> None:
 def test_chat_says_how_a_real_model_is_talked_to(
     fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch, model: list[str], *, is_told: bool
 ) -> None:
-    """Once, to a person who talks to the built-in one; a pipe gets answers alone."""
+    """The hint is printed once, and only if a person uses the built-in model. A pipe gets answers only."""
     assert run("chat", *model, stdin="/exit\n").stdout == ""
     monkeypatch.setattr("octavo.cli.chat.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
     monkeypatch.setattr("octavo.cli.chat._read_line", lambda *, interactive: "/exit" if interactive else None)
@@ -497,7 +497,7 @@ def test_chat_says_how_a_real_model_is_talked_to(
 def test_chat_is_gentle_where_a_model_says_nothing(
     fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: dict[str, Any], told: Any
 ) -> None:
-    """`octavo chat` alone: what computes tokens for programs has vLLM's defaults."""
+    """Only `octavo chat` has lower sampling defaults. Interfaces for programs have vLLM's defaults."""
     seen = []
     engine = make_engine(fake_model, generation_defaults=named)
     monkeypatch.setattr(EngineOptions, "build", lambda _options: engine)
@@ -532,7 +532,7 @@ def test_chat_goes_on_after_a_step_that_failed(fake_model: FakeExecutor) -> None
     fake_model.fail_next = True
     result = run("chat", "--max-tokens", "5", stdin="lost\nhi\n")
     assert result.exit_code == 0, result.output
-    assert result.stdout == "\n" + answer_text(len("<user>hi\n<assistant>"), 0, 5) + "\n"  # of a conversation anew
+    assert result.stdout == "\n" + answer_text(len("<user>hi\n<assistant>"), 0, 5) + "\n"  # a new conversation
     assert result.stderr.startswith("error: ")
 
 
@@ -598,7 +598,7 @@ def test_bench(fake_model: FakeExecutor, tmp_path: Path) -> None:
 
 
 def test_bench_lets_prompts_fill_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody reads along, as with `LLM`; but what is asked for holds."""
+    """No user reads the output while it is generated, as with `LLM`. An explicit option is still used."""
     built: list[float | None] = []
 
     def build(options: EngineOptions) -> Any:
@@ -684,7 +684,7 @@ def test_serve_refuses_an_open_door(fake_model: FakeExecutor, monkeypatch: pytes
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What SIGHUP does whenever a model is loaded; it never is."""
+    """Return the handlers of SIGHUP at each attempt to load a model. Loading always fails."""
     seen: list[Any] = []
 
     def launch(_options: EngineOptions, **_others: Any) -> Any:
@@ -696,9 +696,10 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_server_that_loads_its_model_is_told_to_end() -> None:
-    """As process 1 of a container it would not hear SIGTERM otherwise: the system asks such a one for a handler.
+    """SIGTERM ends a server that is loading its model.
 
-    Nor does it wait for threads, as those of a download, which go on until all of it is there.
+    As process 1 of a container it would ignore SIGTERM without a handler. It does not wait for threads either, such as
+    those of a download, which run until the download is complete.
     """
     code = """
 import threading, time
@@ -729,7 +730,7 @@ def test_serve_leaves_with_an_error_when_its_engine_is_dead(monkeypatch: pytest.
         port = sock.getsockname()[1]
 
     def ask() -> None:
-        transport = httpx.HTTPTransport(retries=5)  # until it listens: half a second, one, two ...
+        transport = httpx.HTTPTransport(retries=5)  # retry until it listens, after 0.5 s, 1 s, 2 s ...
         with httpx.Client(transport=transport, timeout=60) as http:
             http.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"})
 
@@ -744,7 +745,7 @@ def test_serve_leaves_with_an_error_when_its_engine_is_dead(monkeypatch: pytest.
 
 
 def test_what_kubernetes_says_of_a_service_is_no_port() -> None:
-    """A Service called octavo-serve puts it into the environment of every container of its namespace."""
+    """Kubernetes sets this variable in every container of a namespace with a Service named octavo-serve."""
     environment = {**os.environ, "OCTAVO_SERVE_PORT": "tcp://10.0.0.1:8000", "OCTAVO_API_KEY": ""}
     command = [sys.executable, "-m", "octavo", "serve", "--host", "0.0.0.0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
@@ -770,7 +771,7 @@ def test_serve_reads_its_files_before_the_model(loads: list[Any], tmp_path: Path
 
 
 def test_serve_refuses_a_limit_that_no_engine_takes(loads: list[Any]) -> None:
-    """A server counts those who wait itself: it took 60 places from those of --max-num-seqs."""
+    """A server counts waiting requests itself. A negative value once reduced the places of --max-num-seqs."""
     result = run("serve", "--port", "0", "--max-num-waiting=-60")
     assert result.exit_code == 1
     assert "max_num_waiting" in result.stderr
@@ -817,7 +818,7 @@ def test_a_recorded_run_is_replayed_explained_and_drawn(tmp_path: Path) -> None:
     journal, drawing = tmp_path / "run.journal.gz", tmp_path / "trace.json"
     prompts = ["--prompt", "What is 12 + 30?", "--prompt", "What is 1 + 2?", "--temperature", "0"]
     assert run("generate", "--record", str(journal), *prompts).exit_code == 0
-    gc.collect()  # a journal is finished with its engine, which a process of its own ends with
+    gc.collect()  # the journal is closed with its engine; a real process ends instead
     assert "2 requests" in run("replay", str(journal)).output
     assert "the slowest" in run("explain", str(journal)).output
     assert "generating" in run("explain", str(journal), "1").output
@@ -857,7 +858,7 @@ def test_replay_of_an_older_journal_names_the_converter(tmp_path: Path) -> None:
 
 
 def serve_with(tmp_path: Path, text: str, *arguments: str, **environment: str) -> Any:
-    """Run `octavo serve` with a file of options; it ends before it serves, as no key is asked for on that address."""
+    """Run `octavo serve` with an options file. It exits before serving, because its address requires an API key."""
     path = tmp_path / "octavo.toml"
     path.write_text(text, encoding="utf-8")
     arguments = ("serve", "--config", str(path), "--host", "0.0.0.0", *arguments)
@@ -898,7 +899,7 @@ def test_a_model_on_the_command_line_counts_more_than_one_of_a_file_or_the_envir
 
 
 def test_every_value_is_shown_as_it_is_resolved(tmp_path: Path) -> None:
-    """Also those that nobody gave, and those that follow from others: a server's limits, its policy with keys."""
+    """This includes defaults, and values derived from other options: a server's limits, and its policy with keys."""
     keys = tmp_path / "keys.toml"
     add_key(keys, Tenant(name="alice"))
     names = ("--allowed-origin", "http://a", "--allowed-origin", "http://b", "--log-level", "debug")
@@ -915,7 +916,7 @@ def test_every_value_is_shown_as_it_is_resolved(tmp_path: Path) -> None:
         values = [value.partition("=")[0] for value in shown[part].partition(": ")[2].split(", ")]
         assert values == [field.name for field in dataclasses.fields(config)]
     for value in (
-        "max_open_requests=1032",  # 8 that run, and as many that wait as may by default
+        "max_open_requests=1032",  # 8 running requests, and the default number of waiting ones
         "max_num_waiting_tokens=1048576",
         "request_timeout_s=1800.0",
         "allowed_origins=[http://a http://b]",
@@ -942,7 +943,7 @@ def test_a_start_says_what_was_set_and_no_more(tmp_path: Path) -> None:
     assert "octavo-demo (dtype auto, quantization none); KV cache: 1 GiB" in lines[0]
     assert "max_num_seqs = 8  (file)" in lines
     assert len(lines) < 12
-    assert max(map(len, lines[:-1])) < 160  # behind them the error of a certificate that is not there
+    assert max(map(len, lines[:-1])) < 160  # the last line is the error about the missing certificate
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Options of commands are the fields of configurations: each can be set, says what it does, and arrives."""
+"""Options of commands are fields of configurations: each can be set, is described, and reaches its configuration."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from octavo.config import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Fields that no option sets, and why.
+# Fields without an option, with the reason.
 INTERNAL: dict[type, set[str]] = {
-    EngineConfig: {"model", "cache", "scheduler", "device", "speculative", "kv_transfer"},  # the parts
+    EngineConfig: {"model", "cache", "scheduler", "device", "speculative", "kv_transfer"},  # its parts
     ModelConfig: {
-        "model",  # MODEL and --model, of which one counts more
-        "served_model_name",  # follows from it
-        "skip_tokenizer_init",  # of Python alone: a command reads and writes text
+        "model",  # from MODEL or --model, with a precedence
+        "served_model_name",  # derived from the model
+        "skip_tokenizer_init",  # for Python only: a command reads and writes text
     },
     CacheConfig: set(),
     SchedulerConfig: set(),
     DeviceConfig: set(),
     KVTransferConfig: set(),
-    # those follow from the scheduler's options, this is told to replicas alone, by the environment
+    # The first two are derived from the scheduler's options. Only replicas get the last one, from the environment.
     ServerConfig: {"max_open_requests", "max_num_waiting_tokens", "operator_key"},
 }
-NEEDED = {  # what else has to be said
+NEEDED = {  # other options that an option requires
     "disk_bytes": ["--kv-disk-dir", "kv"],
     "mooncake_segment_bytes": ["--kv-mooncake", "127.0.0.1:50051"],
     "mooncake_protocol": ["--kv-mooncake", "127.0.0.1:50051"],
@@ -60,7 +60,7 @@ NEEDED = {  # what else has to be said
     "ssl_certfile": ["--ssl-keyfile", "key.pem"],
     "ssl_keyfile": ["--ssl-certfile", "cert.pem"],
 }
-# Texts that are no choice, but not any text either.
+# Text options without a list of choices that still reject arbitrary text.
 FREE = {"dtype": "float32", "forwarded_allow_ips": ("10.0.0.1",), "mooncake": "127.0.0.1:50051"}
 
 
@@ -68,14 +68,14 @@ FREE = {"dtype": "float32", "forwarded_allow_ips": ("10.0.0.1",), "mooncake": "1
 def test_every_field_is_an_option_that_says_what_it_does_or_is_internal(part: type) -> None:
     offered = options_of(part)
     assert {each.name for each in fields(part)} - offered.keys() == INTERNAL[part]
-    shown = "".join(CliRunner().invoke(app, ["serve", "--help"]).output.split())  # however its lines are broken
+    shown = "".join(CliRunner().invoke(app, ["serve", "--help"]).output.split())  # line breaks are ignored
     for name, option in offered.items():
         flag = "--" + (option.name or name).replace("_", "-")
         assert re.search(flag + r"[^.]{0,400}?" + re.escape("".join(option.help.split())), shown), flag
 
 
 def other_values(part: type) -> Iterator[tuple[str, str, Any]]:
-    """Flag and field of each option, with a value that is not the field's default."""
+    """Yield flag and field of each option, with a value that differs from the field's default."""
     kinds, defaults = ({each.name: getattr(each, of) for each in fields(part)} for of in ("type", "default"))
     for name, option in options_of(part).items():
         kind, default = str(kinds[name]), defaults[name]

@@ -1,4 +1,4 @@
-"""`octavo doctor`: true figures, a verdict that can fail, and clear errors."""
+"""`octavo doctor`: correct figures, a verdict that can be negative, and clear errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = needs_kernels
 
 @pytest.fixture
 def doctor(monkeypatch):
-    """Run it on little memory: (exit status, standard output)."""
+    """Return a function that runs it on little memory. It returns (exit status, standard output)."""
     cpu = pytest.importorskip("octavo.kernels.cpu")
     module = pytest.importorskip("octavo.worker.machine_report")
     monkeypatch.setattr(module, "cold_bytes", lambda: 1 << 20)
@@ -55,7 +55,7 @@ def test_the_report(doctor):
 
 
 def test_the_blocks_of_a_gguf_file_are_examined(doctor, tmp_path):
-    """In products whose rows are whole blocks: a file has others in other types."""
+    """Products with rows of whole blocks are examined. A file stores other tensors in other types."""
     config = tiny_config("LlamaForCausalLM", vocab_size=288, hidden_size=96, intermediate_size=256, head_dim=16)
     folder = write_checkpoint(tmp_path / "folder", config)
     path = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_1", kinds={"attn_v": "F16", "ffn_up": "Q8_0"})
@@ -91,7 +91,7 @@ def test_a_slow_moment_of_the_machine_is_no_limit(doctor, monkeypatch, slow_at):
     _, text, _ = doctor("--precision", "int8")
     assert "limits     4 GFLOP/s float32, 6 bfloat16, 5 GOP/s int8, 8.0 GB/s read" in text
     assert "the machine changed meanwhile" in text
-    assert "shares of more than all" in text  # no machine is as slow as these limits
+    assert "shares of more than all" in text  # the assumed limits are lower than any machine's
 
 
 def test_no_change_of_the_machine_is_told_where_there_was_none(doctor, monkeypatch):
@@ -183,7 +183,7 @@ def test_bad_input(doctor, arguments, message):
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 @pytest.mark.parametrize("depth", [64, 256, 896, 1024, 4864])
 def test_so_many_rows_are_checked_that_panels_are_met_again(precision, depth):
-    """As csrc says how many are not: `TasksOfTiles`, and the blocks of the products without tiles."""
+    """Enough rows that panels are read again, in `TasksOfTiles` and in the blocks of the products without tiles."""
     module = pytest.importorskip("octavo.worker.machine_report")
     rows, row_bytes = module.checked_rows(precision, depth), depth * (1 if precision == "int8" else 2)
     pairs = -(-rows // 32)
@@ -195,7 +195,7 @@ def test_so_many_rows_are_checked_that_panels_are_met_again(precision, depth):
 
 
 def constant(file, name):
-    """Read a number of csrc; a tile of rows is 14 of them with AVX-512."""
+    """Read a constant from csrc. A tile has 14 rows with AVX-512."""
     text = (Path(__file__).parents[2] / "csrc" / file).read_text()
     left, operation, right = re.search(rf"constexpr int64_t {name} = (\w+)(?: (\*|<<) (\w+))?;", text).groups()
     first, second = (14 if each == "kTileRows" else int(each or 0) for each in (left, right))

@@ -1,4 +1,4 @@
-"""`octavo models`: what it says of families and of checkpoints, whatever these hold."""
+"""`octavo models`: its report on families and on checkpoints, including broken ones."""
 
 import functools
 import json
@@ -30,7 +30,7 @@ def report(path):
 
 @pytest.fixture
 def built_in(tmp_path):
-    """A copy of the built-in model, to be changed."""
+    """Return a copy of the built-in model that a test may change."""
     return shutil.copytree(built_in_model_path(), tmp_path / "model")
 
 
@@ -189,7 +189,7 @@ def test_one_that_is_refused_names_the_key(keys, problem, built_in):
 
 def test_small_floats_and_integers_are_told(tmp_path):
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM", dtype="bfloat16"))
-    (path / "model.safetensors").unlink()  # they are floats
+    (path / "model.safetensors").unlink()  # its weights are plain floats
     change(path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     details = report(path)["details"]
     assert details["stored_as"] == "FP8 with a scale per 128 x 128 values"

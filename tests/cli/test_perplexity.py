@@ -1,4 +1,4 @@
-"""Perplexity as the engine that serves gives it, and `octavo quantize`, which tells it."""
+"""Perplexity computed by the engine that serves, and `octavo quantize`, which reports it."""
 
 import math
 import re
@@ -34,7 +34,7 @@ def test_losses_are_those_of_each_piece_alone(llm):
         with torch.no_grad():
             logits = theirs(torch.tensor([piece])).logits[0, :-1]
         expected = torch.nn.functional.cross_entropy(logits, torch.tensor(piece[1:]))
-        assert loss == pytest.approx(expected.item(), rel=0.02)  # of bfloat16
+        assert loss == pytest.approx(expected.item(), rel=0.02)  # tolerance for bfloat16
     assert perplexity([0.5, 1.5]) == math.e
 
 
@@ -64,7 +64,10 @@ def test_quantize_tells_what_rounding_cost(tmp_path):
 
 
 def test_of_a_gguf_file_no_copy_is_rounded(tmp_path):
-    """Said with what rounds it instead; a message that asked for a directory alone would deny that files are served."""
+    """The error names the option to use instead.
+
+    An error that only asked for a directory would suggest that GGUF files cannot be served.
+    """
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     result = CliRunner().invoke(app, ["quantize", str(tmp_path / "model.gguf"), str(tmp_path / "copy")])
     assert result.exit_code == 1

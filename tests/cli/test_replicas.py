@@ -1,4 +1,4 @@
-"""`octavo serve --replicas`: which options the replicas get, and which the router before them."""
+"""`octavo serve --replicas`: the options that the replicas get, and those that their router gets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from octavo.cli import app, replicas
 
 
 def test_time_of_a_request_is_the_routers_and_the_replicas(monkeypatch):
-    """A router with a shorter or an equal one would end requests that its replicas may still serve."""
+    """A router with a shorter or equal timeout would end requests that its replicas may still serve."""
     seen = []
     monkeypatch.setattr(replicas, "run_router", lambda config, _listen, _say, launcher: seen.append((config, launcher)))
     result = CliRunner().invoke(app, ["serve", "--replicas", "2", "--request-timeout", "7200"])

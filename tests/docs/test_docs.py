@@ -1,6 +1,6 @@
-"""What the documents name exists: classes, methods, fields, statuses, modules, files, links, flags and figures.
+"""The names in the documents exist: classes, methods, fields, statuses, modules, files, links, flags and figures.
 
-Nothing is listed here by hand. The documents are parsed, and the code is parsed or imported.
+There is no list of names here. The documents are parsed, and the code is parsed or imported.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def prose(page: Path) -> str:
 
 
 def section(text: str, heading: str) -> str:
-    """The text below a heading, up to the next one."""
+    """Return the text below a heading, up to the next heading."""
     return text.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
 
 
 def table(text: str) -> list[list[str]]:
-    """The cells of a page's table rows, without headings and rules."""
+    """Return the cells of a page's table rows, without header rows and rules."""
     rows = [line.strip().strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in row] for row in rows]
     rules = {index for index, row in enumerate(cells) if all(set(cell) <= set("-:") for cell in row)}
@@ -71,7 +71,7 @@ class Class:
 
 @cache
 def classes() -> dict[str, list[Class]]:
-    """Every class of the package by its simple name, with what it defines itself."""
+    """Return every class of the package by its simple name, with its own members."""
     found: dict[str, list[Class]] = {}
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -104,7 +104,7 @@ def written(statement: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
 
 
 def members(name: str, kind: str) -> set[str]:
-    """Methods or fields of a class, inherited ones included."""
+    """Return the methods or fields of a class, including inherited ones."""
     return {
         member
         for each in classes().get(name, [])
@@ -124,7 +124,7 @@ def assert_member(class_name: str, member: str) -> None:
 
 
 def resolve(name: str) -> object:
-    """Import a dotted name. What only instances have is looked up in the source."""
+    """Import a dotted name. Attributes that only instances have are looked up in the source."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         module_name = ".".join(parts[:length])
@@ -146,7 +146,7 @@ def resolve(name: str) -> object:
 
 @cache
 def imports_of_room(room: str) -> set[str]:
-    """Every octavo module that a module or a package names in an import, as dotted names."""
+    """Return the dotted names of all octavo modules that a module or package imports."""
     base = SOURCE.joinpath(*room.split(".")[1:])
     paths = list(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]
     names: set[str] = set()
@@ -168,7 +168,7 @@ def does_import(room: str, target: str) -> bool:
 
 @cache
 def diagrams(kind: str) -> list[list[str]]:
-    """The lines of every Mermaid diagram of a kind in all documents, without its first line."""
+    """Return the lines of every Mermaid diagram of a kind in all documents, without their first lines."""
     found = []
     for page in PAGES:
         for text in blocks(page, "mermaid"):
@@ -270,14 +270,14 @@ def test_states_are_the_statuses(lines):
 @every_page
 def test_dotted_names_can_be_imported(page):
     for name in {name for code in INLINE.findall(prose(page)) for name in DOTTED.findall(code)}:
-        if name != "octavo._kernels":  # not compiled everywhere
+        if name != "octavo._kernels":  # not compiled on every machine
             resolve(name)
 
 
 @every_page
 def test_members_of_our_classes_exist(page):
     text = prose(page)
-    if page.name == "names.md":  # its left column holds other engines' names
+    if page.name == "names.md":  # the first columns have names of other engines
         text = "\n".join("|".join(row[2:]) for row in table(text))
     for code in INLINE.findall(text):
         found = MEMBER.fullmatch(code)
@@ -288,7 +288,7 @@ def test_members_of_our_classes_exist(page):
 @every_page
 def test_paths_that_are_named_exist(page):
     if page.name == "CHANGELOG.md":
-        return  # it names files that are gone, too
+        return  # it also names files of the past
     folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
     for code in INLINE.findall(prose(page)):
         for path in re.findall(rf"(?<![\w./])(?:{folders})/[\w./*-]+", code):
@@ -354,7 +354,7 @@ def test_the_guide_for_models_names_all_that_run():
 
 
 def targets(page: Path) -> set[tuple[Path, str]]:
-    """Files that a page links to, with the anchors."""
+    """Return the files that a page links to, with their anchors."""
     links = [link for link in LINK.findall(prose(page)) if not re.match(r"[a-z]+:", link)]
     return {
         ((page.parent / path.replace("%20", " ")).resolve() if path else page, anchor)
@@ -363,7 +363,7 @@ def targets(page: Path) -> set[tuple[Path, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors that GitHub gives to headings."""
+    """Return the anchors that GitHub gives to headings."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -419,7 +419,7 @@ def all_flags(command) -> set[str]:
 
 
 def octavo_commands(page: Path) -> list[str]:
-    """Commands in shell blocks and inline code that run octavo."""
+    """Return the commands in shell blocks and inline code that run octavo."""
     lines = [
         line for language in ("sh", "bash", "console") for text in blocks(page, language) for line in text.splitlines()
     ]
@@ -443,7 +443,7 @@ def test_commands_and_flags_exist(page):
 @every_page
 def test_inline_flags_exist(page):
     if page.name == "CHANGELOG.md":
-        return  # it names options that are gone, too
+        return  # it also names options of the past
     for code in INLINE.findall(prose(page)):
         if FLAG.fullmatch(code):
             assert code in all_flags(command_line()), f"no command has the option {code}"
@@ -532,7 +532,7 @@ def test_the_kv_bytes_of_the_questions():
 
 
 def test_the_table_of_architectures_is_that_of_the_registry():
-    """The expected rows stand in the failure, to be copied."""
+    """A failure prints the expected rows, to be copied."""
     expected = []
     for name in sorted(FAMILIES):
         always, optional = family_parts(name)
@@ -542,7 +542,7 @@ def test_the_table_of_architectures_is_that_of_the_registry():
 
 
 def test_the_readme_names_every_family():
-    """By its own name, however that is spelled: Gemma 2, Phi-3."""
+    """Each family's own name has to appear, in any spelling: Gemma 2, Phi-3."""
     rows = table(section((ROOT / "README.md").read_text(encoding="utf-8"), "What works, and what does not yet"))
     works = re.sub(r"\W", "", " ".join(row[0] for row in rows)).lower()
     missing = [name for name in FAMILIES if name.removesuffix("ForCausalLM").lower() not in works]

@@ -1,4 +1,4 @@
-"""The example runs as its text says, on the built-in model."""
+"""The example works as its text says, on the built-in model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAYS = ("sequential", "one pass each", "static", "continuous")
 
 
 def output(name, *arguments):
-    """Run an example in this process, which has imported what it needs; return what it prints."""
+    """Run an example in this process, which has its imports already. Return its output."""
     path, told = str(EXAMPLES / name), io.StringIO()
     with patch.object(sys, "argv", [path, *arguments]), contextlib.redirect_stdout(told):
         runpy.run_path(path, run_name="__main__")
@@ -27,7 +27,7 @@ def output(name, *arguments):
 
 
 def run(*arguments):
-    """Run the example; return its rows by name, as numbers by column, and its other lines."""
+    """Run the example. Return its rows by name, as numbers by column, and its other lines."""
     header, *lines = output("batch_inference.py", *arguments).splitlines()
     rows = {}
     for name in WAYS:
@@ -51,7 +51,7 @@ def test_compare_sequential_prints_all_ways():
 
 
 def test_each_way_is_measured_after_a_run_that_is_not_counted(monkeypatch):
-    """The engine's first forward passes belong to no row, nor does anything that speculation learned."""
+    """No row includes the engine's first forward passes, or anything that speculation learned."""
     engines, begin = [], LLMEngine.__init__
 
     def remember(self, *args, **options):
@@ -95,7 +95,7 @@ def test_prompts_are_answered_and_kv_slots_told():
     assert "\n".join(lines).endswith("\n".join(answers))
     told = re.search(r"\((\d) requests\): (\d+) used, (\d+) held in blocks of 16, (\d+) if each", "\n".join(lines))
     num_requests, used, held, reserved = map(int, told.groups())
-    # The last token of an answer is never computed on, so its keys and values are in no slot.
+    # The last token of an answer is never computed, so its keys and values take no slot.
     lengths = [len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1 for output in outputs]
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 8]
     assert (num_requests, used) == (2, sum(lengths))

@@ -1,4 +1,4 @@
-"""The worked cases of examples/worked give exactly what their text says."""
+"""The worked cases of examples/worked give exactly the results in their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys, names and origins over HTTP: who is let in, as whom, and what is written down about it."""
+"""Keys, host names and origins over HTTP: accepted requests, their tenants, and the logs and counters about them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def cached_tokens(http: httpx.Client, key: str, **fields: Any) -> int:
 def test_s18_a_key_finds_its_own_cached_prompts_and_nobody_elses(tenants: Running) -> None:
     with tenants.http() as http:
         assert cached_tokens(http, KEYS["alice"]) == 0
-        assert cached_tokens(http, KEYS["alice"]) == 64 - 1  # all but the one that is computed
+        assert cached_tokens(http, KEYS["alice"]) == 64 - 1  # the last token is always computed
         assert cached_tokens(http, KEYS["bob"]) == 0
         assert cached_tokens(http, KEYS["bob"], cache_salt="alice") == 0
         assert cached_tokens(http, KEYS["open1"]) == 0
@@ -87,7 +87,7 @@ def test_s18_a_key_finds_its_own_cached_prompts_and_nobody_elses(tenants: Runnin
 def test_a_key_s_own_limits(tenants: Running) -> None:
     with tenants.http() as http:
         response = http.post(COMPLETIONS, json={**BODY, "n": 2}, headers=bearer(KEYS["one"]))
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "n")  # never, and not later
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "n")  # not 429: retrying is useless
         for expected in (200, 200, 429):
             response = http.post(COMPLETIONS, json=BODY, headers=bearer(KEYS["few"]))
             assert response.status_code == expected
@@ -96,7 +96,7 @@ def test_a_key_s_own_limits(tenants: Running) -> None:
 
 
 def test_a_prompt_counts_for_its_key_though_nobody_waits_for_the_answer(tenants: Running) -> None:
-    """It was counted with its first token only: who left before that paid nothing."""
+    """The tokens are charged before the first output, so a client that disconnects early pays too."""
     tenants.executor.gate.clear()
     try:
         with asking(tenants, COMPLETIONS, BODY, **bearer(KEYS["tokens"])):
@@ -109,7 +109,7 @@ def test_a_prompt_counts_for_its_key_though_nobody_waits_for_the_answer(tenants:
 
 
 def test_an_answer_counts_for_its_key_though_nobody_waits_for_it(tmp_path: Path) -> None:
-    """A whole answer was counted when it was there: who left before had it computed for nothing."""
+    """The tokens are charged while they are generated, so a client that disconnects early pays too."""
     path = tmp_path / "keys.toml"
     key = bearer(add_key(path, Tenant(name="hasty", tokens_per_minute=20)))
     executor = FakeExecutor(step_s=0.01)
@@ -137,7 +137,7 @@ def test_tokens_are_counted_by_key(tenants: Running) -> None:
 
 
 def routes() -> list[tuple[str, str]]:
-    """Every route of the application, so that a new one is asked for, too."""
+    """Return every route of the application, so that new routes are tested too."""
     with run_server() as running:
         app = create_app(Service(running.server._service.engine))
     return [
@@ -201,7 +201,7 @@ def test_s5_no_host_or_path_opens_a_route(
 
 
 def reload(running: Running) -> None:
-    """As SIGHUP does it, on the server's event loop."""
+    """Reload the keys as SIGHUP does, on the server's event loop."""
     done = threading.Event()
 
     def run() -> None:
@@ -245,7 +245,7 @@ def test_what_a_key_has_open_ends_with_it(tmp_path: Path) -> None:
             reload(running)
             assert '"code":"invalid_api_key"' in "".join(told)
             assert "event: bye" in list(seen)
-            assert running.num_unfinished == 1  # who kept the key goes on
+            assert running.num_unfinished == 1  # the request with the remaining key continues
             next(lines)
 
 
@@ -376,7 +376,7 @@ def test_one_line_for_each_request_and_no_text(tenants: Running, caplog: pytest.
         http.post(COMPLETIONS, json={"prompt": "hush", "n": -1}, headers=bearer(KEYS["bob"]))
         http.get("/health")
     wait_until(lambda: len(audited(caplog)) == 4, "all is written down")
-    by_status = {line["status"]: line for line in audited(caplog)}  # a line is written when its request is over
+    by_status = {line["status"]: line for line in audited(caplog)}  # the line is written when the request has ended
     stranger, wrong = by_status[401], by_status[400]
     answers = [line for line in audited(caplog) if line["status"] == 200]
     whole, stream = sorted(answers, key=lambda line: line["request_id"] != "first")
@@ -397,7 +397,7 @@ def test_one_line_for_each_request_and_no_text(tenants: Running, caplog: pytest.
 def test_only_a_trusted_proxy_says_who_asks(
     trusted: tuple[str, ...], client: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # uvicorn's own, which nobody asked for here
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # a variable of uvicorn, which octavo must ignore
     caplog.set_level(logging.INFO, logger="octavo.audit")
     with run_server(forwarded_allow_ips=trusted) as running, running.http() as http:
         http.get("/version", headers={"X-Forwarded-For": "192.0.2.7"})
@@ -493,7 +493,7 @@ def test_guesses_behind_a_stop_string_are_none_of_the_answer() -> None:
     body = {"prompt": "x", "max_tokens": 30, "stop": "c"}
     with run_server(FakeExecutor(answer="abcdefg", guesses=(True, True, True))) as running, running.http() as http:
         usage = http.post(COMPLETIONS, json=body).json()["usage"]
-    assert usage["completion_tokens"] == 3  # a, then b, c and what is behind it
+    assert usage["completion_tokens"] == 3  # a, then b, then c with the token after it
     details = {"reasoning_tokens": 0, "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1}
     assert usage["completion_tokens_details"] == details
     assert usage["receipt"]["wasted_tokens"] == 2
@@ -516,7 +516,7 @@ def refusals(running: Running) -> Counter[str]:
 
 
 def send_raw(running: Running, data: bytes, *, behind: bytes | None = None) -> bytes:
-    """Send bytes, as the first ones of a connection or behind a request that has been answered."""
+    """Send bytes and return the answer. behind: path of a request that the same connection sends first."""
     url = httpx.URL(running.url)
     with socket.create_connection((url.host, url.port), timeout=DEADLINE_S) as sock:
         if behind is not None:
@@ -561,7 +561,7 @@ def test_a_whole_answer_that_the_server_ends_is_written_down_with_its_cost(caplo
 
 
 def test_what_ended_is_counted_once() -> None:
-    """Each output of a request with several choices tells again of those that ended before."""
+    """Every output of a request with several choices repeats the choices that ended earlier."""
     counter = UsageCounter()
     ended = CompletionOutput(0, "", [1], finish_reason="stop")
     for tokens, reason in (([2], None), ([], "error")):
@@ -573,7 +573,10 @@ def test_what_ended_is_counted_once() -> None:
 
 
 def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each that refuses: connection, origins, keys, door, body, route, engine. The audit log says the same."""
+    """Covers every place that refuses: connection, origins, keys, limiter, body, route and engine.
+
+    The audit log has the same reasons.
+    """
     caplog.set_level(logging.INFO, logger="octavo.audit")
     path = tmp_path / "keys.toml"
     key = bearer(add_key(path, Tenant(name="bob")))
@@ -618,7 +621,7 @@ def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: py
             check("request_timeout", 504, post({**key, "X-Request-Timeout": "1e-9"}))
             running.server._service.is_closing = True
             check("server_closing", 503, post(key))
-            assert http.get("/ready").status_code == 503  # which is its answer
+            assert http.get("/ready").status_code == 503  # a 503 of /ready is an answer, not a refusal
             assert refusals(running) == expected
         lines = [line for line in audited(caplog) if "error" in line]
     assert Counter(line["error"] for line in lines) == expected
@@ -626,7 +629,10 @@ def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: py
 
 
 def test_one_request_hears_one_reason_and_so_does_everyone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its key is taken away, and back before its end is told, and the server closes: all say what ended it first."""
+    """Client, counter and audit log report the first cause.
+
+    The key is removed, then added again before the request has ended, and then the server shuts down.
+    """
     caplog.set_level(logging.INFO, logger="octavo.audit")
     path = tmp_path / "keys.toml"
     key = add_key(path, Tenant(name="gone"))
@@ -637,7 +643,7 @@ def test_one_request_hears_one_reason_and_so_does_everyone(tmp_path: Path, caplo
         with http.stream("POST", COMPLETIONS, json=body, headers=bearer(key)) as stream:
             lines = stream.iter_lines()
             next(lines)
-            executor.gate.clear()  # no step ends meanwhile
+            executor.gate.clear()  # no step ends in the meantime
             path.unlink()
             add_key(path, Tenant(name="other"))
             reload(running)

@@ -1,4 +1,4 @@
-"""How each API spells errors and ends a stream, and that the router's tables hold the words of all APIs."""
+"""How each API spells errors and ends a stream. The router's tables contain the field names of all APIs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_api_of_a_path_also_without_a_route(path: str, api: Api) -> None:
 
 
 def test_error_before_a_route_of_tgi_is_spelled_as_openais() -> None:
-    """No route has been reached yet; the OpenAPI document says so."""
+    """No route has been reached yet, so the error has OpenAI's form, as the OpenAPI document says."""
     assert api_below("/generate") is OPENAI
     assert ROUTES.api("/generate").response(HttpError(400, "bad")).status_code == 422
     assert error_response(HttpError(400, "bad"), "/generate").status_code == 400

@@ -1,4 +1,4 @@
-"""The log line of a request, its counters, and its id."""
+"""A request's audit line, counters and id."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Counts:
 
 
 class Audited:
-    """One request through the middleware. act: what the application does with scope and send."""
+    """One request through the middleware. act: function of scope and send that acts as the application."""
 
     def __init__(self, act: Any, *, tracing: Any = None, headers: Any = (), **scope: Any) -> None:
         self.sent: list[Any] = []

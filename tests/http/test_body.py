@@ -1,4 +1,4 @@
-"""Reading a request's body: its limits, and its room in the pool."""
+"""Reading a request's body: its limits, and its reservation in the pool."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Request:
 
 
 def read(request: Request, pool: Pool, max_bytes: int = 1 << 20, timeout_s: float = 60.0) -> tuple[bytes, int]:
-    """Return the body, and how much of the pool it took."""
+    """Return the body, and the number of bytes reserved in the pool."""
 
     async def work() -> tuple[bytes, int]:
         config: Any = SimpleNamespace(max_body_bytes=max_bytes, body_timeout_s=timeout_s)

@@ -83,7 +83,7 @@ class Transport:
 
 
 class Server:
-    """Connections of one server. release: lets answers to /wait be given. scopes: of the requests."""
+    """Connections of one server. release: event that lets /wait be answered. scopes: the scopes of all requests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_connections: int = 100) -> None:
         monkeypatch.setattr(connection, "bytes_taken", lambda sock: sock.taken)
@@ -133,7 +133,7 @@ def statuses(transport: Transport) -> list[bytes]:
 
 
 async def closes_at(transport: Transport, now: Any) -> float:
-    """Return when a connection is closed."""
+    """Return the time at which a connection is closed."""
     async with asyncio.timeout(1000.0):
         await transport.closed.wait()
     return now()
@@ -185,7 +185,7 @@ def test_headers_after_an_answer_have_their_time_from_their_first_byte(virtually
         await asyncio.sleep(5.0)
         made.data_received(b"GET /x")
         await asyncio.sleep(5.0)
-        made.data_received(b" HTTP")  # more of them gives no more time
+        made.data_received(b" HTTP")  # more pieces do not extend the time
         assert await closes_at(transport, now) == pytest.approx(5.0 + HEADERS_S, abs=0.3)
 
     virtually(work)
@@ -202,7 +202,7 @@ def test_body_that_nobody_wanted_has_the_time_of_headers(virtually: Any) -> None
         begun_at = now()
         made.data_received(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
         await asyncio.sleep(1.0)
-        made.data_received(b"defghi")  # then it is idle
+        made.data_received(b"defghi")  # after this the connection is idle
         assert await closes_at(transport, now) - begun_at == pytest.approx(1.0 + IDLE_S, abs=0.3)
 
     virtually(work)
@@ -303,7 +303,7 @@ def test_nonsense_is_not_answered_in_the_place_of_a_request(virtually: Any) -> N
         made, transport = server.connect()
         made.data_received(b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         await asyncio.sleep(1.0)
-        made.data_received(b"no number\r\n")  # in the body of a request that has no answer yet: it ends that
+        made.data_received(b"no number\r\n")  # an error in the body of a request without an answer ends that request
         assert statuses(transport) == [b"400"]
         assert server.refused == []
         assert server.scopes[-1]["state"]["error"].status == 400
@@ -443,7 +443,7 @@ def test_silent_connections_give_way_to_a_probe(virtually: Any, monkeypatch: pyt
         probe.connection_lost(None)
         late.data_received(b"GET /health")
         last, last_transport = server.connect()
-        assert statuses(last_transport) == [b"503"]  # the one before has begun
+        assert statuses(last_transport) == [b"503"]  # the request before it has started
         assert not late_transport.is_closed
         assert not first_transport.written
         assert not first.is_silent_probe
@@ -470,7 +470,7 @@ def test_silent_connections_give_way_to_a_probe(virtually: Any, monkeypatch: pyt
 def test_reader_has_to_take_enough_in_time(
     virtually: Any, waiting: int, takes: int, ends: bool, is_here: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What waits is in the system, or in this process."""
+    """The unread bytes are in the system's buffer, or in this process (`is_here`)."""
 
     async def work(server: Server, now: Any) -> None:
         made, transport = server.connect()

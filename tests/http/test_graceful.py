@@ -1,4 +1,4 @@
-"""How a server begins, hears signals and ends, without a socket."""
+"""How a server starts, handles signals and ends, without a socket."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def server_of(service: Service) -> GracefulServer:
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return what uvicorn's own server is called with."""
+    """Return the list of calls of uvicorn's own server."""
     calls: list[Any] = []
 
     async def startup(_self: Any, sockets: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""What a request's headers say of another engine that has a part in it."""
+"""The headers by which a request names the other engine of its pair."""
 
 from __future__ import annotations
 

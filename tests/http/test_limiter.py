@@ -1,4 +1,4 @@
-"""Who is let in, on a clock of the test's own."""
+"""Limits on open requests, rates and waiting tokens, with a fake clock."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_a_bucket_fills_at_its_rate() -> None:
     bucket.take(60, 0.0)
     assert bucket.wait_s(1, 0.0) == pytest.approx(1.0)
     assert bucket.wait_s(1, 1.0) == 0
-    assert bucket.wait_s(100, 1000.0) == 0  # more than it holds asks for a full one
+    assert bucket.wait_s(100, 1000.0) == 0  # an amount above the capacity needs a full bucket
     bucket.take(100, 1000.0)
-    assert bucket.wait_s(0, 1000.0) == pytest.approx(40.0)  # what it owes is waited for
+    assert bucket.wait_s(0, 1000.0) == pytest.approx(40.0)  # the debt has to be refilled first
 
 
 def test_more_than_the_limit_is_refused_and_places_come_back(clock: Clock) -> None:
@@ -46,7 +46,7 @@ def test_more_than_the_limit_is_refused_and_places_come_back(clock: Clock) -> No
     assert limiter.streams.num_held == 3
     limiter.enter(EVERYBODY, 1)
     first.leave()
-    first.leave()  # once is enough
+    first.leave()  # a second call changes nothing
     assert limiter.streams.num_held == 1
     with limiter.enter(EVERYBODY, 3), pytest.raises(QueueFullError):
         limiter.enter(EVERYBODY, 1)
@@ -67,7 +67,7 @@ def test_the_time_to_wait_is_that_of_the_queue(clock: Clock) -> None:
     places = [limiter.enter(EVERYBODY, 1) for _ in range(10)]
     with pytest.raises(QueueFullError) as error:
         limiter.enter(EVERYBODY, 1)
-    assert error.value.retry_after_s == 1  # nothing is known yet
+    assert error.value.retry_after_s == 1  # no rate is known yet
     for place in places[:4]:
         clock.now += 2.0
         place.is_in = True
@@ -83,7 +83,10 @@ def test_the_time_to_wait_is_that_of_the_queue(clock: Clock) -> None:
 
 
 def test_only_streams_that_had_room_say_how_fast_the_queue_is_worked_off(clock: Clock) -> None:
-    """What was refused, or only counted, ends at once; a request with n streams ends n of them."""
+    """Refused requests and requests without waiting tokens end immediately, so they do not count.
+
+    A request with n streams counts as n endings.
+    """
     limiter = RequestLimiter(10, 1000, clock=clock)
     first, second = limiter.enter(EVERYBODY, 3), limiter.enter(EVERYBODY, 4)
     asyncio.run(first.hold_tokens(10))
@@ -97,10 +100,10 @@ def test_only_streams_that_had_room_say_how_fast_the_queue_is_worked_off(clock: 
     for _ in range(20):
         clock.now += 0.1
         limiter.enter(EVERYBODY, 1).leave()
-    assert wait() == 1  # nothing is known yet
+    assert wait() == 1  # no rate is known yet
     first.leave()
     clock.now += 4.0
-    assert wait() == 60  # how long those took that ended together is not known
+    assert wait() == 60  # all endings so far have the same time, so no rate is known
     second.leave()
     places = [limiter.enter(EVERYBODY, 1) for _ in range(5)]
     assert wait() == 5  # five are open, and four have ended in four seconds
@@ -115,7 +118,7 @@ def test_limits_of_a_key(clock: Clock) -> None:
     places = [limiter.enter(tenant, 1), limiter.enter(tenant, 1)]
     with pytest.raises(RateLimitError, match="2 answers open"):
         limiter.enter(tenant, 1)
-    limiter.enter(EVERYBODY, 100)  # others have their own
+    limiter.enter(EVERYBODY, 100)  # another tenant is not affected
     for place in places:
         place.leave()
     for _ in range(6):
@@ -180,8 +183,8 @@ def test_a_flood_leaves_room_for_others(clock: Clock) -> None:
     flood, small, heavy = Tenant(name="flood"), Tenant(name="small"), Tenant(name="heavy", weight=2.0)
     limiter.change((flood, small, heavy))
     num_flooding = fill(limiter, flood)
-    assert num_flooding == 50  # half, as much as it leaves
-    assert fill(limiter, heavy) == 34  # twice as much as it leaves
+    assert num_flooding == 50  # half: a tenant may hold as much as stays free
+    assert fill(limiter, heavy) == 34  # weight 2: twice as much as stays free
     assert fill(limiter, small) > 5
     assert limiter.streams.num_held <= 100
 
@@ -202,7 +205,7 @@ def fill(limiter: RequestLimiter, tenant: Tenant) -> int:
 
 
 def test_what_can_never_fit_is_no_matter_of_waiting(clock: Clock) -> None:
-    """Who is told to come back would come back for ever."""
+    """A client that was asked to retry would retry forever."""
     limiter = RequestLimiter(8, 1000, clock=clock)
     tenant = Tenant(name="a", max_concurrency=3)
     for whose, num_streams, limit in ((EVERYBODY, 9, 8), (tenant, 4, 3)):
@@ -220,17 +223,17 @@ def test_many_prompts_take_what_they_may_have_and_leave_as_much(clock: Clock) ->
     limiter = RequestLimiter(100, clock=clock)
     batch = limiter.enter(EVERYBODY, 2048, at_least=1)
     assert batch.num_streams == 50
-    assert limiter.enter(EVERYBODY, 64, at_least=8).num_streams == 24  # three prompts of eight
+    assert limiter.enter(EVERYBODY, 64, at_least=8).num_streams == 24  # three prompts with eight choices each
     few = Tenant(name="few", max_concurrency=5)
     assert limiter.enter(few, 64, at_least=2).num_streams == 4
-    assert limiter.enter(few, 64, at_least=1).num_streams == 1  # the last of its five
+    assert limiter.enter(few, 64, at_least=1).num_streams == 1  # the last of its five places
     assert limiter.enter(EVERYBODY, 19, at_least=19).num_streams == 19
-    assert limiter.enter(EVERYBODY, 3, at_least=2).num_streams == 2  # no half of two: the least
+    assert limiter.enter(EVERYBODY, 3, at_least=2).num_streams == 2  # half would be one, so at_least applies
     with pytest.raises(QueueFullError):
         limiter.enter(EVERYBODY, 10, at_least=1)
     batch.leave()
     limiter.change((few, Tenant(name="b"), heavy := Tenant(name="heavy", weight=3.0)))
-    assert limiter.enter(heavy, 1000, at_least=1).num_streams == 37  # of 50, three times as many as are left
+    assert limiter.enter(heavy, 1000, at_least=1).num_streams == 37  # three times the 13 that remain
     with pytest.raises(QueueFullError):
         limiter.enter(heavy, 10, at_least=3)
 
@@ -268,7 +271,7 @@ def test_waiting_tokens_have_room_of_their_own(clock: Clock) -> None:
         await place.hold_tokens(1000)
         with pytest.raises(QueueFullError, match=r"the limit is 1000$"):
             await limiter.enter(EVERYBODY, 1).hold_tokens(1)
-        place.release_tokens(1000)  # they run: others may wait
+        place.release_tokens(1000)  # the prompts run, so later requests may wait for room
         assert limiter.waiting_tokens.num_held == 0
         limiter.change((flood, small))
         await limiter.enter(flood, 1).hold_tokens(500)
@@ -294,7 +297,7 @@ def test_who_is_in_waits_for_room_prompt_by_prompt(clock: Clock) -> None:
             waiting = [group.create_task(hold(num_tokens)) for num_tokens in (600, 700, 300)]
             for _ in range(5):
                 await asyncio.sleep(0)
-            assert held == [600]  # the third one would fit, and has to wait for its turn
+            assert held == [600]  # the third would fit, but waits for its turn
             place.release_tokens(600)
             await asyncio.gather(*waiting)
         assert held == [600, 700, 300]
@@ -308,7 +311,7 @@ def test_who_is_in_waits_for_room_prompt_by_prompt(clock: Clock) -> None:
 
 
 class Waiting:
-    """Those of whom prompts have had room among 1000 tokens, so that further ones wait for it."""
+    """Requests of the given tenants that share room for 1000 waiting tokens; a request without room waits."""
 
     def __init__(self, *tenants: Tenant) -> None:
         self.limiter = RequestLimiter(None, 1000)
@@ -321,7 +324,7 @@ class Waiting:
         return place
 
     async def passing(self, tenant: Tenant, num_tokens: int) -> int:
-        """Send newcomers one after the other; return how many tokens they had room for until one was refused."""
+        """Send requests one after the other. Return the tokens that were accepted before one was refused."""
         for passed in range(0, 10_000, num_tokens):
             guest = self.limiter.enter(tenant, 1)
             try:
@@ -338,7 +341,7 @@ class Waiting:
 
 
 def test_a_large_prompt_is_not_starved_by_small_ones() -> None:
-    """Small ones come for ever, wait or not, and always fit: still its turn comes, and theirs after it."""
+    """Small prompts always fit, and arrive without end. The large one still gets its turn, and they get theirs."""
 
     async def run() -> None:
         waiting = Waiting()
@@ -348,7 +351,7 @@ def test_a_large_prompt_is_not_starved_by_small_ones() -> None:
         await waiting.settle()
         small = asyncio.create_task(late.hold_tokens(100))
         await waiting.settle()
-        assert not small.done()  # it would fit, and came later
+        assert not small.done()  # it would fit, but came later
         assert await waiting.passing(EVERYBODY, 100) == 900
         holds.release_tokens(400)
         await asyncio.wait_for(large, 5)
@@ -381,7 +384,7 @@ def test_those_of_one_key_come_in_as_they_came() -> None:
 
 
 def test_who_leaves_the_line_holds_up_nobody() -> None:
-    """By its deadline, or as its client left; also in the moment when its turn came."""
+    """The waiter ends by its deadline or by cancellation, also in the moment in which its turn comes."""
 
     async def run() -> None:
         waiting = Waiting()
@@ -402,7 +405,7 @@ def test_who_leaves_the_line_holds_up_nobody() -> None:
         granted = asyncio.create_task(last.hold_tokens(500))
         await waiting.settle()
         holds.release_tokens(600)
-        granted.cancel()  # which has room already, and has not heard of it
+        granted.cancel()  # it has been granted room, but has not run yet
         await asyncio.gather(granted, return_exceptions=True)
         late.release_tokens(300)
         assert waiting.limiter.waiting_tokens.num_held == 0
@@ -412,7 +415,7 @@ def test_who_leaves_the_line_holds_up_nobody() -> None:
 
 
 def test_who_waits_holds_up_another_key_no_longer_than_its_share() -> None:
-    """One of weight 1 is passed by twice its tokens of a key of weight 2; then what is free is kept until it fits."""
+    """A waiter of weight 1 is passed by twice its tokens of a key of weight 2. After that, room is kept for it."""
 
     async def run() -> None:
         heavy, large, third = Tenant(name="heavy", weight=2.0), Tenant(name="large"), Tenant(name="third")
@@ -510,7 +513,7 @@ def test_begun_request_takes_one_of_the_rate_and_asks_for_a_place(clock: Clock) 
     tenant = Tenant(name="a", requests_per_minute=2)
     held = limiter.enter(EVERYBODY, 2)
     with pytest.raises(QueueFullError, match="2 answers are open, and this request asks for 1"):
-        limiter.begin(tenant)  # and nothing of its rate is taken
+        limiter.begin(tenant)  # and no rate is charged
     held.leave()
     limiter.begin(tenant)
     limiter.begin(tenant)
@@ -574,7 +577,7 @@ def test_reload_lets_in_whom_its_shares_have_room_for() -> None:
 def test_time_to_wait_is_that_of_the_last_minute(
     clock: Clock, endings: list[tuple[float, int]], num_ahead: int, seconds: float
 ) -> None:
-    """So many streams ended so many seconds from now; the first ending says only when the counting begins."""
+    """endings: (time in seconds, number of streams). The first one only starts the counting."""
     limiter = RequestLimiter(None, clock=clock)
     now = clock.now
     for moment, num_streams in endings:
@@ -597,7 +600,11 @@ def test_only_the_last_endings_count(clock: Clock) -> None:
 
 
 def test_refusals_say_for_how_many_one_waits(clock: Clock) -> None:
-    """For one of its own places, for all that are open, or for its own that are open."""
+    """The wait is for as many endings as the request needs.
+
+    These are: the places that the key lacks at its own limit; all open answers if the server is full; the key's own
+    open answers if the key exceeds its share.
+    """
     limiter = RequestLimiter(10, 1000, clock=clock)
     asked: list[int] = []
     limiter._soon = lambda _, num_ahead: asked.append(num_ahead) or 7.0  # type: ignore[assignment]
@@ -616,7 +623,7 @@ def test_refusals_say_for_how_many_one_waits(clock: Clock) -> None:
 
 
 def test_line_is_passed_by_weights() -> None:
-    """One of weight 1 is passed by half as many of its units as one of weight 2 takes."""
+    """The overtaking units count by weight: half a unit for a tenant of weight 2, one for weight 1."""
 
     async def run() -> None:
         heavy, light = Tenant(name="heavy", weight=2.0), Tenant(name="light", weight=0.5)
@@ -659,7 +666,7 @@ def test_heads_of_a_line_are_served_as_they_came() -> None:
             line.give_back(tenant, 10)
 
         names = ["c", "a", "b"]
-        # One of "z" waits first and leaves: its key's second one came after the others.
+        # The first waiter of "z" is cancelled. So the key's place in the line is that of its second waiter.
         first = asyncio.ensure_future(line.take(Tenant(name="z"), 10))
         await asyncio.sleep(0)
         tasks = [asyncio.ensure_future(take(Tenant(name=name))) for name in [*names, "z"]]

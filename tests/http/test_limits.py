@@ -1,4 +1,4 @@
-"""What a client may cost: floods, trickles, those who do not read, and those who run out of time."""
+"""Bounds on the cost of a client: floods, trickles, clients that do not read, and deadlines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def trickle(sock: socket.socket) -> None:
 
 
 def read_until(sock: socket.socket, text: bytes) -> bytes:
-    """Read until a text has come: head and body of an answer may come apart."""
+    """Read until `text` has arrived: the head and the body of an answer may arrive in separate pieces."""
     answer = b""
     while text not in answer:
         piece = sock.recv(1 << 16)
@@ -71,10 +71,10 @@ def check_serves(running: Running) -> None:
 
 @contextlib.contextmanager
 def flat_memory(running: Running, num_sent_bytes: int, *, at_once: float, kept: float) -> Iterator[None]:
-    """Hold what is allocated meanwhile to parts of what is sent: at once, and what the server keeps in the end.
+    """Check the allocated memory, as fractions of the bytes sent. at_once: limit of the peak; kept: of the rest.
 
-    The end is when it has no connection any more. At once everything in this process counts, and other threads may take
-    a MB or two: so much more is sent.
+    The rest is measured for the server's packages after its last connection has closed. The peak includes all
+    allocations of this process. Other threads may allocate 1 to 2 MB, so tests send much more than that.
     """
     gc.collect()
     tracemalloc.start()
@@ -100,7 +100,7 @@ FLOODS = {
 
 
 def flood(running: Running, name: str) -> int:
-    """Send one byte more than there may be, and no more: of what is not read a reset would overtake the answer."""
+    """Send one byte more than the limit, and no more: a reset because of unread bytes would overtake the answer."""
     sent = FLOODS[name][: MAX_HEADER_BYTES + 1]
     with connect(running) as sock:
         for start in range(0, len(sent), 8192):
@@ -113,7 +113,7 @@ def flood(running: Running, name: str) -> int:
 
 def test_s8_headers_without_end_are_cut_off(shared: Running) -> None:
     assert sum(flood(shared, name) for name in FLOODS) == len(FLOODS) * (MAX_HEADER_BYTES + 1)
-    check_serves(shared)  # what is allocated but once
+    check_serves(shared)  # make the one-time allocations first
     with flat_memory(shared, 32 * len(FLOODS) * MAX_HEADER_BYTES, at_once=1 / 2, kept=1 / 64):
         for _ in range(32):
             for name in FLOODS:
@@ -129,7 +129,7 @@ def test_s8_who_sends_headers_on_and_on_is_cut_off(shared: Running) -> None:
         for _ in range(num_pieces):
             sock.sendall(piece)
 
-    check_serves(shared)  # what is allocated but once
+    check_serves(shared)  # make the one-time allocations first
     with (
         flat_memory(shared, num_pieces * len(piece), at_once=1 / 32, kept=1 / 1024),
         connect(shared) as sock,
@@ -158,7 +158,7 @@ def test_s8_a_body_in_millions_of_chunks_costs_what_its_bytes_do() -> None:
             for _ in range(104):
                 sock.sendall(chunks)
                 sent += 10_000
-            assert sent <= 1 << 20  # which may come
+            assert sent <= 1 << 20  # up to this size is read
             sock.sendall(b"1\r\na\r\n" * ((1 << 20) + 1 - sent))
             assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
         check_serves(running)
@@ -170,11 +170,11 @@ def test_large_but_lawful_headers_are_taken(shared: Running) -> None:
 
 
 def test_s8_trailers_are_not_kept(shared: Running) -> None:
-    """Headers behind a chunked body: read past, and never collected."""
+    """Headers after a chunked body are read and dropped."""
     body = json.dumps({"prompt": "hello", "max_tokens": 5}).encode()
     request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n".encode()
     request += b"Connection: close\r\n\r\n"
-    check_serves(shared)  # what is allocated but once
+    check_serves(shared)  # make the one-time allocations first
     trailers = (b"a: " + b"b" * 1019 + b"\r\n") * 64
     with flat_memory(shared, 1000 * len(trailers), at_once=1 / 16, kept=1 / 512), connect(shared) as sock:
         sock.sendall(request + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n")
@@ -191,7 +191,7 @@ def test_s8_trailers_are_not_kept(shared: Running) -> None:
 
 @pytest.mark.parametrize("size", [1000, 300_000])
 def test_one_answer_for_a_body_that_nobody_wanted(size: int) -> None:
-    """Its key is wrong: the answer comes at once, and the body that follows is no request of its own."""
+    """The key is wrong, so the answer comes immediately. The body that follows is not parsed as a request."""
     with run_server(api_key="key", body_timeout_s=5.0) as running, connect(running) as sock:
         sock.sendall(head(COMPLETIONS, size))
         first = sock.recv(1 << 16)
@@ -206,7 +206,7 @@ def test_one_answer_for_a_body_that_nobody_wanted(size: int) -> None:
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
 @pytest.mark.parametrize("num_bytes", [1, 10_000])
 def test_who_asks_for_another_protocol_is_answered_by_this_one(shared: Running, protocol: str, num_bytes: int) -> None:
-    """As the JDK's client asks with each request over plain HTTP. Bytes come together, or each alone."""
+    """The JDK's client asks for an upgrade with each request over plain HTTP. num_bytes: sent together."""
     body = json.dumps({"prompt": "hello", "max_tokens": 5}).encode()
     extra = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n\r\n"
     request = head(COMPLETIONS, len(body)).removesuffix(b"\r\n") + extra.encode() + body
@@ -222,7 +222,7 @@ def test_who_asks_for_another_protocol_is_answered_by_this_one(shared: Running, 
 
 
 def test_s8_thousands_who_ask_for_another_protocol_at_once(shared: Running) -> None:
-    """Pipelined, they come to the parser in one piece."""
+    """The pipelined requests reach the parser in one piece."""
     asking = b"GET /version HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n"
     last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     with connect(shared) as sock:
@@ -277,7 +277,7 @@ def test_who_says_nothing_does_not_keep_a_probe_out(monkeypatch: pytest.MonkeyPa
         connections = running.server.server_state.connections
         with connect(running) as silent, connect(running) as probe:
             assert b"too_many_connections" in read_all(silent)
-            probe.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")  # it has begun, and keeps its place
+            probe.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")  # this request has begun, and keeps its place
             wait_until(lambda: any(each._num_header_bytes for each in set(connections)), "it has begun")
             with connect(running) as late:
                 assert b"too_many_connections" in read_all(late)
@@ -310,7 +310,10 @@ def test_leaving_with_a_request_in_the_pipeline_stops_the_one_that_is_answered(i
 
 
 def test_what_is_no_request_is_not_answered_in_the_place_of_another() -> None:
-    """Behind one that is computed, and in a body whose answer has been given: nobody could tell whose answer it is."""
+    """The bytes follow a request that is being computed, or are the body of a request that was answered already.
+
+    An error answer would look like the answer of the earlier request.
+    """
     body = json.dumps(ENDLESS).encode()
     wrong_key = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     with run_server(FakeExecutor(step_s=0.02)) as running, connect(running) as sock:
@@ -327,7 +330,7 @@ def test_what_is_no_request_is_not_answered_in_the_place_of_another() -> None:
 
 
 def stall(stack: contextlib.ExitStack, running: Running, *, num_bytes: int, key: str = "") -> socket.socket:
-    """Send all of a large body but its end."""
+    """Send a large body except its last byte."""
     sock = stack.enter_context(connect(running))
     sock.sendall(head(COMPLETIONS, num_bytes, key) + b" " * (num_bytes - 1))
     return sock
@@ -338,7 +341,7 @@ def arrived(running: Running) -> int:
 
 
 def test_bodies_that_arrive_together_have_one_budget() -> None:
-    """Large ones are refused while it is full, small ones are not."""
+    """While the budget is full, large bodies are refused and small ones are not."""
     size = 1 << 20
     with run_server(max_body_bytes=size) as running:
         with contextlib.ExitStack() as stack:
@@ -364,7 +367,7 @@ def test_large_bodies_of_one_key_leave_room_for_the_others(tmp_path: Path) -> No
                 headers = {"Authorization": f"Bearer {other}"}
                 response = http.post(COMPLETIONS, content=body + b" " * padding, headers=headers)
             assert response.status_code == 200, response.text
-        assert arrived(running) <= (16 + 1) / 2 * size  # as much as it leaves, and the body that arrives
+        assert arrived(running) <= (16 + 1) / 2 * size  # half of the budget, and the body that arrives
         refused = wait_until(lambda: [sock for sock in socks if (told := peek(sock)) and b" 429 " in told], "refusals")
         assert len(refused) <= 12
 
@@ -388,7 +391,7 @@ def test_requests_count_though_their_bodies_never_come(tmp_path: Path) -> None:
 
 
 def test_many_prompts_are_served_with_few_places_one_after_another() -> None:
-    """More than there are places, and more tokens than may wait: in time all of them fit."""
+    """There are more prompts than places, and more tokens than may wait: they are served one after the other."""
     prompts = [f"hello {number}" for number in range(50)]
     options: dict[str, Any] = {"max_open_requests": 9, "max_num_waiting_tokens": 40}
     with run_server(FakeExecutor(step_s=0.001), **options) as running, running.http() as http:
@@ -422,7 +425,7 @@ def test_many_prompts_have_the_time_of_one_request() -> None:
     body = {"prompt": ["hello"] * 50, "max_tokens": 20, "ignore_eos": True}
     with run_server(executor, max_open_requests=2) as running, running.http() as http:
         response = http.post(COMPLETIONS, json=body, headers={"X-Request-Timeout": "0.6"})
-        assert response.status_code == 504  # each of them took less
+        assert response.status_code == 504  # each single request takes less time
         wait_until(lambda: running.server._service.limiter.streams.num_held == 0, "its place is given back")
 
 
@@ -434,7 +437,7 @@ def test_many_prompts_have_the_time_of_one_request() -> None:
 def test_what_can_never_fit_is_the_request_s_own_fault(
     fields: dict[str, Any], parameter: str, limit: str, stream: bool
 ) -> None:
-    """A 429 would make every client try again, for ever in vain."""
+    """A 429 would make every client retry forever without success."""
     with run_server(max_open_requests=8, max_num_waiting_tokens=100) as running, running.http() as http:
         response = http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2, "stream": stream, **fields})
         assert (response.status_code, response.json()["error"]["param"]) == (400, parameter)
@@ -479,10 +482,10 @@ def test_a_connection_may_be_idle_for_longer_than_its_headers_may_take() -> None
         refused.sendall(head(COMPLETIONS, 2 << 20))
         assert refused.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
         with connect(running) as unused:
-            assert read_all(unused) == b""  # so much time has passed
+            assert read_all(unused) == b""  # returns after the time limit
         assert ask(used).startswith(b"HTTP/1.1 200 ")
         used.sendall(b"GET /health HTT")
-        assert read_all(used) == b""  # what has begun has to go on
+        assert read_all(used) == b""  # a request that has begun has to continue arriving
 
 
 def test_an_idle_connection_ends_in_time() -> None:
@@ -492,7 +495,7 @@ def test_an_idle_connection_ends_in_time() -> None:
 
 
 def test_connections_outlive_those_of_a_proxy_by_default() -> None:
-    """Nginx and others keep idle connections for 60 s: who lets go first loses a request that is on its way."""
+    """Nginx and other proxies keep idle connections for 60 s. The side that closes first loses a request on its way."""
     assert ServerConfig().keep_alive_timeout_s > 60
 
 
@@ -521,7 +524,7 @@ def test_headers_that_trickle_end_the_connection() -> None:
 
 
 def test_a_trickle_behind_an_answer_ends_the_connection() -> None:
-    """Its body is larger than it may be: the answer is there at once, and nobody waits for the rest."""
+    """The body is larger than the limit: the answer comes immediately, and the rest is not awaited."""
     with run_server(body_timeout_s=0.5, max_body_bytes=100) as running, connect(running) as sock:
         sock.sendall(head(COMPLETIONS, 10_000))
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
@@ -530,7 +533,7 @@ def test_a_trickle_behind_an_answer_ends_the_connection() -> None:
 
 
 def test_s9_a_body_is_cut_off_while_it_streams_in() -> None:
-    """Its size is not looked at once all of it has been read: the answer is there before the body has an end."""
+    """The size is checked while the body arrives: the answer comes before the end of the body."""
     request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n".encode()
     with run_server(max_body_bytes=10_000) as running, connect(running) as sock:
         sock.sendall(request + (b"3e8\r\n" + b" " * 1000 + b"\r\n") * 11)
@@ -554,7 +557,7 @@ def test_s8_a_body_that_trickles_is_cut_off() -> None:
 
 
 def test_f23_a_stream_that_nobody_reads_ends_and_costs_no_memory() -> None:
-    """Four answers at once, whose outputs are counted together."""
+    """A request with four choices: their unread outputs are counted together."""
     executor = FakeExecutor(step_s=0.0005)
     options = {"max_model_len": 200_000, "num_blocks": 13_000}
     body = json.dumps({"prompt": "hello", "max_tokens": 50_000, "n": 4, "ignore_eos": True, "stream": True}).encode()
@@ -563,16 +566,16 @@ def test_f23_a_stream_that_nobody_reads_ends_and_costs_no_memory() -> None:
             sock.sendall(head(COMPLETIONS, len(body)) + body)
             assert sock.recv(20).startswith(b"HTTP/1.1 200")
             wait_until(lambda: running.num_unfinished == 0, "it is ended")
-            assert executor.num_steps < 40_000  # and not by its own end
+            assert executor.num_steps < 40_000  # it was ended before its own end
             assert running.num_blocks_in_use == 0
             check_serves(running)
-            read_until(sock, b"read_too_slowly")  # what was held back has come in the end, with its reason
+            read_until(sock, b"read_too_slowly")  # the buffered outputs still arrive, and then the reason
         wait_until(lambda: running.server._service.limiter.streams.num_held == 0, "its place is given back")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be told to hold less")
 def test_f23_a_stream_that_nobody_reads_is_not_computed_for_the_systems_buffers() -> None:
-    """The system would take some 3 MB of it, all of this answer and more; the transport 64 KiB, some 300 outputs."""
+    """The system would buffer 3 MB, more than this answer. The transport buffers 64 KiB, about 300 outputs."""
     executor = FakeExecutor(step_s=0.0002)
     options = {"max_model_len": 20_000, "num_blocks": 2_000}
     body = json.dumps({"prompt": "hello", "max_tokens": 15_000, "ignore_eos": True, "stream": True}).encode()
@@ -613,7 +616,7 @@ def listening(host: str) -> socket.socket:
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]:
-    """Return a list that has an entry for each call of a method from now on."""
+    """Return a list that gets an entry for each later call of a method."""
     calls: list[None] = []
     method = getattr(owner, name)
 
@@ -627,7 +630,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list
 
 @dataclass
 class Transport:
-    """How answers reach a client: what a server is started with, and what a connected socket is wrapped in."""
+    """How answers reach a client: the server's options, and the wrapper for a connected socket."""
 
     options: dict[str, Any]
     wrap: Callable[[socket.socket], socket.socket]
@@ -644,7 +647,7 @@ def transport(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def take(sock: socket.socket, num_bytes: int) -> bytes:
-    """Read so many bytes, fewer at the end of the connection; TLS gives those of one record at a time."""
+    """Read `num_bytes` bytes, or fewer at the end of the connection. TLS returns one record at a time."""
     data = b""
     while len(data) < num_bytes and (piece := sock.recv(num_bytes - len(data))):
         data += piece
@@ -652,7 +655,10 @@ def take(sock: socket.socket, num_bytes: int) -> bytes:
 
 
 def test_f23_who_takes_next_to_nothing_of_an_answer_keeps_no_place_for_it(transport: Transport) -> None:
-    """10 KB a second of 600, where 16 have to be taken: there is no output too many, and no second of silence."""
+    """The client reads 10 KB/s of an answer of 600 KB/s; the minimum is 16 KB/s.
+
+    It never has too many unread outputs, and never a second without any read.
+    """
     options = {"max_model_len": 5_000, "num_blocks": 400}
     body = json.dumps({"prompt": "hello", "max_tokens": 3_000, "ignore_eos": True, "stream": True}).encode()
     limits = {"max_unread_outputs": 10_000, "idle_timeout_s": 1.0, **transport.options}
@@ -673,7 +679,10 @@ def test_f23_who_takes_next_to_nothing_of_an_answer_keeps_no_place_for_it(transp
 
 
 def test_who_takes_an_answer_steadily_is_not_cut_off(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large it is, and however long that takes: time is over with each 60 KB, where 16 have to be taken."""
+    """The size of the answer and its total time do not matter.
+
+    Each interval ends after 60 KB, and 16 KB are the minimum.
+    """
     looks, answer, look = list[int](), b"", connection.BoundedHttpProtocol._look_at_reader
 
     def look_in_its_time(protocol: connection.BoundedHttpProtocol, *arguments: Any) -> None:
@@ -699,11 +708,11 @@ def test_who_takes_an_answer_steadily_is_not_cut_off(transport: Transport, monke
             piece = take(sock, min(10_000, size - len(answer)))
             assert piece
             answer += piece
-    assert len(looks) > 1  # it would have been cut off
+    assert len(looks) > 1  # several intervals were checked, any of which could have cut it off
 
 
 def test_a_whole_answer_is_over_when_it_has_been_taken(transport: Transport) -> None:
-    """Until then its connection is not idle: one that is, is closed, whatever its client has not taken yet."""
+    """Until then its connection is not idle. An idle connection is closed even if unread bytes remain."""
     options = {"max_model_len": 5_000, "num_blocks": 400}
     body = json.dumps({"prompt": "hello", "max_tokens": 4_500, "ignore_eos": True, "logprobs": 5}).encode()
     limits = {"keep_alive_timeout_s": 0.1, **transport.options}
@@ -722,12 +731,12 @@ def test_a_whole_answer_is_over_when_it_has_been_taken(transport: Transport) -> 
         answer += take(sock, size - len(answer))
         assert len(answer) == size
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 4_500
-        assert sock.recv(1) == b""  # it was idle, and is closed
+        assert sock.recv(1) == b""  # idle, therefore closed
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, MAX_UNSENT_BYTES, MAX_UNSENT_BYTES + 1, 3 * MAX_UNSENT_BYTES])
 def test_whole_answers_are_cut_into_pieces_and_events_are_not(num_bytes: int) -> None:
-    """A comment that a stream sends to be kept open may come between two of its messages."""
+    """A stream's messages stay whole, since a keep-alive comment may be sent between two of them."""
     body = bytes(number % 251 for number in range(num_bytes))
     given = [
         {"type": "http.response.start", "status": 200, "headers": []},
@@ -753,7 +762,7 @@ def test_whole_answers_are_cut_into_pieces_and_events_are_not(num_bytes: int) ->
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
 def test_f23_a_connection_that_closes_behind_its_answer_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer is told, the rest of it waits in this process, and nobody reads."""
+    """The answer is complete, its rest is buffered in this process, and the client does not read."""
     cuts = list[tuple[bool, bool]]()
     abort = connection.BoundedHttpProtocol._abort
 
@@ -773,7 +782,7 @@ def test_f23_a_connection_that_closes_behind_its_answer_does_not_wait_for_ever(m
         wait_until(lambda: cuts, "it is cut off")
         assert cuts == [(True, True)]
         wait_until(lambda: not running.server.server_state.connections, "it is gone")
-        with pytest.raises(ConnectionResetError):  # the system keeps nothing for it
+        with pytest.raises(ConnectionResetError):  # the system has dropped its buffer
             take(sock, 1 << 30)
 
 
@@ -781,7 +790,7 @@ def test_f23_a_connection_that_closes_behind_its_answer_does_not_wait_for_ever(m
 def test_f23_who_reads_nothing_of_a_slow_stream_is_cut_off_before_it_has_to_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The system takes all of it for a long time, and nobody has to wait; its place is given back all the same."""
+    """The system buffers the stream for a long time, so writing never pauses. The place is given back all the same."""
     pauses = count_calls(monkeypatch, connection.BoundedHttpProtocol, "pause_writing")
     executor = FakeExecutor(step_s=0.05)
     body = json.dumps({"prompt": "hello", "max_tokens": 1_500, "ignore_eos": True, "stream": True}).encode()
@@ -808,7 +817,7 @@ def test_every_address_is_those_of_ipv4_too() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no such limit")
 def test_the_system_ends_no_connection_by_a_clock_of_its_own() -> None:
-    """Linux's goes on while a slow reader reads: one of 10 KB a second was cut off after two such times."""
+    """Linux's timeout also runs while a slow reader reads: a reader of 10 KB/s was cut off after two timeouts."""
     with listening("127.0.0.1") as door, socket.create_connection(door.getsockname()):
         server, _ = door.accept()
         with server:
@@ -829,7 +838,7 @@ def test_f23_the_connection_of_who_never_reads_ends() -> None:
 
 
 def test_slow_is_not_too_slow() -> None:
-    """A reader who falls behind and comes back loses nothing."""
+    """A slow reader that catches up loses nothing."""
     executor = FakeExecutor(step_s=0.001)
     with run_server(executor, max_unread_outputs=1000) as running, running.http() as http:
         body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
@@ -913,7 +922,7 @@ def test_f28_no_more_are_taken_than_there_is_room_for() -> None:
 
 
 def test_f28_a_full_server_refuses_with_the_body_unread() -> None:
-    """Every route that reads a body; a refusal counts once, and the one place is still there after."""
+    """Every route with a body refuses. Each refusal counts once, and the one place is still usable afterwards."""
     executor = FakeExecutor(step_s=0.005)
     with run_server(executor, max_open_requests=1) as running, running.http() as http:
         service = running.server._service
@@ -923,7 +932,7 @@ def test_f28_a_full_server_refuses_with_the_body_unread() -> None:
             next(lines)
             routes = {r.path for r in running.server.config.app.routes if "POST" in (getattr(r, "methods", None) or ())}  # type: ignore[union-attr]
             refused = {path for route in ROUTES if route.endpoint == "ollama.models:refuse" for path in route.paths}
-            routes -= refused  # they read no body
+            routes -= refused  # these routes read no body
             for path in routes:
                 with contextlib.closing(connect(running)) as sock:
                     sock.sendall(head(path, 1 << 19))
@@ -960,7 +969,7 @@ def test_a_place_comes_back_however_a_request_ends() -> None:
         assert limiter.streams.num_held == 0
         endless = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with http.stream("POST", COMPLETIONS, json=endless) as stream:
-            lines = stream.iter_lines()  # to let go of it closes the connection
+            lines = stream.iter_lines()  # dropping the iterator closes the connection
             next(lines)
             assert limiter.streams.num_held == 1
         wait_until(lambda: limiter.streams.num_held == 0, "the place of who left is given back")

@@ -1,4 +1,4 @@
-"""A server before it has a model: its address, files and signals, and the system's counts of a connection."""
+"""A server before it has a model: its address, open files, signals, and the system's counters of a connection."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_files_are_checked(tmp_path: Path) -> None:
 
 @pytest.fixture
 def handlers(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
-    """Return signals' handlers, which no process has."""
+    """Return a fake table of signal handlers."""
     present: dict[int, Any] = {signal.SIGTERM: "first", signal.SIGHUP: "second"}
 
     def change(number: int, handler: Any) -> Any:
@@ -144,7 +144,7 @@ def test_process_that_is_told_to_end_ends_whatever_its_threads_do(monkeypatch: p
 
 
 class Socket:
-    """A fake socket. outcomes: of `bind` or `listen`, in turn."""
+    """A fake socket. outcomes: results of `bind` or `listen`, in turn."""
 
     def __init__(self, *outcomes: Exception | None) -> None:
         self.outcomes, self.calls, self.is_closed = list(outcomes), [], False
@@ -248,7 +248,7 @@ def test_system_says_what_has_arrived(pair: tuple[socket.socket, socket.socket])
     server.sendall(b"x" * 5000)
     assert client.recv(5000, socket.MSG_WAITALL) == b"x" * 5000
     under_way = bytes_under_way(server)
-    assert under_way in {0, 5000}  # its acknowledgement may be on its way
+    assert under_way in {0, 5000}  # the acknowledgement may be on its way
     server.close()
     assert (bytes_taken(server), bytes_under_way(server)) == (None, 0)
     assert (bytes_taken(None), bytes_under_way(None)) == (None, 0)
@@ -290,7 +290,7 @@ def test_closed_connection_leaves_nothing_to_its_reader(pair: tuple[socket.socke
     server.close()
     with pytest.raises(ConnectionResetError):
         client.recv(1)
-    reset_when_closed(server)  # it is gone
+    reset_when_closed(server)  # it is closed already
     reset_when_closed(None)
 
 

@@ -1,4 +1,4 @@
-"""Each middleware before an application that answers everything, without a server."""
+"""Each middleware around an application that answers everything, without a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = "secret"
 
 
 def call(middleware: Any, **scope: Any) -> tuple[int, dict[str, Any]]:
-    """Return the status (200 from the application) and the scope that the application saw, {} for none."""
+    """Return the status (200 if the application answered) and the scope that it saw ({} if it was not called)."""
     seen: dict[str, Any] = {}
     sent: list[Any] = []
 
@@ -72,7 +72,7 @@ OPENS = (("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "navigate"), ("sec
         ([("authorization", "Bearer other")], 401),
         ([("authorization", KEY)], 401),
         ([("authorization", f"Digest {KEY}")], 401),
-        ([BEARER, BEARER], 401),  # two headers of one name
+        ([BEARER, BEARER], 401),  # the same header twice
         ([BROWSERS], 200),
         ([basic(f"{KEY}:")], 401),
         ([basic(KEY)], 401),
@@ -83,8 +83,8 @@ OPENS = (("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "navigate"), ("sec
         ([BROWSERS, ("sec-fetch-site", "same-origin"), ("origin", "http://b")], 200),
         ([BROWSERS, ("sec-fetch-site", "none")], 200),
         ([BROWSERS, ("sec-fetch-site", "cross-site")], 401),
-        ([BEARER, ("sec-fetch-site", "cross-site")], 200),  # no browser sends that by itself
-        ([BROWSERS, *OPENS], 401),  # of a path that is no page
+        ([BEARER, ("sec-fetch-site", "cross-site")], 200),  # a browser never adds a bearer key by itself
+        ([BROWSERS, *OPENS], 401),  # the path is not a page
     ],
 )
 def test_a_request_needs_its_key(headers: Any, status: int) -> None:
@@ -206,7 +206,7 @@ def test_limits_of_time_that_end_together_are_acted_on_in_turns() -> None:
         names += [await acted.get(), await acted.get()]
         limits.call_later(0.0, partial(acted.put_nowait, "e"))
         names.append(await acted.get())
-        await asyncio.sleep(2 * SPACING_S)  # lets the pause end, so that the next one begins a new turn
+        await asyncio.sleep(2 * SPACING_S)  # the pause ends, so the next limit begins a new turn
         limits.call_later(0.0, partial(acted.put_nowait, "f"))
         return [*names, await acted.get()]
 
@@ -227,7 +227,7 @@ def test_a_wait_is_bounded() -> None:
 
 @pytest.mark.parametrize("num_backslashes", [0, 1, 2, 3])
 def test_strings_are_no_structure_wherever_a_block_ends(num_backslashes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quote after an odd number of backslashes is part of a string, also if a block of bytes ends between them."""
+    """A quote after an odd number of backslashes belongs to the string, even if a block of bytes ends between them."""
     string = b'"[,' + b"\\" * num_backslashes + (b'"' if num_backslashes % 2 else b"") + b':"'
     body = b"[" + b",".join([string, b'{"a":1}', string]) + b"]"
     for block_bytes in range(4, len(body) + 2):
@@ -246,8 +246,8 @@ def test_a_bucket_fills_within_a_minute() -> None:
     bucket.take(60, 100.0)
     assert bucket.wait_s(1, 100.0) == 1.0
     assert bucket.wait_s(30, 110.0) == 20.0
-    assert bucket.wait_s(99, 110.0) == 50.0  # more than a minute's worth waits for a full bucket
-    bucket.take(30, 110.0)  # in debt for 20
+    assert bucket.wait_s(99, 110.0) == 50.0  # an amount above the capacity needs a full bucket
+    bucket.take(30, 110.0)  # now 20 in debt
     assert bucket.wait_s(1, 110.0) == 21.0
     assert bucket.wait_s(60, 500.0) == 0.0
     bucket.take(10, 500.0)
@@ -259,7 +259,7 @@ def test_a_share_leaves_a_tenant_its_weight_times_the_rest() -> None:
     heavy, light = Tenant(name="heavy", weight=3.0), Tenant(name="light", weight=1.0)
     assert (pool.share(light), pool.share(heavy)) == (50.0, 75.0)
     pool.take(light, 20)
-    assert pool.share(light) == 40.0  # not yet shared: what it holds does not count
+    assert pool.share(light) == 40.0  # not shared yet: its own tokens do not count
     pool.is_shared = True
     assert (pool.share(light), pool.share(heavy)) == (30.0, 60.0)
     assert (pool.room(light), pool.room(heavy)) == (60, 80)

@@ -1,4 +1,4 @@
-"""What server and router share: keys that are read again, and a shutdown in order."""
+"""The common base of server and router: reloading keys, and shutting down in order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NoFigures(Collector):
 
 
 class FakeService(HttpService):
-    """Notes what it is asked to do."""
+    """Records its calls."""
 
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(config, NoFigures(), num_bodies=2, max_waiting_tokens=7)

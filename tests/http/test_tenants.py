@@ -1,4 +1,4 @@
-"""Keys and their file: what is read, what is refused and where, and what a new key is."""
+"""The key file: its fields, errors with their places, and new keys."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_keys_are_not_changed_without_tomlkit(tmp_path: Path, monkeypatch: pytes
 
 
 def test_salts_of_tenants_never_meet() -> None:
-    """S18: what a client asks for cannot spell what another tenant's blocks are named by."""
+    """S18: a salt requested by one client cannot equal a salt of another tenant's blocks."""
     salts = [
         Tenant(name=name).cache_salt(asked)
         for name in ("a", "ab", "b")
@@ -252,7 +252,7 @@ def test_file_of_keys_is_written_as_people_write_it(tmp_path: Path) -> None:
     assert first.startswith("octavo-")
     path.chmod(0o644)
     add_key(path, Tenant(name="carol"))
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644  # only a new file is closed to others
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644  # only a new file is made private
 
 
 def test_changed_file_is_closed_to_others_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Limits of time that are over in one moment: acted on one after another, with others between."""
+"""Limits of time that end in the same moment are acted on one after the other, with pauses for other work."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_who_ends_before_its_turn_is_not_cut_and_takes_none() -> None:
         timeouts.call_later(0.05, is_over.set)
         async with asyncio.timeout(len(waiting) * timeouts_module.SPACING_S / 2):
             await is_over.wait()
-        first.cancel()  # once more, and in vain
+        first.cancel()  # a second cancel changes nothing
         timeouts.call_later(0.0, lambda: acted.append("never")).cancel()
         await asyncio.sleep(0.01)
         return acted
@@ -71,7 +71,7 @@ def test_a_timeout_bounds_what_is_inside() -> None:
             pass
         timeouts.call_later(0.02, is_over.set)
         await is_over.wait()
-        assert not faults  # what was in time is not cut later
+        assert not faults  # a cancelled limit is not acted on later
         with pytest.raises(TimeoutError):
             async with timeouts.timeout(0.01):
                 await asyncio.Event().wait()
@@ -101,13 +101,13 @@ def test_a_cut_that_fails_keeps_no_other_from_its_turn() -> None:
 def test_connections_that_are_cut_off_in_one_moment_are_so_in_turns(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where headers do not come, where bodies do not come, and where nothing more is asked."""
+    """For connections without complete headers, without a complete body, and idle ones."""
     times: list[float] = []
     act_on_first: Callable[[TimeoutQueue], None] = TimeoutQueue._act_on_first
 
     def watched(timeouts: TimeoutQueue) -> None:
         if timeouts._waiting:
-            times.append(time.monotonic())  # before the next turn is set: it comes no earlier, however late this one is
+            times.append(time.monotonic())  # first: a late turn must not shorten the difference
         act_on_first(timeouts)
 
     monkeypatch.setattr(timeouts_module, "SPACING_S", 0.1)
@@ -126,7 +126,7 @@ def test_connections_that_are_cut_off_in_one_moment_are_so_in_turns(
 def test_an_answer_that_is_not_read_ends_its_connection_though_it_is_finished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Within the time in which a client may take nothing, however long it may be idle."""
+    """It ends after the timeout of a client that takes nothing, even if connections may be idle for longer."""
     were_finished: list[bool] = []
     abort = BoundedHttpProtocol._abort
 

@@ -1,4 +1,4 @@
-"""What octavo overrides and uses of uvicorn is there: a uvicorn that has changed it fails here, and is told by name."""
+"""The parts of uvicorn that octavo overrides and uses exist. An incompatible uvicorn fails here, with the name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def attributes(of: type) -> Iterator[ast.Attribute]:
-    """Every a.b in a class's source."""
+    """Return every attribute access `a.b` in a class's source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(of)))
     return (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
 
@@ -48,7 +48,7 @@ def is_super(node: ast.expr) -> bool:
 
 
 def has(of: type) -> set[str]:
-    """What instances of a class have: its methods, fields, and what its methods assign."""
+    """Return the attributes of a class's instances: methods, fields, and assignments in methods."""
     assigned = {
         node.attr
         for each in of.__mro__[:-1]
@@ -60,7 +60,7 @@ def has(of: type) -> set[str]:
 
 
 def own(of: type) -> set[str]:
-    """What a class has that its base has not."""
+    """Return the attributes that a class has and its base does not."""
     stored = {node.attr for node in attributes(of) if is_self(node.value) and isinstance(node.ctx, ast.Store)}
     return (set(vars(of)) | stored) - has(OVERRIDES[of])
 

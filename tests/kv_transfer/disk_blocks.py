@@ -1,8 +1,8 @@
-"""Blocks whose content follows from their key, so that who finds one knows what it must be.
+"""Blocks with content that follows from their key, so that a reader can check them.
 
-Run, it writes until it is killed:
+As a program it writes until it is killed:
 
-python disk_blocks.py DIRECTORY MAX_BYTES SEED
+    python disk_blocks.py DIRECTORY MAX_BYTES SEED
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 BLOCK_BYTES = 2048
-NUM_KEYS = 400  # of which writers draw
+NUM_KEYS = 400  # number of keys that writers choose from
 
 
 def key_of(number):
@@ -33,7 +33,7 @@ def save(store, keys):
 
 
 def load(store, keys):
-    """Return how many of these it loads, having looked at each."""
+    """Return the number of blocks that the store loads. Raises `ValueError` if one is wrong."""
     buffers = [bytearray(store.block_bytes) for _ in keys]
     count = store.load(keys, [memoryview(buffer) for buffer in buffers])
     for key, buffer in list(zip(keys, buffers, strict=True))[:count]:

@@ -1,4 +1,4 @@
-"""A prefill engine without a model: hands over the first of some blocks, and computes the others for ever."""
+"""A prefill engine without a model: transfers its first blocks, and never finishes the other ones."""
 
 import json
 import sys

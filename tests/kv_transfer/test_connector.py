@@ -1,4 +1,4 @@
-"""The scheduler's half of a store: nothing waits, an answer is asked for once, nothing is kept of who has ended."""
+"""The scheduler's part of a store: no call blocks, a lookup runs once, and state of ended requests is dropped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 4
 
 
 class Asked:
-    """A connector over a store that has the first three blocks, and who is told of answers."""
+    """A connector over a store that has the first three blocks. answers: counts the lookups that have ended."""
 
     def __init__(self, store=None):
         self.store = store or MemoryStore(GlobalKVPool(), "a", 32)
@@ -34,7 +34,7 @@ class Asked:
         return self.connector.get_num_new_matched_tokens(request, num_tokens)
 
     def answer(self, request, num_tokens=0):
-        """Ask, wait until it is known, and ask again."""
+        """Ask, wait until the lookup has ended, and ask again."""
         if (found := self.ask(request, num_tokens)) is not None:
             return found
         assert self.answers.acquire(timeout=10)
@@ -87,7 +87,7 @@ def test_who_ended_before_it_was_asked_for_is_not_asked_for():
     store.hangs = {"num_matched"}
     look_up = store.num_matched
     store.num_matched = lambda keys: (seen.append(len(keys)), look_up(keys))[1]
-    for index in range(6):  # two threads hang, four wait
+    for index in range(6):  # two threads hang, four lookups wait
         assert asked.ask(request(str(index), index + 1)) is None
     assert store.entered.wait(10)
     for index in range(6):
@@ -112,7 +112,7 @@ def test_a_store_that_is_not_usable_costs_no_lookup():
 
 
 def test_a_store_that_hangs_is_not_asked_for_long(monkeypatch):
-    monkeypatch.setattr(guard, "HANGS_AFTER_S", -1.0)  # from its beginning on
+    monkeypatch.setattr(guard, "HANGS_AFTER_S", -1.0)  # a call counts as hanging from its beginning
     store = HangingStore(GlobalKVPool(), "a", 32, "num_matched")
     asked = Asked(store)
     assert asked.ask(request("first")) is None
@@ -144,7 +144,7 @@ def test_a_load_that_came_short_is_asked_for_anew():
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """What is expected is waited for, also where this process is stopped for a while."""
+    """Wait long for expected blocks, in case this process is stopped for a while."""
     monkeypatch.setattr(connector, "_EXPECTED_S", 60.0)
 
 
@@ -153,7 +153,7 @@ def save(asked, *indices):
 
 
 def polled(asked, one, seconds=10.0):
-    """Ask as steps do, until it is known."""
+    """Ask repeatedly, as steps do, until the answer is known or `seconds` have passed."""
     end = time.monotonic() + seconds
     while (found := asked.ask(one)) is None and time.monotonic() < end:
         time.sleep(0.002)
@@ -165,7 +165,7 @@ def test_what_is_expected_is_asked_for_until_all_of_it_is_there():
     one = request(expects_kv=True)
     assert asked.ask(one) is None
     for index in (3, 4):
-        assert asked.answers.acquire(timeout=10)  # it is not all
+        assert asked.answers.acquire(timeout=10)  # not all blocks are found
         save(asked, index)
         assert polled(asked, one, 0.05) is None
     save(asked, 5)
@@ -220,7 +220,7 @@ def test_a_store_that_fails_is_not_waited_for():
 
 
 class Threads:
-    """Threads that do their work when the test says so."""
+    """Threads that run their work when the test calls `run`."""
 
     def __init__(self, *options):
         self.options, self.left, self.closed = options, [], []
@@ -237,7 +237,7 @@ class Threads:
 
 
 class Store:
-    """A store that has so many of the keys that it is asked for."""
+    """A store that finds the first `count` of any keys."""
 
     name, is_usable = "store", True
 
@@ -253,7 +253,7 @@ class Store:
 
 
 class Direct:
-    """This engine's side of direct transfers, which notes what it is told."""
+    """This engine's side of direct transfers. told: records the calls."""
 
     def __init__(self, *, expects=False):
         self.expects, self.told = expects, []

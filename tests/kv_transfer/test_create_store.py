@@ -1,4 +1,4 @@
-"""The stores and connectors that a configuration asks for, and the memory that they take."""
+"""The stores and connectors that a configuration creates, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DECODE = KVTransferConfig(role="decode", direct=True)
 
 @pytest.fixture(autouse=True)
 def checks(monkeypatch):
-    """Guards whose stores would be checked from a thread."""
+    """Return the names of the guards that a thread would check."""
     checks = []
     monkeypatch.setattr(GuardedStore, "check_when_idle", lambda guard: checks.append(guard.name))
     return checks

@@ -1,4 +1,7 @@
-"""Blocks from a prefill to a decode engine over Mooncake's real TransferEngine: nothing is believed or raised."""
+"""Blocks from a prefill to a decode engine over Mooncake's real TransferEngine.
+
+Each block is checked, and faults raise no error.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def room(keys):
 
 
 class Sides:
-    """A donor and a receiver, with keys that nobody had before for each transfer."""
+    """A donor and a receiver, with new keys for each transfer."""
 
     def __init__(self, secret="s", secret_there=None, kv_format_there=KV_FORMAT):
         self.donor = DirectDonor(BLOCK_BYTES, 4096 * BLOCK_BYTES, protocol="tcp", secret=secret, kv_format=KV_FORMAT)
@@ -74,7 +77,7 @@ class Sides:
         return self
 
     def begin(self, count, *, is_known=True, port=None):
-        """Begin a transfer; return its two requests."""
+        """Begin a transfer of `count` blocks. Return the requests of the prefill and of the decode engine."""
         name, keys = f"t{next(NUMBERS)}", new_keys(count)
         source = f"127.0.0.1:{port or self.donor.port}"
         prompt = list(range(SIZE * count + 1))
@@ -90,7 +93,7 @@ class Sides:
         assert self.donor.save(keys, contents(keys)) == len(keys)
 
     def load(self, request, blocks=None):
-        """Return how many blocks came whole, having looked at each of them."""
+        """Return the number of blocks that were loaded, after checking each of them."""
         keys = request.block_hashes
         blocks = blocks or room(keys)
         count = self.receiver.load(keys, blocks)
@@ -118,7 +121,7 @@ def sides(shared):
 
 @contextmanager
 def loading(sides, request):
-    """A load on a thread; `.count` is there when it has ended."""
+    """Run a load in a thread. `.count` is set when it has ended."""
 
     class Loading(threading.Thread):
         count = None
@@ -133,7 +136,7 @@ def loading(sides, request):
     assert not thread.is_alive()
 
 
-# --- what comes -------------------------------------------------------------------------------------------------------
+# --- transfers --------------------------------------------------------------------------------------------------------
 
 
 @needs_mooncake
@@ -151,8 +154,8 @@ def test_blocks_come_as_they_are_computed(sides, monkeypatch):
                 time.sleep(0.002)
             assert seen == keys[: start + 4]
             if start == 8:
-                load.join(10)  # it has all
-            assert load.is_alive() is (start < 8)  # the transfer is open, and more may come
+                load.join(10)  # it has all blocks
+            assert load.is_alive() is (start < 8)  # the transfer is open, because more blocks may come
     assert load.count == 10
     sides.donor.request_finished(there)
 
@@ -178,7 +181,7 @@ def test_what_is_being_saved_is_waited_for_when_its_request_has_ended(sides):
         time.sleep(0.1)
         assert load.is_alive()
         sides.save(keys[:1])
-        sides.donor.transfer_ended(order)  # the other one could not be saved
+        sides.donor.transfer_ended(order)  # the second block could not be saved
     assert load.count == 1
     assert not sides.donor._saving
     assert there.kv_transfer_params.transfer_id not in sides.donor._open
@@ -186,7 +189,7 @@ def test_what_is_being_saved_is_waited_for_when_its_request_has_ended(sides):
 
 @needs_mooncake
 def test_a_transfer_of_several_requests_is_over_with_the_last(sides, monkeypatch):
-    monkeypatch.setattr(direct_messages, "BEAT_S", 60.0)  # it isn't the next sign of life that tells
+    monkeypatch.setattr(direct_messages, "BEAT_S", 60.0)  # no heartbeat may reveal the end
     monkeypatch.setattr(Channel.receive, "__defaults__", (60.0,))
     there, here = sides.begin(2)
     sides.donor.request_added(there)
@@ -267,11 +270,11 @@ def test_requests_that_expect_nothing_here():
         assert not receiver.expect(Request("r", [1], SamplingParams(), kv_transfer_params=params))
 
 
-# --- what is wrong ----------------------------------------------------------------------------------------------------
+# --- wrong content ----------------------------------------------------------------------------------------------------
 
 
 def lie(sides, monkeypatch, spoil):
-    """Let the donor's second block be spoilt, where it stands before it is written: spoil(object, key, area, ready)."""
+    """Spoil the donor's second block in its area before it is written: spoil(object, ready, area, address)."""
     write = sides.donor._write
 
     def spoilt(area, ready, first, count):
@@ -333,12 +336,12 @@ def test_what_was_not_saved_under_its_key_is_not_believed(sides, monkeypatch, sp
     assert sides.load(here) == 1
     assert sides.receiver.stats().num_corrupt == num_corrupt + 1
     monkeypatch.undo()
-    assert sides.load(here) == 4  # it is asked again for the same
+    assert sides.load(here) == 4  # the same blocks are requested again
     sides.donor.request_finished(there)
 
 
 def test_a_block_that_changes_in_shared_memory_after_it_was_copied_is_not_believed(monkeypatch):
-    """A late writer may still write there, so the copy is checked, which nobody else can change."""
+    """A late writer may still write there, so the checksum is that of the private copy."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     [key], generation = new_keys(1), os.urandom(16)
@@ -373,7 +376,7 @@ def test_what_is_said_to_be_written_and_is_not(sides, monkeypatch):
 
 @needs_mooncake
 def test_an_older_ask_that_is_written_late_is_not_taken_for_a_new_one(sides, monkeypatch):
-    """The same keys in the same area: all but the generation is as it should be."""
+    """The keys and the area are the same; only the generation differs."""
     asks = []
     write = sides.donor._write
 
@@ -425,7 +428,7 @@ def ended(process):
 @needs_mooncake
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_donor_that_is_killed_or_frozen(sides, monkeypatch, end):
-    """A request waits for it as long as it may be silent; what was expected before that is not asked for again."""
+    """A request waits for at most the allowed silence. After that, pending requests do not ask this source again."""
     receive, late = Channel.receive, []
 
     def watched(channel, *kinds_and_seconds):
@@ -494,7 +497,7 @@ def test_processes_that_end_are_started_again(sides):
         sides.donor.request_finished(there)
 
 
-# --- who may ask ------------------------------------------------------------------------------------------------------
+# --- authentication ---------------------------------------------------------------------------------------------------
 
 
 @needs_mooncake
@@ -521,7 +524,7 @@ def ready_for(keys, block_bytes=BLOCK_BYTES):
 
 @pytest.fixture
 def donor(monkeypatch):
-    """One without a TransferEngine: it is not needed before there is something to write."""
+    """A donor without a TransferEngine, which is not needed before a block is written."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     donor = DirectDonor(BLOCK_BYTES, 8 * BLOCK_BYTES, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     yield donor
@@ -548,7 +551,7 @@ def test_a_donor_proves_itself_and_wants_a_proof_over_the_question(donor):
 
 
 def test_an_impostor_is_told_nothing(monkeypatch):
-    """Not even the keys, nor where it might write."""
+    """It gets neither the keys nor the addresses of blocks."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     ours, theirs = socket.socketpair()
@@ -583,7 +586,7 @@ def framed(message):
 def test_strangers_are_sent_away(donor, said):
     connection, _ = connect(donor)
     connection.settimeout(10)
-    with suppress(OSError):  # it is over before all of that was read
+    with suppress(OSError):  # the connection may end before everything was sent
         connection.sendall(said)
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(1) == b""
@@ -662,7 +665,7 @@ def test_a_reason_in_a_log_is_printable_and_short():
 
 
 class Areas:
-    """A client of Mooncake without a process: so many areas, each for one block."""
+    """A Mooncake client without a process, with `count` areas of one block each."""
 
     session, is_alive = "127.0.0.1:1", True
 
@@ -693,7 +696,7 @@ def test_so_many_may_ask_at_once(donor, monkeypatch):
 
 
 def test_words_come_whole_in_time_or_not_at_all():
-    """A byte now and then is not in time: all of them would take a minute."""
+    """The timeout is for the whole message: at this rate it would take a minute."""
     ours, theirs = socket.socketpair()
     channel, is_over = Channel(ours), threading.Event()
 
@@ -727,14 +730,15 @@ def test_ended_transfers_are_remembered_up_to_a_bound(donor, monkeypatch):
     assert not donor._open
 
 
-# --- what does not go on ----------------------------------------------------------------------------------------------
+# --- failed sources ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def silent_source(num_asks):
-    """Run a prefill engine that answers no question.
+    """Run a prefill engine that never answers.
 
-    Yields its address, a list that grows by each question, an event that is set at so many, and the connections.
+    Yields its address, a list that gets an entry per connection, an event that is set after `num_asks` connections, and
+    the connections.
     """
     asked, are_all_in, held = [], threading.Event(), []
 
@@ -757,7 +761,7 @@ def silent_source(num_asks):
 
 
 def expected(receiver, name, source, count=2):
-    """Return the keys of a new request whose blocks come from a source."""
+    """Return the keys of a new request that expects its blocks from a source."""
     params = KVTransferParams("t", source=source)
     request = Request(name, list(range(SIZE * count + 1)), SamplingParams(), kv_transfer_params=params)
     request.block_hashes = new_keys(count)
@@ -767,7 +771,7 @@ def expected(receiver, name, source, count=2):
 
 @pytest.mark.parametrize("end", ["silent", "gone"])
 def test_requests_that_wait_for_an_area_give_up_when_their_source_has_failed(monkeypatch, end):
-    """One failure is enough for all of them: each request after the first sixteen asks nobody."""
+    """One failure is enough for all: only as many requests as there are areas ask the source."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     monkeypatch.setattr(Channel.receive, "__defaults__", (60.0 if end == "gone" else 1.0,))
     receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
@@ -791,7 +795,7 @@ def test_requests_that_wait_for_an_area_give_up_when_their_source_has_failed(mon
         assert counts == [0] * len(keys_of)
         if end == "silent":
             assert len(asked) == RECEIVER_AREAS
-        else:  # each looks once whether the source answers a new connection
+        else:  # each request may check once whether the source answers a new connection
             assert RECEIVER_AREAS < len(asked) <= 2 * RECEIVER_AREAS
         assert receiver.num_matched(keys_of[-1]) == 0, "nor is what has not been ordered yet"
     receiver.close()
@@ -852,7 +856,7 @@ def test_fault_of_one_transfer_stops_others_only_if_the_source_is_down(donor, mo
 
 
 def test_requests_that_wait_for_their_turn_do_not_ask_a_source_that_has_failed_meanwhile(monkeypatch):
-    """A queue that is asked for a few at a time must not wait for one failure after another."""
+    """Otherwise a queue that is asked for a few requests at a time would wait for one failure after the other."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     params = KVTransferParams("t", source="127.0.0.1:1")
@@ -874,7 +878,7 @@ def test_requests_that_wait_for_their_turn_do_not_ask_a_source_that_has_failed_m
 
 
 def asking(donor, keys):
-    """Ask a donor for blocks that it has; return the connection, and the channel on which it answers."""
+    """Ask a donor for blocks that it has. Return the connection, and the channel with its answers."""
     connection, channel = connect(donor)
     assert donor.save(keys, contents(keys)) == len(keys)
     ask(channel, direct_messages.encode(ready_for(keys)))
@@ -887,7 +891,7 @@ def hear_beats(channel, count):
 
 
 class Busy:
-    """A client of Mooncake that has no free area."""
+    """A Mooncake client that has no free area."""
 
     @contextmanager
     def area(self, _timeout_s):
@@ -913,7 +917,7 @@ def test_beats_go_on_while_other_blocks_are_written(donor, monkeypatch):
 
     class Writing(Busy):
         def area(self, timeout_s):
-            donor._written_at = time.monotonic()  # as another connection has done
+            donor._written_at = time.monotonic()  # as if another connection had written
             return super().area(timeout_s)
 
     monkeypatch.setattr(donor._client, "get", lambda *_: Writing())
@@ -923,7 +927,7 @@ def test_beats_go_on_while_other_blocks_are_written(donor, monkeypatch):
 
 
 class Clock:
-    """Time that passes only when somebody sleeps."""
+    """A clock that advances only by sleeping."""
 
     def __init__(self):
         self.now = 1000.0
@@ -941,7 +945,7 @@ class Clock:
     ids=["1 MiB/s", "3 MiB/s", "8 GiB/s"],
 )
 def test_slow_link_delays_no_sign_of_life(monkeypatch, bytes_per_s, max_silence_s, max_writes):
-    """A write of a whole area of 8 MiB would take 8 s, after which its donor is believed to be stalled."""
+    """A write of a whole area of 8 MiB would take 8 s, and the donor would count as stalled."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     size, clock = 1 << 18, Clock()
     donor = DirectDonor(size, 128 * size, protocol="tcp", secret="s", kv_format=KV_FORMAT)
@@ -950,7 +954,7 @@ def test_slow_link_delays_no_sign_of_life(monkeypatch, bytes_per_s, max_silence_
     monkeypatch.setattr(direct_donor, "time", clock)
 
     def write(_area, _ready, _first, count):
-        count = min(count, 31)  # as many as an area takes
+        count = min(count, 31)  # the size of an area
         clock.sleep(count * (size + HEADER_BYTES) / bytes_per_s)
         return count
 
@@ -1022,9 +1026,9 @@ def test_what_is_being_read_makes_no_way(donor):
 
     def read_all(index):
         if index == 8:
-            assert donor.save(keys[8:], contents(keys[8:])) == 0  # nothing may make way
+            assert donor.save(keys[8:], contents(keys[8:])) == 0  # all blocks are being read
             segment.forget(keys[:1])
-            assert donor.save(keys[8:], contents(keys[8:])) == 0  # and what is forgotten is still read
+            assert donor.save(keys[8:], contents(keys[8:])) == 0  # the dropped block is still being read
         else:
             segment.read(keys[index], lambda block, _: (read_all(index + 1), seen.append(bytes(block))))
 
@@ -1083,9 +1087,9 @@ def test_others_are_told_the_address_by_which_they_come(monkeypatch):
     monkeypatch.setattr(direct_client, "MooncakeClient", Client)
     monkeypatch.setattr(direct_client, "_usual_address", lambda: "10.0.0.1")
     client = direct_client.TransferClient(protocol="tcp", object_bytes=100, num_areas=1)
-    assert client.get("127.0.0.1", 5).host == "10.0.0.1"  # from this machine any does
+    assert client.get("127.0.0.1", 5).host == "10.0.0.1"  # any address works from this machine
     assert client.get("192.168.0.1", 5).host == "192.168.0.1"
-    assert client.get("192.168.0.2", 5).host == "192.168.0.1"  # what others have been told stays
+    assert client.get("192.168.0.2", 5).host == "192.168.0.1"  # an address that was given to other engines is kept
     client.close()
     assert opened == ["10.0.0.1", "closed 10.0.0.1", "192.168.0.1", "closed 192.168.0.1"]
 

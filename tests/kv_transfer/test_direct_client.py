@@ -1,4 +1,4 @@
-"""The process for direct transfers: when it is started, kept, replaced and ended."""
+"""The process for direct transfers: start, reuse, replacement and end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GUESS, PEER_SIDE = "10.0.0.1", "192.168.0.1"
 
 
 class Client:
-    """A client of Mooncake without a process."""
+    """A Mooncake client without a process."""
 
     def __init__(self, options):
         self.options = options
@@ -29,7 +29,7 @@ class Client:
 
 
 class Opening:
-    """Opens clients; it raises `error` instead, and waits for `may_open`."""
+    """Opens clients. error: raised instead. may_open: event that it waits for."""
 
     def __init__(self):
         self.clients, self.hosts = [], []

@@ -1,4 +1,4 @@
-"""A prefill engine's side of direct transfers, without sockets and Mooncake: what it waits for, writes and refuses."""
+"""A prefill engine's side of direct transfers, without sockets and Mooncake: its waits, writes and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KV_FORMAT = {"kv": "bfloat16"}
 
 
 class Clock:
-    """Time that passes only when somebody sleeps."""
+    """A clock that advances only by sleeping."""
 
     now = 100.0
 
@@ -72,7 +72,7 @@ class Transfers:
 
 
 class Area:
-    """An area for so many blocks. Each write takes seconds of the clock."""
+    """An area for `size` blocks. Each write takes `seconds` of the clock."""
 
     def __init__(self, clock, size=4, seconds=0.1):
         self.objects = [memoryview(bytearray(OBJECT_BYTES)) for _ in range(size)]
@@ -94,7 +94,7 @@ class Area:
 
 
 class Channel:
-    """A decode engine that says these messages and notes what it is told."""
+    """A decode engine that sends these messages. told: the messages that it received."""
 
     own_host, peer_host = "10.0.0.1", "10.0.0.2"
 
@@ -174,7 +174,7 @@ def test_pace_follows_the_time_of_a_write(num_blocks, seconds, next_num_blocks):
     assert pace.num_blocks == next_num_blocks
 
 
-# --- what the scheduler tells -----------------------------------------------------------------------------------------
+# --- calls of the scheduler -------------------------------------------------------------------------------------------
 
 
 def test_transfer_is_open_until_the_last_of_its_requests_ends(donor):
@@ -292,7 +292,7 @@ def test_close_ends_a_connection_that_another_thread_reads(donor):
 
 
 class Listener:
-    """Accepts what it is given, raises what is an error, and closes the donor at the end."""
+    """Accepts the given connections, raises the given errors, and finally closes the donor."""
 
     def __init__(self, donor, *accepted):
         self.donor, self.accepted = donor, list(accepted)
@@ -353,7 +353,7 @@ def test_connection_after_close_is_closed(donor, monkeypatch):
 
 
 def serve(donor, monkeypatch, error):
-    """Serve a connection whose messages end with an error; return what was sent."""
+    """Serve a connection, with a final error after its messages. Return the messages that were sent."""
     ours, theirs = socket.socketpair()
     channel = Channel()
 
@@ -509,7 +509,7 @@ def test_nothing_is_written_without_an_area_for_a_beat(donor, clock):
 
 
 def waiting(donor, clock, monkeypatch, *events):
-    """Let an event happen in each wait of the donor; return the list of its waits."""
+    """Run an event in each wait of the donor. Return the list of its waits in seconds."""
     waits, left = [], list(events)
 
     def wait(seconds):
@@ -608,7 +608,7 @@ def test_blocks_that_are_ready_and_not_written_are_an_error(donor, clock):
     channel = Channel()
     with pytest.raises(StoreError, match=r"^the process for direct transfers of KV has written nothing for 3 s$"):
         donor._hand_over(channel, ready_for(KEYS[:1]))
-    num_beats = direct_donor._STALLED_S / BEAT_S + 2  # from the first one on, and one more than that
+    num_beats = direct_donor._STALLED_S / BEAT_S + 2  # the first one, and one more after the limit
     assert channel.told == [Beat()] * int(num_beats)
 
 

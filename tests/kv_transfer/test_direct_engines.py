@@ -1,4 +1,4 @@
-"""A prefill and a decode engine without a store between them: the same tokens as one engine, whoever fails."""
+"""A prefill and a decode engine without a store give the same tokens as one engine, even if either fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIN_TOKENS = 2
 
 
 class Pair:
-    """Two engines of this process. `come` has a line for each block: how many tokens were computed when it came."""
+    """Two engines of this process. come: per arrived block, the number of tokens computed by then."""
 
     def __init__(self, checkpoint, schedule=SCHEDULES[0], dtype="bfloat16", **options):
         self.log = EventLog()
@@ -103,7 +103,7 @@ def test_both_together_say_what_one_alone_says(pairs, alone, schedule, dtype):
     pair = pairs(schedule, dtype)
     requests = make_requests()[:NUM_TRIED]
     is_counted = schedule.name in {"crowd", "chunks_of_7"}
-    # What others have computed of a prompt by then would leave less to fetch than is worth it, or more.
+    # Salts prevent prefix hits, which would change how much is worth fetching.
     told, num_found = pair.ask(requests, salts=[str(index) for index in range(NUM_TRIED)] if is_counted else None)
     assert told == alone(dtype)
     assert count(pair.log, events.KVLoadEnded, outcome="done") >= 4
@@ -117,10 +117,10 @@ def test_both_together_say_what_one_alone_says(pairs, alone, schedule, dtype):
 def test_blocks_arrive_while_the_prompt_is_being_computed(pairs, checkpoint):
     pair = pairs(replace(SCHEDULES[0], threshold=16))
     want = engine_over(None, checkpoint).generate({"prompt_token_ids": LONG[0]}, LONG[1]).outputs[0]
-    step, end = pair.prefill.step, time.monotonic() + 20  # the prompt takes 30 of them
+    step, end = pair.prefill.step, time.monotonic() + 20  # the prompt takes 30 steps
 
     def step_behind_blocks():
-        """Let blocks come before much more is computed, if they do."""
+        """Delay a step while few blocks have arrived, but not beyond the deadline."""
         num_computed = sum(each.num_computed_tokens for each in pair.prefill.core.scheduler.requests.values())
         num_come = len(pair.come) * len(LONG[0]) // NUM_LONG_BLOCKS
         if num_computed - num_come > 100 and time.monotonic() < end:
@@ -233,7 +233,7 @@ def test_a_prefill_engine_that_is_killed_or_frozen_costs_time(checkpoint, end):
 
 
 class _Adding:
-    """Adds requests to an engine whose core is in another process."""
+    """Adds requests to an engine with its core in another process."""
 
     def __init__(self, engine):
         self.engine = engine

@@ -1,4 +1,4 @@
-"""What prefill and decode engines send each other: frames, limits, time-outs, proofs and headers."""
+"""Messages between prefill and decode engines: frames, limits, time-outs, proofs and headers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST_BYTES = 1 << 20
 
 
 class Connection:
-    """A socket that has received some bytes, and gives at most so many at once."""
+    """A socket that has received some bytes, and returns at most `most` of them per call."""
 
     def __init__(self, received=b"", most=1 << 30):
         self.received, self.most = received, most
@@ -77,7 +77,7 @@ def framed(message):
 
 
 def notice_of(num_bytes):
-    """Return a message that takes so many bytes when it is encoded."""
+    """Return a message that has `num_bytes` bytes when encoded."""
     return Notice(bytes(num_bytes - len(encode(Notice(bytes(70_000), b""))) + 70_000), b"")
 
 

@@ -1,4 +1,4 @@
-"""A decode engine's side of direct transfers, without sockets and Mooncake: what it expects, takes and believes."""
+"""A decode engine's side of direct transfers, without sockets and Mooncake: which blocks it expects and accepts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SOURCE, OTHER_SOURCE = "10.0.0.2:90", "10.0.0.3:90"
 
 
 class Clock:
-    """Time that passes only when somebody sleeps."""
+    """A clock that advances only by sleeping."""
 
     def __init__(self):
         self.now = 100.0
@@ -75,7 +75,7 @@ class Transfers:
 
 
 class Areas:
-    """A client of Mooncake with one area for four blocks; `busy` lists what happens while others have it."""
+    """A Mooncake client with one area for four blocks. busy: functions to call while the area is taken."""
 
     session, is_alive = "here:1", True
     address = 1000
@@ -105,9 +105,9 @@ class Areas:
 
 
 class Source:
-    """A prefill engine, which answers by a script.
+    """A prefill engine that answers by scripts.
 
-    script: what it says after each question: a message, an error that is raised, or a function of the question.
+    scripts: per connection, the answers to its questions: a message, an error to raise, or a function of the question.
     """
 
     def __init__(self, areas):
@@ -123,7 +123,7 @@ class Source:
         return SimpleNamespace(close=lambda: self.connections.append("closed"))
 
     def write(self, ready, number, first=0):
-        """Write the block of a question where it is expected."""
+        """Write the block of a question to its expected place."""
         key = ready.keys[number]
         content = memoryview(key[:BLOCK_BYTES])
         stored = self.areas.objects[number - first]
@@ -143,7 +143,7 @@ class Source:
         return SimpleNamespace(receive=receive)
 
     def writes(self, count):
-        """Say that so many blocks are written, which is true."""
+        """Return an answer that reports `count` blocks as written, and writes them."""
 
         def step(ready):
             for number in range(min(count, len(ready.keys))):
@@ -190,7 +190,7 @@ def room(count):
 
 
 def load(receiver, keys):
-    """Return how many blocks came whole, after a look at each of them."""
+    """Return the number of blocks that were loaded, after checking each of them."""
     blocks = room(len(keys))
     count = receiver.load(keys, blocks)
     assert [bytes(block) for block in blocks[:count]] == [key[:BLOCK_BYTES] for key in keys[:count]]
@@ -203,7 +203,7 @@ def errors_of(receiver):
     return stats.num_errors, stats.num_corrupt
 
 
-# --- what is expected -------------------------------------------------------------------------------------------------
+# --- expected blocks --------------------------------------------------------------------------------------------------
 
 
 def test_options_reach_the_process(receiver):
@@ -215,7 +215,7 @@ def test_options_reach_the_process(receiver):
 
 def test_blocks_of_a_prompt_are_expected(receiver):
     one = request()
-    one.block_hashes = KEYS[:6]  # of tokens after the prompt, too
+    one.block_hashes = KEYS[:6]  # some of them have tokens after the prompt
     assert receiver.expect(one)
     assert [receiver.num_matched(KEYS[first:]) for first in range(5)] == [4, 3, 2, 1, 0]
     receiver.forget_expected("another")
@@ -330,7 +330,7 @@ def test_number_of_sources_that_are_remembered_is_limited(receiver, monkeypatch)
     assert (len(receiver._failed_at), len(receiver._failing)) == (2, 1)
 
 
-# --- what comes -------------------------------------------------------------------------------------------------------
+# --- transfers --------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_come_as_the_source_writes_them(receiver, source):
@@ -516,7 +516,7 @@ def test_area_that_comes_too_late_is_not_used(receiver, source):
     assert source.connections == []
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("knows_secret", [True, False])

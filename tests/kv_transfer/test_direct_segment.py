@@ -1,4 +1,4 @@
-"""Memory of a prefill engine: which blocks are kept, evicted, pinned and dropped."""
+"""Memory of a prefill engine: its blocks are kept, evicted, pinned and dropped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def block(number):
 
 
 def content(segment, number):
-    """Return what is stored under a key, None for nothing."""
+    """Return the content stored under a key, or None."""
     found = []
     is_known = segment.read(KEYS[number], lambda stored, known_sum: found.append((bytes(stored), known_sum)))
     assert is_known is bool(found)
@@ -51,8 +51,8 @@ def test_stored_blocks_are_found_by_their_keys():
 def test_least_recently_used_block_is_evicted():
     segment = Segment(BLOCK_BYTES, 3 * BLOCK_BYTES)
     put(segment, 0, 1, 2)
-    put(segment, 0)  # a second put is a use
-    content(segment, 1)  # and so is a read
+    put(segment, 0)  # a second put counts as a use
+    content(segment, 1)  # so does a read
     assert put(segment, 3) == [True]
     assert segment.lacks(KEYS[:4]) == {KEYS[2]}
     assert put(segment, 4, 5) == [True, True]
@@ -77,7 +77,7 @@ def test_block_that_is_read_is_not_evicted():
     put(segment, 0, 1)
     segment.read(KEYS[0], lambda *_: segment.read(KEYS[0], lambda *_: put(segment, 1, 2)))
     assert segment.lacks(KEYS[:3]) == {KEYS[1]}
-    put(segment, 3)  # it may be evicted again
+    put(segment, 3)  # it can be evicted again
     assert segment.lacks(KEYS[:4]) == {KEYS[0], KEYS[1]}
 
 

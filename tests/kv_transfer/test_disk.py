@@ -1,4 +1,4 @@
-"""What a disk store keeps, for how long, and what it makes of a directory that is not as it left it."""
+"""The content of a disk store, its lifetime, and directories that were changed from outside."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def files(directory, suffix=".kv"):
 
 
 def listed(store):
-    """Let it see what others did, without waiting for the time that it gives itself."""
+    """Make the store read its directory on the next call, without its usual interval."""
     store._directory._next_look_at = 0.0
     return store
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------
+# --- content ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_saved_is_found_and_loaded(directory):
@@ -75,7 +75,7 @@ def test_only_what_is_lacking_is_written(directory):
 
 
 def test_many_blocks_in_one_call(directory):
-    keys = keys_from(0, 700)  # more than one system call takes, and a header of several pages
+    keys = keys_from(0, 700)  # too many for one system call, and for a header of one page
     assert save(store_in(directory, 1 << 24), keys) == 700
     again = store_in(directory, 1 << 24)
     assert (again.num_matched(keys), load(again, keys), load(again, keys[650:])) == (700, 700, 50)
@@ -112,12 +112,12 @@ def test_the_longest_unused_makes_way_over_restarts(directory):
     store = store_in(directory, max_bytes)
     for number in range(3):
         save(store, [key_of(number)])
-    assert store.num_matched([key_of(0)]) == 1  # a use
+    assert store.num_matched([key_of(0)]) == 1  # counts as a use
     store = store_in(directory, max_bytes)
     save(store, [key_of(3)])
     assert store.lacks(keys_from(0, 4)) == {key_of(1)}
     assert listed(store_in(directory, max_bytes)).num_matched([key_of(2)]) == 1
-    save(store, [key_of(4)])  # the use by another one counts
+    save(store, [key_of(4)])  # the lookup of the other store counts as a use
     assert store.lacks(keys_from(0, 5)) == {key_of(0), key_of(1)}
     assert (store.stats().num_evicted, store.stats().num_bytes) == (2, max_bytes)
 
@@ -160,7 +160,7 @@ def test_forgotten_is_forgotten_after_a_restart(directory):
     save(store, keys_from(1, 2))
     store.forget([key_of(2), key_of(9)])
     for each in (store, store_in(directory)):
-        assert each.lacks(keys_from(0, 3)) == {key_of(1), key_of(2)}  # what stood with it has gone, too
+        assert each.lacks(keys_from(0, 3)) == {key_of(1), key_of(2)}  # both blocks were in one file
 
 
 def test_two_share_a_directory_without_a_restart(directory):
@@ -168,7 +168,7 @@ def test_two_share_a_directory_without_a_restart(directory):
     save(first, keys_from(0, 3))
     assert listed(second).num_matched(keys_from(0, 3)) == load(second, keys_from(0, 3)) == 3
     first.forget([key_of(0)])
-    assert load(second, keys_from(0, 3)) == 0  # deleted under a reader: a miss
+    assert load(second, keys_from(0, 3)) == 0  # deleted while it is read: a miss
     assert second.stats().num_corrupt == second.stats().num_errors == 0
     assert listed(second).lacks(keys_from(0, 1)) == {key_of(0)}
 
@@ -179,7 +179,7 @@ def test_two_share_a_directory_without_a_restart(directory):
 )
 def test_it_does_as_a_dict_does(steps):
     with tempfile.TemporaryDirectory() as place:
-        store, files_of = store_in(Path(place)), {}  # of each key all that were saved with it
+        store, files_of = store_in(Path(place)), {}  # per key, all keys that were saved in the same call
         for what, first, count in steps:
             keys = keys_from(first, count)
             if what == "save":
@@ -306,7 +306,7 @@ def test_pause_after_a_failed_write_doubles_and_ends_with_a_success(directory):
     assert writing._resumes_at == now[0] + 1.0
 
 
-# --- what is not as it was written ------------------------------------------------------------------------------------
+# --- damaged files ----------------------------------------------------------------------------------------------------
 
 
 def whole_file(path, num_blocks=2, block_bytes=64):
@@ -317,7 +317,7 @@ def whole_file(path, num_blocks=2, block_bytes=64):
 
 
 def num_read(path, num_blocks=2, block_bytes=64):
-    """Return how many blocks are read from a file that may not be whole, all of which are right."""
+    """Return the number of blocks read from a file that may be damaged. All of them are right."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         header = read_header(descriptor, os.fstat(descriptor).st_size)
@@ -365,7 +365,7 @@ def test_a_header_that_was_changed_is_set_aside_at_the_start(directory, caplog, 
     assert store.lacks(keys_from(0, 2)) == set(keys_from(0, 2))
     assert (store.stats().num_corrupt, len(files(directory)), len(files(directory, ".bad"))) == (1, 0, 1)
     assert "is set aside" in caplog.text
-    assert store.stats().num_bytes == file_bytes(2, BLOCK_BYTES)  # it counts
+    assert store.stats().num_bytes == file_bytes(2, BLOCK_BYTES)  # a file that is set aside counts
 
 
 def test_a_file_that_ends_early_is_set_aside_at_the_start(directory):
@@ -397,12 +397,12 @@ def test_another_whole_file_in_a_files_place_is_a_miss(directory):
 
 @pytest.fixture
 def duplicates(directory):
-    """A store with two files of the same three blocks, their keys, and the file that it reads first."""
+    """Return a store with two files of the same three blocks, their keys, and the file that it reads first."""
     keys = keys_from(0, 3)
     first, second = store_in(directory), store_in(directory)
     save(first, keys)
     [old] = files(directory)
-    listed(second)._directory.index.drop(old.name)  # as if both had saved at once
+    listed(second)._directory.index.drop(old.name)  # as if both stores had saved at the same time
     second._directory.look = lambda: None
     save(second, keys)
     assert len(files(directory)) == 2
@@ -466,7 +466,7 @@ def test_files_of_others_stay_until_there_is_no_room(directory, what):
     assert not file.exists()
 
 
-# --- what is not ours -------------------------------------------------------------------------------------------------
+# --- foreign files ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_ours_is_neither_followed_nor_deleted(directory, tmp_path):
@@ -527,7 +527,7 @@ def test_temporary_files_of_the_dead_go_and_those_of_the_living_stay(directory):
         fcntl.flock(file, fcntl.LOCK_EX)
         store = store_in(directory, 2 * ONE)
         assert not dead.exists()
-        assert store.stats().num_bytes == ONE  # the room that is taken already
+        assert store.stats().num_bytes == ONE  # the room that the living writer has reserved
         save(store, [key_of(0)])
         save(store, [key_of(1)])
         assert store.stats().num_bytes == 2 * ONE

@@ -1,4 +1,4 @@
-"""The directory of a disk store: what is seen of others, what is set aside, and how files are added and removed."""
+"""The directory of a disk store: changes by other processes, files set aside, and adding and removing files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LETTERS = "abcdef0123"  # names are hexadecimal
 
 
 class Clock:
-    """A clock that the test sets. The time of the system begins at a moment after every file's."""
+    """A clock that the test sets. The system's time begins later than the time of any file."""
 
     def __init__(self):
         self.now, self.now_ns = 1000.0, 1 << 62
@@ -64,7 +64,7 @@ def name_of(letter, suffix="kv"):
 
 
 def put_file(path, letter, first=0, count=1, used_ns=None, block_bytes=BLOCK_BYTES):
-    """Have another process write a file of blocks; return its path."""
+    """Write a file of blocks as another process would. Return its path."""
     file = path / name_of(letter)
     keys = keys_from(first, count)
     with file.open("w+b") as opened:
@@ -75,7 +75,7 @@ def put_file(path, letter, first=0, count=1, used_ns=None, block_bytes=BLOCK_BYT
 
 
 def write(directory, first=0, count=1, *, fill=None):
-    """Add a file; return its name."""
+    """Add a file. Return its name."""
     keys = keys_from(first, count)
     blocks = [memoryview(content_of(key, BLOCK_BYTES)) for key in keys]
     directory.write(
@@ -85,7 +85,7 @@ def write(directory, first=0, count=1, *, fill=None):
 
 
 def fail(number, only=lambda *_: True, then=None):
-    """Return a call that raises an error of the system where `only` says so."""
+    """Return a call that raises an `OSError` if `only` returns True for its arguments, and else calls `then`."""
 
     def call(*args, **options):
         if only(*args):
@@ -100,15 +100,15 @@ def is_temporary(descriptor, _):
 
 
 def open_descriptors(path):
-    """Return how many files in a directory this process has open."""
+    """Return the number of files in a directory that this process has open."""
     count = 0
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile, by this loop or by another thread
+        with suppress(FileNotFoundError):  # this loop or another thread closed it
             count += str(descriptor.readlink()).startswith(f"{path}/")
     return count
 
 
-# --- what others did --------------------------------------------------------------------------------------------------
+# --- changes by other processes ---------------------------------------------------------------------------------------
 
 
 def test_new_directory_is_private_and_empty(directory, path):

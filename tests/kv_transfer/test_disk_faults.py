@@ -1,7 +1,7 @@
-"""A disk that is full, fails, may not be written, or is gone: what is there is served, and the rest is a miss.
+"""A disk that is full, failing, read-only or gone: existing blocks are served, and the rest are misses.
 
-Real: a limit of file sizes, a file system that is full (where one may be mounted), directories without rights (as
-another user, where tests run as root). The other errors are raised in place of the system's calls.
+These faults are real: a limit on file sizes, a full file system (if one can be mounted), and directories without rights
+(as another user, if tests run as root). The other errors are raised in place of system calls.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_what_cannot_be_written_is_not_kept_until_it_can_be(directory, monkeypat
         for pause in [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]:
             assert save(store, keys) == 2
             assert files(directory, ".tmp") == []
-            assert (store.lacks(keys), load(store, keys)) == (set(), 2)  # nothing more is offered, all is served
+            assert (store.lacks(keys), load(store, keys)) == (set(), 2)  # it wants no more, and serves all
             clock.now += pause - 0.1
             assert (save(store, keys), store.lacks(keys)) == (2, set())
             clock.now += 0.1
@@ -240,7 +240,7 @@ assert load(DiskStore(directory.with_name("other"), BLOCK_BYTES, 1 << 20), keys_
 
 def test_a_directory_without_rights():
     user = "os.setgid(65534), os.setuid(65534)\n" if os.geteuid() == 0 else ""
-    place = Path(tempfile.mkdtemp())  # where the other user may come in, unlike `tmp_path`
+    place = Path(tempfile.mkdtemp())  # unlike `tmp_path`, the other user may enter it
     place.chmod(0o777)
     try:
         told = run_script(place / "kv", user + WITHOUT_RIGHTS)
@@ -250,7 +250,8 @@ def test_a_directory_without_rights():
         shutil.rmtree(place)
 
 
-# --- beside the steps -------------------------------------------------------------------------------------------------
+# --- load on other threads
+# ---------------------------------------------------------------------------------------------
 
 
 def test_thousands_of_blocks_let_others_run_and_take_no_memory(directory):
@@ -260,7 +261,7 @@ def test_thousands_of_blocks_let_others_run_and_take_no_memory(directory):
     blocks = [content] * num_blocks
     store.save(keys[:1], blocks[:1])
     longest, stopped = [0.0], threading.Event()
-    clock = time.pthread_getcpuclockid(threading.get_ident())  # not wall time: others may have the processor
+    clock = time.pthread_getcpuclockid(threading.get_ident())  # not wall time: other processes may use the processor
 
     def beat():
         last = time.clock_gettime(clock)
@@ -271,7 +272,7 @@ def test_thousands_of_blocks_let_others_run_and_take_no_memory(directory):
 
     beating = threading.Thread(target=beat)
     gc.collect()
-    gc.disable()  # a whole collection holds the interpreter's lock, and isn't what is looked at
+    gc.disable()  # a full collection holds the interpreter's lock, which is not the subject here
     beating.start()
     tracemalloc.start()
     began = time.clock_gettime(clock)
@@ -285,5 +286,5 @@ def test_thousands_of_blocks_let_others_run_and_take_no_memory(directory):
         stopped.set()
         beating.join()
         gc.enable()
-    assert peak < num_blocks * 1000  # keys, checksums and what is known of them: nothing of 49 MB of content
+    assert peak < num_blocks * 1000  # keys, checksums and index entries, but none of the 49 MB of content
     assert longest[0] < taken / 4

@@ -30,7 +30,7 @@ BLOCK_BYTES = 16
 
 
 def written(path, count):
-    """Write a file of so many blocks; return its keys and its bytes."""
+    """Write a file of `count` blocks. Return its keys and its bytes."""
     keys = keys_from(0, count)
     with path.open("w+b") as file:
         write_blocks(file.fileno(), keys, [memoryview(content_of(key, BLOCK_BYTES)) for key in keys])
@@ -151,7 +151,7 @@ def test_directory_is_synced_and_closed(tmp_path, monkeypatch):
 
 
 def moved(sizes, most_at_once=1 << 62, num_bytes=1 << 62):
-    """Move views of these sizes; return whether the file ended early, and the offset and sizes of each call."""
+    """Move views of these sizes. Return whether the file ended early, and each call's offset and sizes."""
     calls, left = [], [num_bytes]
 
     def move(descriptor, views, offset):

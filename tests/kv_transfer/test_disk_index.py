@@ -1,4 +1,4 @@
-"""What a disk store knows of its files, and when it looks at its directory again."""
+"""A disk store's index of its files, and the times at which it reads its directory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_file_that_is_added_again_counts_once(index):
 
 def test_the_oldest_file_is_the_one_unused_for_longest(index):
     assert index.oldest() == (1, "one")
-    index.used("two", 9)  # only the oldest is asked about
+    index.used("two", 9)  # changes nothing while another file is older
     assert index.oldest() == (1, "one")
     index.used("one", 3)
     assert index.oldest() == (2, "two")
@@ -140,8 +140,8 @@ def test_a_lookup_ends_when_nothing_more_comes_or_nobody_asks():
         return lookup.end
 
     assert taken() is None
-    assert taken(count=4) == 6  # all that is expected
-    assert taken(now=10.0) == 3  # it took too long
+    assert taken(count=4) == 6  # all expected blocks
+    assert taken(now=10.0) == 3  # the deadline has passed
     assert taken(is_wanted=False) == 3
 
 

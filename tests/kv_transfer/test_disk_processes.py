@@ -1,4 +1,4 @@
-"""Processes that write into one directory, and are killed in the midst of it."""
+"""Processes that write into one directory and are killed while they write."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def start(directory, seed, max_bytes=MAX_BYTES):
 
 
 def used_bytes(directory):
-    """Return the bytes of all files at one moment: while nobody may add or remove any."""
+    """Return the bytes of all files at one moment, while the lock prevents changes."""
     store = DiskStore(directory, BLOCK_BYTES, 1 << 30)
     with store._directory._mutex, store._directory._locked():
         return sum(path.stat().st_size for path in directory.iterdir() if path.name != "lock")
 
 
 def check(directory):
-    """Look at a directory after its writer's death: what is found is right, the bound is kept, nothing lies about."""
+    """Check a directory after its writer was killed: right blocks, the size limit, and no temporary files."""
     assert used_bytes(directory) <= MAX_BYTES
     store = DiskStore(directory, BLOCK_BYTES, MAX_BYTES)
     found = [key_of(number) for number in range(NUM_KEYS + 8) if store.num_matched([key_of(number)])]
@@ -55,7 +55,7 @@ def kill_often(directory, times):
     for seed in range(times):
         process = start(directory, seed)
         try:
-            time.sleep(rng.uniform(0.0, 0.2))  # the moment of its death
+            time.sleep(rng.uniform(0.0, 0.2))  # the time until it is killed
             assert process.poll() is None
         finally:
             process.kill()
@@ -76,7 +76,7 @@ def test_killed_in_the_midst_of_writes_50_times(tmp_path):
 
 @pytest.mark.parametrize("stop", ["begun", "half written", "synced", "renamed"])
 def test_killed_at_each_point_of_a_save(tmp_path, stop):
-    """The writer dies exactly there."""
+    """The writer is killed exactly at this point."""
     directory = tmp_path / "kv"
     calls = {
         "begun": "os.pwritev = lambda *_: os.kill(os.getpid(), 9)",

@@ -1,4 +1,4 @@
-"""Blocks with and without their window parts behind each other: what is found, loaded and saved."""
+"""Sequences of blocks with and without their window parts: lookups, loads and saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.kv_transfer.tiers import TieredStore, TierTally
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
-BLOCK_BYTES, PART_BYTES = 24, 8  # of a block, and of it without its window part
+BLOCK_BYTES, PART_BYTES = 24, 8  # of a block, and of a block without its window part
 SIZE, WINDOW = 4, 9
 
 
@@ -27,7 +27,7 @@ def content_of(number, num_bytes=BLOCK_BYTES):
 
 
 def put(store, whole=(), in_part=(), part_bytes=PART_BYTES):
-    """Have a store keep blocks of both kinds."""
+    """Make a store keep blocks of both kinds. whole, in_part: their numbers."""
     store.save([KEYS[number] for number in whole], [content_of(number) for number in whole])
     parts = [key_of_first_group(KEYS[number]) for number in in_part]
     if parts:
@@ -41,7 +41,7 @@ def memory(**kinds):
 
 
 def loaded(store, needs_window, part_bytes=PART_BYTES, tally=None):
-    """Load as many blocks; return what came of each of them, zeros where nothing was written."""
+    """Load as many blocks. Return the content of each; bytes that were not written are zero."""
     blocks = [memoryview(bytearray(BLOCK_BYTES)) for _ in needs_window]
     tally = tally or TierTally()
     count = load(store, KEYS[: len(blocks)], blocks, [need == "w" for need in needs_window], part_bytes, tally)
@@ -56,11 +56,11 @@ def in_part(number):
     return bytes(content_of(number, PART_BYTES)).ljust(BLOCK_BYTES, b"\0")
 
 
-# --- how far one can go on --------------------------------------------------------------------------------------------
+# --- usable blocks ----------------------------------------------------------------------------------------------------
 
 
 def test_what_the_next_row_sees_has_to_be_whole():
-    """Compared with a look at each position that it sees."""
+    """Compared with a check of each position that the row reads."""
     rng = random.Random(3)
     for _ in range(3000):
         size, first = rng.randint(1, 4), rng.randint(0, 4)
@@ -83,13 +83,13 @@ def test_what_the_next_row_sees_has_to_be_whole():
         ({"whole": range(6)}, 6),
         ({"whole": range(3)}, 3),
         ({"in_part": range(6)}, 0),
-        ({"whole": (4, 5), "in_part": range(4)}, 6),  # the row at 24 sees 16 .. 23
+        ({"whole": (4, 5), "in_part": range(4)}, 6),  # the row at 24 reads 16 to 23
         ({"whole": (5,), "in_part": range(5)}, 0),
         ({"whole": (0, 1, 5), "in_part": (2, 3, 4)}, 2),
         ({"whole": (0, 2, 3, 4), "in_part": (1, 5)}, 5),
         ({"whole": (1, 4, 5), "in_part": (0, 2, 3)}, 6),
         ({"whole": (4, 5), "in_part": (0, 1, 3)}, 0),
-        ({"whole": (4, 5), "in_part": range(6)}, 6),  # some of them in both ways
+        ({"whole": (4, 5), "in_part": range(6)}, 6),  # some blocks are stored in both ways
         ({"whole": (3, 4), "in_part": range(6)}, 0),
     ],
 )
@@ -125,7 +125,10 @@ def test_a_lookup_of_the_scheduler_knows_the_window():
 
 
 def test_behind_a_load_that_ended_early_only_what_can_be_gone_on_behind_is_offered():
-    """A store that failed once still says that it has all; at the end of what came a window part is missing."""
+    """After a load that ended early, a lookup offers fewer blocks.
+
+    The store failed once, and still reports all blocks. At the end of the loaded ones a window part is missing.
+    """
     store = TieredStore([memory(whole=(1, 2, 4, 5), in_part=(0, 3))])
     request = SimpleNamespace(request_id="r", block_hashes=KEYS[:6], num_tokens=50, expects_kv=False)
     answered = threading.Semaphore(0)
@@ -155,7 +158,7 @@ def test_behind_a_load_that_ended_early_only_what_can_be_gone_on_behind_is_offer
 
 
 class Asked:
-    """A store that has some blocks whole and some in part, and notes what it is asked for."""
+    """A store that has some blocks whole and some in part. calls: records the lookups."""
 
     def __init__(self, whole=(), in_part=()):
         self.whole, self.in_part, self.calls = whole, in_part, []
@@ -173,7 +176,7 @@ class Asked:
         ({}, 0, 100, 0, [("whole", 0, 8), ("in part", 0, 8)]),
         ({"whole": range(8)}, 0, 100, 8, [("whole", 0, 8)]),
         ({"whole": (0,)}, 0, 100, 1, [("whole", 0, 8), ("in part", 1, 7), ("whole", 1, 7), ("in part", 1, 7)]),
-        # the row at 32 reads the positions 24 to 31, two blocks; that at 40 of a later sequence the same two
+        # The row at 32 reads the positions 24 to 31: two blocks. The row at 40 of a longer sequence reads the same two.
         ({"whole": (6, 7), "in_part": range(8)}, 0, 100, 8, [("whole", 0, 8), ("in part", 0, 8), ("whole", 6, 2)]),
         ({"whole": (6, 7), "in_part": range(8)}, 2, 100, 8, [("whole", 0, 8), ("in part", 0, 8), ("whole", 6, 2)]),
         (
@@ -183,7 +186,7 @@ class Asked:
             8,
             [("whole", 0, 8), ("in part", 0, 8), ("whole", 7, 1), ("whole", 6, 2)],
         ),
-        # the last token is computed: the row at 31 reads 23 to 30, three blocks
+        # The last token is computed: the row at 31 reads 23 to 30, three blocks.
         ({"whole": (6, 7), "in_part": range(8)}, 0, 32, 0, [("whole", 0, 8), ("in part", 0, 8), ("whole", 5, 3)]),
         ({"whole": (5, 6, 7), "in_part": range(8)}, 0, 32, 8, [("whole", 0, 8), ("in part", 0, 8), ("whole", 5, 3)]),
     ],
@@ -255,7 +258,7 @@ def test_a_block_that_is_spoilt_comes_without_its_window_part():
 
 def test_a_part_is_never_taken_for_a_whole_block():
     store = memory(in_part=(0,))
-    store.save(KEYS[1:2], [content_of(1, PART_BYTES)])  # who saved it did so wrongly
+    store.save(KEYS[1:2], [content_of(1, PART_BYTES)])  # under the key of a whole block
     assert loaded(TieredStore([store]), ".w") == [in_part(0)]
     assert store.stats().num_corrupt == 1
 
@@ -324,7 +327,7 @@ def test_a_store_that_keeps_whole_blocks_alone_is_passed_over():
 
 @pytest.mark.parametrize("part_bytes", [PART_BYTES, 0])
 def test_both_kinds_outlive_the_process(tmp_path, part_bytes):
-    """0: of a model whose layers all have windows."""
+    """part_bytes = 0: all layers of the model have windows."""
     disk = DiskStore(tmp_path, BLOCK_BYTES, 1 << 20, part_bytes=part_bytes)
     put(disk, whole=(2, 3), in_part=(0, 1), part_bytes=part_bytes)
     again = DiskStore(tmp_path, BLOCK_BYTES, 1 << 20, part_bytes=part_bytes)

@@ -1,4 +1,4 @@
-"""A store that fails is left alone for a growing while, and costs nothing meanwhile."""
+"""A failing store is not used for a growing time, and costs nothing during that time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Clock:
 
 
 class Failing(MemoryStore):
-    """Raises what it is given to raise, and counts its calls."""
+    """Raises the given error, and counts its calls."""
 
     def __init__(self):
         super().__init__(GlobalKVPool(), "a", BLOCK_BYTES)
@@ -53,7 +53,7 @@ class Failing(MemoryStore):
 
 @pytest.fixture
 def made():
-    """A clock, a store, and what guards it."""
+    """Return a clock, a store, and the store's guard."""
     clock, store = Clock(), Failing()
     guard = GuardedStore("test", BLOCK_BYTES, lambda: store, clock=clock)
     guard.open()
@@ -84,7 +84,7 @@ def test_a_dead_store_is_asked_after_a_pause_that_grows_and_costs_nothing_betwee
     assert guard.num_matched(KEYS) == 2
     store.error = StoreError("gone again")
     guard.num_matched(KEYS)
-    clock.now += FIRST_PAUSE_S * 1.01  # it begins anew
+    clock.now += FIRST_PAUSE_S * 1.01  # the pauses start again at the first one
     assert guard.is_usable
 
 
@@ -224,7 +224,7 @@ def test_the_figure_says_usable_only_after_a_call_that_succeeded():
         return Failing()
 
     guard = GuardedStore("far", BLOCK_BYTES, open_store, clock=clock)
-    assert guard.is_usable  # it may be asked
+    assert guard.is_usable  # it may be called
     assert guard.figures.is_usable == 0
     guard.open()
     for _ in range(3):

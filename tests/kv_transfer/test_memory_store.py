@@ -1,4 +1,4 @@
-"""The pool of one process: what is published is found, copied, bounded and counted."""
+"""The pool of one process: published blocks are found, copied, limited and counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def buffers(count):
 
 
 def transferred(pool, hashes, node_id="b", name="r"):
-    """Return what the callback of a transfer was told."""
+    """Return the arguments of the callback of a transfer."""
     arrived, got = threading.Event(), []
 
     def callback(request_id, *, success):
@@ -51,7 +51,7 @@ def test_the_101st_block_of_a_node_leaves_100_and_counts_match_contents():
         pool.publish(key, "a", [1], b"x")
     assert (pool.total_cached_blocks, pool.num_evicted) == (100, 1)
     assert pool.query(KEYS[:1]) == (0, [])
-    pool.publish(KEYS[150], "b", [1], b"x")  # another node's do not make way for it
+    pool.publish(KEYS[150], "b", [1], b"x")  # another node's blocks are not evicted for it
     assert (pool.total_cached_blocks, pool.num_cached_blocks("a"), pool.num_cached_blocks("b")) == (101, 100, 1)
     found = sum(pool.query([key])[0] for key in KEYS)
     assert found == pool.total_cached_blocks
@@ -65,7 +65,7 @@ def test_a_query_stops_at_the_first_gap_and_counts_as_a_use():
     before = pool._nodes["a"][KEYS[0]].access_time
     pool.query(KEYS[:1])
     assert pool._nodes["a"][KEYS[0]].access_time > before
-    pool.publish(KEYS[4], "a", [1], b"x")  # the longest unused is the one behind the gap
+    pool.publish(KEYS[4], "a", [1], b"x")  # the least recently used is the one after the gap
     assert [pool.query([key])[0] > 0 for key in KEYS[:5]] == [True, True, False, False, True]
 
 
@@ -213,7 +213,7 @@ def test_a_block_that_is_not_what_was_saved_counts_as_not_there(spoil):
     record.kv_data = spoil(record.kv_data, other.kv_data)
     assert store.load(KEYS[:3], buffers(3)) == 1
     assert store.stats().num_corrupt == 1
-    assert store.num_matched(KEYS[:3]) == 1  # and it is gone
+    assert store.num_matched(KEYS[:3]) == 1  # the store has dropped it
     assert store.lacks(KEYS[:3]) == {KEYS[1]}
 
 

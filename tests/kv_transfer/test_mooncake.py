@@ -1,4 +1,4 @@
-"""What is done with what Mooncake says, and where it says nothing: over a pool that is a folder (`fake_mooncake`)."""
+"""How the store handles Mooncake's answers and hanging calls, with a folder as the pool (`fake_mooncake`)."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_an_area_rests_where_a_transfer_failed(store, pool):
     load(store, KEYS[:1])
     assert len(store._client._aside) == 1
     (pool / "put.codes").write_text("[-800]")
-    store.save(KEYS[:1], BLOCKS[:1])  # which is only read
+    store.save(KEYS[:1], BLOCKS[:1])  # a put only reads the area
     assert len(store._client._aside) == 1
 
 
@@ -235,7 +235,7 @@ def test_a_client_that_died_is_replaced(store):
     store.save(KEYS, BLOCKS)
     store._client.kill()
     assert load(store, KEYS[:1]) == BLOCKS[:1]
-    assert store.lacks(KEYS) == set(KEYS[1:])  # what it had lent is gone
+    assert store.lacks(KEYS) == set(KEYS[1:])  # the memory that it lent is gone
 
 
 def test_a_client_that_dies_in_a_call_is_an_error(store, pool):
@@ -314,7 +314,7 @@ def test_a_master_whose_name_is_none():
 
 def test_the_process_ends_with_the_one_that_started_it(store):
     process = store._client._process
-    store._client._control.close()  # as the system does for one that is gone
+    store._client._control.close()  # the system closes it if the parent process is gone
     assert process.wait(10) == 0
 
 
@@ -351,7 +351,7 @@ def test_the_configuration_makes_a_store_that_is_opened_when_it_is_asked(pool):
 
 
 class Client:
-    """A client of a pool in the memory of this process, with one area for two objects."""
+    """A client of a pool in this process's memory, with one area for two objects."""
 
     values, codes = {}, {}
 
@@ -392,7 +392,7 @@ class Client:
 
 @pytest.fixture
 def clients(monkeypatch):
-    """The clients that stores have made."""
+    """Return the list of clients that stores have made."""
     clients = []
     monkeypatch.setattr(Client, "values", {})
     monkeypatch.setattr(Client, "codes", {})
@@ -405,7 +405,7 @@ def clients(monkeypatch):
 
 @pytest.fixture
 def local(clients):
-    """A store over such a client, whose mark the pool has."""
+    """Return a store over such a client. The pool has its mark already."""
     store = MooncakeStore(BLOCK_BYTES, master=MASTER, protocol="rdma", segment_bytes=77)
     store.num_matched([])
     clients[0].calls.clear()

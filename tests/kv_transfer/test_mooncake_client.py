@@ -1,4 +1,4 @@
-"""The process that holds Mooncake, as its owner sees it: calls, areas and the end of the process."""
+"""The process that runs Mooncake, from its owner's side: calls, areas and its end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def clock(monkeypatch):
 
 
 class Process:
-    """A process that is a part of this one. It answers when the test says so."""
+    """A fake process inside this one. It answers when the test says so."""
 
     opened = Opened(session="here:1", address=5000)
     pid = 77
@@ -83,7 +83,7 @@ class Process:
 
 @pytest.fixture
 def started(monkeypatch):
-    """Make clients; `.processes` lists their processes."""
+    """Return an object that makes clients. `.processes` lists their processes."""
     started = SimpleNamespace(processes=[])
 
     def start(command, **options):
@@ -104,7 +104,7 @@ def started(monkeypatch):
 
 @pytest.fixture
 def area():
-    """An area of three objects of four bytes, and the other end of its channel."""
+    """Return an area of three objects of four bytes, and the other end of its channel."""
     ours, theirs = (Connection(end.detach()) for end in socket.socketpair())
     area = Area(ours, memoryview(bytearray(b"aaaabbbbcccc")), 4)
     yield area, theirs

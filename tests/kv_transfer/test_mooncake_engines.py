@@ -1,4 +1,4 @@
-"""Engines that share a pool of Mooncake: the second one computes nothing of what the first has, and says the same."""
+"""Engines that share a Mooncake pool: the second one loads the first one's blocks, and gives equal answers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from octavo.llm import LLMEngine
 
 pytestmark = needs_mooncake
 PROMPTS = [f"{number}: " + "To be, or not to be, that is the question. " * 12 for number in range(3)]
-NUM_BLOCKS = 3 * 17  # full ones of these
+NUM_BLOCKS = 3 * 17  # full blocks of the prompts
 PARAMS = SamplingParams(max_tokens=12, temperature=0.7, seed=7, logprobs=3)
 
 
 class Engine:
-    """One with the built-in model; with a pool where a master is given."""
+    """An engine with the built-in model. master: of its pool, if it has one."""
 
     def __init__(self, master=None, *, lent_bytes=64 << 20, kv_cache_dtype="auto"):
         config = None
@@ -29,7 +29,7 @@ class Engine:
         self.events = []
         self.engine = LLMEngine(
             cache_config=CacheConfig(num_gpu_blocks=512, kv_cache_dtype=kv_cache_dtype),
-            scheduler_config=SchedulerConfig(kv_lookup_timeout_s=20.0),  # a machine may be full of other tests
+            scheduler_config=SchedulerConfig(kv_lookup_timeout_s=20.0),  # other tests may keep the machine busy
             kv_transfer_config=config,
             sink=self,
         )
@@ -43,7 +43,7 @@ class Engine:
 
     @property
     def num_loaded_tokens(self):
-        """Of the loads that brought all that was ordered."""
+        """Tokens of the loads that were complete."""
         done = {each.transfer_id for each in self.events if isinstance(each, KVLoadEnded) and each.outcome == "done"}
         return sum(
             each.num_tokens for each in self.events if isinstance(each, KVLoadStarted) and each.transfer_id in done
@@ -56,7 +56,7 @@ class Engine:
         return list(self.engine.generate_batch(prompts, PARAMS).values())
 
     def fill_pool(self):
-        """Ask until all is saved: what cannot be saved in a step is offered again in a later one."""
+        """Repeat the requests until all blocks are saved, because a step may be unable to save some of them."""
         wait_for(lambda: self.ask() and self.tier.stats().num_blocks >= NUM_BLOCKS)
 
     def shutdown(self):

@@ -1,4 +1,4 @@
-"""An engine that needs Mooncake does not start where its libraries do not load."""
+"""An engine that needs Mooncake does not start if Mooncake's libraries do not load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_FILE = "cannot open shared object file: No such file or directory"
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Install a package mooncake whose modules run the given code."""
+    """Return a function that installs a package mooncake with the given code in its modules."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def write(code):

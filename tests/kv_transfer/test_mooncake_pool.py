@@ -1,4 +1,4 @@
-"""Two stores over a real pool: what one saved the other one loads, whoever of master and donor dies or freezes."""
+"""Two stores over a real pool: one loads the other's blocks, even if master or donor dies or freezes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def master():
 
 @pytest.fixture
 def open_store():
-    """Make a store, whose client ends with the test."""
+    """Return a function that makes a store. Its client ends with the test."""
     opened = []
 
     def make(master, lent_bytes=0):
@@ -65,7 +65,7 @@ def load(store, keys=KEYS):
 
 
 def loads_right(store, keys=KEYS):
-    """Whether all came. Wrong bytes fail; an error counts as not there."""
+    """Return True if all blocks were loaded. Wrong bytes fail the test; an error counts as a miss."""
     try:
         loaded = load(store, keys)
     except StoreError:
@@ -93,7 +93,7 @@ def client_of(store):
 
 
 def count_calls(monkeypatch):
-    """Return a list that grows by the name of each call to a client."""
+    """Return a list that gets the name of each later call of a client."""
     names, call = [], mooncake_client.Area.call
     monkeypatch.setattr(mooncake_client.Area, "call", lambda area, *args: (names.append(args[0]), call(area, *args))[1])
     return names
@@ -152,7 +152,7 @@ def test_an_engine_that_leaves_takes_along_its_own_blocks_alone(master, open_sto
 
 def test_blocks_go_to_memory_of_others_when_that_of_their_engine_is_full(master, open_store):
     small, large, reader = open_store(master, 16 << 20), open_store(master, LENT_BYTES), open_store(master)
-    keys = [os.urandom(32) for _ in range(120)]  # of which it has room for 85
+    keys = [os.urandom(32) for _ in range(120)]  # there is room for 85 of them
     assert small.save(keys, [BLOCKS[index % len(BLOCKS)] for index in range(120)]) == 120
     assert reader.num_matched(keys) == 120
     large.close()
@@ -197,7 +197,7 @@ def test_bytes_that_somebody_else_put_under_a_key(master, open_store):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("is_asked_again", [True, False])
 def test_what_a_question_found_is_kept_for_the_load_that_follows(open_store, is_asked_again):
-    """Each question leases it anew; without that, the lease is over when a writer needs the memory."""
+    """Each lookup renews the blocks' leases. Otherwise they expire before a writer needs the memory."""
     leases_s = 3.0
     master = Master(leases_ms=int(1000 * leases_s))
     try:
@@ -207,7 +207,7 @@ def test_what_a_question_found_is_kept_for_the_load_that_follows(open_store, is_
         start = time.monotonic()
         if is_asked_again:
             assert reader.num_matched(KEYS) == len(KEYS)
-        while time.monotonic() < start + 0.8:  # of the new one most is left
+        while time.monotonic() < start + 0.8:  # most of a renewed lease remains
             writer.save([os.urandom(32) for _ in KEYS], BLOCKS)
         loaded = load(reader)
         assert loaded == BLOCKS[: len(loaded)]
@@ -218,7 +218,7 @@ def test_what_a_question_found_is_kept_for_the_load_that_follows(open_store, is_
 
 @pytest.mark.parametrize(("leases_ms", "most_loads"), [(1, 60), (300, 400)])
 def test_blocks_that_are_evicted_while_they_are_read(open_store, leases_ms, most_loads):
-    """A writer needs the memory, and a millisecond is over before they have come: they are right, or not there."""
+    """A writer needs the memory, and a lease of 1 ms expires during a load: blocks are right, or misses."""
     master = Master(leases_ms=leases_ms)
     writer, reader = open_store(master, 16 << 20), open_store(master)
     is_over = Event()
@@ -254,7 +254,7 @@ def test_a_donor_that_dies_or_freezes_is_a_miss(open_store, master, monkeypatch,
     with monkeypatch.context() as patched:
         calls = count_calls(patched)
         assert not loads_right(reader)
-    assert len(calls) == 1  # which takes `CALL_S` at most
+    assert len(calls) == 1  # one call takes at most `CALL_S`
     in_the_end(lambda: reader.num_matched(KEYS) == 0)
     client_of(donor).send_signal(signal.SIGCONT)
     another = open_store(master, LENT_BYTES)
@@ -273,7 +273,7 @@ def test_a_master_that_freezes_is_an_error_until_it_goes_on(open_store, master, 
     for ask in (lambda: load(reader), lambda: reader.num_matched(KEYS), lambda: donor.save(KEYS, BLOCKS)):
         with pytest.raises(StoreError):
             ask()
-    assert len(calls) == 3  # each takes `CALL_S` at most
+    assert len(calls) == 3  # each call takes at most `CALL_S`
     master.go_on()
     in_the_end(lambda: saves(donor))
     in_the_end(lambda: loads_right(reader))
@@ -306,7 +306,7 @@ def test_a_master_that_comes_back_knows_nothing(open_store, master):
 
 @pytest.mark.slow
 def test_no_master_yet(open_store):
-    """As the engine has it: the store is opened when it is asked, and again later."""
+    """The engine's guard opens the store on demand, and tries again later."""
     master = Master()
     master.kill()
     guard = GuardedStore("mooncake", BLOCK_BYTES, lambda: open_store(master, LENT_BYTES))

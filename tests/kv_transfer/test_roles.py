@@ -1,4 +1,4 @@
-"""What an engine is for, behind a router that pairs prefill with decode, and which ways KV has to it."""
+"""The roles of engines in a pair of prefill and decode, and the ways by which an engine can receive KV."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_the_direct_way_takes_of_memory_is_counted_before_the_cache():
     assert host_bytes(plain, block_bytes) == 0
     prefill = KVTransferConfig(role="prefill", direct=True, direct_bytes=1 << 30)
     decode = KVTransferConfig(role="decode", direct=True)
-    areas = {"prefill": 8, "decode": 16}  # of at most 8 MiB each, of whole objects
+    areas = {"prefill": 8, "decode": 16}  # of at most 8 MiB each, with whole objects
     for config, kept in ((prefill, 1 << 30), (decode, 0)):
         taken = host_bytes(config, block_bytes) - kept - PROCESS_BYTES
         assert 0.8 < taken / (areas[config.role] << 23) <= 1

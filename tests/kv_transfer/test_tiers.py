@@ -1,4 +1,4 @@
-"""Stores behind each other: order, chains that go on in the next, and one that fails."""
+"""Stores in an order of tiers: chains that continue in the next tier, and a failing tier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_store():
 
 @pytest.fixture
 def made():
-    """A fast store, a slow one, and both behind each other."""
+    """Return a fast store, a slow one, and the tiers of both."""
     fast, slow = make_store(), make_store()
     return fast, slow, TieredStore([fast, slow])
 
@@ -46,7 +46,7 @@ def test_a_chain_goes_on_in_the_next_store_and_back(made):
     found = buffers(8)
     assert tiers.load(KEYS, found) == 6
     assert found[:6] == blocks_of(KEYS[:6])
-    assert tiers.lacks(KEYS[:2]) == set(KEYS[:2])  # the slow one has them not
+    assert tiers.lacks(KEYS[:2]) == set(KEYS[:2])  # the slow one lacks them
     tiers.close()
 
 
@@ -105,7 +105,7 @@ def test_a_spoilt_block_of_the_faster_store_comes_from_the_slower_one(made):
     found = buffers(2)
     assert tiers.load(KEYS[:2], found) == 2
     assert found == blocks_of(KEYS[:2])
-    assert tiers.lacks(KEYS[:2]) == {KEYS[1]}  # it is saved there again when it is offered
+    assert tiers.lacks(KEYS[:2]) == {KEYS[1]}  # it can be saved there again
     assert tiers.stats().num_corrupt == 1
 
 
@@ -127,7 +127,7 @@ def test_who_gave_and_who_took_what_is_told_in_the_order_of_the_first_blocks(mad
     put(slow, 1, 2, 4)
     tally = TierTally()
     assert tiers.load(KEYS[:2], buffers(2), tally) == 2
-    assert tiers.load(KEYS[2:6], buffers(4), tally) == 3  # of the same transfer, the next piece
+    assert tiers.load(KEYS[2:6], buffers(4), tally) == 3  # the next piece of the same transfer
     moves = tally.moves()
     assert [move[:3] for move in moves] == [("fast", 2, 2 * BLOCK_BYTES), ("slow", 3, 3 * BLOCK_BYTES)]
     assert min(move.seconds for move in moves) > 0
@@ -160,7 +160,7 @@ def test_forgotten_is_forgotten_by_all(made):
 
 
 class Told(MemoryStore):
-    """A store that notes the calls it gets."""
+    """A store that records its calls."""
 
     def __init__(self, name="told"):
         super().__init__(GlobalKVPool(), "a", BLOCK_BYTES)

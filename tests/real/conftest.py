@@ -1,8 +1,9 @@
-"""Real models, tokenizers and chat templates for the tests of this folder: `make real` fetches and makes them.
+"""Real models, tokenizers and chat templates for the tests of this folder. `make real` fetches and makes them.
 
-Every test here is marked `real`, and skipped where the material is missing, unless OCTAVO_REQUIRE_REAL=1 makes that an
-error. OCTAVO_REAL_SCALE, 0 to 1, is the share of their cases that sweeps take, below 1 with half of the models that a
-test is asked of; OCTAVO_REAL_SEED draws which. Tests of one model run in one process, which loads its tokenizer once.
+Every test here is marked `real`. It is skipped if its material is missing; with OCTAVO_REQUIRE_REAL=1 that is an error.
+OCTAVO_REAL_SCALE, 0 to 1, is the share of cases that sweeps run. Below 1, a test also runs with half of its models
+only. OCTAVO_REAL_SEED is the seed of that choice. Tests of one model run in one process, which loads its tokenizer
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 from octavo.engine.tokenizer import Tokenizer
 
 HERE = f"{Path(__file__).parent}{os.sep}"
-HOME = Path(os.environ.get("OCTAVO_REAL_HOME", "~/.cache/octavo/real")).expanduser()  # as tools/make_real.py has it
+HOME = Path(os.environ.get("OCTAVO_REAL_HOME", "~/.cache/octavo/real")).expanduser()  # as in tools/make_real.py
 LLAMA_CPP_MODELS = HOME / "llama.cpp" / "models"
 
 
@@ -27,7 +28,7 @@ MODELS = ("deepseek-r1-distill", "gemma3", "hermes3", "llama31", "mistral", "phi
 
 
 def pytest_collection_modifyitems(config, items):
-    models = {}  # test -> the models that it is asked of
+    models = {}  # test -> the models that it runs with
     for item in items:
         if str(item.path).startswith(HERE):
             item.add_marker(pytest.mark.real)
@@ -46,20 +47,20 @@ def pytest_collection_modifyitems(config, items):
 
 
 def model_of(item):
-    """Return the model that a test is asked of, None where it is of none."""
+    """Return the model that a test runs with, or None."""
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return next((each for each in values if isinstance(each, str) and each.startswith(MODELS)), None)
 
 
 def drawn(cases, share, more=""):
-    """Return a share of some cases, at least one, in their order."""
+    """Return a random share of some cases, at least one, in their order."""
     count = max(1, round(len(cases) * share))
     places = random.Random(SEED + more).sample(range(len(cases)), count)
     return [cases[index] for index in sorted(places)]
 
 
 def found(path: Path) -> Path:
-    """Return a path that exists; else the test is skipped, or fails where the material is required."""
+    """Return the path if it exists. Otherwise skip the test, or fail it if the material is required."""
     if not path.exists():
         message = f"{path} is missing: `make real` makes it"
         (pytest.fail if os.environ.get("OCTAVO_REQUIRE_REAL") == "1" else pytest.skip)(message)
@@ -68,20 +69,20 @@ def found(path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def real_model():
-    """Return a function: the name of a checkpoint, "smollm2" or "qwen3" say -> its folder."""
+    """Return a function: name of a checkpoint, for example "smollm2" or "qwen3" -> its folder."""
     return lambda name: found(HOME / name / "model.safetensors").parent
 
 
 @pytest.fixture(scope="session")
 def real_gguf():
-    """Return a function: "smollm2" or "gemma3" -> the model's GGUF file, as its package brings it."""
+    """Return a function: "smollm2" or "gemma3" -> the model's GGUF file, as published."""
     names = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
     return lambda name: found(HOME / "gguf" / names[name])
 
 
 @pytest.fixture(scope="session")
 def real_tokenizer(real_model):
-    """Return a function: the name of a checkpoint -> its tokenizer, loaded once."""
+    """Return a function: name of a checkpoint -> its tokenizer, loaded once."""
     return functools.cache(lambda name: Tokenizer.from_directory(real_model(name)))
 
 
@@ -101,13 +102,13 @@ def real_vocabularies() -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def real_scale() -> float:
-    """Share of their cases that sweeps take, above 0 and at most 1."""
+    """Return the share of cases that sweeps run, above 0 and at most 1."""
     return SCALE
 
 
 @pytest.fixture(scope="session")
 def sampled(real_scale):
-    """Return a function: a list of cases -> the share that this run takes, at least one, in their order."""
+    """Return a function: list of cases -> the share that this run takes, at least one, in their order."""
     draw = random.Random(SEED)
 
     def take(cases):

@@ -1,4 +1,4 @@
-"""How the chat templates of real models have calls written: which form each shows, and a forced call through it."""
+"""The forms of calls in the chat templates of real models, and a forced call in each form."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "description": f"Tells {name}", "parameters": parameters}}
     for name, parameters in (("get_weather", PARAMETERS), ("now", NOTHING))
 ]
-ONE_IN_HISTORY = {"gigachat3"}  # whose templates write the first call alone
-# Each template's form of calls, and of reasoning; None for what is not known, or not there.
+ONE_IN_HISTORY = {"gigachat3"}  # its templates write the first call only
+# Each template's form of calls, and of reasoning. None: unknown, or the template has none.
 FORMS = {
     "Apertus-8B-Instruct": ("apertus", "apertus"),
     "Apriel-1.6-15b-Thinker-fixed": ("jamba", "apriel"),
@@ -115,7 +115,7 @@ FORMS = {
 }
 
 _NO_TOOLS = "the template tells the model of no tools"
-# What cannot be done with a template, and why.
+# Templates that cannot be tested, with the reason.
 CANNOT = {
     "HuggingFaceTB-SmolLM3-3B": "the template takes tools under names of its own: xml_tools and python_tools",
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": _NO_TOOLS,
@@ -131,7 +131,7 @@ CANNOT = {
 
 @pytest.fixture(scope="module")
 def engine(real_model):
-    """A tiny random model with Qwen3's vocabulary."""
+    """Return a tiny random model with Qwen3's vocabulary."""
     engine = LLMEngine(
         ModelConfig(model=str(real_model("qwen3")), max_model_len=MAX_MODEL_LEN),
         cache_config=CacheConfig(num_gpu_blocks=NUM_SEQS * MAX_MODEL_LEN // 16),
@@ -143,7 +143,7 @@ def engine(real_model):
 
 @pytest.fixture(scope="module")
 def inputs_with(engine, real_templates):
-    """Return a function: the name of a template -> the model's inputs under it."""
+    """Return a function: name of a template -> the model's inputs with this template."""
     inputs = engine.input_processor
 
     @cache
@@ -159,7 +159,7 @@ def style_of(inputs, reasoning="auto"):
 
 
 def told(parts):
-    """Return the content, and calls with their arguments."""
+    """Return the content, and the calls with their arguments."""
     calls = [(part.text, "".join(p.text for p in parts if p.kind == "arguments" and p.call == part.call))
              for part in parts if part.kind == "call"]  # fmt: skip
     return "".join(part.text for part in parts if part.kind == "content"), calls
@@ -179,18 +179,18 @@ def test_every_template_shows_its_form(real_templates, inputs_with):
 
 CALLS = [("get_weather", {"city": "São Paulo", "days": 20, "is_long": True}), ("now", {})]
 WRITTEN_NOTHING = {"ibm-granite-granite-3.3-2B-Instruct", "LFM2-8B-A1B", "LFM2.5-Instruct"}
-NO_CALLS_BEFORE = "append"  # what Kimi's templates do to a list, and the sandbox refuses, as that of transformers does
+NO_CALLS_BEFORE = "append"  # on a list, by Kimi's templates; this sandbox and transformers' one refuse it
 
 
 def test_calls_as_a_template_writes_them_are_read(real_templates, inputs_with):
-    """Two where the template takes them, else one; the same by letters and at once."""
+    """Two calls if the template takes them, otherwise one; read as one piece and letter by letter."""
     unread = {}
     for name in real_templates:
         inputs = inputs_with(name)
         tools = style_of(inputs).tools
         if tools is None or tools.name == "generic":
             continue
-        takes_one = tools.takes_one or tools.name in ONE_IN_HISTORY  # others would be turns of their own
+        takes_one = tools.takes_one or tools.name in ONE_IN_HISTORY  # further calls would be separate turns
         for calls in (CALLS[:1],) if takes_one else (CALLS, CALLS[:1]):
             try:
                 text = written(inputs, calls)
@@ -212,7 +212,7 @@ def test_calls_as_a_template_writes_them_are_read(real_templates, inputs_with):
 
 
 def written(inputs, calls):
-    """Return what a template makes of an answer that calls tools."""
+    """Return the text that a template writes for an answer with tool calls."""
     listed = [
         {"id": f"call0000{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for index, (name, arguments) in enumerate(calls)
@@ -225,7 +225,7 @@ def written(inputs, calls):
 
 
 def test_a_forced_call_through_every_template(real_templates, engine, inputs_with, sampled):
-    """By a model that knows nothing of it: only the grammar makes it one. Reasoning is another test's."""
+    """The model has not learned any form: only the grammar enforces it. Another test covers reasoning."""
     prompts, params, forms, names = [], [], [], []
     for name in sampled([name for name, (calls, _) in FORMS.items() if calls is not None]):
         inputs = inputs_with(name)

@@ -1,4 +1,4 @@
-"""Answers of a real model are the same with speculation and with steps decided ahead: SmolLM2, copying and telling."""
+"""A real model's answers (SmolLM2, copying and narrating) do not change with speculation or async scheduling."""
 
 import pytest
 from scripted_drafts import verify_all
@@ -23,7 +23,7 @@ def test_answers_are_the_same_with_and_without(real_model):
         for index in range(len(CHATS))
     ]
     answers = []
-    # "suffix" drafts less often: three tokens have to be the same.
+    # "suffix" drafts less often, because three tokens have to match.
     for method, least in (("none", None), ("ngram", 20), ("suffix", 12), ("quantized", 20)):
         config = {"method": method, "num_speculative_tokens": 6}
         options = {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8}
@@ -44,7 +44,7 @@ def test_answers_are_the_same_with_and_without(real_model):
     ids=["some stop early", "some follow a grammar, which all wait for"],
 )
 def test_answers_are_the_same_with_steps_decided_ahead(real_model, options, least):
-    """A crowd whose prompts come in pieces."""
+    """Many requests, with prompts in several chunks."""
     params = [
         SamplingParams(temperature=index % 2 * 0.7, seed=index, max_tokens=40, logprobs=2, **options[index % 2])
         for index in range(2 * len(CHATS))

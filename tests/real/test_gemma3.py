@@ -1,4 +1,4 @@
-"""The tokens of Gemma 3 270M, a base model with windows of 512, are those of transformers: texts, float32, greedy."""
+"""Gemma 3 270M, a base model with windows of 512, gives the tokens of transformers: texts, float32, greedy."""
 
 import pytest
 import torch
@@ -28,7 +28,10 @@ def oracle(real_model):
 
 
 def test_prompts_and_tokens_equal(real_model, oracle, sampled):
-    """All texts at once; the oracle encodes the prompts itself, reads each answer and must choose every token of it."""
+    """All texts in one batch.
+
+    The oracle encodes the prompts itself, reads each answer and has to choose each of its tokens.
+    """
     model, tokenizer = oracle
     texts = sampled(TEXTS)
     llm = LLM(str(real_model("gemma3")), dtype="float32", max_model_len=2048)

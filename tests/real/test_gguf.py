@@ -1,4 +1,4 @@
-"""Real GGUF files: ids of llama.cpp, the tokens of the same model as a folder, and answers that make sense."""
+"""Real GGUF files: ids of llama.cpp, the tokens of the same model in a folder, and answers that make sense."""
 
 import random
 import re
@@ -20,7 +20,7 @@ DECODERS = (
     *("command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2", "llama-bpe", "llama-spm", "mpt"),
     *("phi-3", "qwen2", "qwen35", "refact", "starcoder"),
 )
-UNTOLD = ("aquila", "baichuan", "gpt-neox")  # decoders too, whose ids nobody has written down
+UNTOLD = ("aquila", "baichuan", "gpt-neox")  # decoders too, but without published ids
 QUESTIONS = ("What is the capital of France?", "Write a haiku about the sea.", "Why is the sky blue?")
 NUM_TEXTS = 3000
 
@@ -66,9 +66,9 @@ def test_tokenizer_is_that_of_the_folder(real_gguf, real_tokenizer, real_scale, 
     special = [token for token in theirs.special_tokens.values() if ours.token_id(token) == theirs.token_id(token)]
     assert {"smollm2": "<|im_end|>", "gemma3": "<eos>"}[model] in special
     texts = list(random_texts(round(NUM_TEXTS * real_scale)))
-    if model == "smollm2":  # transformers, which the folder's is from, forgets that each digit stands alone
+    if model == "smollm2":  # transformers' tokenizer, unlike this one, does not split all digits
         texts = [re.sub(r"\d", "", text) for text in texts]
-    else:  # and merges spaces, where SentencePiece takes the longest token of them: 31
+    else:  # it merges spaces, while SentencePiece takes the longest token of them: 31
         texts = [re.sub(" {32,}", " " * 31, text) for text in texts]
     texts += [f"{text}{random.Random(text).choice(special)}{text}" for text in texts[:100]]
     for text in texts:
@@ -79,7 +79,10 @@ def test_tokenizer_is_that_of_the_folder(real_gguf, real_tokenizer, real_scale, 
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
 def test_matrices_for_a_gpu_lose_nothing(real_gguf, model):
-    """Of each type some are packed as they stand; a product with a part of one, in Triton's interpreter."""
+    """Some matrices of each type are packed without loss.
+
+    A product with a part of one runs in Triton's interpreter.
+    """
     pytest.importorskip("triton")
     from octavo.kernels.triton.packed_blocks import PackedBlocks
 
@@ -109,9 +112,9 @@ def answers_of(path, **options):
 
 
 def test_smollm2_answers_as_it_is(real_gguf):
-    """With activations rounded beside its blocks, as llama.cpp rounds them, whose words these are."""
+    """Activations are rounded per block, as in llama.cpp, and these are the words of llama.cpp."""
     answers = answers_of(real_gguf("smollm2"))
-    assert answers[0][2].startswith("L'Étoile, la ")  # of floats it is Paris, by a hair
+    assert answers[0][2].startswith("L'Étoile, la ")  # with float activations it would be Paris, by a tiny margin
     llm = LLM(str(real_gguf("smollm2")), max_model_len=64)
     params = SamplingParams(temperature=0, max_tokens=4)
     [output] = llm.generate(["The capital of France is"], params, use_tqdm=False)
@@ -119,7 +122,7 @@ def test_smollm2_answers_as_it_is(real_gguf):
 
 
 def test_float_file_gives_the_tokens_of_safetensors(real_model, real_gguf, tmp_path):
-    """With the tokenizer and the template of the real file."""
+    """The file has the tokenizer and the template of the real file."""
     folder = real_model("smollm2")
     metadata = GGUFFile.read(real_gguf("smollm2")).metadata
     said = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}

@@ -33,7 +33,7 @@ notes-kv ::= "\"notes\"" space ":" space "[" space (root ("," space root)*)? "]"
 char ::= [^"\\\x7F\x00-\x1F] | [\\] (["\\bfnrt] | "u" [0-9a-fA-F]{4})
 string ::= "\"" char* "\"" space
 space ::= | " " | "\n"{1,2} [ \t]{0,20}
-"""  # as llama.cpp's json_schema_to_grammar.py writes them
+"""  # in the form of llama.cpp's json_schema_to_grammar.py
 WITHOUT_RECURSION = r'root ::= "Answer: " [^\n]{1,200} "\n" ("yes" | "no")'
 WALKS = {
     "json": (JSON, json.dumps(DOCUMENT, ensure_ascii=False)),
@@ -43,7 +43,7 @@ WALKS = {
 
 
 def compiler_of(path):
-    """Return a compiler of grammars over a model's vocabulary, llguidance's tokenizer, and what ends an answer."""
+    """Return a grammar compiler for a model's vocabulary, llguidance's tokenizer, and the EOS token id."""
     text = (path / "tokenizer.json").read_text(encoding="utf-8")
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     eos = config["eos_token_id"] if isinstance(config["eos_token_id"], int) else config["eos_token_id"][0]
@@ -76,7 +76,7 @@ def masks(compiler: GrammarCompiler, grammar: str, token_ids: list[int]) -> list
 
 
 def test_lexemes_allow_what_characters_allow(real_model, monkeypatch) -> None:
-    """Every token of 150,000 at every place."""
+    """Compares all 150,000 tokens at every place."""
     compiler, tokenizer, eos = compiler_of(real_model("qwen3"))
     for grammar, text in WALKS.values():
         token_ids = tokenizer.tokenize_str(text)

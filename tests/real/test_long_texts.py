@@ -1,4 +1,4 @@
-"""Long texts and their ends with tokenizers of real models: `==` what the whole text gives at once."""
+"""Long texts and their ends with tokenizers of real models equal the encoding of the whole text."""
 
 from __future__ import annotations
 

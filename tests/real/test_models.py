@@ -1,4 +1,4 @@
-"""The tokens of a real model are those of transformers: SmolLM2-135M-Instruct, chats, float32, greedy."""
+"""A real model gives the tokens of transformers: SmolLM2-135M-Instruct, chats, float32, greedy."""
 
 import pytest
 import torch
@@ -35,7 +35,10 @@ def oracle(real_model):
 
 
 def test_prompts_and_tokens_equal(real_model, oracle, sampled):
-    """All chats at once; the oracle renders the prompts itself, reads each answer and must choose every token of it."""
+    """All chats in one batch.
+
+    The oracle renders the prompts itself, reads each answer and has to choose each of its tokens.
+    """
     model, tokenizer = oracle
     chats = sampled(CHATS)
     llm = LLM(str(real_model("smollm2")), dtype="float32")

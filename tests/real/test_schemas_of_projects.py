@@ -1,4 +1,4 @@
-"""A small real model fits its answers to schemas as people write them."""
+"""A small real model fits its answers to schemas as users write them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PERSON = {
 }
 NAMES = ["Anna", "Bob", "Carl", "Dora", "Emil", "Fay", "Gus", "Hana", "Ivo", "Jo", "Kim", "Lea"]
 ASKED = ["Describe a person called {} as JSON with name and age.", "Who is {}? Give the name and the age."]
-OVERLAPS = "OpenAPI: overlapping oneOf"  # its options are read as those of anyOf
+OVERLAPS = "OpenAPI: overlapping oneOf"  # its options are read like those of anyOf
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def test_smollm2_closes_an_object_that_names_its_properties(llm, temperature):
     answers = ask(llm, prompts, [PERSON] * len(prompts), temperature, 200)
     for answer in answers:
         jsonschema.validate(json.loads(answer.text), {**PERSON, "additionalProperties": False})
-    assert sum(len(answer.token_ids) for answer in answers) < 1000  # an open object takes twice as many
+    assert sum(len(answer.token_ids) for answer in answers) < 1000  # with an open object it would be twice as many
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_smollm2_fits_public_schemas(llm, temperature):
-    """An answer that the model ended is valid; strings without a limit may take all tokens."""
+    """Every answer that the model ended is valid. Strings without a limit may use up all tokens."""
     prompts = [f"Write a short JSON example: {name.partition(': ')[2]}." for name in SERVED]
     answers = ask(llm, prompts, [each.schema for each in SERVED.values()], temperature, 120)
     num_ended = 0

@@ -1,8 +1,8 @@
-"""Calls and structured answers of tiny random models with real tokenizers and templates: valid, or cut off in the open.
+"""Calls and structured answers of tiny random models with real tokenizers and templates: valid, or cut off by a limit.
 
-A random model wanders: only the grammar keeps it to the form that was asked for, at each temperature. Biases make it
-end its thoughts, and begin calls, which it would else do once in 150,000 tokens; eager ones make it come to an end, so
-that of each kind some answers are whole: a grammar that lets none end is one that fails here.
+A random model writes anything: only the grammar enforces the requested form, at each temperature. Biases make it end
+its reasoning and begin calls; without them it would do so once in 150,000 tokens. "Eager" biases make it finish, so
+that some answers of each kind are complete. A grammar that allows no end fails here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WEATHER = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-MARKED = {  # what markers of real vocabularies look like, in a schema of one's own
+MARKED = {  # texts like the markers of real vocabularies, in a user's schema
     "type": "object",
     "properties": {"<think>": {"enum": ["<tool_call>", "</s>"]}, "b": {"type": "boolean"}},
     "required": ["<think>", "b"],
@@ -94,7 +94,7 @@ THINKING = {
 
 @dataclass
 class Answer:
-    """What a client gets, whole or streamed."""
+    """The answer that a client gets, whole or streamed."""
 
     content: str = ""
     reasoning: str = ""
@@ -138,7 +138,7 @@ def fits(text, schema):
 
 
 def is_valid(kind, answer):
-    """Whether an answer that the model ended is what was asked for."""
+    """Return True if an answer that the model ended has the requested form."""
     names = [name for name, _ in answer.calls]
     has_json = not names and fits(answer.content, JSON_SCHEMAS.get(kind, WEATHER))
     has_calls = bool(names) and all(fits(arguments, SCHEMAS[name]) for name, arguments in answer.calls)
@@ -156,7 +156,7 @@ def is_valid(kind, answer):
 
 
 def fault(kind, answer, *, is_short=False):
-    """Return what is wrong with an answer, None for a right one. is_short: it may end before there is any value."""
+    """Return the fault of an answer, or None. is_short: it may end before it has any value."""
     if kind != "json with markers" and any(marker in answer.content for marker in MARKERS):
         return "a marker in the content"
     if answer.finish_reason != "length":
@@ -166,7 +166,7 @@ def fault(kind, answer, *, is_short=False):
 
 
 def copied(source, directory, *, renamed=None, special=(), template=None):
-    """Copy a checkpoint, with some tokens renamed and special as other models of its family have them."""
+    """Copy a checkpoint. renamed, special: changes of tokens, as in other models of its family."""
     shutil.copytree(source, directory)
     text = (directory / "tokenizer.json").read_text(encoding="utf-8")
     for old, new in (renamed or {}).items():
@@ -182,14 +182,14 @@ def copied(source, directory, *, renamed=None, special=(), template=None):
 
 @pytest.fixture
 def checkpoint(real_model, real_templates, tmp_path):
-    """Return a function: a name -> a checkpoint with a real tokenizer, as published or as other models have it."""
+    """Return a function: name -> a checkpoint with a real tokenizer, as published or changed as in other models."""
 
     def find(name):
         directory = tmp_path / "copy"
         match name:
-            case "qwen3, markers special":  # as fine-tunes have them
+            case "qwen3, markers special":  # as in fine-tuned models
                 return copied(real_model("qwen3"), directory, special=MARKERS)
-            case "llama31 with its tag":  # the vocabulary at hand is Llama 3.0's
+            case "llama31 with its tag":  # the available vocabulary is that of Llama 3.0
                 tag = {"<|reserved_special_token_5|>": "<|python_tag|>"}
                 return copied(real_model("llama31"), directory, renamed=tag)
             case "mistral, markers special":
@@ -218,27 +218,27 @@ def served(path):
             yield http, engine.input_processor.tokenizer
 
 
-# What a random model is to write now and then: the end of its thoughts, the beginning of a call.
+# Biases that make a random model sometimes end its reasoning or begin a call.
 LIKELY = {"</think>": 6.0, "<tool_call>": 4.0, "[TOOL_CALLS]": 4.0}
-# And what makes it come to an end: whatever closes a string, an object, a call or a list of them.
+# Biases that make it finish: they close a string, an object, a call or a list of calls.
 CLOSERS = ('"', "}", '"}', "}}", "]", "}]")
 BEGINNINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"', "[{")
 EAGER = dict.fromkeys(CLOSERS, 10.0) | dict.fromkeys(BEGINNINGS, 14.0) | {"</think>": 20.0, "</tool_call>": 12.0}
 EAGER_SEEDS = 8
-MARKED_CALLS = {"hermes3": "<tool_call>", "mistral": "[TOOL_CALLS]"}  # whose markers are several tokens
+MARKED_CALLS = {"hermes3": "<tool_call>", "mistral": "[TOOL_CALLS]"}  # their markers have several tokens
 
 
 def biases(tokenizer, likely):
-    """Return the logit_bias of some tokens; of those among them that are in the vocabulary."""
+    """Return the logit_bias of some tokens; those missing in the vocabulary are ignored."""
     ids = {tokenizer.token_id(text): bias for text, bias in likely.items()}
     return {str(token_id): bias for token_id, bias in ids.items() if token_id is not None}
 
 
 def eagerness(name, tokenizer):
-    """Return what makes a model begin calls, or values, and come to an end."""
+    """Return parameters that make a model begin calls or values, and finish."""
     wanted = {"logit_bias": biases(tokenizer, EAGER) | {str(tokenizer.eos_token_id): 12.0}}
-    wanted |= {"presence_penalty": 2.0, "frequency_penalty": 2.0}  # one call, rather than many
-    if name in MARKED_CALLS:  # each of its tokens is the likeliest until it is written, and then the end is
+    wanted |= {"presence_penalty": 2.0, "frequency_penalty": 2.0}  # one call rather than many
+    if name in MARKED_CALLS:  # each token of the marker is the most likely one until it is written, then the EOS is
         ids = [*tokenizer.encode(MARKED_CALLS[name], add_special_tokens=False), tokenizer.eos_token_id]
         wanted["logit_bias"] |= {str(token_id): 50 - 0.4 * place for place, token_id in enumerate(ids)}
         wanted["temperature"] = 0.05
@@ -246,7 +246,7 @@ def eagerness(name, tokenizer):
 
 
 def is_whole(kind, answer):
-    """Whether an answer, a valid one, has come to an end with a value: a call or JSON, as asked for."""
+    """Return True if a valid answer is complete and has a value: a call or JSON, as requested."""
     return answer.finish_reason != "length" and bool(answer.calls or kind in WITH_JSON)
 
 
@@ -262,7 +262,7 @@ MODELS = {
     "mistral": ("json", *WITH_TOOLS),
     "mistral, markers special": WITH_TOOLS,
     "mistral with names": WITH_TOOLS,
-    "phi35": (*JSON_SCHEMAS, *WITH_TOOLS),  # its template shows no tools, and so does the next one's
+    "phi35": (*JSON_SCHEMAS, *WITH_TOOLS),  # this template shows no tools, nor does the next one
     "deepseek-r1-distill": ("json",),
     "smollm2": (*JSON_SCHEMAS, *WITH_TOOLS),
 }
@@ -289,7 +289,7 @@ def test_answers_have_the_form_that_was_asked_for(name, checkpoint, sampled, rea
             return fault(kind, answer, is_short=is_short) or answer.finish_reason, answer
 
         kinds = MODELS[name]
-        seeds = (0, 1), range(-(-32 // len(kinds)))  # temperatures, and as many seeds as give each model 500 answers
+        seeds = (0, 1), range(-(-32 // len(kinds)))  # temperatures, and enough seeds for 500 answers per model
         chosen = sampled(
             [
                 *product(kinds, THINKING, *seeds, ("plain", "likely")),
@@ -298,7 +298,7 @@ def test_answers_have_the_form_that_was_asked_for(name, checkpoint, sampled, rea
         )
 
         def ask_eagerly(kind):
-            """At each scale, of a sample until one is whole."""
+            """Yield the results of eager requests. At a smaller scale, stop when an answer is complete."""
             for seed in range(EAGER_SEEDS):
                 case = kind, "off", 1, seed, "eager"
                 told = *case, *ask(case)
@@ -334,7 +334,7 @@ TAGS = (
     "<tool_call>\n<function=now>\n</function>\n</tool_call>"
 )
 MARKS = DeepSeekV3Format().write([("get_weather", json.loads(CITY)), ("now", {})])
-WRITTEN = {  # what models of these families write
+WRITTEN = {  # texts as models of these families write them
     "qwen3": f"{THOUGHT}I look.\n{HERMES}",
     "qwen3, markers special": f"{THOUGHT}I look.\n{HERMES}",
     "qwen3-coder": f"I look.\n{TAGS}",
@@ -349,7 +349,7 @@ WRITTEN = {  # what models of these families write
 
 
 def reader_of(path):
-    """Return a tokenizer, and a function: pieces of tokens and why they end -> the answer's parts."""
+    """Return a tokenizer, and a function: (pieces of tokens, finish reason) -> the answer's parts."""
     config = ModelConfig(model=str(path))
     inputs, _ = make_processors(config, ServedModel.find(config))
     style = AnswerStyle.find("auto", "auto", inputs)
@@ -366,12 +366,12 @@ def told(parts):
     for part in parts:
         if part.kind == "arguments":
             calls[part.call][1] += part.text
-    return kinds["content"].removeprefix(" "), kinds["reasoning"], calls  # sentencepiece begins a word with it
+    return kinds["content"].removeprefix(" "), kinds["reasoning"], calls  # sentencepiece begins a word with a space
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_calls_that_models_write_are_read_wherever_they_are_cut(name, checkpoint, sampled):
-    """Token by token and at once; with a role's tag among them, which is none of the text; in letters, too."""
+    """Token by token, in one piece, letter by letter, and with a role's tag between, which is not part of the text."""
     text = WRITTEN[name]
     tokenizer, read = reader_of(checkpoint(name))
     content = "I look." if "I look." in text else ""
@@ -380,7 +380,7 @@ def test_calls_that_models_write_are_read_wherever_they_are_cut(name, checkpoint
     tokens = tokenizer.encode(text, add_special_tokens=False)
     role = next(each for each in sorted(tokenizer.added_ids) if tokenizer.is_special(each))
     written = [tokens, [*tokens[: len(tokens) // 4], role, *tokens[len(tokens) // 4 :]]]
-    if "mistral" not in name:  # a letter alone begins with a space there
+    if "mistral" not in name:  # there, a single letter begins with a space
         written.append([each for letter in text for each in tokenizer.encode(letter, add_special_tokens=False)])
     for ids in written:
         whole = [*ids, tokenizer.eos_token_id]
@@ -394,7 +394,7 @@ def test_calls_that_models_write_are_read_wherever_they_are_cut(name, checkpoint
             assert reasoning.startswith(thought), cut
             for (name_, arguments), (called, whole_arguments) in zip(calls, expected[2], strict=False):
                 assert name_ == called, cut
-                assert whole_arguments.startswith(arguments.rstrip("\ufffd")), cut  # of a character cut in two
+                assert whole_arguments.startswith(arguments.rstrip("\ufffd")), cut  # a character may be cut
 
 
 def test_a_template_without_tools_gets_the_generic_way(real_model):

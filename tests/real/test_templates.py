@@ -1,8 +1,8 @@
-"""What conversations become under the chat templates of real models: the text that transformers gives.
+"""Conversations rendered with the chat templates of real models give the text that transformers gives.
 
-APIs spell some things in another way than templates read them: a call without text has `content: null`, arguments are
-JSON in a string, texts come in parts. transformers hands messages on as they are, so it is asked for each spelling, and
-the prompt must be that of the first one that it renders best: nothing that was said is missing, no data is printed.
+APIs have forms that templates do not read: a call without text has `content: null`, arguments are JSON in a string, and
+texts have parts. transformers passes messages on unchanged. So it renders each of several spellings. The prompt must
+equal its rendering of the best one: the first without missing texts and printed data.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _frozen_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spellings(messages: Messages) -> Iterator[Messages]:
-    """Yield the ways in which transformers may be told the same."""
+    """Yield the spellings of a conversation that transformers may accept."""
     calls = [message for message in messages if message.get("tool_calls")]
     nulls = [message["content"] for message in calls if not message["content"]]
     is_null = bool(nulls) and nulls[0] is None
@@ -140,7 +140,7 @@ def _spelled(message: dict[str, Any], as_parts: bool, as_text: bool, content: st
 
 
 def said(messages: Messages) -> list[str]:
-    """Return what must stand in the prompt."""
+    """Return the texts that the prompt must contain."""
     texts = []
     for message in messages:
         content = message["content"] or ""
@@ -151,7 +151,7 @@ def said(messages: Messages) -> list[str]:
 
 
 def one_call_at_a_time(messages: Messages) -> Messages:
-    """Return the same history with each call before its result; what was said stays with the first one."""
+    """Return the same history with each call followed by its result. The message's text stays with the first call."""
     results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
     told: Messages = []
     for message in messages:
@@ -164,9 +164,9 @@ def one_call_at_a_time(messages: Messages) -> Messages:
 
 
 def of_transformers(source: str, messages: Messages, options: dict[str, Any]) -> str | None:
-    """Return the rendering of the first of the best spellings; None if all are refused.
+    """Return the rendering of the first of the best spellings, or None if all are refused.
 
-    A history that is refused, or not shown, is spelled with one call at a time.
+    A history that is refused or not shown is also spelled with one call at a time.
     """
     best, best_faults = None, None
     for spelled in itertools.chain(spellings(messages), spellings(one_call_at_a_time(messages))):
@@ -219,7 +219,7 @@ def test_templates_that_take_no_null_for_tools_get_an_empty_list(
 
 
 def as_blocks(messages: Messages) -> tuple[str | None, Messages]:
-    """Spell a conversation as Anthropic's API does: its system prompt, and turns of blocks."""
+    """Convert a conversation to Anthropic's API: its system prompt, and turns of blocks."""
     system, turns = None, list[dict[str, Any]]()
     for message in messages:
         content = message["content"] or []
@@ -239,7 +239,7 @@ def as_blocks(messages: Messages) -> tuple[str | None, Messages]:
 
 
 def as_items(messages: Messages) -> Messages:
-    """Spell a conversation as OpenAI's Responses API does."""
+    """Convert a conversation to OpenAI's Responses API."""
     items = []
     for message in messages:
         content, role = message["content"], message["role"]
@@ -260,7 +260,7 @@ def as_items(messages: Messages) -> Messages:
 
 
 def as_ollama(messages: Messages) -> Messages:
-    """Spell a conversation as Ollama's API does: arguments are objects, and neither calls nor results have ids."""
+    """Convert a conversation to Ollama's API: arguments are objects, and calls and results have no ids."""
     spelled = []
     for message in messages:
         own = {name: value for name, value in message.items() if name not in {"tool_call_id", "reasoning_content"}}
@@ -276,7 +276,7 @@ def as_ollama(messages: Messages) -> Messages:
 
 
 def with_ids_of(messages: Messages, others: Messages) -> Messages:
-    """Return messages whose calls and results have the ids of the same ones elsewhere."""
+    """Return a copy of `messages` with the call ids of `others`."""
     result = copy.deepcopy(messages)
     for message, other in zip(result, others, strict=True):
         if "tool_call_id" in message:
@@ -287,7 +287,7 @@ def with_ids_of(messages: Messages, others: Messages) -> Messages:
 
 
 def prompt_of(template: ChatTemplate, messages: Messages, options: dict[str, Any]) -> str:
-    """Return the prompt, or the words of the refusal."""
+    """Return the prompt, or the error's text if it is refused."""
     try:
         return template.render(messages, **options)
     except RequestError as error:
@@ -302,7 +302,7 @@ def test_prompts_are_the_same_by_every_api(
     sampled: Callable[[list[str]], list[str]],
 ) -> None:
     messages, options = CONVERSATIONS[kind]
-    # Blocks and items know no text that is there and empty.
+    # Blocks and items cannot express an empty text.
     messages = [{**message, "content": message["content"] or None} for message in messages]
     names = sampled([*real_templates])
     prompts = [prompt_of(compiled(name), read_messages(messages), options) for name in names]
@@ -343,10 +343,11 @@ DEMANDING: dict[str, Messages] = {
     "an assistant's greeting": [SYSTEM, ANSWER, USER],
     "two assistants' turns": [USER, ANSWER, {**ANSWER, "content": "Indeed."}, FURTHER],
 }
-# They refuse or lose every call of a history, the greeting or all that is said; the server tells calls in text to some.
+# These templates refuse or lose every call of a history, the greeting, or everything. For some of them the server
+# writes calls as text.
 NO_CALLS = {
     "HuggingFaceTB-SmolLM3-3B",
-    "Kimi-K2-Instruct",  # changes a list, which the sandbox forbids, as that of transformers does
+    "Kimi-K2-Instruct",  # changes a list, which this sandbox and transformers' sandbox forbid
     "Kimi-K2-Thinking",
     "LFM2-8B-A1B",
     "LFM2.5-Instruct",

@@ -1,4 +1,4 @@
-"""Texts of real vocabularies: streams equal whole, and log probabilities tell tokens as they stand in the text."""
+"""Texts of real vocabularies: streams equal whole answers, and log probabilities have the tokens' texts and places."""
 
 import json
 import random
@@ -23,7 +23,7 @@ NUM_STREAMS, NUM_ANSWERS = 2000, 40
 
 
 def bytes_of(tokenizer):
-    """Tokens that are parts of characters."""
+    """Return the tokens that are parts of characters."""
     return [i for i in range(tokenizer.vocab_size) if isinstance(tokenizer.piece(i), bytes)]
 
 
@@ -33,7 +33,7 @@ def tokenizer(request, real_tokenizer):
 
 
 def test_streams_of_random_tokens_equal_whole_behind_any_prompt(tokenizer, real_scale):
-    """What streams in any cut is what the library decodes at once."""
+    """A stream with any cuts equals the library's decoding of the whole."""
     draw = random.Random(1)
     added = sorted(tokenizer.backend.get_added_tokens_decoder())
     parts = bytes_of(tokenizer)
@@ -51,7 +51,7 @@ def test_bytes_of_tokens_are_those_of_their_text(tokenizer):
     for text in ("Zwölf Boxkämpfer 🦜\n\n狐 don't   3.14 naïve\u00a0x", "def f(x):\n\treturn x ** 2  # 中文 ▁ Ġ"):
         pieces = [tokenizer.piece(token_id) for token_id in tokenizer.encode(text, add_special_tokens=False)]
         data = b"".join(piece.encode() if isinstance(piece, str) else piece for piece in pieces).decode()
-        assert data.removeprefix(" ") in {text, text.replace("▁", " ")}  # which sentencepiece cannot tell apart
+        assert data.removeprefix(" ") in {text, text.replace("▁", " ")}  # sentencepiece cannot distinguish these
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -77,7 +77,7 @@ def ask(http: httpx.Client, path: str, **body):
 
 
 def test_a_byte_and_a_letter_are_a_replacement_character_and_the_stream_goes_on(served):
-    """The answer of the Phi-3 and Llama 2 vocabularies that ended the whole server."""
+    """This answer of the Phi-3 and Llama 2 vocabularies once ended the whole server."""
     tokenizer, http, _ = served
     letter = tokenizer.token_id("H")
     byte = next(i for i in range(tokenizer.vocab_size) if tokenizer.piece(i) == b"\xf0")
@@ -89,7 +89,7 @@ def test_a_byte_and_a_letter_are_a_replacement_character_and_the_stream_goes_on(
             "allowed_token_ids": [byte, letter],
             "logit_bias": bias,
             "logprobs": 1,
-            "frequency_penalty": 2.0,  # so that both come, of a trained model too
+            "frequency_penalty": 2.0,  # so that both tokens come, even from a trained model
         }
         whole = ask(http, "/v1/completions", **body, seed=3)["choices"][0]
         chunks = ask(http, "/v1/completions", **body, seed=3, stream=True)
@@ -100,7 +100,7 @@ def test_a_byte_and_a_letter_are_a_replacement_character_and_the_stream_goes_on(
 
 
 def check_places(text, scored, num_asked, hidden):
-    """`text[offset:]` begins with each token's text, and all alternatives are there."""
+    """Check that `text[offset:]` begins with each token's text, and that all alternatives are present."""
     assert len({len(each) for each in scored.values()}) == 1
     assert scored["text_offset"] == sorted(scored["text_offset"])
     for token, offset, top in zip(*(scored[name] for name in ("tokens", "text_offset", "top_logprobs")), strict=True):
@@ -123,7 +123,7 @@ def test_answers_with_log_probabilities(served, real_scale, options):
         if number % 3 == 2:
             prompt = [draw.randrange(tokenizer.vocab_size) for _ in range(9)]
         body = {"prompt": prompt, "max_tokens": 24, "logprobs": 20, "seed": number, "ignore_eos": True, **options}
-        if number % 2:  # of many bytes, which a random model seldom draws
+        if number % 2:  # with many byte tokens, which a random model rarely draws
             body["allowed_token_ids"] = many_bytes
         whole = ask(http, "/v1/completions", **body)
         chunks = ask(http, "/v1/completions", **body, stream=True)

@@ -1,4 +1,4 @@
-"""Which tokens are told as an answer's content, over real vocabularies; and where a text begins behind special ones."""
+"""The tokens that are reported as an answer's content, over real vocabularies, and the text after special tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_tokens_of_content_are_those_that_have_some_of_it(name, real_model, 
 
 @pytest.mark.parametrize("name", ["phi35", "mistral"])
 def test_a_text_behind_special_tokens_begins_as_transformers_has_it(name, real_model):
-    """With some of the special tokens shown, as markers are, and without; these vocabularies strip a first space."""
+    """With some special tokens shown (as markers are), and without. These vocabularies strip a first space."""
     tokenizer = inputs_of(real_model(name)).tokenizer
     oracle = transformers.AutoTokenizer.from_pretrained(real_model(name))
     special = sorted(each for each in tokenizer.added_ids if tokenizer.is_special(each))

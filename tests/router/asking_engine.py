@@ -1,4 +1,4 @@
-"""A connection to an engine on which a request was sent, without an engine: a test says what arrives."""
+"""A connection on which a request was sent, without an engine: a test decides the bytes that arrive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMITS = AnswerLimits(first_byte_s=60.0, idle_s=60.0, max_bytes=1 << 30)
 
 
 class Transport:
-    """What a connection writes to; nobody is there."""
+    """A fake transport that keeps the written bytes."""
 
     def __init__(self) -> None:
         self.written, self.is_reading, self.is_closed = b"", True, False
@@ -44,7 +44,7 @@ class Asked:
         self.answer = asyncio.ensure_future(self.connection.ask(b"GET", b"", limits, is_head=is_head))
 
     async def gets(self, data: bytes, size: int, *, ends: bool = True) -> tuple[int, bytes]:
-        """Receive so much at a time, and then the connection's end; return status and body."""
+        """Receive `data` in pieces of `size` bytes, then, if `ends`, the connection's end. Return status and body."""
         await asyncio.sleep(0)
         reading = asyncio.ensure_future(self.read())
         for start in range(0, len(data), size):
@@ -54,6 +54,6 @@ class Asked:
         return await reading
 
     async def read(self) -> tuple[int, bytes]:
-        """Return status and body as soon as all of it is there."""
+        """Return status and body as soon as the answer is complete."""
         async with await self.answer as answer:
             return answer.status, await answer.read()

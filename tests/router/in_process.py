@@ -1,4 +1,4 @@
-"""A router's service in this process. Its engines answer with bytes from the test: no socket, no thread."""
+"""A router's service in this process. Its engines answer with a test's bytes: no socket, no thread."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ USAGE = {"prompt_tokens": 300, "total_tokens": 302, "prompt_tokens_details": {"c
 
 
 def answer(body: object = None, status: int = 200, *, kind: str = "application/json", more: str = "") -> bytes:
-    """Return a complete answer. body: an object for JSON, or bytes. more: lines of further headers."""
+    """Return a complete answer. body: an object (for JSON) or bytes. more: lines of further headers."""
     content = body if isinstance(body, bytes) else json.dumps(body or {}, separators=(",", ":")).encode()
     head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(content)}\r\n{more}\r\n"
     return head.encode() + content
 
 
 class MadeUpUpstream:
-    """Gives each engine's answers in turn, the last one again and again.
+    """Gives each engine's answers in turn, and repeats the last one.
 
-    An answer is bytes, followed by the connection's end if `ends`, an exception, or a coroutine function that feeds a
-    connection. asked: engine, scope and body of each request.
+    An answer is one of: bytes, which the connection's end follows if `ends`; an exception; a coroutine function that
+    feeds a connection. asked: engine, scope and body of each request.
     """
 
     def __init__(self, max_answer_bytes: int) -> None:
@@ -72,7 +72,7 @@ class MadeUpUpstream:
 
 
 class Client:
-    """A client of a router. All engines are ready. sent: ASGI's messages. state: of the last request."""
+    """A client of a router with engines that are all ready. sent: ASGI's messages. state: of the last request."""
 
     def __init__(self, num_engines: int = 2, **options: Any) -> None:
         self.service = RouterService(RouterConfig(engines=URLS[:num_engines], policy="round_robin", **options))
@@ -88,7 +88,7 @@ class Client:
         self.leaves = asyncio.Event()
 
     def answers(self, *given: Any, of: int = 0) -> None:
-        """Let an engine answer so."""
+        """Set the answers of engine number `of`."""
         self.upstream.answers[self.engines[of].url] = list(given)
 
     async def ask(
@@ -100,7 +100,7 @@ class Client:
         headers: Any = (),
         **body: Any,
     ) -> tuple[int, bytes]:
-        """Send a request; return the answer's status, 0 for none, and its body."""
+        """Send a request. Return the answer's status (0 if there is none) and its body."""
         content = json.dumps(body or {"prompt": "a", "max_tokens": 4}).encode()
         messages = [{"type": "http.request", "body": content, "more_body": False}]
         self.sent, self.state = [], {"tenant": tenant, "audit": {}}

@@ -1,4 +1,4 @@
-"""A real router on a loopback port, in a thread, before real servers around fake engines, or before made-up ones."""
+"""A real router on a loopback port, in a thread, with real servers on fake engines, or with fake servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Routing:
-    """A router that runs."""
+    """A running router."""
 
     url: str
     server: GracefulServer
@@ -44,7 +44,7 @@ class Routing:
 
 @contextlib.contextmanager
 def run_router(*urls: str, num_ready: int | None = None, **options: Any) -> Iterator[Routing]:
-    """Route until the block is left; num_ready: so many engines are waited for, by default all that are named."""
+    """Run a router. num_ready: number of engines to wait for, by default all."""
     settings: dict[str, Any] = {"grace_s": 0.0, "log_level": "critical", "health_interval_s": 0.05}
     service = RouterService(RouterConfig(engines=urls, **{**settings, **options}))
     server = make_router(service)

@@ -1,4 +1,4 @@
-"""An engine of a role, with scripted answers, for a router that pairs prefill with decode engines."""
+"""A fake engine with a role and scripted answers, for a router that pairs prefill with decode engines."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NUM_PROMPT_TOKENS = 300
 
 
 class Scripted:
-    """An engine of a role. does: what it does with a POST. release: lets those go on that wait.
+    """A fake engine with a role. does: its action for a POST. release: event that lets waiting POSTs continue.
 
-    follows: the engine that is asked before this one answers, where it is to "follow". num_cached: what its answers
-    say of their prompts of num_prompt tokens; None: nothing. kv_format: what it says of its KV. figures: its metrics,
-    None for JSON.
+    follows: if `does` is "follow", the engine that must be asked before this one answers. num_cached: cached tokens
+    that its answers report, of num_prompt prompt tokens; None: no usage. kv_format: the KV format that it reports.
+    figures: its metrics; None: JSON.
     """
 
     def __init__(self, role: str | None, does: str, port: int | None) -> None:
@@ -131,7 +131,7 @@ async def _send(send, status, body, headers=()) -> None:
 
 @contextlib.contextmanager
 def scripted(role: str | None, does: str = "answer", port: int | None = None) -> Iterator[tuple[str, Scripted]]:
-    """Run one on a free port."""
+    """Run one on a free port. Yield its address and the engine."""
     app = Scripted(role, does, port)
     sock = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0))

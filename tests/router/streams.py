@@ -1,4 +1,4 @@
-"""An engine of a few lines that streams what a request names, and clients that read the bytes of it."""
+"""A small fake engine that streams the events that a request asks for, and clients that read their bytes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ READY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 
 
 class Streams:
-    """Writes so many events of so many bytes, in pieces of so many; company: waits until so many streams are open."""
+    """Writes `events` events of `size` bytes, in pieces of `piece` bytes. company: open streams to wait for."""
 
     def __init__(self) -> None:
         self.num_sent_bytes = self._num_begun = 0
         self._has_begun = asyncio.Condition()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer on one connection."""
+        """Answer the requests of one connection."""
         with (
             contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError),
             contextlib.closing(writer.transport),
@@ -61,14 +61,14 @@ class Streams:
 
 
 def event(name: str, number: int, size: int) -> bytes:
-    """Return an event."""
+    """Return the bytes of an event."""
     return b"data: %b %d " % (name.encode(), number) + b"x" * size + b"\n\n"
 
 
 class Raw:
-    """Writes the same bytes to each POST. then: it keeps the connection, ends it, says nothing more, or repeats `more`.
+    """Writes the same bytes to each POST. then: keep the connection, end it, stay silent, or repeat `more`.
 
-    get: bytes for each GET of a dashboard.
+    get: bytes for each GET of a path that starts with /dashboard.
     """
 
     def __init__(self, answer: bytes, then: str = "keep", *, more: bytes = b"", get: bytes = READY) -> None:
@@ -76,7 +76,7 @@ class Raw:
         self.num_posts = self.num_left = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer on one connection."""
+        """Answer the requests of one connection."""
         with (
             contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError),
             contextlib.closing(writer.transport),
@@ -109,7 +109,7 @@ class Raw:
 def raw_engine(
     answer: bytes, then: str = "keep", *, more: bytes = b"", get: bytes = READY
 ) -> Iterator[tuple[str, Raw]]:
-    """Run one in a thread; give its address."""
+    """Run one in a thread. Yield its address and the engine."""
     engine = Raw(answer, then, more=more, get=get)
     with _running(engine.serve) as url:
         yield url, engine
@@ -117,7 +117,7 @@ def raw_engine(
 
 @contextlib.contextmanager
 def stream_engine() -> Iterator[tuple[str, Streams]]:
-    """Run one in a thread; give its address."""
+    """Run one in a thread. Yield its address and the engine."""
     streams = Streams()
     with _running(streams.serve) as url:
         yield url, streams
@@ -148,14 +148,14 @@ def _running(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Await
 
 
 def request(**body: object) -> bytes:
-    """Return a request for such a stream."""
+    """Return a request for a stream. body: the arguments of `Streams`."""
     content = json.dumps(body).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
     return head + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(content) + content
 
 
 def events_of(answer: bytes) -> list[bytes]:
-    """Read a chunked answer. Raises `ValueError` where it is none, or an event does not end with its chunk."""
+    """Return the events of a chunked answer. Raises `ValueError` if one does not end with its chunk."""
     events: list[bytes] = []
     start = answer.index(b"\r\n\r\n", len(b"HTTP/1.1 200")) + 4
     while True:
@@ -171,7 +171,7 @@ def events_of(answer: bytes) -> list[bytes]:
 
 
 async def ask(url: str, **body: object) -> list[bytes]:
-    """Return a stream's events."""
+    """Return the events of one stream."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     with contextlib.closing(writer):
@@ -180,7 +180,7 @@ async def ask(url: str, **body: object) -> list[bytes]:
 
 
 async def ask_many(url: str, count: int, num_events: int) -> list[list[bytes]]:
-    """Return as many streams' events, `s0` and so on, which are all open at once."""
+    """Return the events of `count` streams, named `s0`, `s1` and so on, which are all open at the same time."""
     asked = {"events": num_events, "size": 20, "piece": 16, "company": count}
     async with asyncio.timeout(3 * DEADLINE_S):
         return await asyncio.gather(*(ask(url, name=f"s{index}", **asked) for index in range(count)))

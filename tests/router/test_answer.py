@@ -1,4 +1,4 @@
-"""Bounds of an engine's answer, in virtual time: silence, trickles, bytes without end, and what is no HTTP."""
+"""Limits on an engine's answer, in virtual time: silence, trickles, endless bytes, and malformed HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 async def trickle(asked: Asked, data: bytes, every_s: float, then: bytes = b"") -> None:
-    """Let the same bytes come again and again, and once other ones."""
+    """Receive `data` once, then `then` (by default `data`) every `every_s` seconds."""
     asked.connection.data_received(data)
     while not asked.transport.is_closed:
         await asyncio.sleep(every_s)
@@ -28,7 +28,7 @@ async def trickle(asked: Asked, data: bytes, every_s: float, then: bytes = b"") 
 
 
 def silent_after(data: bytes, then: bytes = b"", every_s: float = 1.0) -> float:
-    """Return after how many seconds an answer fails whose bytes come like this."""
+    """Return the time in seconds at which an answer with these bytes fails."""
 
     async def work(now):
         asked = Asked(limits=LIMITS)
@@ -340,7 +340,7 @@ def test_retry_after_of_a_date_to_come():
 
 @pytest.mark.parametrize(("size", "fits"), [(1 << 16, True), ((1 << 16) + 1, False)])
 def test_headers_may_be_as_large_as_the_limit(size, fits):
-    """Names and values count as they are, and all bytes until the headers are complete."""
+    """Names and values count without separators; until the headers are complete, all bytes count."""
 
     async def work(_now):
         whole = b"HTTP/1.1 200 OK\r\nA: " + b"x" * (size - 1 - 15) + b"\r\nContent-Length: 1\r\n\r\na"
@@ -454,7 +454,7 @@ def test_relay_ends_when_its_taker_has_room_again():
         await asyncio.sleep(0)
         asked.connection.data_received(CHUNKED + b"1\r\na\r\n")
         answer, taken = await asked.answer, []
-        relaying = asyncio.ensure_future(answer.relay(taken.append, lambda: asyncio.sleep(5.0)))  # which takes no more
+        relaying = asyncio.ensure_future(answer.relay(taken.append, lambda: asyncio.sleep(5.0)))  # a slow client
         await asyncio.sleep(1.0)
         asked.connection.data_received(b"1\r\nb\r\n0\r\n\r\n")
         await relaying

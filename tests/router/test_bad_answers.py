@@ -1,4 +1,4 @@
-"""Engines whose answers are wrong or too large: a client gets a clear error, or another engine's answer, once."""
+"""Malformed or too large answers of engines: a client gets a clear error, or another engine's answer, once."""
 
 from __future__ import annotations
 
@@ -106,14 +106,14 @@ def test_unmodified_file_is_passed_on_without_its_length():
 def test_refusal_with_the_soonest_retry_after_is_passed_on(waits, soonest, engines):
     urls = [engines(refusal(429, *(() if wait is None else (f"Retry-After: {wait}",)))) for wait in waits]
     with run_router(*urls, policy="round_robin") as routing, routing.http() as http:
-        for _ in waits:  # whichever is asked first
+        for _ in waits:  # whichever engine is asked first
             answer = http.post(PATH, json=CHAT)
             assert (answer.status_code, answer.headers.get("retry-after")) == (429, soonest)
 
 
 @pytest.fixture
 def engines():
-    """Run engines until the test ends."""
+    """Return a function that runs an engine until the test ends."""
     with contextlib.ExitStack() as stack:
         yield lambda answer, *more: stack.enter_context(raw_engine(answer, *more))[0]
 
@@ -168,7 +168,7 @@ def test_empty_stream_that_its_connection_ends_goes_elsewhere(engines):
 
 @pytest.mark.parametrize("end", [b"\r\n\r\n", b"\n\r\n"])
 def test_events_whose_lines_end_with_crlf_come_at_once(end):
-    """As of engines on sse-starlette."""
+    """Engines that use sse-starlette send such events."""
     event = b'data: {"text":"a"}' + end
     with (
         raw_engine(HEAD + chunk(event) + chunk(event[:9]), "silent") as (url, _),
@@ -218,7 +218,7 @@ def test_json_above_the_limit_that_is_cut_ends_its_connection():
 
 
 def test_event_without_an_end_fills_no_memory():
-    """Its client does not read, either."""
+    """The client does not read either."""
     more = chunk(b"x" * 65536)
     with (
         raw_engine(HEAD, "repeat", more=more) as (url, engine),
@@ -241,7 +241,7 @@ def stream_of(max_bytes: int = 1 << 30) -> EventStream:
 
 
 def cpu_s(num_pieces: int, piece: bytes) -> float:
-    """Return the processor time of one event in so many pieces: the least of three."""
+    """Return the processor time of one event in `num_pieces` pieces, the minimum of three runs."""
     times = []
     for _ in range(3):
         stream, start = stream_of(), time.thread_time()
@@ -255,7 +255,7 @@ def cpu_s(num_pieces: int, piece: bytes) -> float:
 
 
 def test_time_of_a_large_event_is_linear_in_its_size():
-    """Sixteen times the pieces take about sixteen times as long; where each copies all before it, 256 times."""
+    """16 times the pieces take about 16 times as long. If each piece copied all earlier ones, it would be 256 times."""
     piece = b"x" * 4096
     assert cpu_s(4096, piece) < 64 * cpu_s(256, piece)
 

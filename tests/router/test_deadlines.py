@@ -1,4 +1,4 @@
-"""Engines that accept and never answer, or stop in the middle: each request ends once, in time, elsewhere if it can."""
+"""Engines that never answer, or stop midway. Each request ends once and in time, on another engine if possible."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_stream_whose_engine_stops_after_its_last_event_is_complete():
     ids=["JSON", "bytes", "comments of a stream"],
 )
 def test_answer_that_never_ends_ends_with_its_request(begun, more):
-    """Its client may read, or not."""
+    """This holds whether its client reads or not."""
     with (
         raw_engine(begun, "repeat", more=more) as (url, endless),
         run_router(url, request_timeout_s=3 * SHORT_S, max_answer_bytes=1 << 16) as routing,
@@ -162,7 +162,7 @@ def test_answer_that_never_ends_ends_with_its_request(begun, more):
 
 
 def test_feed_without_an_end_goes_on_for_a_get():
-    """A dashboard watches for as long as it is open."""
+    """A dashboard reads its feed for as long as it is open."""
     feed = STREAM + chunk(EVENT) + b"0\r\n\r\n"
     with raw_engine(b"", "silent", get=feed) as (url, _):
         options = {"request_timeout_s": 1e-6, "engine_first_byte_timeout_s": 60.0}
@@ -259,7 +259,7 @@ def test_router_reads_the_limit_of_an_engine(published, known):
 
 
 def test_engine_ends_a_request_before_the_router_does():
-    """The engine's own error comes at its limit; the router's limit by default lies after it."""
+    """The engine reports its own timeout, because the router's default limit is later."""
     with (
         run_server(request_timeout_s=SHORT_S) as server,
         run_router(server.url) as routing,

@@ -1,4 +1,4 @@
-"""Which engines there are: from a file that changes, and from a name."""
+"""The set of engines: from a file that changes, and from a DNS name."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_is_told_once(tmp_path, c
 
 
 def resolves(monkeypatch, answers):
-    """Have names resolve to one answer after another: addresses, or an error."""
+    """Make name resolution return these answers in turn: addresses, or an error."""
 
     def look_up(host, port, **_):
         assert (host, port) == ("engines.example", 8000)

@@ -1,4 +1,4 @@
-"""What a request's way through a router does, step by step, in this process and in virtual time."""
+"""A request's way through a router, step by step, in this process and in virtual time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chunk(data: bytes) -> bytes:
 
 
 async def hang(_connection) -> None:
-    """Answer nothing."""
+    """Never answer."""
 
 
 def error_code(told) -> tuple[int, str]:
@@ -48,7 +48,7 @@ def test_whole_answer_is_counted_and_charged():
         assert client.service.limiter.streams.num_held == 0
         client.answers(answer({"error": 1}))
         await client.ask()
-        assert len(charged) == 1  # of an answer without counts nothing is charged
+        assert len(charged) == 1  # an answer without usage charges nothing
 
     run_virtually(work)
 
@@ -95,7 +95,7 @@ def test_soonest_refusal_is_passed_on():
         for index, more in enumerate(("retry-after: 9\r\n", "retry-after: 2\r\n", "")):
             client.answers(answer({"from": index}, 429, more=more), of=index)
         assert await client.ask() == (429, b'{"from":1}')
-        assert len(client.upstream.asked) == 3  # an engine that is full has not failed
+        assert len(client.upstream.asked) == 3  # a full engine has not failed
         start = next(message for message in client.sent if message["type"] == "http.response.start")
         assert (b"retry-after", b"2") in start["headers"]
         assert [engine.num_failures for engine in client.engines] == [0, 0, 0]
@@ -318,7 +318,7 @@ def test_only_requests_that_a_model_serves_take_places(method, path, num_held):
 
 
 def test_get_has_a_limit_of_time_only_if_it_asks_for_one():
-    """The answer of a dashboard has no end."""
+    """A dashboard's answer does not end."""
 
     async def work(now):
         client = Client(1, request_timeout_s=5.0)

@@ -1,4 +1,4 @@
-"""Engines that fail, freeze, leave or are full: each request ends once, and nothing is answered twice."""
+"""Engines that fail, freeze, shut down or are full: each request ends once, and no answer is sent twice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LINE = b'{"message":{"role":"assistant","content":"a"},"done":false}\n'
 
 
 class MadeUp:
-    """An engine of a few lines. does: what it does with a POST, see `_answer`; last: events behind the first."""
+    """A small fake engine. does: its action for a POST, see `_answer`. last: bytes after the first event."""
 
     def __init__(self, does: str, last: bytes = b"") -> None:
         self.last = last
@@ -77,7 +77,7 @@ class MadeUp:
                     return
                 if self.does == "die within an event":
                     await send({"type": "http.response.body", "body": event[:20], "more_body": True})
-                await asyncio.sleep(0.01)  # what was written is to be read before the connection is reset
+                await asyncio.sleep(0.01)  # lets the router read the bytes before the connection is reset
                 _die(receive)
             case "hang":
                 while (await receive())["type"] != "http.disconnect":
@@ -86,7 +86,7 @@ class MadeUp:
 
 
 def _die(receive) -> None:
-    """End a connection as a process does that is killed."""
+    """Reset a connection, as if its process were killed."""
     receive.__self__.transport.abort()
 
 
@@ -98,7 +98,7 @@ async def _send(send, status, body, headers=()) -> None:
 
 @contextlib.contextmanager
 def made_up(does: str, last: bytes = b"") -> Iterator[tuple[str, MadeUp]]:
-    """Run one on a free port."""
+    """Run one on a free port. Yield its address and the engine."""
     app = MadeUp(does, last)
     sock = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0))
@@ -328,7 +328,7 @@ def test_open_requests_end_when_the_router_is_told_to_stop():
 
 
 def test_an_engine_lost_while_its_whole_answer_is_written_is_not_asked_again_elsewhere():
-    """Its client reads slowly; what it is told is the answer, once."""
+    """The client reads slowly. It gets the complete answer, once."""
     with (
         made_up("large") as (url, first),
         made_up("large") as (other, second),
@@ -346,7 +346,7 @@ def test_an_engine_lost_while_its_whole_answer_is_written_is_not_asked_again_els
 
 
 def test_what_somebody_asks_for_stops_no_watching():
-    """A number of 400 digits is the engine's to refuse; the router counts it as a large one."""
+    """Numbers of 400 digits are for the engine to refuse. The router counts them as a large number."""
     with made_up("answer") as (url, _), run_router(url) as routing, routing.http() as http:
         engine = routing.engine(url)
         for count in (10**400, 10**18):
@@ -359,7 +359,7 @@ def test_what_somebody_asks_for_stops_no_watching():
 
 
 def test_a_request_that_takes_engines_down_is_not_tried_on_all():
-    """An engine that begins anew says 503 to what it was doing."""
+    """A restarting engine answers 503 to its requests."""
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(made_up("closing")) for _ in range(4)]
         routing = stack.enter_context(run_router(*(url for url, _ in engines)))

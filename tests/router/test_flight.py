@@ -1,4 +1,4 @@
-"""A request under way: the reasons that end it, and its limit of time, in virtual time."""
+"""A request in flight: the reasons that end it, and its deadline, in virtual time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_end_between_two_guarded_blocks_is_raised_at_the_next_one():
             async with flight.guarded():
                 pytest.fail("the block is not entered")
         async with flight.guarded():
-            pass  # it was told once
+            pass  # the reason is reported only once
 
     run_virtually(work)
 

@@ -1,4 +1,4 @@
-"""When a replica is started again, when it has failed, and when an engine is lost: without a process."""
+"""Restarts of a replica, its failed state, and the loss of an engine, without a process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.router.watching import EngineWatch
 
 
 class Process:
-    """Stands in for a child, which has ended with `status` unless that is None."""
+    """A fake child process. status: its exit status; None: it runs."""
 
     def __init__(self, status=None):
         self.status, self.told = status, []
@@ -73,7 +73,7 @@ def test_a_replica_that_does_not_end_is_killed(is_alive, killed):
 
 
 def run(monkeypatch, *runs):
-    """Run a replica that ends with (status, after so many seconds); return its pauses and when it had failed."""
+    """Run a replica. runs: (exit status, seconds) of each run. Return its pauses, and at each whether it had failed."""
     made, now, pauses, failed = replica(), [0.0], [], []
     left = list(runs)
 
@@ -138,7 +138,7 @@ def test_a_silent_replica_is_killed_after_eight_times():
     ("error", "forgets"), [(ConnectionRefusedError(), True), (ConnectionResetError(), True), (TimeoutError(), False)]
 )
 def test_the_cache_of_an_engine_that_refuses_connections_is_forgotten(error, forgets):
-    """Whatever answers at its address next has an empty cache; an engine that is only silent keeps its own."""
+    """The next process at its address has an empty cache. A silent engine keeps its cache."""
     heard = []
     watch = object.__new__(EngineWatch)
     watch._pool = SimpleNamespace(

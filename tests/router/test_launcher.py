@@ -1,4 +1,4 @@
-"""Children of a router: one that says nothing any more is started again."""
+"""Child processes of a router: a silent one is restarted."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def test_a_frozen_replica_is_killed_and_started_again(tmp_path, caplog):
         wait_until(lambda: pids.read_text().endswith("\n"), "it runs")
         first = psutil.Process(int(pids.read_text()))
         first.suspend()
-        replicas.silent(URL, 7)  # it may be slow
-        replicas.silent("http://127.0.0.1:2", 100)  # somebody else's
+        replicas.silent(URL, 7)  # too early: it may be slow
+        replicas.silent("http://127.0.0.1:2", 100)  # not an address of a child
         assert "is killed" not in caplog.text
         replicas.silent(URL, 8)
         assert "is killed" in caplog.text

@@ -1,4 +1,4 @@
-"""Both halves of a request for which one engine computes the prompt, in this process and in virtual time."""
+"""Both halves of a request with prefill on another engine, in this process and in virtual time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONG = {"prompt": [7] * 300, "max_tokens": 4}
 
 
 async def hang(_connection) -> None:
-    """Answer nothing."""
+    """Never answer."""
 
 
 def pair_of(**options) -> Client:
@@ -30,7 +30,7 @@ def test_prefill_that_takes_too_long_for_its_length_is_given_up(caplog):
 
         async def look(connection):
             await asyncio.sleep(0.01)
-            status = 500 if prefill.flights else 200  # it ends before the other one answers
+            status = 500 if prefill.flights else 200  # the prefill ends before the decode engine answers
             connection.data_received(answer({"usage": USAGE}, status))
 
         client.answers(look, of=1)
@@ -62,7 +62,7 @@ def test_decode_engine_hears_of_kv_only_if_the_prefill_was_computed(status):
         client.answers(answer({}, status))
         prefill.prefills_from = 0.0
         await client.ask(**LONG)
-        assert prefill.num_prefill_tokens == (300 if status == 200 else 0)  # this one says nothing of its prompt
+        assert prefill.num_prefill_tokens == (300 if status == 200 else 0)  # the second answer reports no prompt tokens
 
     run_virtually(work)
 
@@ -118,7 +118,7 @@ def test_lost_prefill_engine_fails_only_its_half():
     ],
 )
 def test_pair_notes_whether_kv_came_if_enough_was_new(usage, known, noted):
-    """Enough: 256 tokens, of which the decode engine was not expected to have any."""
+    """Enough is 256 prompt tokens that the decode engine was not expected to have."""
 
     async def work(_now):
         client = pair_of()
@@ -145,7 +145,7 @@ def test_pair_whose_answer_or_prefill_failed_notes_nothing():
         for of, given in ((0, answer(None, 500)), (1, answer(None, 400)), (1, ConnectionResetError())):
             client = pair_of()
             client.answers(given, of=of)
-            client.service.pool.partners = SimpleNamespace(may_pair=lambda *_: True)  # anything else is an error
+            client.service.pool.partners = SimpleNamespace(may_pair=lambda *_: True)  # any other call would raise
             await client.ask(**LONG)
 
     run_virtually(work)

@@ -1,4 +1,4 @@
-"""Prefill and decode engines behind the router: who is asked what, and when; each request is answered once."""
+"""Prefill and decode engines with a router: the order of their requests. Each client's request is answered once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PORT = 4711
 
 @pytest.fixture(scope="module")
 def stage():
-    """One engine of each role, a router before them, and a client of it, for all tests."""
+    """Run one engine of each role, a router and a client, shared by all tests."""
     with (
         scripted("prefill") as (prefill_url, prefill),
         scripted("decode") as (decode_url, decode),
@@ -44,7 +44,7 @@ def stage():
 
 @pytest.fixture
 def paired(stage):
-    """Let the engines begin anew, and do what they are told."""
+    """Return a function that resets the engines and sets their actions."""
     prefill, decode, routing, http = stage
 
     def begin(prefill_does: str = "answer", decode_does: str = "answer", port: int | None = None):
@@ -74,7 +74,7 @@ def engine_of(routing, role: str) -> Engine:
 
 
 def ask_aside(http, body=LONG, **more):
-    """Ask in a thread; return it, and where its answer will be."""
+    """Send a request in a thread. Return the thread, and the list for its answer."""
     answers: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body, **more)))
     thread.start()
@@ -153,7 +153,7 @@ def test_what_the_prompt_costs_is_counted_once(paired, port):
     assert (prefill.num_paired, prefill.num_prefills, prefill.num_failed_prefills) == (0, 1, 0)
     assert (prefill.open_tokens, decode.open_tokens) == (0, 0)
     assert (decode.num_prompt_tokens, decode.num_cached_tokens) == (300, 30)
-    if port is None:  # directly the answer may be there first
+    if port is None:  # with a direct transfer the prefill's own answer may come later
         assert (prefill.num_prompt_tokens, prefill.num_cached_tokens, prefill.num_prefill_tokens) == (300, 30, 300)
     text = http.get("/metrics").text
     assert f'octavo:router_paired_requests_total{{engine="{decode.url}"}} 1.0' in text
@@ -222,7 +222,7 @@ def test_a_prefill_that_takes_too_long_is_given_up(paired, monkeypatch):
 
 @ways
 def test_a_prefill_engine_that_is_lost_takes_nobody_with_it(paired, port):
-    """As one that is frozen, which is found out while it computes."""
+    """For example a frozen engine, which is detected while it computes."""
     prefill, decode, routing, http = paired("hang", "wait", port)
     thread, answers = ask_aside(http)
     wait_until(lambda: prefill.asked, "the prefill has begun")
@@ -398,7 +398,7 @@ def test_a_role_is_learned_anew_from_who_begins_anew(paired):
     wait_until(lambda: engine.kv_transfer_port == PORT + 1, "its new port is known")
     prefill.port = None
     wait_until(lambda: engine.kv_transfer_port is None, "it has none any more")
-    prefill.port = 70000  # nonsense is none
+    prefill.port = 70000  # an invalid port counts as none
     prefill.role = "decode"
     wait_until(lambda: engine.role == "both", "what says nothing clear is for both")
 

@@ -1,4 +1,4 @@
-"""Pairs of engines whose KV cannot be exchanged: they are told apart, counted and left alone, and the log says why."""
+"""Engines that cannot exchange KV are detected and counted, are no longer paired, and the log has the reason."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_figures_of_an_engine_judge_requests_that_told_nothing(pair, before, aft
     for _ in range(2):
         partners.ended_without_usage(prefill, decode, before and PromptFigures(*before), 300, 300.0)
     decode.prompt_figures = after and PromptFigures(*after)
-    for _ in range(2):  # the second time there is nothing to judge
+    for _ in range(2):  # the second call has nothing to judge
         partners.figures_read(decode, 0.0)
     assert decode.num_paired_in_vain == num_vain
 
@@ -179,7 +179,7 @@ def test_requests_that_wait_for_figures_are_bounded(pair):
 
 @pytest.fixture(params=[None, PORT], ids=["store", "direct"])
 def stage(request):
-    """A prefill and a decode engine behind a router."""
+    """A prefill and a decode engine for a router."""
     with (
         scripted("prefill", port=request.param) as (prefill_url, prefill),
         scripted("decode", "follow") as (decode_url, decode),
@@ -196,14 +196,14 @@ def test_router_reads_the_formats_and_pairs_engines_again_when_they_fit(stage):
     with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
         assert http.post("/v1/completions", json=LONG).status_code == 200
         assert (len(prefill.asked), decode.params) == (0, [None])
-        decode.does, decode.kv_format = "follow", FORMAT  # as one that was started with other options
+        decode.does, decode.kv_format = "follow", FORMAT  # as if it were restarted with other options
         wait_until(lambda: routing.engine(decode_url).kv_format == FORMAT, "the router knows of it")
         assert http.post("/v1/completions", json=LONG).status_code == 200
         assert (len(prefill.asked), decode.params[-1] is None) == (1, False)
 
 
 def figures_of(num_computed):
-    """Return the metrics of an engine that has loaded 32 tokens and computed so many of prompts."""
+    """Return the metrics of an engine that loaded 32 tokens and computed `num_computed` prompt tokens."""
     return (
         b'octavo:kv_load_tokens_total{a="b"} 32.0\n'
         b'octavo:prefix_cache_queries_total{a="b"} %d.0\noctavo:prefix_cache_hits_total{a="b"} 9000.0\n'
@@ -245,7 +245,7 @@ def test_router_counts_nothing_where_kv_comes_or_nothing_is_known(stage, num_cac
 
 
 def test_prompt_in_the_cache_of_the_decode_engine_pauses_no_pair(stage):
-    """Its answers have no `usage`, and neither loads nor computed prompts grow."""
+    """Its answers have no `usage`, and its counts of loaded and computed tokens do not grow."""
     prefill_url, prefill, decode_url, decode = stage
     decode.num_cached, decode.figures = None, figures_of(0)
     with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
@@ -256,12 +256,12 @@ def test_prompt_in_the_cache_of_the_decode_engine_pauses_no_pair(stage):
             num_sent = engine.num_sent_prompt_tokens
             wait_until(lambda num_sent=num_sent: engine.prompt_figures.num_sent == num_sent, "they are read again")
         assert (engine.num_paired, engine.num_paired_in_vain) == (4, 0)
-        # A direct prefill that has not begun when the answer ends is cancelled.
+        # A direct prefill that has not begun before the answer ends is cancelled.
         assert len(prefill.asked) == 4 or routing.engine(prefill_url).kv_transfer_port is not None
 
 
 def test_short_prompt_by_usage_is_not_judged(stage):
-    """The router estimates 300 tokens; the engine counts fewer than a prefill is worth."""
+    """The router estimates 300 tokens. The engine reports fewer than are worth a prefill on another engine."""
     prefill_url, _, decode_url, decode = stage
     decode.num_cached, decode.num_prompt = 0, 255
     with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
@@ -285,7 +285,7 @@ def test_failed_prefill_is_not_counted_twice(stage):
 
 @pytest.mark.parametrize("trouble", ["refuse", "die in its answer"])
 def test_request_that_its_engine_refuses_or_fails_is_not_in_vain(stage, trouble):
-    """Requests that clients got wrong must not part a pair."""
+    """Invalid requests of clients must not separate a pair."""
     prefill_url, _, decode_url, decode = stage
     decode.does, decode.figures = trouble, figures_of(0)
     with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:

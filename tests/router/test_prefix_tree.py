@@ -1,4 +1,4 @@
-"""What the tree of prompts expects in an engine's cache: only prompts that the engine has computed and not lost."""
+"""The prompts that the tree expects in an engine's cache: those that the engine has computed and not evicted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def prompt(text: str):
 
 
 def test_prompt_of_an_open_request_is_not_expected_yet():
-    """Its engine may still be computing it. Once that request is over, all of the prompt is expected."""
+    """Its engine may still be computing it. After the request has ended, the whole prompt is expected."""
     tree, asked = PrefixTree(1000), prompt("open ")
     first = tree.add(asked, ENGINE)
     second = tree.add(asked, ENGINE)
@@ -100,7 +100,7 @@ def test_engines_own_what_they_were_sent_and_no_more():
     assert tree._open == {}
     assert tree.find(asked, [ENGINE, other]).num_bytes == {ENGINE: asked.pieces[1][-1], other: 0}
     tree.lost(ENGINE, 1)
-    tree.lost(ENGINE, 0)  # it has lost what is older already
+    tree.lost(ENGINE, 0)  # everything older is lost already
     assert tree.find(asked, [ENGINE]).num_bytes == {ENGINE: 0}
     tree.add(asked, other)
     tree.forget(other)

@@ -1,4 +1,4 @@
-"""What the router reads of a request: which prompt it has, how much it asks for, and whose it is."""
+"""The facts that the router reads from a request: prompt, amount of work, tenant and session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pieces(*parts: bytes, owner: bytes = b"") -> tuple[list[bytes], list[int]]:
 
 
 def test_each_byte_of_a_piece_counts() -> None:
-    """Wherever it stands: at the beginning or the end of a piece, or of a part of the prompt."""
+    """The byte may be at the beginning or the end of a piece, or of a part of the prompt."""
     parts = [bytes(300), bytes(700), bytes(4000)]
     hashes, ends = pieces(*parts)
     assert len(set(hashes)) == len(hashes) > 3
@@ -148,7 +148,7 @@ def test_a_request_takes_its_share_of_an_engine_until_it_is_over() -> None:
     with share:
         counts = (engine.open_tokens, engine.num_sent_tokens, engine.num_requests, len(engine.flights))
         assert counts == (120, 120, 1, 1)
-        share.came_back(1)  # with the first event the prompt is done
+        share.came_back(1)  # the first event shows that the prompt is computed
         assert engine.open_tokens == 19
         share.came_back(3)
         assert engine.open_tokens == 16
@@ -158,7 +158,7 @@ def test_a_request_takes_its_share_of_an_engine_until_it_is_over() -> None:
 
 
 def test_numbers_of_a_request_have_bounds() -> None:
-    """They steer where requests go, so a client may not set them to anything."""
+    """They decide the routing, so a client may not choose arbitrary values."""
     found = asked(prompt="a", n=10**9, max_tokens=10**9)
     assert (found.num_choices, found.num_streams, found.max_tokens) == (1024, 1024, 1 << 17)
     found = asked(prompt="a", n=1024, max_tokens=1 << 17)

@@ -1,4 +1,4 @@
-"""Who may ask through the router, for how much, and what its end costs the engines."""
+"""Access rights and limits of the router's clients, and the engines' work after a client disconnects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def reload(*running) -> None:
-    """As SIGHUP does it, on each one's event loop."""
+    """Reload the keys as SIGHUP does, on each server's event loop."""
     for each in running:
         done = threading.Event()
 
@@ -128,7 +128,7 @@ def test_what_tells_of_all_keys_takes_an_operators_also_where_engines_have_none(
         assert closed >= {"/metrics", "/server_info", "/dashboard/events"}
         for each in closed:
             assert http.get(each, headers=bearer(plain)).status_code == 403, each
-            if each != "/dashboard/events":  # which has no end
+            if each != "/dashboard/events":  # its answer does not end
                 assert http.get(each, headers=bearer(operator)).status_code in {200, 404}, each
         redirected = http.get("/server_info/", headers=bearer(plain))
         assert redirected.headers["location"] == "/server_info", "at the router's own address"
@@ -170,6 +170,6 @@ def test_a_client_that_leaves_costs_its_engine_at_most_two_steps(is_stream):
         num_steps = executor.num_computing_steps
         executor.gate.set()
         wait_until(lambda: not engine.num_unfinished, "it is aborted")
-        # One was under way, and one may have been decided before that ended.
+        # One step was in flight, and the next one may have been decided already.
         assert executor.num_computing_steps - num_steps <= 1
         assert engine.num_blocks_in_use == 0

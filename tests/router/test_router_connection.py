@@ -1,4 +1,4 @@
-"""An engine's answer as bytes, right and wrong: whole, cut anywhere, in pieces of any size."""
+"""An engine's answer as bytes, valid and malformed, cut at any place and in pieces of any size."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_body_that_nobody_takes_stays_in_the_system():
 
 
 class Server:
-    """An engine of a few lines on a real socket: what it does with each connection, in turn."""
+    """A small fake engine on a real socket. does: its action on each connection, in turn."""
 
     def __init__(self, *does: str) -> None:
         self.does, self.num_connections, self.num_requests = list(does), 0, 0
@@ -209,7 +209,7 @@ async def ask_of(server: Server, method: str, times: int) -> list[Any]:
                     found.append(await answer.read())
             except OSError as error:
                 found.append(type(error))
-            await asyncio.sleep(0.01)  # in which an end arrives
+            await asyncio.sleep(0.01)  # lets the connection's end arrive
         await upstream.close()
         await asyncio.sleep(0.01)
     return found
@@ -224,13 +224,13 @@ def test_a_connection_serves_one_request_after_another(does, num_connections):
 
 @pytest.mark.parametrize(("method", "second"), [("GET", b"[1,2,34]"), ("POST", NoAnswerError)])
 def test_a_connection_that_ends_as_it_is_asked_again_is_no_engine_lost(method, second):
-    """What may have been begun is not asked twice."""
+    """A request is not repeated if the engine may have begun it."""
     server = Server("answers once", "keeps")
     assert asyncio.run(ask_of(server, method, 2)) == [b"[1,2,34]", second]
 
 
 def test_reading_pauses_when_too_much_waits():
-    """Exactly above 256 KiB; it goes on when the reader has taken what waits."""
+    """It pauses exactly above 256 KiB, and resumes when the reader has taken the buffered bytes."""
 
     async def ask():
         asked = Asked()
@@ -250,7 +250,7 @@ def test_reading_pauses_when_too_much_waits():
 
 
 def test_answer_is_freed_at_once_when_it_has_been_read():
-    """Nothing waits for the garbage collector: an answer may hold megabytes."""
+    """It does not wait for the garbage collector, because an answer may have megabytes."""
 
     async def ask():
         asked = Asked()

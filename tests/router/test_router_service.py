@@ -1,4 +1,4 @@
-"""A router's service by itself: keys read anew, its end, and whether it takes requests. In virtual time."""
+"""A router's service alone: reloading keys, shutdown, and readiness. In virtual time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_limits_of_a_file_hold_and_without_keys_nobody_has_any(tmp_path):
     service._flights.add(flight := Flight(Asked(), EVERYBODY))
     assert (service.limiter.streams.limit, service.limiter.body_bytes.limit) == (7, 64 * 1000)
     assert not service.limiter.streams.is_shared
-    service.reload()  # there is nothing to read
+    service.reload()  # there is no file to read
     assert flight._why is None
 
 

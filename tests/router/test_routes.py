@@ -1,4 +1,4 @@
-"""All of the server's routes through the router: as if its client had asked an engine."""
+"""All routes of the server through the router give the same answers as an engine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_anthropics_client(routed):
 
 
 def test_ollamas_client(routed, http):
-    """Models are those of all engines, under the names that its clients write."""
+    """The models are those of all engines, under the names that Ollama's clients use."""
     url = routed[0].url
     with ollama.Client(url, timeout=DEADLINE_S) as client:
         whole = client.chat("fake:latest", CHAT["messages"], options={"num_predict": 12})
@@ -125,7 +125,7 @@ def test_the_routers_own(routed, http):
 
 
 def test_the_routers_own_are_nobody_elses(routed):
-    """Without a key no engine is reached, by whatever method."""
+    """A request without a key reaches no engine, with any method."""
     with run_router(*(each.url for each in routed[1]), api_key="secret") as routing, routing.http() as http:
         for path in ("/health", "/ready", "/metrics", "/v1/models", "/router"):
             answer = http.post(path, content=b"x" * 1000, headers={"Authorization": "Bearer secret"})

@@ -1,4 +1,4 @@
-"""Which engine each policy chooses."""
+"""The engine that each policy chooses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ask(tenant: str = "", headers: dict[str, str] | None = None, **body):
 
 
 def chat(conversation: int, num_turns: int, **more):
-    """What a client sends in a turn: all that was said before, and more."""
+    """Return a client's request in a conversation: it has all earlier messages, and a new one."""
     said = [
         {"role": role, "content": f"{role} {turn} of {conversation} " * 12}
         for turn in range(num_turns)
@@ -42,7 +42,7 @@ def aware():
 
 
 def serve(policy, asked, engines, cached_share=None):
-    """Choose, send, end; return who it was."""
+    """Choose an engine, send the request and end it. Return the engine."""
     engine = policy.choose(asked, engines)
     policy.sent(asked, engine)
     engine.num_sent_tokens += asked.num_tokens
@@ -117,7 +117,7 @@ def test_who_has_too_much_to_do_gets_no_more_for_its_cache(engines, aware):
     home.open_tokens = 5000
     assert aware.choose(chat(1, 3), engines) is not home
     for engine in engines:
-        engine.open_tokens += 20_000  # uneven by little then
+        engine.open_tokens += 20_000  # the imbalance is relatively small now
     assert aware.choose(chat(1, 3), engines) is home
 
 
@@ -274,7 +274,7 @@ def test_pieces_are_the_prompts_whatever_fields_it_has(size):
 
 @pytest.mark.parametrize("num_spaces", [0, 40_000_000])
 def test_a_prompt_is_not_copied(num_spaces):
-    """Many bytes: other threads of this process may take a MB meanwhile."""
+    """The body is large because other threads of this process may allocate a MB in the meantime."""
     body = b'{"messages": [{"role": "user", "content": "' + b"x" * 40_000_000 + b'"}' + b" " * num_spaces + b"]}"
     tracemalloc.start()
     try:
@@ -298,7 +298,7 @@ def test_more_than_the_balance_is_too_much(engines, aware, load, is_home):
     for engine in engines:
         if engine is not home:
             engine.open_tokens = 2 * load
-    home.open_tokens = 3 * load  # half as much again
+    home.open_tokens = 3 * load  # 1.5 times the load of the other engines
     assert aware.choose(chat(1, 3), engines) is home
     home.open_tokens += 1
     assert aware.choose(chat(1, 3), engines) is not home
@@ -309,7 +309,7 @@ def test_work_that_was_given_counts_and_fades(engines):
     asked = ask(prompt=[7] * 300)
     assert aware.sent(asked, engines[0]) == 0.0
     assert aware._work == {engines[0]: 300.0}
-    assert aware._work_of(engines[1]) == 300.0  # one that comes later begins with the least
+    assert aware._work_of(engines[1]) == 300.0  # a new engine starts with the minimum of all
     aware.ended(asked, engines[0], None)
     known = aware.sent(asked, engines[0])
     assert 0.8 < known <= 1.0
@@ -317,7 +317,7 @@ def test_work_that_was_given_counts_and_fades(engines):
     aware.sent(ask(prompt=[8] * 340), engines[1])
     assert aware._work[engines[1]] == 640.0
     aware.sent(ask(prompt=[9] * 2), engines[1])
-    assert aware._work[engines[1]] == 321.0  # above 640 all are halved
+    assert aware._work[engines[1]] == 321.0  # above 640 all values are halved
     aware.forget(engines[1])
     assert set(aware._work) == {engines[0]}
 

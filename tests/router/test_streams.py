@@ -1,4 +1,4 @@
-"""Streams through the router: many at once, slow readers, events cut anywhere on their way."""
+"""Streams through the router: many in parallel, slow readers, and events cut at any place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_events_are_whole_however_they_come(engine, piece):
 
 
 class Counted:
-    """A share of an engine's load that counts."""
+    """A share of an engine's load that counts events."""
 
     num_events = 0
 
@@ -59,7 +59,7 @@ def test_lines_are_whole_and_blanks_between_them_go_at_once(size):
 
 
 def test_a_client_that_does_not_read_fills_no_memory(engine):
-    """What it does not read stays in its engine, and comes when it reads on."""
+    """Unread data stays in the engine, and arrives when the client continues reading."""
     url, streams = engine
     size, count = 10_000, 2_000
     with run_router(url) as routing, contextlib.closing(connect(routing, receive_bytes=1 << 16)) as sock:
@@ -79,12 +79,12 @@ def test_first_events_and_the_last_ones_are_kept_for_their_counts():
     assert stream.first == b"a" * 2048
     for letter in b"cdef":
         stream.whole(bytes([letter]) + b"\n")
-    assert stream.last == b"c\nd\ne\nf\n"  # four pieces
+    assert stream.last == b"c\nd\ne\nf\n"  # at least four pieces
     assert stream.last_event == b"f"
     half = (1 << 19) - 1
     stream.whole(b"x" * half + b"\n")
     stream.whole(b"y" * half + b"\n")
-    assert len(stream.last) == 1 << 20  # so many bytes
+    assert len(stream.last) == 1 << 20  # at least 1 MiB
     stream.whole(b"z\n")
     assert stream.last == b"y" * half + b"\nz\n"
     stream.whole(b"w" * (2 << 20) + b"\n")
@@ -93,9 +93,9 @@ def test_first_events_and_the_last_ones_are_kept_for_their_counts():
 
 @pytest.mark.parametrize("end", [b"\n\n", b"\n\r\n"])
 def test_event_above_the_limit_is_refused(end):
-    """Its end is known only when it has come: until then all bytes count."""
+    """The end is known only after it has arrived, so before that all bytes count."""
     stream = EventStream(Counted(), is_of_lines=False, max_bytes=10)
-    assert stream.whole(b"x" * 11 + end) == b"x" * 11 + end  # it need not be kept
+    assert stream.whole(b"x" * 11 + end) == b"x" * 11 + end  # it arrives complete, so it is not buffered
     assert stream.whole(b"x" * 10) == b""
     assert stream.whole(end) == b"x" * 10 + end
     stream.whole(b"x" * 10)

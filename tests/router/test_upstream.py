@@ -1,4 +1,4 @@
-"""Connections to engines: their reuse, the bytes of a request, and the cause of a failure."""
+"""Connections to engines: reuse, the bytes of a request, and the causes of failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.router.engines import Engine
 from octavo.router.upstream import Upstream, _headers, is_own_failure, is_refusal
 
 URL = "http://10.0.0.1:8000"
-IDLE_S = 30.0  # for so long an idle connection may be used again
+IDLE_S = 30.0  # seconds for which an idle connection may be reused
 
 
 class Connection:
@@ -73,7 +73,7 @@ def test_last_used_connection_is_used_first_and_old_ones_are_closed(monkeypatch)
         assert not first.is_closed
         assert upstream._take_idle(URL) is second
         await asyncio.sleep(2.0)
-        upstream._now_idle(third)  # the first is too old by now
+        upstream._now_idle(third)  # the first one is too old now
         assert (first.is_closed, third.is_closed) == (True, False)
         assert upstream._take_idle(URL) is third
         assert upstream._take_idle(URL) is None
@@ -228,7 +228,7 @@ def test_failure_is_the_routers_own_or_a_refusal(error, is_own, is_refused):
 
 
 class Loop:
-    """Gives addresses, and lets connections fail in turn; None: it works, a number: it takes so many seconds."""
+    """Resolves names, and lets connections fail in turn. outcomes: None: success, a number: seconds until success."""
 
     def __init__(self, monkeypatch, *outcomes, addresses=3):
         self.outcomes, self.asked, self.resolved = list(outcomes), [], []

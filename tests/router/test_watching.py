@@ -1,4 +1,4 @@
-"""How soon an engine that says nothing any more is lost, and that one that is only slow is not: in virtual time."""
+"""Detection of silent engines within a time limit, without losing slow ones, in virtual time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from octavo.router.watching import EngineWatch
 NO_LAUNCHER = NoLauncher()
 URL = "http://10.0.0.1:8000"
 CONFIG = RouterConfig(engines=(URL,))
-ENDS_WITHIN_S = 7.5  # of the 10 s that a request has; the rest is another engine's
+ENDS_WITHIN_S = 7.5  # of a request's 10 s; the rest is for another engine
 
 
 class MadeUpUpstream:
-    """Answers after delay_s each; from the nth answer on it says nothing, and from refused_at on nobody is there."""
+    """Answers after delay_s each. Is silent after num_answers answers; refuses connections after refused_at."""
 
     def __init__(self, *, delay_s=0.0, num_answers=10**9, silent=(), refused_at=math.inf):
         self.delay_s, self.num_answers, self.silent, self.refused_at = delay_s, num_answers, silent, refused_at
@@ -43,7 +43,7 @@ class MadeUpUpstream:
 
 
 async def watched(upstream, seconds, now, launcher=NO_LAUNCHER):
-    """Look after one engine for some time; return when it was ready, and when it was no more."""
+    """Watch one engine until `seconds`. Return the times at which its readiness changed."""
     pool = EnginePool(create_policy(CONFIG))
     watch = EngineWatch(pool, upstream, CONFIG, launcher)
     watch.start()
@@ -102,7 +102,7 @@ def test_whoever_runs_an_engine_hears_how_often_it_was_silent():
 
 
 def test_an_engine_that_refuses_is_not_silent():
-    """It is being started: how often the one before was silent says nothing of it."""
+    """It is being restarted, and the silence of the process before it does not count."""
     launcher = HearingLauncher()
     upstream = MadeUpUpstream(num_answers=6, refused_at=30.0)
     run_virtually(lambda now: watched(upstream, 40.0, now, launcher))
@@ -111,7 +111,7 @@ def test_an_engine_that_refuses_is_not_silent():
 
 
 class Figures:
-    """Answers each path with what a test says: status and text, or an exception."""
+    """Answers each path with a test's status and text, or an exception."""
 
     def __init__(self):
         self.told = {
@@ -131,7 +131,7 @@ class Figures:
 
 
 def looked_at(upstream, *, num_looks=1, engine=None, is_ready=True, config=CONFIG):
-    """Let a watch hear of an engine; return the engine and the pool."""
+    """Let a watch check an engine `num_looks` times. Return the engine and the pool."""
 
     async def work(_now):
         pool = EnginePool(create_policy(config))
@@ -238,7 +238,7 @@ def test_engine_that_begins_anew_has_an_empty_cache():
     ("running", "num_requests", "num_own", "tokens"), [(3, 4, 1, 400), (3, 4, 9, 0), (3, 0, 0, 0), (0, 4, 0, 100)]
 )
 def test_requests_of_others_are_estimated_by_those_of_this_router(running, num_requests, num_own, tokens):
-    """An engine with one request waiting and some running; this router sent it 100 tokens a request."""
+    """The engine has a waiting request and `running` running ones. This router sent it 100 tokens per request."""
     upstream = Figures()
     upstream.told["/metrics"] = metrics(1, 0, running, 1 if running != 3 else 2)
     given = {"num_requests": num_requests, "num_sent_tokens": 400, "flights": set(range(num_own))}
@@ -310,7 +310,7 @@ def test_suspected_engine_is_looked_at_now():
         assert upstream.paths.count("/ready") == num_asked + 1
         await asyncio.sleep(0.2 * CONFIG.health_interval_s)
         assert upstream.paths.count("/ready") == num_asked + 2
-        watch.suspect(object())  # one that has left
+        watch.suspect(object())  # an engine that was removed
         await watch.stop()
         assert now() < 2.0 * CONFIG.health_interval_s + 1.0
 

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to whatever is waited for: hours pass in milliseconds."""
+"""An event loop with a clock that jumps to the next timer: hours pass in milliseconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class VirtualSelector(selectors.DefaultSelector):
-    """Does not wait: the clock of its loop goes on instead."""
+    """Does not wait, but advances the loop's clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class VirtualSelector(selectors.DefaultSelector):
 
 
 def run_virtually(work: Callable[[Callable[[], float]], Coroutine[object, object, T]]) -> T:
-    """Run a coroutine function on such a loop; its argument returns the time."""
+    """Run a coroutine function on such a loop, and return its result. Its argument returns the time in seconds."""
     selector = VirtualSelector()
     loop = asyncio.SelectorEventLoop(selector)
     loop.time = lambda: selector.now

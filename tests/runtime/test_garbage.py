@@ -1,4 +1,4 @@
-"""What is made to stay is not looked at again by the collector, which goes on as it was."""
+"""Permanent objects are not traversed by the collector again, and its settings are restored."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 
 def in_a_process_of_its_own(code: str) -> str:
-    """Run code; the collector is that of a whole process."""
+    """Run code in a new process, because the collector belongs to the whole process. Return its output."""
     code = "import gc, weakref\nfrom octavo.runtime.garbage import permanent_generation\n" + textwrap.dedent(code)
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
@@ -29,7 +29,7 @@ def test_what_stays_is_not_tracked_and_what_was_garbage_is_gone():
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 collects in increments")
 def test_a_full_collection_comes_when_there_is_much_of_what_came_later():
-    """And not when that is a quarter of all there is."""
+    """Python waits until new objects are a quarter of all objects. Permanent ones do not count for this."""
     shown = in_a_process_of_its_own("""
         with permanent_generation():
             kept = [[] for _ in range(1_000_000)]

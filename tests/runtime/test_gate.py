@@ -1,4 +1,4 @@
-"""One at a time, in turns of tenants, also where some leave meanwhile."""
+"""One task at a time, in turns of tenants, even if some waiters are cancelled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_one_is_in_at_a_time_and_tenants_take_turns() -> None:
         await asyncio.gather(*map(enter, ["greedy"] * 5 + ["modest"] * 2))
 
     asyncio.run(ask())
-    assert order == ["greedy", "greedy", "modest", "greedy", "modest", "greedy", "greedy"]  # the first came alone
+    assert order == ["greedy", "greedy", "modest", "greedy", "modest", "greedy", "greedy"]  # the first one came alone
 
 
 def test_who_leaves_while_it_waits_or_has_its_turn_holds_nobody_up() -> None:
@@ -59,7 +59,7 @@ def test_who_leaves_as_it_is_let_in_gives_the_turn_back() -> None:
         async with gate.turn(""):
             leaving = asyncio.create_task(pass_through())
             await asyncio.sleep(0)
-            leaving.cancel()  # and this one leaves the gate before the other has heard of it
+            leaving.cancel()  # it is cancelled after its turn was granted, before it runs
         async with asyncio.timeout(10):
             await pass_through()
         await asyncio.gather(leaving, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Ids: no two alike, and nothing to be guessed from one."""
+"""Ids are unique and cannot be guessed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of log: what a machine reads, what people read, and the file of the audit log."""
+"""Log lines for machines and for people, and the file of the audit log."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_line_that_the_file_does_not_take_goes_to_the_log_and_fails_nobody(aud
     folder = tmp_path / "log"
     folder.mkdir()
     logs.configure("WARNING", "text", audit_file=folder / "audit.jsonl")
-    folder.rename(tmp_path / "elsewhere")  # it can be neither found nor made
+    folder.rename(tmp_path / "elsewhere")  # now the file can be neither found nor created
     audit.info(logs.Fields({"status": 404}))
     (line,) = caplog.messages
     assert "audit log" in line

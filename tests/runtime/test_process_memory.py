@@ -1,4 +1,4 @@
-"""Pages of a mapped file leave the process and come back; other memory is never touched."""
+"""Pages of a mapped file are released and can be read again; other memory is never changed."""
 
 import subprocess
 import sys
@@ -46,8 +46,8 @@ def test_memory_that_is_no_file_keeps_its_content(tmp_path):
 
 
 def test_free_memory_is_given_back():
-    blocks = [bytearray(60_000) for _ in range(2000)]  # small enough for the heap
-    del blocks[:-1]  # the last one keeps the heap from shrinking on its own
+    blocks = [bytearray(60_000) for _ in range(2000)]  # small enough to be allocated on the heap
+    del blocks[:-1]  # the last one prevents the heap from shrinking by itself
     before = status_bytes("RssAnon:")
     return_free_memory()
     assert status_bytes("RssAnon:") < before - 60e6

@@ -1,4 +1,4 @@
-"""Work on texts beside the event loop: short before long, tenants in turns, in time, and counted."""
+"""Text work on threads outside the event loop: short before long, in turns of tenants, with deadlines, and charged."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_of_counts_of_one_size_one_is_under_way_and_no_answer_waits_for_it(
         await asyncio.sleep(0)
         answer = await asyncio.wait_for(text.do(lambda: "answer", num_chars=2000), 10)
         asked_for = sum(map(len, text._count_turns["short"]._waiting.values()))
-        assert len(began) + asked_for <= 1  # the others wait at the gate
+        assert len(began) + asked_for <= 1  # the rest wait at the gate
         gate.set()
         await asyncio.gather(*counts)
         return answer

@@ -23,7 +23,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def gate(executor: ThreadPoolExecutor) -> Iterator[threading.Event]:
-    """Holds the executor's one thread back until it is set."""
+    """Block the executor's only thread until the event is set."""
     gate = threading.Event()
     executor.submit(gate.wait, 30)
     yield gate
@@ -31,7 +31,7 @@ def gate(executor: ThreadPoolExecutor) -> Iterator[threading.Event]:
 
 
 class Order:
-    """Tasks that write down when they ran."""
+    """Tasks that record their order."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -89,7 +89,7 @@ def test_a_key_s_waiting_tasks_are_bounded_and_other_keys_are_not_concerned(
     with pytest.raises(QueueFullError, match="3 tasks"):
         turns.submit("greedy", order.task("one more"))
     assert futures.pop().cancel()
-    futures.append(turns.submit("greedy", order.task("greedy")))  # whose place that was
+    futures.append(turns.submit("greedy", order.task("greedy")))  # it takes the free place
     futures.append(turns.submit("modest", order.task("modest")))
     gate.set()
     for future in futures:

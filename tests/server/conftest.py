@@ -15,6 +15,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Running]:
-    """One server for the tests that leave it as it was."""
+    """Run one server for all tests that do not change it."""
     with run_server() as running:
         yield running

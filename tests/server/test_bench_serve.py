@@ -1,4 +1,4 @@
-"""`octavo bench serve`: what its clients send, what they saw, and what is made of it."""
+"""`octavo bench serve`: the requests of its clients, their measurements, and the summary."""
 
 from __future__ import annotations
 

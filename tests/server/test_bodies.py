@@ -1,4 +1,4 @@
-"""Parsing and checking a request's body: the field that an error names, and the types that are taken."""
+"""Parsing and checking a request's body: the field that an error names, and the accepted types."""
 
 from __future__ import annotations
 

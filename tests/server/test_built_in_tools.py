@@ -1,4 +1,4 @@
-"""The first request with tools that a newcomer sends to the built-in model, through each API's own package."""
+"""A first request with tools to the built-in model, through each API's own package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one request's texts cost is counted as its key's, ends with its time, and holds up no other."""
+"""Processing a request's texts is charged to its key, ends at its deadline, and delays no other request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from running import Running
 
 TOO_LONG = "word " * 1000  # 5000 tokens, of which 2048 fit
-MORE_THAN_A_FEW_WORDS = "word " * 120  # which would be read at once
+MORE_THAN_A_FEW_WORDS = "word " * 120  # too long to be processed without waiting for a turn
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_all_that_is_read_is_counted(
 def test_who_waits_for_a_turn_hears_when_the_time_is_over(
     running: Running, http: httpx.Client, charged: list[int], path: str, body: dict[str, Any]
 ) -> None:
-    """The threads for short texts are held, as they would be by others."""
+    """The threads for short texts are busy, as with other requests."""
     gate, text = threading.Event(), running.server._service.engine.text
     held = [turns["short"].submit("another", lambda: gate.wait(30)) for turns in (text._turns, text._count_turns)]
     wait_until(lambda: all(each.running() for each in held), "the threads are held")
@@ -112,7 +112,7 @@ def test_who_waits_for_a_turn_hears_when_the_time_is_over(
     for each in held:
         each.result(30)
     assert http.post("/tokenize", json={"prompt": "hello"}).status_code == 200
-    assert sum(charged) == 5  # of this last one: the others never began
+    assert sum(charged) == 5  # of the last request only: the earlier ones never began
     assert running.server._service.limiter.streams.num_held == 0
 
 

@@ -1,6 +1,6 @@
-"""Whatever fails in what is done for one request ends that one, with an error that names it: in a server, and offline.
+"""A failure in the work for one request ends that request only, with an error that names it: in a server, and offline.
 
-At each place something raises on purpose, for one request beside twenty others, whose answers stay what they are.
+At each place an exception is raised on purpose, for one of 21 requests. The answers of the other 20 do not change.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NUM_OTHERS = 20
-VICTIM = "the one that fails"  # its prompt
-TOP, OTHERS_TOP = 3, 1  # how many log probabilities it and the others ask for
+VICTIM = "the one that fails"  # the prompt of the request that fails
+TOP, OTHERS_TOP = 3, 1  # log probabilities that the victim and the other requests ask for
 STOP = "never in a text"
 PENALTY, TYPICAL = 1.25, 0.9
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -52,7 +52,7 @@ FAULT = "secret/path/of/a/fault"
 
 
 class PanicException(BaseException):
-    """As libraries in Rust raise it."""
+    """A panic as Rust libraries raise it."""
 
 
 def fails(*_: Any, **__: Any) -> Any:
@@ -67,7 +67,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def break_where(owner: Any, name: str, concerns: Callable[..., bool], fault: Callable[..., Any] = fails) -> Patch:
-    """Let a function fail for the calls that concern the victim."""
+    """Make a function fail for the calls that concern the victim."""
     real = getattr(owner, name)
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -77,11 +77,11 @@ def break_where(owner: Any, name: str, concerns: Callable[..., bool], fault: Cal
 
 
 def is_victims(prompt_token_ids: Any) -> bool:
-    return len(prompt_token_ids) == len(VICTIM)  # a token a byte, and the others' prompts are shorter
+    return len(prompt_token_ids) == len(VICTIM)  # one token per byte, and all other prompts are shorter
 
 
 def break_detokenizer(method: str, fault: Callable[..., Any]) -> Patch:
-    """Let the victim's detokenizer fail."""
+    """Make the victim's detokenizer fail."""
     real = Tokenizer.incremental_detokenizer
 
     class Broken:
@@ -217,7 +217,7 @@ def body(options: dict[str, Any], *, stream: bool, is_chat: bool) -> dict[str, A
 
 
 def error_of(text: str) -> dict[str, Any]:
-    """The error that a whole answer is, or a stream ends with."""
+    """Return the error of a whole answer, or the one at the end of a stream."""
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
     return json.loads(events[-1] if events else text)["error"]  # type: ignore[no-any-return]
 
@@ -254,7 +254,7 @@ def test_in_a_server_one_fails_and_twenty_go_on(
 
 
 VICTIMS_MESSAGES = [{"role": "user", "content": VICTIM}]
-REPLIES: dict[str, tuple[type, dict[str, Any], str]] = {  # path -> its replies, what is asked, how its ids begin
+REPLIES: dict[str, tuple[type, dict[str, Any], str]] = {  # path -> its reply class, a request, the prefix of its ids
     "/v1/chat/completions": (chat.ChatReply, {"messages": VICTIMS_MESSAGES, "max_tokens": 8}, "chatcmpl-"),
     "/v1/messages": (messages.MessageReply, {"model": "tiny", "messages": VICTIMS_MESSAGES, "max_tokens": 8}, "msg_"),
     "/v1/responses": (responses.ResponseReply, {"input": VICTIM, "max_output_tokens": 8}, "resp_"),
@@ -275,7 +275,7 @@ STREAMED_REPLIES = product([path for path in REPLIES if path not in WHOLE], ["up
 
 
 def told_last(text: str) -> str:
-    """The message of the error that an answer is, or a stream ends with, of whatever API."""
+    """Return the error message of an answer, or of the end of a stream, of any API."""
     lines = [line.removeprefix("data: ") for line in text.splitlines()]
     last = json.loads([line for line in lines if line.startswith("{")][-1])
     error = last.get("response", last)["error"]
@@ -293,7 +293,7 @@ def test_a_reply_that_cannot_be_spelled_ends_its_request_alone(
     others: list[Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of each API: a whole one, one in mid-stream, and a stream's end."""
+    """For each API: a whole answer, a piece in mid-stream, and a stream's end."""
     reply, asked, prefix = REPLIES[path]
     if method != "whole" and path.startswith("/v1/"):
         asked = {**asked, "stream": True}
@@ -378,7 +378,7 @@ def faults_in(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 def test_what_is_told_of_a_request_behind_its_answer(
     place: str, served: running.Running, others: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The answer is complete; the connection serves the next one."""
+    """The answer is complete, and the connection serves the next request."""
 
     class BrokenTracing:
         tell = staticmethod(fails)

@@ -1,6 +1,6 @@
-"""S15 of docs/reliability.md: what is done with a request before the engine hears of it grows with its text alone.
+"""S15 of docs/reliability.md: the work before the engine gets a request is linear in its text.
 
-CPU time is measured, so these run alone, by `make guard`: other tests fill this process with objects.
+CPU time is measured, so `make guard` runs these alone: other tests fill this process with objects.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ pytestmark = pytest.mark.performance
 SIZES = [1 << power for power in range(10, 17)]  # characters, 1k to 64k
 ROUNDS = 5  # at least
 MOST_ROUNDS = 40
-REPEATS = 2  # of each size in a round
+REPEATS = 2  # runs of each size in a round
 
 
 @functools.cache
 def work(size: int) -> dict[str, Callable[[], object]]:
-    """What is done with a request before the engine hears of it, on `size` characters."""
+    """Return the work that is done before the engine gets a request, by name, on texts of `size` characters."""
     text = ("word " * size)[:size]
     messages = [{"role": "user", "content": text[start : start + 50]} for start in range(0, size, 50)]
     completion = json.dumps({"prompt": text, "stop": ["a", "b"]}).encode()
@@ -81,7 +81,7 @@ def work(size: int) -> dict[str, Callable[[], object]]:
     tagged = f"<tool_call>\n<function=f>\n<parameter=a>\nb</parameter>\n</function>{lines}</parameter>"
 
     def read_tags() -> None:
-        """Read a value that holds its own closing tags: which ones end it depends on what follows."""
+        """Read a value that contains its own closing tags: later text decides which of them ends the value."""
         schema = {"type": "object", "properties": {"a": {"type": "string"}}}
         parser = Qwen3CoderFormat().parser([Function("f", schema)])
         for start in range(0, len(tagged), 5):
@@ -114,7 +114,7 @@ def work(size: int) -> dict[str, Callable[[], object]]:
 
 
 def least_seconds(function: Callable[[], object]) -> float:
-    """The least CPU time of some runs behind one that warms the caches; of this thread alone."""
+    """Return the least CPU time of this thread in `REPEATS` runs, after one run that warms the caches."""
     function()
     times = []
     for _ in range(REPEATS):
@@ -125,25 +125,27 @@ def least_seconds(function: Callable[[], object]) -> float:
 
 
 def exponent(times_s: dict[int, float]) -> float:
-    """The slope of a line through the logarithms of sizes and times."""
+    """Return the slope of a line fitted through the logarithms of sizes and times."""
     return statistics.linear_regression(
         [math.log(size) for size in times_s], [math.log(each) for each in times_s.values()]
     ).slope
 
 
 def steepest(times_s: dict[int, float]) -> float:
-    """The larger exponent of all sizes and of the larger half."""
+    """Return the larger one of two exponents: of all sizes, and of the larger sizes only."""
     return max(exponent(times_s), exponent({size: times_s[size] for size in SIZES[3:]}))
 
 
 @pytest.mark.parametrize("name", work(64))
 def test_s15_what_is_done_before_the_engine_grows_with_the_text_alone(name: str) -> None:
-    """From 1k to 64k characters CPU time grows with a fitted exponent of 1.2 at most.
+    """From 1k to 64k characters CPU time grows with a fitted exponent of at most 1.2.
 
-    Small sizes are dominated by what costs the same for any text (an engine's checks, say), which flattens the line:
-    so the larger half is held to the same bound by itself. Every size is run as often as any other, and the least of
-    all its runs counts: a neighbour on the processor, which empties its caches, only adds to it, so more rounds are run
-    while it may be that. The garbage collector, which looks at whatever this process holds, rests.
+    For small sizes the constant costs dominate (an engine's checks, for example), which flattens the line. So the
+    larger sizes alone have to satisfy the same bound.
+
+    All sizes are run equally often, and the minimum of all runs counts: other processes only add time, for example by
+    evicting the processor's caches. If the bound is exceeded, more rounds are run, up to MOST_ROUNDS. The garbage
+    collector is disabled during runs, because its time depends on all objects of this process.
     """
     functions = {size: work(size)[name] for size in SIZES}
     least = dict.fromkeys(SIZES, math.inf)

@@ -1,4 +1,4 @@
-"""A client that leaves stops its requests; a server that leaves ends its streams."""
+"""If a client disconnects, its requests stop. If a server shuts down, its streams end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from running import Running, run_server, wait_until
 from octavo.server.api import conversation
 
 ENDLESS = {"max_tokens": 2000, "ignore_eos": True}
-STEP_S = 0.02  # so that an answer nobody stops takes twice as long as any test waits
+STEP_S = 0.02  # an answer that is not stopped takes twice as long as any test waits
 BODIES = [
     ("/v1/completions", {"prompt": "hello", **ENDLESS}),
     ("/v1/completions", {"prompt": ["one", "two", "three"], "n": 2, **ENDLESS}),
@@ -51,7 +51,7 @@ def test_leaving_a_whole_answer_frees_its_blocks(route: str, body: dict[str, Any
 
 
 def test_leaving_before_the_first_token_frees_its_blocks() -> None:
-    """The stream's status has not been sent yet: the step that computes its prompt is still under way."""
+    """The status has not been sent yet: the step that computes the prompt is still in flight."""
     executor = FakeExecutor(STEP_S)
     with run_server(executor) as running:
         executor.gate.clear()
@@ -62,7 +62,7 @@ def test_leaving_before_the_first_token_frees_its_blocks() -> None:
 
 
 def leave_while_waiting(running: Running, route: str, body: dict[str, Any], ready: Any) -> None:
-    """Send a request on a connection of its own and close it, the answer unread."""
+    """Send a request on its own connection, and close it without reading the answer."""
     client = running.http()
 
     def post() -> None:
@@ -92,7 +92,7 @@ def test_f22_an_abort_takes_at_most_two_steps() -> None:
         num_steps, num_computing_steps = executor.num_steps, executor.num_computing_steps
         executor.gate.set()
         check_free(running)
-        # One step was under way, and one may have been decided before that ended; one more tells the worker.
+        # One step was in flight, and the next one may have been decided already. One more notifies the worker.
         assert executor.num_computing_steps - num_computing_steps <= 1
         assert executor.num_steps - num_steps <= 2
 
@@ -120,14 +120,14 @@ def test_open_streams_end_properly_when_the_server_stops(grace_s: float, num_tok
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-ENDS = {  # how each API's streams say that the server ends
+ENDS = {  # how each API's streams report that the server shuts down
     "/v1/completions": ({"prompt": "hello", "max_tokens": 5000, "ignore_eos": True}, "server_closing"),
     "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 5000, "ignore_eos": True}, "server_closing"),
     "/v1/responses": ({"input": "hello", "max_output_tokens": 5000, "ignore_eos": True}, "server_closing"),
     "/v1/messages": ({"model": "fake", "messages": MESSAGES, "max_tokens": 5000}, "overloaded_error"),
     "/generate": ({"inputs": "hello", "parameters": {"max_new_tokens": 2000}}, "shutting down"),
 }
-# What ends a stream of any API, by a word of its line.
+# Texts that mark the last event of a stream, of any API.
 TERMINAL = ("[DONE]", "event: message_stop", "event: error", "event: response.completed", "event: response.failed")
 TERMINAL += ("event: response.incomplete", '"error_type"', '"generated_text":"')
 
@@ -200,7 +200,7 @@ def test_who_has_a_place_when_the_server_stops_is_answered_though_its_prompt_is_
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_f26_an_engine_in_a_long_step_keeps_nobody_from_hearing_that_the_server_stops(route: str) -> None:
-    """A step may take longer than a server that stops waits: streams and whole answers are told before."""
+    """A step may take longer than a shutdown waits. Streams and whole answers are ended before the step ends."""
     executor = FakeExecutor(STEP_S)
     body: dict[str, Any] = next(body for path, body in BODIES if path == route)
     with run_server(executor) as running, running.http() as http, futures.ThreadPoolExecutor(1) as pool:
@@ -250,7 +250,7 @@ def test_a_stopping_server_refuses_what_is_new_until_what_is_open_has_ended() ->
 
 
 def _asked(running: Running, method: str, path: str, **request: Any) -> httpx.Response:
-    """What one is answered who comes anew."""
+    """Return the answer to a request on a new connection."""
     with running.http() as http:
         return http.request(method, path, **request)
 

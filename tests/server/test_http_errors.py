@@ -1,4 +1,4 @@
-"""Every error is an OpenAI error object with the right status; the engine serves the next request."""
+"""Every error is an OpenAI error object with the right status, and the engine serves the next request."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_what_is_no_json(http: httpx.Client, body: bytes) -> None:
 @pytest.mark.parametrize("value", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"[0, [NaN]]", b'{"65": -Infinity}'])
 @pytest.mark.parametrize("name", ["temperature", "top_p", "n", "logit_bias", "stop", "nobody_knows"])
 def test_s11_what_is_no_finite_number_is_named(http: httpx.Client, name: str, value: bytes) -> None:
-    """JSON has no such numbers, but Python's json writes and reads them."""
+    """JSON has no such numbers, but Python's json module writes and reads them."""
     body = b'{"prompt": "a", "seed": 1.5, "%s": %s, "min_p": NaN}' % (name.encode(), value)
     message = check_error(http.post(COMPLETIONS, content=body), 400, name)
     assert message.startswith(f"{name}: the body is not valid JSON")
@@ -300,7 +300,7 @@ def test_s9_a_body_beyond_the_limit_is_refused() -> None:
         assert len(fits) == 10_000
         assert http.post(COMPLETIONS, content=fits).status_code == 200
         check_error(http.post(COMPLETIONS, content=fits + b" "), 413, None, "request_too_large")
-        # Without a length said beforehand it is cut off while it comes in.
+        # If the length is not announced, the body is cut off while it arrives.
         chunks = iter([b'{"prompt": "'] + [b"x" * 1000] * 20)
         check_error(http.post(COMPLETIONS, content=chunks), 413, None, "request_too_large")
         assert http.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
@@ -383,7 +383,7 @@ def test_a_failure_in_mid_stream_is_one_event() -> None:
 
 
 def test_a_server_whose_engine_is_dead_for_good_leaves() -> None:
-    """What starts it anew may not ask for /health: systemd does not."""
+    """A supervisor may not poll /health: systemd does not."""
     executor = FakeExecutor()
     with run_server(executor) as running, running.http() as http:
         executor.die = True
@@ -392,7 +392,7 @@ def test_a_server_whose_engine_is_dead_for_good_leaves() -> None:
 
 
 def test_a_dead_engine_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GracefulServer, "on_tick", uvicorn.Server.on_tick)  # it would leave
+    monkeypatch.setattr(GracefulServer, "on_tick", uvicorn.Server.on_tick)  # otherwise the server would exit
     executor = FakeExecutor()
     with run_server(executor) as running, running.http() as http:
         executor.die = True
@@ -461,7 +461,7 @@ def test_other_addresses_need_a_key(host: str) -> None:
 
 
 def test_an_address_in_use() -> None:
-    """Also by a server that still loads its model: two of them would else load, and one in vain."""
+    """The address is taken before the model is loaded. Otherwise a second server would load its model in vain."""
     with bind("127.0.0.1", 0) as sock:
         for _ in range(2):
             with pytest.raises(ConfigError, match="cannot listen"):
@@ -470,7 +470,7 @@ def test_an_address_in_use() -> None:
 
 
 def test_connections_are_refused_until_the_door_is_open() -> None:
-    """A proxy goes on to another server then; one that may connect waits as long as an answer may take."""
+    """A refused proxy tries another server. An accepted connection would wait as long as an answer may take."""
     with bind("127.0.0.1", 0) as sock:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(sock.getsockname())
@@ -483,9 +483,9 @@ def test_connections_of_a_server_before_do_not_keep_the_next_one_out() -> None:
         open_door(sock)
         address = sock.getsockname()
         with socket.create_connection(address) as client:
-            sock.accept()[0].close()  # who closes first is who remembers (TIME_WAIT)
+            sock.accept()[0].close()  # the side that closes first keeps TIME_WAIT
             assert client.recv(1) == b""
-    for _ in range(2):  # one that was let in beside such connections leaves some itself
+    for _ in range(2):  # the first restarted server causes TIME_WAIT connections too
         with bind(*address) as sock:
             with pytest.raises(ConfigError, match="cannot listen"):
                 bind(*address)
@@ -527,7 +527,7 @@ def test_an_error_about_two_fields_names_both_as_the_client_sent_them(
 def test_an_error_of_the_worker_reaches_http_by_its_code(
     monkeypatch: pytest.MonkeyPatch, code: ErrorCode, status: int, param: str | None, told: str | None
 ) -> None:
-    """Whatever its text says."""
+    """The code decides, not the error's text."""
     monkeypatch.setitem(outputs._TEXTS, code, "other words")
     executor = FakeExecutor()
     collect = executor.collect

@@ -1,4 +1,4 @@
-"""Random bodies of known fields with unlikely values: never a 5xx, and the engine answers as before."""
+"""Random bodies of known fields with unlikely values: never a 5xx, and the engine still answers afterwards."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_no_body_is_a_server_error(shared: Running, seed: int) -> None:
             if schema is Options:
                 body = {**sound, "options": make_body(rng, fields, {"num_predict": 3})}
             if schema in {EmbeddingRequest, EmbedRequest}:
-                body["dimensions"] = -1  # none is served: the fake executor makes no vectors
+                body["dimensions"] = -1  # always refused: the fake executor makes no vectors
             content = json.dumps(body)
             response = http.post(route, content=content)
             seen.add(response.status_code)

@@ -1,4 +1,4 @@
-"""What a body's structure may be: counted as a parser would, and refused before one is asked."""
+"""Limits on a body's structure: counted as a parser would, and enforced before a parser runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(source: random.Random, depth: int) -> Any:
 
 
 def structure(value: Any) -> tuple[int, int, int]:
-    """Lists and objects, names, commas."""
+    """Return the numbers of containers (lists and objects), names and commas."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
     inner = [structure(each) for each in (value.values() if isinstance(value, dict) else value)]

@@ -1,4 +1,4 @@
-"""`prediction` of chat completions, sent by the `openai` package: a draft of the answer, which stays as it is."""
+"""`prediction` of chat completions, sent by the `openai` package: it drafts the answer, and does not change it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ASKED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, Running]]:
-    """One that guesses, and one that does not."""
+    """A server with speculation, and one without."""
     configs = {"ngram": SpeculativeConfig(method="ngram"), "none": SpeculativeConfig(method="none")}
     with contextlib.ExitStack() as stack:
         yield {name: stack.enter_context(served_engine(make_engine(config))) for name, config in configs.items()}
@@ -49,7 +49,7 @@ def clients(servers: dict[str, Running]) -> Iterator[dict[str, openai.OpenAI]]:
 
 
 def ask(client: openai.OpenAI, **options: Any) -> tuple[list[str], Any]:
-    """Return the texts of the choices, and what came of drafts."""
+    """Return the texts of the choices, and the usage details with the draft counts."""
     whole = client.chat.completions.create(**ASKED, **options)
     return [choice.message.content for choice in whole.choices], whole.usage.completion_tokens_details
 
@@ -137,7 +137,7 @@ def test_one_that_no_answer_can_be_as_long_as_is_refused(
 def test_its_tokens_count_as_those_of_prompts_do(
     servers: dict[str, Running], clients: dict[str, openai.OpenAI], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They wait with them, and are the tenant's."""
+    """They count as waiting tokens, and are charged to the tenant."""
     limiter = servers["ngram"].server._service.limiter
     pool, held, charged = limiter.waiting_tokens, list[int](), list[int]()
     take, charge = pool.take, limiter.charge

@@ -1,4 +1,4 @@
-"""Prompts on one engine, answers on another, a router before both: what clients get is what one engine alone gives."""
+"""Prefill on one engine and decode on another, with a router: clients get the answers of a single engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = needs_kernels
 BLOCK = 16
 DRAWN: dict[str, Any] = {"temperature": 0.8, "seed": 11}
-# What a client sends; where {} stands, each test puts a prompt that nobody has seen.
+# Requests of clients. Each test replaces {} by a new prompt.
 ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "{}"}], "n": 2, "max_tokens": 12, **DRAWN}),
     (
@@ -49,12 +49,12 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/generate_stream", {"inputs": "{}", "parameters": {"max_new_tokens": 12}}),
     ("/", {"inputs": "{}", "parameters": {"max_new_tokens": 12}}),
 ]
-_OWN = {"created", "created_at", "usage", "receipt", "item_id"}  # of an answer alone
+_OWN = {"created", "created_at", "usage", "receipt", "item_id"}  # differ between two equal answers
 
 
 @dataclass
 class Pair:
-    """A router before a prefill and a decode engine, and one engine that is alone."""
+    """A router with a prefill and a decode engine, and one engine alone."""
 
     routing: Routing
     alone: Running
@@ -66,7 +66,7 @@ def engine(checkpoint: Path, stores: KVTransferConfig | None) -> LLMEngine:
     return LLMEngine(
         ModelConfig(model=str(checkpoint)),
         cache_config=CacheConfig(num_gpu_blocks=600, block_size=BLOCK),
-        scheduler_config=SchedulerConfig(  # a busy machine may be slow to find and to read
+        scheduler_config=SchedulerConfig(  # long times, because lookups and loads may be slow on a busy machine
             max_num_seqs=8, max_num_batched_tokens=128, kv_lookup_timeout_s=10.0, kv_transfer_timeout_s=20.0
         ),
         kv_transfer_config=stores,
@@ -87,7 +87,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         served_engine(engine(checkpoint, roles[1])) as decode,
         run_router(prefill.url, decode.url, min_prefill_tokens=64, health_timeout_s=DEADLINE_S) as routing,
     ):
-        patch.setattr(connector, "_EXPECTED_S", DEADLINE_S)  # what is saved comes, also where this process is stopped
+        patch.setattr(connector, "_EXPECTED_S", DEADLINE_S)  # saves arrive even if this process is stopped for a while
         yield Pair(routing, alone, prefill, decode)
 
 
@@ -107,7 +107,7 @@ def filled(body: Any, prompt: str) -> Any:
 
 
 def told(response: httpx.Response) -> Any:
-    """What an answer says, without what is its own: an event each where it is a stream."""
+    """Return an answer without the fields that differ between equal answers; of a stream, its events."""
     assert response.status_code == 200, response.text
     if not response.headers["content-type"].startswith("text/event-stream"):
         return common(response.json())
@@ -118,7 +118,7 @@ def told(response: httpx.Response) -> Any:
 def common(value: Any) -> Any:
     match value:
         case dict():
-            own = _OWN if isinstance(value.get("id"), int) else {*_OWN, "id"}  # TGI's are of tokens
+            own = _OWN if isinstance(value.get("id"), int) else {*_OWN, "id"}  # TGI's ids are token ids
             return {name: common(each) for name, each in value.items() if name not in own}
         case list():
             return [common(each) for each in value]
@@ -126,7 +126,7 @@ def common(value: Any) -> Any:
 
 
 def text_of(events: Any) -> Any:
-    """A stream's text and tokens: how they were cut is its own as well."""
+    """Return a stream's joined text and tokens, because their division into events may differ."""
     if not isinstance(events, list) or not {"token", "choices"} & events[0].keys():
         return events
     if "token" in events[0]:
@@ -180,7 +180,7 @@ def test_anthropics_client(pair: Pair) -> None:
 
 
 def test_salts_keep_prompts_apart_here_as_well(pair: Pair) -> None:
-    """Who asks what another one asked, with another salt, is answered alike and finds nothing of it."""
+    """The same request with another salt gets an equal answer, and no prefix hit."""
     asked = {"prompt": prompt_of("salt"), "max_tokens": 8, **DRAWN}
     texts = set()
     with pair.routing.http() as http:

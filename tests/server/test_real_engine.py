@@ -1,6 +1,6 @@
-"""A server around a real worker, tokenizer and Jinja template, driven by the real `openai` package.
+"""A server with a real worker, tokenizer and Jinja template, used through the real `openai` package.
 
-The answers are compared with those of `LLM` on the same checkpoint: what is served is what is computed offline.
+The answers are compared with those of `LLM` on the same checkpoint: serving and offline use give equal results.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_byte_checkpoint(directory: Path, template: str) -> Path:
-    """One token per byte, so that a random model writes unfinished characters, and 257 of them with the EOS."""
+    """Write a random model with one token per byte and an EOS (257 tokens). It generates incomplete characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     config = tiny_config(
         "Qwen2ForCausalLM", vocab_size=len(alphabet) + 1, eos_token_id=0, max_position_embeddings=MAX_MODEL_LEN
@@ -72,7 +72,8 @@ def served(checkpoint: Path) -> Iterator[running.Running]:
         ModelConfig(model=str(checkpoint)),
         cache_config=CacheConfig(num_gpu_blocks=2 * MAX_MODEL_LEN // 16),
         scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
-        # Receipts count what was computed, drafts in vain included; `offline` has drafts, and the same tokens.
+        # No drafts, because receipts count computed tokens, including rejected drafts. `offline` has drafts, and equal
+        # tokens.
         speculative_config=SpeculativeConfig(method="none"),
     )
     with served_engine(engine) as server:
@@ -126,7 +127,7 @@ def test_chat_whole_and_streamed_is_what_is_computed_offline(
 
 
 def test_the_text_offline_is_that_of_the_tokenizer(checkpoint: Path, offline: LLM) -> None:
-    """Token by token or all at once: what the other tests compare with is no invention of the detokenizer's."""
+    """Incremental and complete detokenization agree, so the texts that other tests compare with are right."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     for each in offline_completions(offline, RENDERED, n=4, max_tokens=100, **SAMPLED):
         assert each.text == tokenizer.decode(each.token_ids, skip_special_tokens=True)
@@ -199,7 +200,7 @@ def test_a_client_that_leaves_frees_its_blocks(client: openai.OpenAI, served: ru
     assert served.num_blocks_in_use > 0
     stream.close()
     wait_until(lambda: not served.num_unfinished and not served.num_blocks_in_use, "all blocks are free")
-    assert stats().total_tokens_generated - num_generated < endless["max_tokens"]  # it was ended, it did not end
+    assert stats().total_tokens_generated - num_generated < endless["max_tokens"]  # it was aborted early
     assert client.completions.create(model="tiny", prompt="x", max_tokens=3).usage.prompt_tokens == 1
 
 
@@ -228,7 +229,7 @@ def test_an_answer_fits_its_schema_whole_and_streamed(client: openai.OpenAI) -> 
 
 
 def test_the_sdk_s_own_parsing_of_a_model_class(client: openai.OpenAI) -> None:
-    """What users of the package write: a pydantic class as response_format."""
+    """Users of the package pass a pydantic class as response_format."""
     from pydantic import BaseModel, Field
 
     class Person(BaseModel):
@@ -242,7 +243,7 @@ def test_the_sdk_s_own_parsing_of_a_model_class(client: openai.OpenAI) -> None:
 
 
 def test_an_answer_to_huggingface_hub_fits_its_schema(served: running.Running) -> None:
-    """It writes a schema in a way of its own."""
+    """The package has its own form of a schema."""
     client = huggingface_hub.InferenceClient(model=served.url, timeout=20)
     answer = client.chat_completion(MESSAGES, response_format=AS_SCHEMA, max_tokens=300, seed=3, temperature=1.0)  # type: ignore[arg-type]
     assert set(json.loads(answer.choices[0].message.content or "")) == {"name", "age"}
@@ -450,7 +451,7 @@ def test_embeddings_are_those_computed_offline(client: openai.OpenAI, offline: L
     for options in ({"encoding_format": "float"}, {"encoding_format": "base64"}, {}):
         result = client.embeddings.create(model="tiny", input=texts, **options)  # type: ignore[arg-type]
         got = [each.embedding for each in result.data]
-        if options.get("encoding_format") == "base64":  # which the client leaves as it is when it was asked for
+        if options.get("encoding_format") == "base64":  # the client does not decode it if asked for
             got = [struct.unpack(f"<{len(expected[0])}f", base64.b64decode(each)) for each in got]  # type: ignore[arg-type, misc]
         assert [list(each) for each in got] == expected
         assert [each.index for each in result.data] == [0, 1, 2]
@@ -509,7 +510,7 @@ def test_ollamas_vectors_are_the_same(client: openai.OpenAI, served: running.Run
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_an_input_may_fill_the_context_and_be_cut_to_it(checkpoint: Path, pooling: str) -> None:
-    """And the whole KV cache. A request of tokens has room for one token less."""
+    """It may also fill the whole KV cache. A request that generates has room for one token less."""
     engine = LLMEngine(ModelConfig(model=str(checkpoint), max_model_len=64), cache_config=CacheConfig(num_gpu_blocks=4))
     offline = LLM(model=str(checkpoint), max_model_len=128, num_gpu_blocks_override=8)
     text = "abcd" * 16
@@ -589,7 +590,7 @@ def asked(text: str) -> dict[str, Any]:
 def test_a_receipt_stands_in_the_usage_of_every_api(
     served: running.Running, path: str, streamed: str | None, body: dict[str, Any]
 ) -> None:
-    """A second asking finds the first one's prompt, and its stream has the same receipt."""
+    """The second request hits the first one's prompt, and its stream has the same receipt."""
     receipts = []
     with served.http() as http:
         for is_second in (False, True):
@@ -613,7 +614,7 @@ def test_a_receipt_stands_in_the_usage_of_every_api(
 
 
 def cached_tokens(usage: dict[str, Any]) -> int | None:
-    """What an API tells of the prefix cache, whose names differ."""
+    """Return the prefix-cache tokens that an API reports; the field's name differs by API."""
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     others = usage.get("cache_read_input_tokens", usage.get("cached_tokens"))
     return others if details is None else details["cached_tokens"]
@@ -633,7 +634,7 @@ def test_a_receipt_tells_what_was_computed(served: running.Running) -> None:
         assert json.loads(last.removeprefix("data: "))["usage"]["receipt"] == usage["receipt"]
 
 
-# --- what a request leaves itself
+# --- requests that allow no token
 
 
 @pytest.mark.parametrize(
@@ -655,7 +656,7 @@ def test_a_request_that_leaves_no_token_is_told_so(served: running.Running, fiel
         assert http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5}).status_code == 200
 
 
-# --- calls of tools: a model of random weights is held to their form
+# --- tool calls: the grammar makes a model of random weights write their form
 
 
 TOOL_TEMPLATES = {
@@ -728,7 +729,7 @@ def test_forced_calls_of_a_random_model(tool_client: openai.OpenAI, choice: Any,
 
 
 def test_a_choice_with_json_or_calls(tool_client: openai.OpenAI) -> None:
-    """With response_format and tools an answer is one or the other."""
+    """With response_format and tools, an answer is either JSON or calls."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     for seed in range(4):

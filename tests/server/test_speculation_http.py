@@ -1,4 +1,4 @@
-"""What a server answers is the same with speculation, whole and streamed: made-up requests, some of them unlikely."""
+"""A server's answers do not depend on speculation, whole or streamed: tested with random requests, some unusual."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TEXTS = [
     "What is 12 + 30?",
     "one two three one two three one two three one",
 ]
-CHOICES: dict[str, list[Any]] = {  # under the OpenAI API's completions and chat completions alike
+CHOICES: dict[str, list[Any]] = {  # the same for the OpenAI API's completions and chat completions
     "temperature": [0.0, 0.0, 0.5, 1.0, 1.5],
     "top_p": [0.5, 0.9],
     "top_k": [1, 20],
@@ -76,7 +76,7 @@ SCHEMAS = {
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
 }
-# Names of this answer alone, and what a schedule may change: how much of a prompt was there already.
+# Ids and times of one answer, and a figure that depends on the schedule: the cached part of a prompt.
 OF_THIS_ANSWER = {"id", "item_id", "created", "created_at", "completed_at", "sequence_number", "request_id"}
 USAGE = {"completion_tokens", "output_tokens"}
 APPENDED = {"content", "text", "delta", "reasoning", "reasoning_content", "arguments", "partial_json", "thinking"}
@@ -91,7 +91,7 @@ def servers() -> Iterator[dict[str, Running]]:
 def make_engine(config: SpeculativeConfig | None) -> LLMEngine:
     engine = LLMEngine(
         ModelConfig(max_model_len=192),
-        cache_config=CacheConfig(num_gpu_blocks=20),  # too few for all at once
+        cache_config=CacheConfig(num_gpu_blocks=20),  # too few for all requests at the same time
         scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=96),
         speculative_config=config,
     )
@@ -100,7 +100,7 @@ def make_engine(config: SpeculativeConfig | None) -> LLMEngine:
 
 
 def make_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """A route and a body whose answer no schedule decides: greedy, or with a seed."""
+    """Return a route and a body. The answer does not depend on the schedule: it is greedy, or has a seed."""
     route = rng.choice([*LOGPROBS, "/v1/completions", "/v1/chat/completions"])
     text, most = rng.choice(TEXTS) * rng.choice([1, 1, 2]), rng.choice([5, 40, 80])
     schema = SCHEMAS[route]
@@ -129,14 +129,14 @@ def make_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def answers(running: Running, requests: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """Ask all of them at once, in both ways; return what each is answered."""
+    """Send all requests concurrently, each whole and streamed. Return the answers."""
     asked = [(route, {**body, "stream": stream}) for route, body in requests for stream in (False, True)]
     with running.http() as http, ThreadPoolExecutor(6) as pool:
         return list(pool.map(lambda request: answer(http.post(request[0], content=json.dumps(request[1]))), asked))
 
 
 def answer(response: httpx.Response) -> tuple[int, Any]:
-    """Return the status and what was told; the events of a stream as one."""
+    """Return the status and the content. The events of a stream are joined."""
     if not response.headers["content-type"].startswith("text/event-stream"):
         return response.status_code, told(response.json())
     events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
@@ -148,7 +148,7 @@ def answer(response: httpx.Response) -> tuple[int, Any]:
 
 
 def told(value: Any) -> Any:
-    """Leave out what is of this answer alone, and what says nothing; choices are named by their index."""
+    """Drop empty fields and those that differ between equal answers. Name choices by their index."""
     if isinstance(value, list):
         items = [told(each) for each in value]
         is_choices = bool(items) and all(isinstance(each, dict) and "index" in each for each in items)
@@ -162,7 +162,7 @@ def told(value: Any) -> Any:
 
 
 def joined(before: Any, after: Any, name: str) -> Any:
-    """Return what two pieces of a stream say together, under a field of that name."""
+    """Join two pieces of a stream that are values of the field `name`."""
     if isinstance(before, dict) and isinstance(after, dict):
         return before | {key: joined(before.get(key), each, key) for key, each in after.items()}
     is_appended = isinstance(before, list) or (isinstance(before, str) and name in APPENDED)

@@ -1,4 +1,4 @@
-"""Threats and faults of the catalogue (ids as in docs/reliability.md), against a real server around a fake executor."""
+"""Threats and faults with the ids of docs/reliability.md, against a real server with a fake executor."""
 
 from __future__ import annotations
 

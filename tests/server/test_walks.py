@@ -1,7 +1,7 @@
-"""The walks of docs/request_life.md: each function named there is called, in the order of its table.
+"""The walks of docs/request_life.md: each function that the page names is called, in the order of its table.
 
-Everything is read from the page. Where a walk waits (for a step that is held back, for another request), the order of
-first calls begins anew: a function that every step calls may stand in several tables.
+All data is read from the page. If a walk waits (for a delayed step, or for another request), a new table begins. The
+order of first calls is compared per table, so a function that every step calls may be in several tables.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ CHAT = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class Hop:
-    """A function that the page names in a file."""
+    """A function that the page names, with its file."""
 
     path: str
     name: str
 
     @property
     def code(self) -> CodeType:
-        """Raises where the file does not define it."""
+        """The function's code. Raises `AttributeError` if the file does not define it."""
         value: Any = importlib.import_module(self.path.removeprefix("src/").removesuffix(".py").replace("/", "."))
         for part in self.name.split("."):
             value = getattr(value, part)
@@ -61,7 +61,7 @@ class Hop:
 
 
 def walk(title: str) -> list[list[Hop]]:
-    """Return the tables of a walk, whose rows are numbered throughout."""
+    """Return the tables of a walk. Their rows are numbered consecutively."""
     section = PAGE.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
     tables = [NUMBERED.findall(part) for part in section.split("\n### ")[1:]]
     assert [int(number) for rows in tables for number, _, _ in rows] == list(range(1, sum(map(len, tables)) + 1))
@@ -70,10 +70,10 @@ def walk(title: str) -> list[list[Hop]]:
 
 
 class Calls:
-    """The calls of named functions, in order, on every thread that is started while this is active."""
+    """The calls of the named functions, in order, on every thread that is started while this is active."""
 
     def __init__(self, hops: Iterable[Hop], *, here: bool = False) -> None:
-        """here: on this thread, too."""
+        """here: include this thread."""
         self._is_here = here
         self._hops = {id(hop.code): hop for hop in hops}
         self._called: list[Hop] = []
@@ -94,9 +94,9 @@ class Calls:
             self._called.append(hop)
 
     def check(self, *tables: list[Hop]) -> None:
-        """Wait until all of these were called, compare the order of their first calls, and clear."""
+        """Wait until all functions of the tables were called, compare the order of their first calls, and clear."""
         expected = [hop for table in tables for hop in table]
-        with contextlib.suppress(TimeoutError):  # then the comparison tells which ones were not
+        with contextlib.suppress(TimeoutError):  # the comparison below then shows the missing ones
             wait_until(lambda: set(expected) <= set(self._called), "all are called")
         first_calls = [hop for hop in dict.fromkeys(self._called) if hop in expected]
         assert [hop.name for hop in first_calls] == [hop.name for hop in expected]
@@ -108,7 +108,7 @@ class Calls:
 
 
 class Steps:
-    """Holds the results of an engine's steps back until the test lets them pass."""
+    """Delays the results of an engine's steps until the test releases them."""
 
     def __init__(self, engine: LLMEngine, patch: pytest.MonkeyPatch) -> None:
         self._collect = engine.core.executor.collect
@@ -123,11 +123,11 @@ class Steps:
         return self._collect()
 
     def wait_for(self, number: int) -> None:
-        """Wait until the step of this number is computed, and held."""
+        """Wait until this step is computed and held."""
         wait_until(lambda: self._num_held == number, f"step {number} is held")
 
     def let_pass(self, count: int = 100) -> None:
-        """Let so many steps pass."""
+        """Release `count` steps."""
         self._permits.release(count)
 
 
@@ -138,7 +138,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def walking(checkpoint: Path, *tables: list[Hop]) -> Iterator[tuple[Running, httpx.Client, Steps, Calls]]:
-    """Serve the example of the page: blocks of 4 tokens, 8 of them, and a budget of 512."""
+    """Serve the page's example: 8 blocks of 4 tokens, and a budget of 512 tokens."""
     engine = LLMEngine(
         ModelConfig(model=str(checkpoint), max_model_len=32),
         cache_config=CacheConfig(block_size=4, num_gpu_blocks=8),
@@ -154,13 +154,13 @@ def walking(checkpoint: Path, *tables: list[Hop]) -> Iterator[tuple[Running, htt
 
 
 def body(content: str = "?", **options: Any) -> dict[str, Any]:
-    """Ask for two tokens; the template and the tokenizer of bytes make a prompt of 9 tokens and the content's."""
+    """Return a request for two tokens. Its prompt has 9 tokens and one per byte of `content`."""
     message = {"role": "user", "content": content}
     return {"messages": [message], "max_tokens": 2, "ignore_eos": True, **options}
 
 
 def test_every_function_is_in_its_file() -> None:
-    """Also those that no test follows: across two processes."""
+    """This includes the functions that no other test covers, because they run in two processes."""
     hops = [Hop(*row) for row in HOP.findall(PAGE)]
     assert len(hops) > len(NUMBERED.findall(PAGE))
     for hop in hops:
@@ -168,7 +168,7 @@ def test_every_function_is_in_its_file() -> None:
 
 
 def test_a_prompt_to_its_last_token(checkpoint: Path) -> None:
-    """The second step is held until the event of the first one has been read, which another thread sends."""
+    """The second step is held until the first step's event has been read, because another thread sends it."""
     *first, last = walk("A prompt, from HTTP to its last token")
     with walking(checkpoint, *first, last) as (_, http, steps, calls):
         steps.let_pass(1)
@@ -192,12 +192,12 @@ def test_a_block_from_free_to_freed(checkpoint: Path) -> None:
 
 
 def test_a_client_that_leaves(checkpoint: Path) -> None:
-    """The engine is in a step until the server has given up."""
+    """The engine is in a step until the server has aborted the request."""
     server_side, engine_side = walk("A client that leaves")
     with walking(checkpoint, server_side, engine_side) as (server, http, steps, calls):
         steps.let_pass(1)
         with http.stream("POST", CHAT, json=body(max_tokens=20, stream=True)) as answer:
-            lines = answer.iter_lines()  # which closes the connection as soon as nobody holds it
+            lines = answer.iter_lines()  # dropping it closes the connection
             assert next(lines).startswith("data: ")
             steps.wait_for(2)
             calls.clear()
@@ -208,7 +208,7 @@ def test_a_client_that_leaves(checkpoint: Path) -> None:
 
 
 def offline_engine(path: Path, **speculation: Any) -> LLMEngine:
-    """Return an engine over 64 blocks of 4 tokens, of which fewer are window blocks, for calls on this thread."""
+    """Return an engine for this thread, with 64 blocks of 4 tokens in the first group and fewer window blocks."""
     return LLMEngine(
         ModelConfig(model=str(path), max_model_len=64, skip_tokenizer_init=True),
         cache_config=CacheConfig(block_size=4, num_gpu_blocks=64),
@@ -231,7 +231,7 @@ def test_a_window_block_from_free_to_freed(tmp_path: Path) -> None:
 
 
 def test_a_drafted_token_from_guess_to_output(tmp_path: Path) -> None:
-    """A bias lets the model repeat one token, whatever the processor computes."""
+    """A logit bias makes the model repeat one token on every processor."""
     guessed, verified = walk("A drafted token, from guess to output")
     engine = offline_engine(write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM")), method="ngram")
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, detokenize=False, logit_bias={7: 100.0})

@@ -1,4 +1,4 @@
-"""Which models may draft for another one: what is wrong is told before a weight is read."""
+"""Which models may draft for another model. Errors are reported before any weight is read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from octavo.startup.launch import ServedModel, launch_engine
 
 
 def find(target: dict[str, object] | None = None, /, **speculative: object):
-    """Return what drafts for the built-in model, loaded as target says."""
+    """Return the draft checkpoint for the built-in model. target: options for loading that model."""
     config = ModelConfig(**(target or {}))
     return find_draft_checkpoint(SpeculativeConfig.parse(speculative or None), config, ServedModel.find(config))
 
 
 def changed_draft(directory: Path, **changes: object) -> Path:
-    """Return a copy of the built-in draft model, without its weights: nothing may want to read them."""
+    """Return a copy of the built-in draft model without its weights, because no check may read them."""
     shutil.copytree(built_in_draft_path(), directory, ignore=shutil.ignore_patterns("*.safetensors"))
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -49,7 +49,7 @@ def test_what_drafts_and_how_it_is_loaded(tmp_path):
     assert (draft.name, draft.max_model_len) == (BUILT_IN_DRAFT, 300)
     draft = find({"quantization": "int8"}, method="quantized")
     assert (draft.weights.path, draft.quantization, draft.shares_kv) == (built_in_model_path(), "int4", True)
-    # Not larger, and its tokenizer is the same one, told in other words.
+    # It is no larger, and has the same tokenizer in another layout.
     same = changed_draft(tmp_path / "same")
     (same / "tokenizer.json").write_text(json.dumps(json.loads((same / "tokenizer.json").read_text()), indent=3))
     assert find(method="draft_model", model=str(same)).weights.path == same
@@ -96,7 +96,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
 
 
 def test_rows_without_a_token_that_only_the_models_file_names_are_no_other_vocabulary(tmp_path):
-    """llama.cpp's conversions name each row of the embedding, and tokenizer.json those that are tokens."""
+    """llama.cpp's conversions name each row of the embedding. tokenizer.json names only the rows that are tokens."""
     folder = write_checkpoint(tmp_path / "folder", tiny_config("LlamaForCausalLM", vocab_size=288))
     whole = write_gguf(folder, tmp_path / "whole.gguf")
     tokens = byte_vocabulary(264)["tokenizer.ggml.tokens"]
@@ -131,7 +131,7 @@ def test_a_draft_model_that_octavo_cannot_run_is_refused(tmp_path):
     assert message.startswith("model of speculative_config: ")
     assert "unknown architecture; octavo serves" in message
     headless = write_checkpoint(tmp_path / "headless", tiny_config("LlamaForCausalLM", vocab_size=1536))
-    assert find(method="draft_model", model=str(headless)).weights.path == headless  # as long as it has a head
+    assert find(method="draft_model", model=str(headless)).weights.path == headless  # it has a head at this point
     weights = {name: each for name, each in load_file(headless / "model.safetensors").items() if "lm_head" not in name}
     weights = {name.removeprefix("model."): each for name, each in weights.items()}
     save_file(weights, headless / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""A GGUF file in place of a folder: the same answers, and a hostile one is an error and nothing else."""
+"""A GGUF file instead of a folder gives the same answers. A hostile file causes an error and nothing else."""
 
 import json
 import random
@@ -218,7 +218,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path):
 
 @pytest.mark.skipif(not COMPILED, reason="packed weights are those of the compiled kernels")
 def test_a_file_with_a_broken_scale_is_not_served(folder, tmp_path):
-    """Seen as it is loaded: else every token would come out of NaN."""
+    """The scale is checked while the file is loaded. Otherwise every token would be computed from NaN."""
     path = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_0")
     stored = GGUFCheckpoint(path).file.tensors["blk.1.ffn_down.weight"]
     data = bytearray(path.read_bytes())
@@ -247,7 +247,7 @@ def test_weights_of_integers_are_kept_for_the_next_start(kind, quantization, fol
 
 
 def exercise(path: Path) -> None:
-    """Read all that is read of a file before memory is taken for its weights, and the weights."""
+    """Read everything that is read before memory is allocated for the weights, and then the weights."""
     checkpoint = GGUFCheckpoint(path)
     architecture = checkpoint.read_architecture()
     tokenizer = checkpoint.read_tokenizer()
@@ -262,7 +262,7 @@ def exercise(path: Path) -> None:
 
 
 def mutated(content: bytearray, header: int, rng: random.Random) -> bytes:
-    """Change a few places, mostly of the header: bits, numbers at the limits, pieces moved, left out or doubled."""
+    """Change a few places, mostly in the header: flip bits, write limit values, move, drop or double pieces."""
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         at = rng.randrange(header if rng.random() < 0.97 else len(content))
         match rng.randrange(6):
@@ -304,5 +304,5 @@ def test_hostile_files_are_an_error_and_nothing_else(count, tmp_path):
                 exercise(path)
             except ModelError:
                 refused += 1
-    assert count // 2 < refused < count  # else it is not the file's inside that is tried
+    assert count // 2 < refused < count  # otherwise the content of the file is hardly tested
     shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Memory of a process that loads and serves a large GGUF file, beside the file's size."""
+"""Memory of a process that loads and serves a large GGUF file, compared with the file's size."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from kernels_available import COMPILED
 
 MIB = 1 << 20
 KV_BYTES = 32 * MIB
-PAGES_BYTES = 64 * MIB  # of the file, that are being packed: more if the thread that releases them waits for a core
+PAGES_BYTES = 64 * MIB  # of the file, while packing: more if the thread that releases them waits for a core
 STEP_BYTES = 64 * MIB  # activations, logits and scratch of the kernels
-# A small model first, so that what libraries take is not counted.
+# A small model is loaded first, so that the memory of libraries is not counted.
 MEASURE = """
 import gc, json, sys
 from pathlib import Path
@@ -64,9 +64,10 @@ def small(tmp_path_factory):
 @pytest.mark.parametrize(("kind", "layers"), [("Q4_K", 16), ("Q8_0", 9)])
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="reads /proc; plain torch works in float64")
 def test_a_file_is_in_memory_once(kind, layers, small, tmp_path):
-    """Pages of the file leave as they are packed: also those of the head, a quarter of it, which comes last.
+    """Pages of the file are released while they are packed.
 
-    So do those of the packed weights that are kept, at the first start, and there are none at the second.
+    This includes those of the head: a quarter of the file, and its last part. At the first start the pages of the
+    stored packed weights are released too. At the second start nothing is packed.
     """
     path = write_large_gguf(tmp_path / "large.gguf", layers=layers, kind=kind, vocabulary_kind="Q8_0")
     size = path.stat().st_size

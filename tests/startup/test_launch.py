@@ -1,4 +1,4 @@
-"""What an engine is told of its files before a tensor is touched."""
+"""The facts about its files that an engine gets before any tensor is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ USER = {"role": "user", "content": "hello"}
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Weights with a chat template, and no tokenizer of their own."""
+    """Return a checkpoint with weights and a chat template, but without a tokenizer."""
     path = write_checkpoint(tmp_path / "model", tiny_config("LlamaForCausalLM", vocab_size=512))
     (path / "chat_template.jinja").write_text("the model's")
     return path
@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    """Another checkpoint's tokenizer, and nothing else of it."""
+    """Return a folder with another checkpoint's tokenizer only."""
     path = tmp_path / "tokenizer"
     path.mkdir()
     shutil.copy(built_in_model_path() / "tokenizer.json", path)
@@ -53,7 +53,7 @@ def test_a_built_in_model_is_found_by_its_name(name: str | None, folder: str) ->
 
 
 def test_kv_of_other_factors_is_of_another_model(tmp_path: Path) -> None:
-    """Engines that share a store know by the architecture whether keys were turned by the same factors (longrope)."""
+    """Engines that share a store see from the architecture whether keys were rotated by equal factors (longrope)."""
     numbers = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     config = tiny_config("Phi3ForCausalLM", original_max_position_embeddings=512, rope_parameters=numbers)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -81,7 +81,7 @@ def test_a_tokenizer_without_one_leaves_the_models(model: Path, tokenizer: Path)
 
 
 def test_only_what_is_read_is_downloaded(model: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer by its hub id costs no weights, nor does a model whose weights are made up."""
+    """A tokenizer's hub id downloads no weights. Neither does a model with dummy weights."""
     hub = pytest.importorskip("huggingface_hub")
     folders = {"owner/model": model, "owner/tokenizer": tokenizer}
     asked = []

@@ -1,4 +1,4 @@
-"""Grammars in llama.cpp's notation: what llguidance accepts of them is what they say, character by character."""
+"""Grammars in llama.cpp's notation: llguidance accepts exactly their texts, character by character."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_random_grammars_are_what_python_s_regular_expressions_say(tokenizer: An
 
 
 def draw(rng: random.Random, depth: int, rules: dict[str, str]) -> tuple[str, str]:
-    """Return a random expression in GBNF and as a regular expression; parts of it become rules."""
+    """Return a random expression in GBNF and as a regular expression. Some of its parts become rules."""
     kind = rng.randrange(7) if depth else rng.randrange(2)
     if kind == 0:
         text = "".join(rng.choice("ab\n") for _ in range(rng.randint(1, 3)))
@@ -158,11 +158,11 @@ def test_a_long_grammar_is_read_at_once() -> None:
     assert len(to_lark(deep.replace("(", '("b" '))) > 60_000
 
 
-# --- lexemes of more than a character
+# --- lexemes of several characters
 
 
 def ends(node: Node, rules: Rules, text: str, place: int) -> set[int]:
-    """Where a part may end that begins at a place: a matcher of its own, by the words of the notation."""
+    """Return the possible ends of a part that begins at `place`: an independent matcher for the notation."""
     match node:
         case Chars(ranges):
             fits = place < len(text) and any(first <= ord(text[place]) <= last for first, last in ranges)
@@ -192,7 +192,7 @@ PIECES = ["ab", "cd", "abc", "qaq", "qq", "q", "a", "b", "c", "d", ",", "x", ",,
 
 
 def draw_recursive(rng: random.Random, parts: list[str], depth: int, *, is_guarded: bool) -> str:
-    """Return a random expression; rules in it stand behind a character, so that none begins with itself."""
+    """Return a random expression. Rules in it follow a character, so that none begins with itself."""
     kind = rng.randrange(7) if depth else rng.randrange(2)
     if kind == 0 or (kind == 1 and not is_guarded):
         return rng.choice(parts)
@@ -213,7 +213,7 @@ def num_consumed(tokenizer: Any, lark: str, texts: list[str]) -> list[int]:
 
 
 def test_lexemes_change_nothing_of_what_recursive_grammars_say(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matcher of its own says the same, and each text goes on as long as it does character by character."""
+    """An independent matcher agrees, and each text is accepted as far as without lexemes."""
     rng = random.Random(3)
     num_with_lexemes = num_accepted = 0
     for _ in range(100):
@@ -239,12 +239,12 @@ def test_lexemes_change_nothing_of_what_recursive_grammars_say(tokenizer: Any, m
     [
         ('root ::= "a" root? | "b" ("c" "d")*', 1),
         ('root ::= "a" root? | "b" ("c" "d")* "c"', 0),
-        ('root ::= "[" root* "]" | "ab"', 1),  # nothing else begins with a
+        ('root ::= "[" root* "]" | "ab"', 1),  # no other part begins with a
         ('root ::= "[" root* "]" | "ab" | [a]', 0),
         ('root ::= "[" root* "]" | "\\"" [^"]* "\\"" " "?', 1),
-        ('root ::= "[" root* "]" | "ab" | "abc"', 1),  # the shorter one, as long as it is no other one's beginning
+        ('root ::= "[" root* "]" | "ab" | "abc"', 1),  # the shorter one, if it is no other part's beginning
         (ARITHMETIC, 0),
-        (JSON, 3),  # strings, true, false and null, exponents
+        (JSON, 3),  # strings, the three names, exponents
     ],
 )
 def test_what_becomes_a_lexeme_of_a_recursive_grammar(grammar: str, lexemes: int) -> None:

@@ -1,4 +1,4 @@
-"""Objects of many optional properties are served up to a limit, and refused beyond it before anything is generated."""
+"""Objects with many optional properties are served up to a limit. Above it they are refused before any token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemas as people write them: objects are closed, unknown formats ignored, and faults are found with their place."""
+"""Schemas as users write them: objects are closed, unknown formats ignored, and errors reported with their place."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from octavo.structured_output.schema_rewriting import FORMATS, rewritten
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
 DEFINITIONS = {"A": A, "B": B}
-EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"  # zod's
-DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # pydantic's
-PRICE = r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*$)"  # of 5 digits, 2 of them decimal places
-DIGITS = r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,4}|(?=[\d.]{1,5}0*$)\d*\.\d*0*$)"  # of 4 digits
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"  # of zod
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # of pydantic
+PRICE = r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*$)"  # 5 digits, 2 of them decimal places
+DIGITS = r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,4}|(?=[\d.]{1,5}0*$)\d*\.\d*0*$)"  # 4 digits
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def grammars() -> Grammars:
 
 
 def accepted(grammars: Grammars, schema: dict[str, Any], *values: Any) -> list[Any]:
-    """Return the values that both ways of asking for a schema accept, and check that these agree."""
+    """Return the values that both ways of passing a schema accept. Checks that the two agree."""
     structures = [StructuredOutputsParams(json=schema), StructuredOutputsParams(grammar=f"start: {lark_json(schema)}")]
     found = [
         [value for value in values if grammars.accepts(each, json.dumps(value, ensure_ascii=False))]
@@ -125,7 +125,7 @@ def test_merges_that_refer_to_themselves_end() -> None:
     node: dict[str, Any] = {"properties": {"n": {}}, "allOf": [{"$ref": "#/$defs/N"}]}
     assert rewritten({"$defs": {"N": node}, "$ref": "#/$defs/N"})["$ref"] == "#/$defs/N"
     deep: dict[str, Any] = {}
-    for _ in range(60):  # nested twice each: a walk that visits parts twice would not end
+    for _ in range(60):  # each level is nested twice: a walk that visits parts twice would not end
         deep = {"anyOf": [{"required": ["a"], "anyOf": [deep]}], "properties": {"a": {}}}
     assert rewritten(deep)["properties"] == {"a": {}}
 
@@ -171,7 +171,7 @@ def test_known_formats_are_those_of_the_compiler(grammars: Grammars) -> None:
                     {"type": "object", "properties": {"b": {"type": "string"}}},
                 ]
             },
-            [{"a": "x"}, {"b": "x"}, {}],  # the last fits both
+            [{"a": "x"}, {"b": "x"}, {}],  # the last one fits both
             [{"a": 1}, {"c": 1}],
         ),
     ],

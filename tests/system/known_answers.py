@@ -1,4 +1,4 @@
-"""A steady load of requests whose right answers are known, each judged to its last byte."""
+"""A steady load of requests with known right answers; each answer is checked to its last byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PATH = "/v1/completions"
-HUNG_S = 40.0  # then a client gives up, and nothing holds any more
+HUNG_S = 40.0  # then a client gives up: the request counts as hung
 NUM_TOKENS = 32
 _PAUSE_S, _PAUSE_AFTER_FAILURE_S = 0.05, 0.25
 _ENDS_EARLY = (ConnectionError, asyncio.IncompleteReadError, ValueError, IndexError)  # of `Connection`
@@ -24,9 +24,9 @@ _HEROES = [f"a {kind} {who}" for kind in ("big", "small", "red", "happy") for wh
 
 
 def questions() -> list[dict[str, Any]]:
-    """Return bodies: long beginnings, each with several ends, greedy and sampled, streamed and not.
+    """Return bodies: long beginnings, each with several ends, greedy and sampled, streamed and whole.
 
-    One beginning comes again when all others have come: where they do not fit, it is gone by then.
+    A beginning is repeated only after all other ones. If they do not all fit the cache, it has been evicted by then.
     """
     bodies = []
     for index, (end, how) in enumerate((("One day", "greedy"), ("At night", "sampled"), ("Then", "greedy"))):
@@ -40,7 +40,10 @@ def questions() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a client was told. tokens: with their log probabilities. num_ends: reasons, [DONE]s and errors."""
+    """The content of an answer. tokens: with their log probabilities. num_reasons, num_dones, num_errors: end markers.
+
+    is_more_behind: an event follows [DONE].
+    """
 
     tokens: list[tuple[str, float]]
     num_reasons: int
@@ -86,7 +89,7 @@ def _num_reasons(choices: list[dict[str, Any]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended: whole, error (it was told), refused (503 and the like), cut, unreachable, hung."""
+    """How a request ended: whole, error (reported), refused (503 and similar), cut, unreachable or hung."""
 
     port: int
     begun: float
@@ -100,7 +103,7 @@ class Outcome:
 def judge(
     answer: Answer, body: dict[str, Any], right: list[tuple[str, float]], *, is_cut: bool
 ) -> tuple[str, bool, bool]:
-    """Return the kind of an outcome, whether a token is wrong, and whether anything was told twice."""
+    """Return the kind of the outcome, whether a token is wrong, and whether anything was sent twice."""
     if answer.status != 200:
         return "cut" if is_cut else "refused", False, False
     if is_cut and "stream" not in body:
@@ -120,7 +123,7 @@ def judge(
 
 
 async def ask(port: int, body: dict[str, Any], right: list[tuple[str, float]]) -> Outcome:
-    """Send a request on a connection of its own, and read that to its end."""
+    """Send a request on a new connection, and read the answer to its end."""
     begun = time.monotonic()
     try:
         async with asyncio.timeout(HUNG_S):
@@ -151,7 +154,7 @@ async def _ask(port: int, body: dict[str, Any], right: list[tuple[str, float]]) 
 
 
 async def right_answers(port: int) -> list[list[tuple[str, float]]]:
-    """Return what an engine answers to each question."""
+    """Return an engine's answer to each question."""
     answers = []
     for body in questions():
         async with Connection(("127.0.0.1", port)) as connection:
@@ -164,23 +167,26 @@ async def right_answers(port: int) -> list[list[tuple[str, float]]]:
 
 @dataclass(slots=True)
 class Load:
-    """Clients that ask without end, at each port as many. is_salted: no request finds anything of another one."""
+    """Clients that send requests until `stop`, `num_clients` at each port.
+
+    is_salted: no request can hit the prefix of another one.
+    """
 
     ports: Sequence[int]
     right: list[list[tuple[str, float]]]
     num_clients: int
     is_salted: bool = False
     outcomes: list[Outcome] = field(default_factory=list)
-    open: dict[int, float] = field(default_factory=dict)  # beginnings of those under way
+    open: dict[int, float] = field(default_factory=dict)  # start times of open requests
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the clients."""
         self._tasks = [asyncio.create_task(self._go_on(port)) for port in self.ports for _ in range(self.num_clients)]
 
     async def stop(self) -> None:
-        """End."""
+        """Stop the clients."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -200,9 +206,9 @@ class Load:
             await asyncio.sleep(_PAUSE_S if outcome.kind == "whole" else _PAUSE_AFTER_FAILURE_S)
 
     def since(self, start: float) -> list[Outcome]:
-        """Return what has ended since then."""
+        """Return the outcomes of requests that ended since then."""
         return [outcome for outcome in self.outcomes if outcome.ended >= start]
 
     def kinds(self, start: float) -> Counter[str]:
-        """Count how those ended."""
+        """Count those outcomes by kind."""
         return Counter(outcome.kind for outcome in self.since(start))

@@ -1,18 +1,31 @@
 # ruff: noqa: T201
-"""What becomes of requests when a process is in trouble: `python tests/system/kv_faults.py engine --times 20`.
+"""Report what happens to requests if a process fails: `python tests/system/kv_faults.py engine --times 20`.
 
-A case is real processes on the built-in model under a steady load, and one of them that is killed, frozen (SIGSTOP) or
-restarted (SIGTERM), again and again. The load's right answers, with log probabilities, are those of one engine without
-any store. For each case and trouble a line says how many requests there were and how they ended, the longest time from
-the trouble (or its own beginning) to a request's end, wrong tokens, what was told twice, when all was as before, and
-which processes were left over. The exit status is 1 where one does not keep its promise.
+A case has real processes on the built-in model under a steady load. One of them is repeatedly killed, frozen (SIGSTOP)
+or restarted (SIGTERM). The right answers, with log probabilities, come from one engine without any store.
 
-donor: an engine that lends memory to a pool of Mooncake from which another one reads, all that is there, whether it
-pays or not (always_load). master: the pool's master. engine: a server behind a router, with all its processes; stuck:
-one that is never thawed. core: its engine process alone. router: `octavo route` before two servers. replicas: the
-process of `octavo serve --replicas 2`. prefill, decode: an engine of a pair behind a router. A router has no other one
-before it: who is connected to it when it dies hears that the connection ends, and a frozen one is thawed after less
-than the 10 s. On a busy machine requests take long by themselves; so a line says how long they do before a trouble.
+For each case and fault a line reports:
+
+- the number of requests, and how they ended
+- the longest time from the fault (or from the request's own beginning, if later) to a request's end
+- wrong tokens, and anything sent twice
+- the time until everything works as before
+- processes that remained
+
+The exit status is 1 if a case does not keep its promise.
+
+- donor: an engine that lends memory to a Mooncake pool. Another engine reads everything from it, even if computing is
+  cheaper (always_load).
+- master: the pool's master.
+- engine: a server of a router, with all its processes. stuck: one that is never resumed.
+- core: the server's engine process only.
+- router: `octavo route` with two servers.
+- replicas: the process of `octavo serve --replicas 2`.
+- prefill, decode: an engine of a pair with a router.
+
+A router has no second router in front of it. If it dies, its clients see a closed connection. If it is frozen, it is
+resumed after less than the 10 s. On a busy machine requests take long without a fault, so a line also reports how long
+they take before the fault.
 """
 
 from __future__ import annotations
@@ -40,12 +53,12 @@ if TYPE_CHECKING:
     import psutil
 
 TERMINAL_S = 10.0
-RECOVERED_S = STARTED_S = 300.0  # a busy machine takes long to start processes
+RECOVERED_S = STARTED_S = 300.0  # starting processes takes long on a busy machine
 ORPHAN_S = 10.0
 CALM_S = 3.0
-FIGURES_S = 1.0  # so long may an engine's figures be on their way
+FIGURES_S = 1.0  # an engine's figures may be this old
 FAMILY = 5  # a router, two servers, their engine processes
-ROUNDS_EACH = 10  # then all is started anew: pauses between starts grow
+ROUNDS_EACH = 10  # then everything is restarted, because the pauses between restarts grow
 KILL, FREEZE, RESTART = "kill", "freeze", "restart"
 SMALL = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "120", "--log-level", "warning")
 SERVER = ("serve", "--shutdown-timeout", "0", *SMALL)
@@ -53,7 +66,7 @@ ROUTER = ("route", "--shutdown-timeout", "0")
 
 
 async def get(port: int, path: str) -> bytes | None:
-    """Return what is answered with 200; None where nothing is, or something else."""
+    """Return the body of an answer with status 200, otherwise None."""
     try:
         async with asyncio.timeout(3), Connection(("127.0.0.1", port)) as connection:
             answer = await connection.ask(path, method="GET")
@@ -63,7 +76,7 @@ async def get(port: int, path: str) -> bytes | None:
 
 
 async def until(condition: Callable[[], Awaitable[bool]], seconds: float, what: str) -> float:
-    """Wait; return how long it took. Raises `TimeoutError`."""
+    """Wait for a condition. Return the time that it took in s. Raises `TimeoutError` after `seconds`."""
     start = time.monotonic()
     while not await condition():
         if time.monotonic() - start > seconds:
@@ -73,7 +86,7 @@ async def until(condition: Callable[[], Awaitable[bool]], seconds: float, what: 
 
 
 class Case:
-    """Programs, and which of them is in trouble. ports: where the load goes. may_see: how its requests may end."""
+    """Programs, one of which fails. ports: addresses of the load. may_see: allowed kinds of outcomes."""
 
     troubles: ClassVar[tuple[str, ...]] = (KILL, FREEZE, RESTART)
     may_see: ClassVar[frozenset[str]] = frozenset({"whole"})
@@ -84,23 +97,23 @@ class Case:
     ports: Sequence[int]
 
     def victims(self) -> list[psutil.Process]:
-        """Return the processes that are in trouble, the one that is killed first."""
+        """Return the processes that fail; the one to be killed is the first."""
         raise NotImplementedError
 
     def start_again(self) -> None:
-        """Do what whoever runs these programs does when one has ended."""
+        """Restart ended programs, as their supervisor would."""
 
     async def is_whole(self) -> bool:
-        """Whether all is as it was at the beginning."""
+        """Return True if everything works as at the beginning."""
         raise NotImplementedError
 
     def note(self) -> str:
-        """What shows that this was the case it is meant to be."""
+        """Return evidence that the fault was the intended one."""
         return ""
 
 
 class LoadedBlocks:
-    """How many blocks an engine got from a store, and whether it gets more again."""
+    """The number of blocks that an engine loaded from a store, and whether it loads more again."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -108,7 +121,7 @@ class LoadedBlocks:
         self._look_again_at: float | None = None
 
     async def grows(self) -> bool:
-        """Whether it has got more since the first of the calls that said no."""
+        """Return True if the number has grown since the first call after the last True."""
         text = (await get(self._port, "/metrics") or b"").decode()
         found = re.findall(r"^octavo:kv_tier_loaded_blocks_total{[^}]*} (\S+)$", text, re.MULTILINE)
         if text and not found:
@@ -117,7 +130,7 @@ class LoadedBlocks:
         now = time.monotonic()
         if self._look_again_at is None:
             self._look_again_at = now + FIGURES_S
-        if now < self._look_again_at:  # until then figures may be of before
+        if now < self._look_again_at:  # before this time the figures may be old
             self._num_before = self.count
         has_grown = self.count > self._num_before
         if has_grown:
@@ -151,7 +164,7 @@ class PoolCase(Case):
         self.loaded = LoadedBlocks(self.reader_port)
 
     async def is_whole(self) -> bool:
-        """Whether the donor serves, and the reader gets blocks from the pool again."""
+        """Return True if the donor serves, and the reader loads blocks from the pool again."""
         return await get(self.donor_port, "/ready") is not None and await self.loaded.grows()
 
     def note(self) -> str:
@@ -183,7 +196,7 @@ class MasterCase(PoolCase):
 
 
 async def are_ready(port: int, count: int) -> bool:
-    """Whether a router has so many engines that are ready, and each says so itself."""
+    """Return True if a router has `count` ready engines, and each of them reports itself as ready."""
     told = await get(port, "/router/engines")
     engines = json.loads(told)["engines"] if told is not None else []
     ready = [int(engine["url"].rpartition(":")[2]) for engine in engines if engine["ready"]]
@@ -191,7 +204,7 @@ async def are_ready(port: int, count: int) -> bool:
 
 
 class ReplicasCase(Case):
-    """The parent of two servers, which is the router."""
+    """The parent process of two servers, which is the router."""
 
     may_see = frozenset({"whole", "error", "refused", "cut", "unreachable"})
     frozen_s = 4.0
@@ -229,15 +242,15 @@ class EngineCase(ReplicasCase):
         return [server, *server.children(recursive=True)]
 
     def start_again(self) -> None:
-        """Do nothing: its parent does."""
+        """Do nothing: the parent restarts it."""
 
     async def is_whole(self) -> bool:
-        """Whether each server runs, with an engine process, and is ready."""
+        """Return True if each server runs with an engine process, and is ready."""
         return len(self.program.family()) == FAMILY and await super().is_whole()
 
 
 class StuckCase(EngineCase):
-    """One of these servers, frozen for good: its parent gives it up."""
+    """One of these servers, frozen forever: its parent has to replace it."""
 
     troubles = (FREEZE,)
     is_thawed = False
@@ -253,7 +266,7 @@ class CoreCase(EngineCase):
 
 
 class RouterCase(Case):
-    """A router before two servers that others have started."""
+    """A router with two servers that are started separately."""
 
     may_see = ReplicasCase.may_see
     frozen_s = ReplicasCase.frozen_s
@@ -278,7 +291,7 @@ class RouterCase(Case):
 
 
 class PairCase(Case):
-    """A router before a prefill and a decode engine; no prompt is in a cache when it comes."""
+    """A router with a prefill and a decode engine. No prompt is in a cache before its request."""
 
     is_salted = True
 
@@ -295,7 +308,7 @@ class PairCase(Case):
         self.loaded = LoadedBlocks(ports[1])
 
     async def is_whole(self) -> bool:
-        """Whether both are ready, and the one gets blocks from the other again."""
+        """Return True if both are ready, and the decode engine loads blocks from the prefill engine again."""
         return await are_ready(self.port, 2) and await self.loaded.grows()
 
     def note(self) -> str:
@@ -335,14 +348,14 @@ CASES: dict[str, type[Case]] = {
 
 @dataclass(slots=True)
 class Verdict:
-    """What was seen of a case and a trouble, all rounds together. broken: in which ways it did not keep its promise."""
+    """Observations of a case and a fault over all rounds. broken: violations of its promise."""
 
     num_rounds: int = 0
     note: str = ""  # of the last round
     kinds: Counter[str] = field(default_factory=Counter)
-    num_troubled: int = 0  # requests that were under way when the trouble came
+    num_troubled: int = 0  # requests that were open when the fault came
     longest_s: float = 0.0
-    calm_s: float = 0.0  # the longest time of a request before a trouble
+    calm_s: float = 0.0  # the longest time of a request before a fault
     num_wrong: int = 0
     num_double: int = 0
     recovered_s: list[float] = field(default_factory=list)
@@ -350,7 +363,7 @@ class Verdict:
     broken: list[str] = field(default_factory=list)
 
     def take(self, outcomes: list[Outcome], start: float, may_see: frozenset[str]) -> None:
-        """Take in what has ended since a trouble began."""
+        """Add the outcomes of the requests that ended since a fault began."""
         self.num_rounds += 1
         for outcome in outcomes:
             self.kinds[outcome.kind] += 1
@@ -384,7 +397,10 @@ class Verdict:
 
 
 async def make_trouble(case: Case, trouble: str, verdict: Verdict) -> float:
-    """Do it; return when the way back began. What was killed is gone, and what it had started."""
+    """Cause the fault and wait for its end. Return the time at which the recovery began.
+
+    After a kill, the process and its children have ended. Children that remain are noted as orphans.
+    """
     victims = case.victims()
     if trouble == FREEZE:
         for process in victims:
@@ -414,7 +430,7 @@ async def make_trouble(case: Case, trouble: str, verdict: Verdict) -> float:
 
 
 async def one_round(case: Case, load: Load, trouble: str, verdict: Verdict) -> None:
-    """Make trouble once, and wait until all is as before."""
+    """Cause the fault once, and wait until everything works as before."""
     calm = time.monotonic()
     await asyncio.sleep(CALM_S)
     start = time.monotonic()
@@ -436,7 +452,7 @@ async def one_round(case: Case, load: Load, trouble: str, verdict: Verdict) -> N
 async def run_some(
     name: str, trouble: str, num_rounds: int, right: list[list[tuple[str, float]]], verdict: Verdict
 ) -> None:
-    """Start a case anew and do some rounds."""
+    """Start a case, and run some rounds."""
     with Stage() as stage:
         case = CASES[name](stage)
         load = Load(case.ports, right, case.num_clients, is_salted=case.is_salted)
@@ -464,7 +480,7 @@ async def all_answer(ports: Sequence[int]) -> bool:
 async def run(
     name: str, trouble: str, num_rounds: int, right: list[list[tuple[str, float]]], verdict: Verdict
 ) -> Verdict:
-    """Do all rounds of a case and a trouble, as long as it keeps its promise."""
+    """Run all rounds of a case and a fault, while the case keeps its promise."""
     for begun in range(0, num_rounds, ROUNDS_EACH):
         await run_some(name, trouble, min(ROUNDS_EACH, num_rounds - begun), right, verdict)
         if verdict.broken:
@@ -498,7 +514,7 @@ def main() -> int:
             verdict = Verdict()
             try:
                 asyncio.run(run(name, trouble, arguments.times, right, verdict))
-            finally:  # also of a run that is interrupted
+            finally:  # also if the run is interrupted
                 print(verdict.line(name, trouble), flush=True)
                 for each in verdict.broken[:10]:
                     print(f"    {each}", flush=True)
@@ -507,5 +523,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exit normally, so that started programs are ended
     sys.exit(main())

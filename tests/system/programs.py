@@ -1,4 +1,4 @@
-"""Processes of a test, each with all that it starts: killed, frozen, started again, and none of them left over."""
+"""Processes of a test, each with all of its children: kill, freeze and restart them, and end all of them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _END_S = 15.0
 
 
 def octavo(*words: str) -> list[str]:
-    """Return the command line of a command of octavo."""
+    """Return the command line of an octavo command."""
     return [sys.executable, "-m", "octavo", *words]
 
 
 def free_port() -> int:
-    """Return a port of the loopback address that nobody listens on."""
+    """Return an unused port of the loopback address."""
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def is_gone(process: psutil.Process) -> bool:
-    """Whether it has ended; one whose parent has not looked yet has."""
+    """Return True if the process has ended. A zombie counts as ended."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -43,7 +43,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 class Program:
-    """A command that is started again with the same words; its log goes into a file."""
+    """A command that can be restarted with the same arguments. Its log goes to a file."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str]) -> None:
         self._command, self._log, self._environment = list(command), log, environment
@@ -51,7 +51,7 @@ class Program:
         self.start()
 
     def start(self) -> None:
-        """Start the command. The process that it started before must have ended; its exit status is collected."""
+        """Start the command. Its previous process must have ended; this collects the exit status."""
         if self.process is not None:
             self.process.wait(_END_S)
         with self._log.open("ab") as log:
@@ -60,7 +60,7 @@ class Program:
             )
 
     def family(self) -> list[psutil.Process]:
-        """Return the process, and all that it has started and those have; they may end meanwhile."""
+        """Return the process and all of its descendants that run. They may end at any time."""
         first = psutil.Process(self.process.pid)
         return [each for each in (first, *first.children(recursive=True)) if not is_gone(each)]
 
@@ -70,7 +70,7 @@ class Program:
 
 
 class Stage:
-    """Programs that run until the block is left. orphans: what had to be killed by then."""
+    """Programs that run until the end of the block. orphans: processes that had to be killed at the end."""
 
     def __init__(self) -> None:
         self._mark = secrets.token_hex(8)
@@ -79,14 +79,14 @@ class Stage:
         self.orphans: list[str] = []
 
     def run(self, *command: str, **variables: str) -> Program:
-        """Start a command, with variables in its environment."""
+        """Start a command with additional environment variables."""
         environment = {**os.environ, "OCTAVO_API_KEY": "", _MARK: self._mark, **variables}
         log = Path(self._folder.name) / f"{len(self.programs)}.log"
         self.programs.append(Program(command, log, environment))
         return self.programs[-1]
 
     def processes(self) -> list[psutil.Process]:
-        """Return all processes that these programs have started, whoever is their parent now."""
+        """Return all processes that these programs have started, even if their parent has changed."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -98,7 +98,7 @@ class Stage:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Tell the programs to end, and see what else is there when they have."""
+        """Terminate the programs, then kill the remaining processes and record them as orphans."""
         for process in self.processes():
             process.resume()
         for program in self.programs:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Status, headers with names in lower case, and what came."""
+    """Status, headers with lower-case names, and the body that arrived."""
 
     status: int
     headers: dict[str, str]
@@ -23,7 +23,7 @@ class Answer:
 
 
 def request(path: str, body: Any, method: str = "POST", **headers: str) -> bytes:
-    """Spell a request; a header that is there already comes twice."""
+    """Return the bytes of a request. A given header that is also a default one is sent twice."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [
         f"{method} {path} HTTP/1.1",
@@ -36,10 +36,10 @@ def request(path: str, body: Any, method: str = "POST", **headers: str) -> bytes
 
 
 class NarrowConnection:
-    """A connection of which only what is asked for is read, and that holds next to nothing of what is not.
+    """A connection that reads on demand only, with very small buffers for unread data.
 
-    A `Connection` reads ahead, and the system keeps megabytes of a loopback connection: who does not read there is
-    no slow reader. The small packets are those of a network; they keep the server's side of it small, too.
+    A `Connection` reads ahead, and the system buffers megabytes of a loopback connection, so it cannot act as a slow
+    reader. The packets are as small as those of a network, which keeps the server's buffer small too.
     """
 
     def __init__(self, address: tuple[str, int]) -> None:
@@ -60,12 +60,12 @@ class NarrowConnection:
         await asyncio.get_running_loop().sock_sendall(self._socket, request(path, body, **headers))
 
     async def read(self, max_bytes: int) -> bytes:
-        """Read something; nothing at the connection's end."""
+        """Read at most `max_bytes` bytes. Returns b"" at the connection's end."""
         return await asyncio.get_running_loop().sock_recv(self._socket, max_bytes)
 
 
 class Connection:
-    """One connection; requests on it come one after another."""
+    """One connection. Its requests are sent one after the other."""
 
     def __init__(self, address: tuple[str, int], key: str | None = None) -> None:
         self._address = address
@@ -83,7 +83,7 @@ class Connection:
             await self.writer.wait_closed()
 
     def vanish(self) -> None:
-        """Be gone without a word."""
+        """Reset the connection."""
         self.writer.transport.abort()
 
     async def send(self, path: str, body: Any, method: str = "POST", **headers: str) -> None:
@@ -104,7 +104,7 @@ class Connection:
         return Answer(int(first.split()[1]), headers)
 
     async def pieces(self, head: Answer) -> AsyncIterator[bytes]:
-        """Read a body as it comes."""
+        """Yield the pieces of a body as they arrive."""
         if head.headers.get("transfer-encoding") != "chunked":
             yield await self.reader.readexactly(int(head.headers.get("content-length", 0)))
             return
@@ -114,7 +114,7 @@ class Connection:
         await self.reader.readline()
 
     async def answer(self) -> Answer:
-        """Read an answer, however it comes."""
+        """Read an answer, chunked or not."""
         head = await self.head()
         body = b"".join([piece async for piece in self.pieces(head)])
         return Answer(head.status, head.headers, body)
@@ -126,12 +126,12 @@ class Connection:
 
 
 def events(body: bytes) -> list[str]:
-    """The data of the events of a stream."""
+    """Return the data of a stream's events."""
     lines = body.decode().split("\n")
     return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
 
 
 def text_of(body: bytes) -> str:
-    """The text of a stream of completions."""
+    """Return the text of a stream of completions."""
     chunks = [json.loads(event) for event in events(body) if event != "[DONE]"]
     return "".join(choice.get("text", "") for chunk in chunks for choice in chunk.get("choices", []))

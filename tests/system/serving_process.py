@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 FoundT = TypeVar("FoundT")
-DEADLINE_S = 90  # of a start on a busy machine
+DEADLINE_S = 90  # for a start on a busy machine
 STORY: dict[str, Any] = {
     "prompt": "Once upon a time",
     "max_tokens": 2000,
@@ -32,7 +32,7 @@ SUM = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_token
 
 
 class Served:
-    """A server process and the engine process that it started."""
+    """A server process, and the engine process that it started."""
 
     def __init__(self, process: subprocess.Popen[str], key: str | None, certificate: str | None) -> None:
         self.process = process
@@ -42,7 +42,8 @@ class Served:
             lambda: next(filter(None, (re.search(r"at (http\S+)/v1", line) for line in self.log)), None)
         )
         verify: bool | ssl.SSLContext = True if certificate is None else ssl.create_default_context(cafile=certificate)
-        # threads share it: httpcore's pool else closes connections that it has given to a request (its issue 1110)
+        # Several threads use it: otherwise httpcore's pool closes connections that are assigned to a request (its issue
+        # 1110).
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
         self.http = httpx.Client(base_url=address[1], timeout=DEADLINE_S, trust_env=False, verify=verify, limits=limits)
         if key is not None:
@@ -82,7 +83,7 @@ class Served:
         return child
 
     def wait_for_engine(self, other_than: psutil.Process) -> psutil.Process:
-        """Return the engine that is started in the place of one that was killed."""
+        """Return the engine that replaces a killed one."""
 
         def find() -> psutil.Process | None:
             children = psutil.Process(self.process.pid).children()
@@ -103,9 +104,9 @@ def serve(
     python: str = sys.executable,
     **variables: str,
 ) -> Iterator[Served]:
-    """Run `octavo serve` on a free port, with variables in its environment; key, certificate: its clients' ones.
+    """Run `octavo serve` on a free port, with additional environment variables.
 
-    python: the interpreter whose octavo it is.
+    key, certificate: for the client. python: the interpreter that has octavo installed.
     """
     command = [python, "-m", "octavo", "serve", "--port", "0", "--shutdown-timeout", "0", *options]
     environment = {**os.environ, "OCTAVO_API_KEY": "", **variables}
@@ -127,7 +128,7 @@ def serve(
 
 @contextlib.contextmanager
 def serve_lasting(*options: str, **more: Any) -> Iterator[Callable[[], Served]]:
-    """Give who asks a server that runs: the one of before, or a new one where a test has ended that."""
+    """Yield a function that returns a running server: the existing one, or a new one if a test has ended it."""
     with contextlib.ExitStack() as stack:
         servers: list[Served] = []
 
@@ -140,7 +141,7 @@ def serve_lasting(*options: str, **more: Any) -> Iterator[Callable[[], Served]]:
 
 
 class Stream:
-    """Reads a story in a thread, or many at once, which take longer; `events` are the data lines."""
+    """Reads a story in a thread, or many stories in parallel, which take longer. events: the data lines."""
 
     def __init__(self, served: Served, prompt: str = STORY["prompt"], num_stories: int = 1) -> None:
         self.events: list[str] = []
@@ -162,7 +163,7 @@ class Stream:
 
     @property
     def text(self) -> str:
-        """What has come so far."""
+        """Return the text received so far."""
         told = [json.loads(event) for event in self.events if event != "[DONE]"]
         return "".join(choice["text"] for each in told for choice in each.get("choices", ()))
 

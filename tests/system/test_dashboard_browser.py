@@ -1,6 +1,6 @@
-"""The dashboard as people see it: a real Chromium clicks through it under load, in both themes and on a phone.
+"""The dashboard as users see it: a real Chromium uses it under load, in both themes and on a phone.
 
-Skipped where there is no Chromium, unless OCTAVO_REQUIRE_BROWSER is set. OCTAVO_PICTURES=FOLDER keeps what was seen.
+Skipped if there is no Chromium, unless OCTAVO_REQUIRE_BROWSER is set. OCTAVO_PICTURES=FOLDER keeps screenshots.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLOURED_CELL = """() => {  // where the map has a colour: only blocks that one 
     return [0, 0];
 }"""
 KEY = "a-key-that-is-long-enough"
-CREDENTIALS: Any = {"username": "x", "password": KEY}  # as who opens a page of it types them
+CREDENTIALS: Any = {"username": "x", "password": KEY}  # as a user types them when the page opens
 PICTURES = os.environ.get("OCTAVO_PICTURES")
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None and not IS_REQUIRED, reason="there is no Chromium")
@@ -58,13 +58,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """A server with a key, for the tests that leave it as it was; others of them have none."""
+    """Run a server with a key, for the tests that do not change it. Other tests use servers without a key."""
     with serve("--max-num-seqs", "6", "--api-key", KEY, key=KEY) as server:
         yield server
 
 
 class Load:
-    """Stories, one after the other, from several clients."""
+    """Stories from several clients, one after the other."""
 
     def __init__(self, served: Served, num_clients: int = 8) -> None:
         self._url, self._is_over = str(served.http.base_url), threading.Event()
@@ -95,9 +95,9 @@ class Load:
 def opened(
     browser: Browser, served: Served, width: int = 1440, *, num_refused: int = 0, is_known: bool = True, **options: Any
 ) -> Iterator[Page]:
-    """Open the dashboard; whatever goes wrong in it fails the test. num_refused: scripts that the policy stops.
+    """Open the dashboard. Any error in the page fails the test. num_refused: scripts that the policy blocks.
 
-    is_known: with the key, where one is asked for.
+    is_known: send the key if one is required.
     """
     viewport: Any = {"width": width, "height": 900}
     context = browser.new_context(viewport=viewport, http_credentials=CREDENTIALS if is_known else None, **options)
@@ -120,7 +120,7 @@ def picture(page: Page, name: str, *, whole: bool = False) -> None:
 
 
 def until(page: Page, condition: str) -> None:
-    """Ask from outside: the page's policy keeps the browser's own helper from running text as code."""
+    """Poll from outside: the page's policy forbids the browser's own helper to run text as code."""
     end = time.monotonic() + 2 * WAIT_MS / 1000
     while time.monotonic() < end:
         if page.evaluate(condition):
@@ -161,7 +161,7 @@ def test_everything_moves_under_load(
 
 
 def tell_tales(served: Served) -> None:
-    """Let stories be told that begin alike in twos, and whose beginnings have not all room on the device."""
+    """Generate stories in pairs with the same beginning, with more beginnings than the device has room for."""
     for number in range(8):
         tale = f"Once upon a time there were {number // 2} mice in a house by the sea, and they ate bread. " * 6
         served.http.post("/v1/completions", json={"prompt": f"{tale} {number}", "max_tokens": 8, "temperature": 0})
@@ -177,7 +177,7 @@ def check_hovering_tells_whose_block_and_whose_step(page: Page) -> None:
     page.locator("#blocks").scroll_into_view_if_needed()
     box = page.locator("#blocks").bounding_box()
     assert box is not None
-    for _ in range(20):  # a block may be given back before the pointer is there
+    for _ in range(20):  # a block may be released before the pointer reaches it
         x, y = page.evaluate(COLOURED_CELL)
         page.mouse.move(box["x"] + x + 1, box["y"] + y + 1)
         if "owned\ncmpl-" in page.locator("#hover").inner_text():
@@ -232,7 +232,7 @@ def test_a_slow_click_and_the_keyboard_hit_a_row_whose_neighbours_change(browser
         page.keyboard.up(" ")
         assert page.locator("#explanation-title").inner_text() == "r2"
         page.keyboard.press("Escape")
-        until(page, "list('r1', 'r2', 'r3'), listed().join() === 'r1,r2,r3'")  # rows move again
+        until(page, "list('r1', 'r2', 'r3'), listed().join() === 'r1,r2,r3'")  # rows are sorted again
         until(page, moved)
         page.locator("tr[data-id=r2] button").focus()
         page.evaluate("list('r2', 'r3', 'r1')")
@@ -295,7 +295,7 @@ def test_a_chosen_theme_stays(browser: Browser, served: Served) -> None:
 def test_with_the_server_gone_it_says_so_and_recovers(
     browser: Browser, served: Served, tmp_path: Path, width: int
 ) -> None:
-    """And the tiers of the cache, as the first one has left them on its disk, are listed and drawn."""
+    """The tiers of the cache are listed and drawn, with the blocks that the first server saved on its disk."""
     with opened(browser, served, width) as page:
         until(page, "document.getElementById('state').textContent === 'ready'")
         assert page.locator("#tiers").is_hidden(), "there is the device alone"
@@ -308,7 +308,7 @@ def test_with_the_server_gone_it_says_so_and_recovers(
         killed = first.engine
         killed.kill()
         new = first.wait_for_engine(other_than=killed)
-        new.suspend()  # it is not ready before the page has seen that it was not
+        new.suspend()  # the page must see that it is not ready before it is ready
         until(page, "document.getElementById('state').dataset.state === 'restarting'")
         new.resume()
         until(page, "document.getElementById('state').textContent === 'ready'")
@@ -325,7 +325,7 @@ def test_with_the_server_gone_it_says_so_and_recovers(
 
 
 def check_tiers(page: Page, served: Served, width: int) -> None:
-    """There are three, which answer a part of lookups each, of them the disk of another engine's blocks."""
+    """There are three tiers. Each answers some lookups; the disk has another engine's blocks."""
     for _ in range(3):
         tell_tales(served)
     until(

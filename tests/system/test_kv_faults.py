@@ -1,4 +1,4 @@
-"""A few of the troubles of `kv_faults.py`, and that it sees what it looks for."""
+"""A few faults of `kv_faults.py`, and tests that it detects violations."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ JUDGED = [
     (event(RIGHT[:1]), True, ("cut", False, False)),
     (event(RIGHT[:1]), False, ("cut", False, False)),  # an answer without an end
     (event(RIGHT[:1]) + ERROR, False, ("cut", False, False)),
-    (event(RIGHT[:2], "length") + DONE, False, ("whole", True, False)),  # one token too few
-    (event([("a", -0.75)]) + ERROR + DONE, False, ("error", True, False)),  # another log probability
+    (event(RIGHT[:2], "length") + DONE, False, ("whole", True, False)),  # one token is missing
+    (event([("a", -0.75)]) + ERROR + DONE, False, ("error", True, False)),  # wrong log probability
     (event(RIGHT[1:2]), True, ("cut", True, False)),
     (event(RIGHT) + event(RIGHT[:1], "length") + DONE, False, ("whole", True, True)),
     (event(RIGHT, "length") + event((), "length") + DONE, False, ("cut", False, True)),

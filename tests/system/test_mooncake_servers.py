@@ -1,4 +1,4 @@
-"""Servers that share a pool of Mooncake, started as docs/production.md says it."""
+"""Servers that share a Mooncake pool, started as in docs/production.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving_process import serve
 
 pytestmark = needs_mooncake
 RECIPE = (Path(__file__).parents[2] / "docs" / "production.md").read_text(encoding="utf-8")
-NUM_BLOCKS = 20  # at least, of the prompt
+NUM_BLOCKS = 20  # minimum number of blocks of the prompt
 ASKED = {
     "prompt": "To be, or not to be, that is the question. " * 20,
     "max_tokens": 24,
@@ -32,7 +32,7 @@ def master():
 
 
 def servers_of_recipe(master):
-    """Return the options of its two servers, with this master's address, and a free port."""
+    """Return the options of the recipe's two servers, with the address of this master."""
     lines = re.findall(r"^octavo serve --port \d+ (--kv-mooncake [^&\n]+)", RECIPE, re.MULTILINE)
     return [shlex.split(line.replace("127.0.0.1:50051", master.address)) for line in lines]
 

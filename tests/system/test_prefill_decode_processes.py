@@ -1,4 +1,4 @@
-"""`octavo serve --role prefill` and `--role decode` as processes behind a router: killed, frozen and started again."""
+"""`octavo serve --role prefill` and `--role decode` as processes with a router: killed, frozen and restarted."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 SMALL = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "1200", "--log-level", "warning")
 DRAWN = {"max_tokens": 24, "temperature": 0.8, "seed": 5}
-TERMINAL_S = 10.0  # more than usual
+TERMINAL_S = 10.0  # additional to the usual time
 _PATIENCE_S = 90.0
-NUM_CLIENTS = 48  # more than a decode engine has areas to receive into
+NUM_CLIENTS = 48  # more than the receive areas of a decode engine
 
 
 def prompt_of(name: str, num_times: int = 40) -> str:
@@ -34,7 +34,7 @@ def prompt_of(name: str, num_times: int = 40) -> str:
 
 @dataclass
 class Pair:
-    """A router before a prefill and a decode process; a process that is alone."""
+    """A router with a prefill and a decode process, and a single process."""
 
     routing: Routing
     alone: Served
@@ -42,7 +42,7 @@ class Pair:
     decode: Served
 
     def counts(self) -> tuple[int, int, int]:
-        """Requests paired; prompts sent, and failed."""
+        """Return the numbers of paired requests, prompts sent to the prefill engine, and failed ones of these."""
         engines = self.routing.service.pool.engines.values()
         prefill = next(engine for engine in engines if engine.url == url_of(self.prefill))
         return sum(engine.num_paired for engine in engines), prefill.num_prefills, prefill.num_failed_prefills
@@ -67,7 +67,7 @@ def alone() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def pair(alone: Served, options: tuple[str, ...]) -> Iterator[Pair]:
-    """A pair that each test leaves as it was."""
+    """A pair for tests that do not change it."""
     with started(alone, options) as pair:
         yield pair
 
@@ -83,7 +83,7 @@ def started(alone: Served, options: tuple[str, ...]) -> Iterator[Pair]:
 
 
 def family_of(server: Served) -> list[psutil.Process]:
-    """The server, its engine, and what that has started."""
+    """Return the server, its engine, and the engine's children."""
     parent = psutil.Process(server.process.pid)
     return [parent, *parent.children(recursive=True)]
 
@@ -132,7 +132,7 @@ def test_the_sdks(pair: Pair) -> None:
 
 
 class Asking:
-    """Streams of many at once, each of a prompt of its own; what each was told, and how long it took."""
+    """Many parallel streams, each with its own prompt. told: their texts and ends. seconds: how long they took."""
 
     def __init__(self, http, count: int, name: str) -> None:
         self.prompts = [prompt_of(f"{name} {number}") for number in range(count)]
@@ -159,14 +159,14 @@ class Asking:
         self.seconds.append(time.monotonic() - start)
 
     def ended(self, usual_s: float = _PATIENCE_S) -> None:
-        """Wait for all answers. usual_s: what the slowest takes on this machine if no process fails."""
+        """Wait for all answers. usual_s: time of the slowest one on this machine without a fault."""
         for thread in self._threads:
             thread.join(_PATIENCE_S)
         assert len(self.told) == len(self.prompts), "a request has not ended"
         assert max(self.seconds) < usual_s + TERMINAL_S
 
     def were_answered(self, pair: Pair, *, may_be_lost: bool = False) -> None:
-        """Compare what was told with what one engine says. may_be_lost: a stream may have ended with an error."""
+        """Compare the answers with those of one engine. may_be_lost: a stream may have ended with an error."""
         for number, prompt in enumerate(self.prompts):
             text, end = self.told[number]
             expected = ask(pair.alone.http, prompt)[0]["text"]
@@ -186,7 +186,7 @@ def test_a_client_that_leaves_leaves_nothing_behind(pair: Pair) -> None:
 
 
 def under_load(pair: Pair, http, name: str, num_begun: int) -> Asking:
-    """Ask much, and return when some prompts are under way. Sets `usual_s`, of as many questions before."""
+    """Send many requests, and return when `num_begun` prompts were sent. Measures `usual_s` with as many before."""
     usual = Asking(http, NUM_CLIENTS, f"before {name}")
     usual.ended()
     asking, before = Asking(http, NUM_CLIENTS, name), pair.counts()[1]
@@ -221,14 +221,14 @@ def test_a_prefill_engine_that_is_frozen(pair: Pair) -> None:
 
 
 def helper_of(server: Served) -> psutil.Process:
-    """Return the process of a server that holds Mooncake."""
+    """Return the process of a server that runs Mooncake."""
     [helper] = [each for each in family_of(server) if any("mooncake_process" in word for word in each.cmdline())]
     return helper
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_helper_process_that_is_stopped(pair: Pair, options: tuple[str, ...], side: str) -> None:
-    """An engine goes on answering the other one; only the bytes of blocks do not move."""
+    """The engine still answers the other engine. Only the bytes of blocks do not move."""
     if "--kv-direct" not in options:
         pytest.skip("a store has no such process")
     with pair.routing.http() as http:

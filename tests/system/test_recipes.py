@@ -1,4 +1,4 @@
-"""Recipes of docs/production.md, run by a shell as they are written, on the built-in model; only ports are others."""
+"""Recipes of docs/production.md, run by a shell as they are, on the built-in model. Only the ports are replaced."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ PORT = re.compile(r"(?<=--port )\d+|(?<=127\.0\.0\.1:)\d+")
 
 
 def recipe(title: str) -> str:
-    """The commands below a heading."""
+    """Return the commands below a heading."""
     section = PAGE.read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
     [block] = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     return block
 
 
 class Pasted:
-    """A recipe that runs. http: a client of what listens on port 8000 in it."""
+    """A running recipe. http: a client of its port 8000."""
 
     def __init__(self, title: str, directory: Path) -> None:
         ports = iter(free_ports(8))
         self.ports: dict[str, int] = defaultdict(lambda: next(ports))
         script = directory / "recipe"
-        # The shell waits for what it has started, as one does in which somebody types.
+        # The script waits for its background processes, as an interactive shell would.
         script.write_text(PORT.sub(lambda found: str(self.ports[found[0]]), recipe(title)) + "\nwait\n")
         environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "OCTAVO_API_KEY": "",
-            "OCTAVO_SERVE_PORT": str(self.ports["8000"]),  # where none is said
+            "OCTAVO_SERVE_PORT": str(self.ports["8000"]),  # used if no port is given
         }
         self._log = directory / "log"
         with self._log.open("w") as log:
@@ -97,7 +97,7 @@ def pasted(title: str, directory: Path):
 
 
 def figure(http: httpx.Client, name: str) -> float:
-    """The sum of a figure over its labels."""
+    """Return the sum of a figure over its labels."""
     text = http.get("/metrics").text
     return sum(float(value) for value in re.findall(rf"^octavo:{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE))
 
@@ -112,7 +112,7 @@ def num_ready(running: Pasted) -> int:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """What one engine answers that has nothing on its disk yet; and where that is."""
+    """Return the answer of one engine with an empty disk store, and the directory of that store."""
     directory = tmp_path_factory.mktemp("alone")
     with pasted("A warm disk", directory) as running:
         text = running.ask()

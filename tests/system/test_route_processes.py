@@ -1,4 +1,4 @@
-"""`octavo serve --replicas` and `octavo route` as processes: killed, frozen and started again under load."""
+"""`octavo serve --replicas` and `octavo route` as processes: killed, frozen and restarted under load."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from octavo.http.listening import allow_open_files
 from octavo.http.tenants import Tenant, add_key, remove_key
 
 TERMINAL_S = 10.0
-pytestmark = pytest.mark.xdist_group("replicas")  # they share those of one fixture
+pytestmark = pytest.mark.xdist_group("replicas")  # the tests share the replicas of one fixture
 SMALL = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "400")
 
 
 @contextlib.contextmanager
 def started(*words: str):
-    """Run a command of octavo that listens on a free port; give its process and a client of it."""
+    """Run an octavo command on a free port. Yield its process and a client."""
     command = [sys.executable, "-m", "octavo", *words, "--port", "0", "--shutdown-timeout", "0"]
     environment = {**os.environ, "OCTAVO_API_KEY": ""}
     with subprocess.Popen(
@@ -71,7 +71,7 @@ def is_gone(pid: int) -> bool:
 
 
 class Load:
-    """Streams at once; how each has ended."""
+    """Parallel streams, and how each of them ended."""
 
     def __init__(self, http: httpx.Client, count: int) -> None:
         self.ends: list[str] = []
@@ -146,7 +146,7 @@ def test_an_engine_that_is_killed_or_frozen_under_load(replicas, trouble, num):
         ends = load.ended_within(TERMINAL_S)
         assert set(ends) <= {"whole", "error"}
         assert http.post("/v1/completions", json={**STORY, "max_tokens": 4, "stream": False}).status_code == 200
-        if trouble == signal.SIGKILL:  # the router may still count the dead one as ready
+        if trouble == signal.SIGKILL:  # the router may still count the killed one as ready
             wait(partial(has_lost_one, http, num_before), "the router has noticed")
         for each in family if trouble == signal.SIGSTOP else ():
             each.resume()
@@ -176,7 +176,7 @@ def test_a_router_of_its_own_leaves_and_comes_back(replicas):
 
 @pytest.mark.slow
 def test_replicas_with_a_file_of_keys(tmp_path):
-    """The router reads their metrics, which clients' keys may not; a hang-up has all of them read the file anew."""
+    """The router may read the replicas' metrics, clients' keys may not. SIGHUP makes all processes reload the file."""
     path = tmp_path / "keys.toml"
     plain, operator = (add_key(path, Tenant(name=f"k{may}", read_metrics=bool(may))) for may in (0, 1))
 

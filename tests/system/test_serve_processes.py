@@ -1,7 +1,7 @@
-"""`octavo serve` as a user starts it, on the built-in model: its engine is killed and frozen, and it is told to end.
+"""`octavo serve` as a user starts it, on the built-in model: its engine is killed and frozen, and the server is ended.
 
-Figure 4 of the house's promises: every request terminal within 10 s, not ready within 5 s, no orphans, right tokens.
-And what an operator relies on, through both processes: figures, keys, deadlines. One server for all of it.
+Figure 4 of the house's promises: every request ends within 10 s, not ready within 5 s, no orphans, right tokens. Other
+tests cover facts that operators rely on, through both processes: figures, keys and deadlines. All use one server.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def servers(keys_file, audit_file):
 
 @pytest.fixture
 def served(servers):
-    """A server that outlives its engines, on all addresses and with keys."""
+    """Run a server that outlives its engines, on all addresses and with keys."""
     return servers()
 
 
 def figures(served) -> dict[str, float]:
-    """The sum of each figure over its labels."""
+    """Return the sum of each figure over its labels."""
     totals: Counter[str] = Counter()
     for family in text_string_to_metric_families(served.http.get("/metrics").text):
         for sample in family.samples:
@@ -72,7 +72,7 @@ def test_figure_4_an_engine_that_dies_or_freezes_and_figures_begin_anew(served, 
     num_restarts = figures(served)["octavo:engine_restarts_total"]
     streams, engine = [Stream(served, num_stories=16) for _ in range(3)], served.engine
     engine.send_signal(kind)
-    served.wait_until(lambda: not served.is_ready(), 7)  # one that is frozen is killed after 8 s
+    served.wait_until(lambda: not served.is_ready(), 7)  # a frozen engine is killed after 8 s
     assert figures(served)["octavo:engine_ready"] == 0
     for stream in streams:
         stream.ended_within(10)
@@ -177,7 +177,7 @@ def test_s12_an_empty_prompt_and_bad_token_ids_are_refused_and_the_processes_liv
 
 @pytest.mark.parametrize("depth", [4000, 4900])
 def test_s13_a_long_chain_of_rules_takes_no_process_down(served, depth):
-    """It was a stack overflow, which no handler sees."""
+    """It was a stack overflow, which no handler can catch."""
     chain = "start: a0\n" + "\n".join(f"a{i}:a{i + 1}" for i in range(depth)) + f'\na{depth}: "x"'
     assert len(chain) < 1 << 16
     engine, body = served.engine.pid, {"prompt": "a", "max_tokens": 3, "structured_outputs": {"grammar": chain}}
@@ -187,14 +187,14 @@ def test_s13_a_long_chain_of_rules_takes_no_process_down(served, depth):
 
 
 def test_a_deadline_reaches_the_engine(served):
-    body = {**STORY, "stream": False, "n": 16}  # 16 stories are not written in 0.2 s anywhere
+    body = {**STORY, "stream": False, "n": 16}  # no machine writes 16 stories in 0.2 s
     response = served.http.post("/v1/completions", json=body, headers={"X-Request-Timeout": "0.2"})
     assert response.status_code == 504
     served.wait_until(lambda: figures(served)["octavo:num_requests_running"] == 0, 5)
 
 
 def test_the_log_is_json_and_names_the_request(served, audit_file):
-    """Lines of both processes: of settings, of a request, of an engine that was killed in a test before."""
+    """Lines of both processes: about settings, about a request, about an engine that an earlier test killed."""
     body = {"prompt": "a", "max_tokens": 1, "no_such_field": 1}
     served.http.post("/v1/completions", json=body, headers={"X-Request-Id": "find-me"})
     served.wait_until(lambda: any("no_such_field" in line for line in served.log), 5)

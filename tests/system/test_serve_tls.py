@@ -1,4 +1,4 @@
-"""`octavo serve` behind TLS, with the one key of its environment."""
+"""`octavo serve` with TLS, with the one key from its environment."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_answers_and_streams(served):
     stream.ended_within(DEADLINE_S)
     assert stream.events[-1] == "[DONE]"
     assert whole["choices"][0]["text"]
-    with pytest.raises(httpx.ConnectError):  # nobody else vouches for the certificate
+    with pytest.raises(httpx.ConnectError):  # the certificate is self-signed
         httpx.get(f"{served.http.base_url}/health", trust_env=False)
 
 
 def test_a_new_certificate_is_read_on_sighup_and_a_broken_one_is_not(served, certificate, tmp_path):
-    """With no file of keys, too: SIGHUP would end a process that does not hear it."""
+    """This needs no key file. Without a handler, SIGHUP would end the process."""
     files = [Path(path) for path in certificate]
     old = [path.read_text() for path in files]
     new = [Path(path).read_text() for path in make_certificate(tmp_path)]
@@ -67,7 +67,7 @@ def test_a_new_certificate_is_read_on_sighup_and_a_broken_one_is_not(served, cer
     served.wait_until(lambda: presented() != before, 5)
     renewed = presented()
     assert ssl.PEM_cert_to_DER_cert(new[0]) == ssl.PEM_cert_to_DER_cert(renewed)
-    renew([old[0], new[1]])  # no pair
+    renew([old[0], new[1]])  # certificate and key do not match
     time.sleep(0.5)
     assert presented() == renewed
     renew(old)
@@ -82,17 +82,17 @@ def test_headers_that_trickle_end_the_connection(served, certificate):
         client.settimeout(DEADLINE_S)
         client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n")
         start = time.monotonic()
-        with contextlib.suppress(ssl.SSLEOFError):  # closed without TLS's own goodbye
+        with contextlib.suppress(ssl.SSLEOFError):  # the server closes without TLS's close message
             assert client.recv(1) == b""
         assert time.monotonic() - start < DEADLINE_S / 3
 
 
 def test_s3_the_key_of_the_environment_stands_in_no_command_line_and_does_not_reach_the_engine(served):
-    """Command lines are everybody's to read; an environment is its own user's."""
+    """Every user can read command lines. Only the process's own user can read its environment."""
     assert served.http.get("/v1/models").status_code == 200
     assert served.http.get("/v1/models", headers={"Authorization": "Bearer no"}).status_code == 401
     server = served.engine.parent()
-    assert server.environ()["OCTAVO_API_KEY"] == KEY  # so there is something to find
+    assert server.environ()["OCTAVO_API_KEY"] == KEY  # so the search below could find it
     for process in (served.engine, server):
         assert not any(KEY in part for part in process.cmdline())
     assert not any(KEY in value for value in served.engine.environ().values())

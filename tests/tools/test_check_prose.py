@@ -1,4 +1,4 @@
-"""The words that the check of prose counts, and the bounds that it holds rooms to."""
+"""The words that the check of prose counts, and the bounds for rooms."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ import check_prose
 
 @pytest.fixture
 def rooms(tmp_path, monkeypatch):
-    """Two rooms of one file each: the first has one hit in ten words, the second none."""
+    """Two rooms with one file each: the first has one hit in ten words, the second none."""
     (tmp_path / "a.py").write_text('"""Return the blocks that stand behind."""\n\nX = "as it is"  # a word\n')
     (tmp_path / "b.h").write_text("int where;  // the number of rows\n")
     monkeypatch.setattr(check_prose, "ROOT", tmp_path)

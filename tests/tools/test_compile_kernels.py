@@ -1,4 +1,4 @@
-"""Kernels in Triton compile for GPUs that are not here, and take no more of them than their table says."""
+"""Triton kernels compile for GPUs that this machine lacks, within the resources of their table."""
 
 import os
 import random
@@ -18,7 +18,7 @@ from compile_kernels import CASES, TARGETS, Taken, exceeded, read_bounds  # noqa
 
 
 def compile_kernels(*options):
-    """Run the tool where Triton compiles: in this process it interprets."""
+    """Run the tool in a process of its own, because Triton only interprets in this one."""
     return subprocess.run(
         [sys.executable, ROOT / "tools" / "compile_kernels.py", *options],
         env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, timeout=900, check=False,
@@ -26,7 +26,7 @@ def compile_kernels(*options):
 
 
 def test_some_for_a_target():
-    """One of them, as cases of a sweep are drawn; all kernels for all of them are `slow`."""
+    """A random target and two cases; the test of all kernels for all targets is `slow`."""
     target = random.Random(os.environ["OCTAVO_SWEEP_SEED"]).choice(list(TARGETS))
     result = compile_kernels("--target", target, "--case", "attention bfloat16 128", "--case", "rope_kv")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -68,7 +68,7 @@ def test_what_no_program_can_have_and_what_has_no_bound():
 
 @pytest.mark.slow
 def test_products_of_few_and_of_many_rows_are_made_of_one_instruction():
-    """A partition's product is the same machine instruction, whichever kernel of the two computes it."""
+    """A partition's product is the same machine instruction in both kernels that compute it."""
     script = """if True:
         import re, sys
         import compile_kernels

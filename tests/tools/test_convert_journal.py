@@ -1,4 +1,4 @@
-"""The converter brings old journals to the present version, and refuses what it does not know without writing."""
+"""The converter updates old journals to the current version. Unknown content is refused before anything is written."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ def write(path, header, *lines):
 
 
 def converted(tmp_path, header, *lines):
-    """Convert a journal of this header and these lines; return the new header and lines."""
+    """Convert a journal with this header and these lines. Return the new header and lines."""
     convert_journal.convert(write(tmp_path / "old", header, *lines), tmp_path / "new")
     return read_journal(tmp_path / "new")
 
@@ -106,7 +106,7 @@ def test_answers_to_an_abort_move_before_it(tmp_path):
 
 
 def test_a_journal_that_ends_with_aborts_over_a_store_replays(tmp_path, make_core, monkeypatch):
-    """Version 2 had no answers for them: it wrote answers with steps and results only."""
+    """Version 2 recorded no answers for aborts, only for steps and results."""
     monkeypatch.setattr(RecordingScheduler, "_note_answers", note_answers_as_version_2)
     store = RecordedConnector(Store(num_tokens=0, wants=True))
     core = make_core(connector=store)
@@ -116,7 +116,7 @@ def test_a_journal_that_ends_with_aborts_over_a_store_replays(tmp_path, make_cor
     core.scheduler = recorder = RecordingScheduler(scheduler, clock, path, describe(scheduler), store)
     for name in "abc":
         core.add(name, 9)
-    for _ in range(5):  # until each has a full block of its answer, which is offered when the request ends
+    for _ in range(5):  # until each has a full block of its answer, to be saved when the request ends
         core.step()
     for name in "abc":
         recorder.abort_request(name)
@@ -132,7 +132,7 @@ def test_a_journal_that_ends_with_aborts_over_a_store_replays(tmp_path, make_cor
 
 
 def note_answers_as_version_2(self):
-    """Write the answers unless an abort asked."""
+    """Write the answers unless the caller is an abort."""
     if sys._getframe(1).f_code.co_name in {"schedule", "update_from_output"}:
         self._write(["k", self._store.take_answers()])
 

@@ -1,4 +1,4 @@
-"""The generator of the built-in model's training text: checkable answers, and nothing held out in training."""
+"""The generator of the built-in model's training text: answers can be checked, held-out questions are not in it."""
 
 import json
 import random
@@ -38,7 +38,7 @@ def test_about_a_tenth_of_keys_is_held_out():
 
 
 def test_is_held_out_does_not_change_between_versions():
-    # the packaged weights were trained with this split: another hash would examine them on seen questions
+    # The packaged weights were trained with this split: another hash would test them on training questions.
     held_out = [a for a in range(100) if demo_data.is_held_out(f"add:{a},50")]
     assert held_out == [32, 44, 47, 49, 51, 58, 75]
 

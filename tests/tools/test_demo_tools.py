@@ -1,4 +1,4 @@
-"""The generator of conversations with tools: calls that their tools take, and nothing held out in training."""
+"""The generator of conversations with tools: its tools accept the calls, and no held-out question is in training."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What rounding costs the built-in model on held-out questions, as bounds that hold."""
+"""The loss of the built-in model by rounding on held-out questions stays within bounds."""
 
 import sys
 from dataclasses import replace
@@ -17,8 +17,9 @@ pytestmark = [
     pytest.mark.skipif(not COMPILED, reason="octavo was installed without its compiled kernels"),
 ]
 MODEL = Path(evaluation.__file__).parents[1] / "src" / "octavo" / "assets" / "demo"
-QUESTIONS = 40  # of each task
-# What may be lost of the share of right answers, and KL divergence in nats a token: two to three times what it was.
+QUESTIONS = 40  # per task
+# Allowed loss of the share of right answers, and KL divergence in nats per token: two to three times the measured
+# value.
 BOUNDS = {
     "int8": (evaluation.Rounding("int8"), 0.01, 1e-4),
     "int4": (evaluation.Rounding("int4"), 0.03, 1.5e-3),
@@ -74,5 +75,5 @@ def test_answers_stay_right(examples, plain_share, name):
 def test_distributions_stay_near(examples, name):
     rounding, _, nats = BOUNDS[name]
     divergence, agreement = evaluation.divergence(str(MODEL), examples[::4], rounding)
-    assert 0 < divergence < nats  # 0 would be no rounding at all
+    assert 0 < divergence < nats  # 0 would mean that nothing was rounded
     assert agreement > 0.995

@@ -1,4 +1,4 @@
-"""tools/gpu_check.py works before it meets a GPU: all of it at tiny sizes, and what it leaves for the next call."""
+"""tools/gpu_check.py works without a GPU: all stages at tiny sizes, and the results kept for the next call."""
 
 import contextlib
 import json
@@ -59,7 +59,7 @@ def test_all_of_it_dry(tmp_path):
 
 
 def test_a_dry_run_has_products_in_one_order(tmp_path, monkeypatch):
-    """As on a device: else rows would have other bits where numpy's library sums in orders of its own."""
+    """As on a device. numpy's library would sum in orders of its own, so rows would have different bits."""
     seen = []
 
     def check(_state, _folder, _seconds, **options):
@@ -67,7 +67,8 @@ def test_a_dry_run_has_products_in_one_order(tmp_path, monkeypatch):
         return {"failures": [], "errors": {}, "not_run": []}
 
     monkeypatch.setattr(gpu_check, "check", check)
-    # A fixture of another file may have patched the interpreter in this process: the dry run acts as the first one.
+    # A fixture of another file may have patched the interpreter in this process. The dry run must be the first to patch
+    # it.
     monkeypatch.setattr(interpreter.interpreter_builder, "create_dot", None)
     monkeypatch.setattr(triton_interpreter, "_entered", [])
     monkeypatch.setattr(triton_interpreter, "_undone_at_last", contextlib.ExitStack())
@@ -82,7 +83,7 @@ def test_a_dry_run_has_products_in_one_order(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stages(monkeypatch):
-    """Stages that find what a test says; the names of those that ran."""
+    """Fake stages. Return the list of those that ran, and the dictionary of their results."""
     ran, find = [], {"identity": {"identity": {"code": "1"}}}
 
     def run_stage(name, folder, seconds, *, is_dry, soak_s=None):
@@ -159,7 +160,7 @@ def test_an_operation_that_fails_costs_no_other(monkeypatch):
 
 
 def test_attention_that_hangs_on_the_chunk_is_found(tmp_path, monkeypatch):
-    """A prompt in one chunk has other bits than parts of it where tiles of keys follow the number of rows."""
+    """If tiles of keys depend on the number of rows, a prompt in one chunk has other bits than the prompt in parts."""
     with interpreted_kernels():
         check = replace(gpu_device.open_check(tmp_path, is_dry=True), sizes=replace(gpu_device.DRY, prompt=5))
         attend = check.kernels.paged_attention

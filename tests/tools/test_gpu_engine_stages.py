@@ -1,4 +1,4 @@
-"""Stages of tools/gpu_check.py about engine and server: they pass, and find what is wrong."""
+"""Stages of tools/gpu_check.py for engine and server: they pass, and detect errors."""
 
 import sys
 import types
@@ -66,7 +66,7 @@ def test_each_ends_once():
 
 
 class Server:
-    """A server whose answers are known. streams: "break" when it is killed, "hang", "end" before it, or "fail"."""
+    """A server with known answers. streams: "break" when killed, "hang", "end" before the kill, or "fail"."""
 
     answers, streams, made = ("one", "one"), "break", 0
 
@@ -171,10 +171,10 @@ def test_without_transformers_it_is_left_out(check, monkeypatch):
     ("gap", "num_wrong", "is_equal"), [(1.0, 1, False), (1e-5, 1, True), (1e-5, 2, False), (1e-5, 0, True)]
 )
 def test_other_tokens_than_those_of_transformers_are_found(gap, num_wrong, is_equal):
-    """But for a choice that is too close to be one, of one prompt in ten."""
+    """In one prompt of ten, a choice between two almost equal logits may differ."""
 
     def model(input_ids):
-        """Choose the token behind the last one, the next token narrowly before the one behind that."""
+        """Prefer the last token + 1, narrowly before the last token + 2."""
         logits = torch.zeros(1, input_ids.shape[1], 50)
         logits.scatter_(2, ((input_ids + 2) % 50).unsqueeze(2), 9.0 - gap)
         return types.SimpleNamespace(logits=logits.scatter_(2, ((input_ids + 1) % 50).unsqueeze(2), 9.0))

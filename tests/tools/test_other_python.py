@@ -1,4 +1,4 @@
-"""The tool for another version of Python finds an interpreter that starts, and says what it did not run."""
+"""The tool for another version of Python finds an interpreter that starts, and reports the tests that were not run."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ def program(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with no interpreter but those that a test makes."""
+    """A machine without any interpreters except those that a test makes."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))

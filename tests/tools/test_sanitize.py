@@ -1,4 +1,4 @@
-"""The sanitizers' tool fails on a report, on results that depend on memory, and on what cannot be built."""
+"""The sanitizers' tool fails on a report, on results that depend on memory, and on build errors."""
 
 import shutil
 import sys
@@ -58,7 +58,7 @@ def test_default_turn_reaches_every_instruction_set_in_calls_eight_days_apart(mo
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
-    """Give the tool a copy of the sources, and a folder of its own to build in."""
+    """Give the tool a copy of the sources, and its own build folder."""
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     shutil.copy(sanitize.HARNESS, tmp_path / "sanitize.cpp")
     monkeypatch.setattr(sanitize, "BUILD", tmp_path / "build")

@@ -1,4 +1,4 @@
-"""The tool that starts the server many times counts hashes, goes on where it ended, and fails on a second one."""
+"""The tool that starts the server many times counts hashes, resumes from its file, and fails on a second hash."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import start_many
 
 
 def run(monkeypatch, path, starts, hashes):
-    """Run the tool with starts that have these hashes; return its status."""
+    """Run the tool with starts that have these hashes. Return its exit status."""
     made = iter(hashes)
     monkeypatch.setattr(start_many, "start_once", lambda *_args: {"hash": next(made)})
     monkeypatch.setattr(start_many.signal, "signal", lambda *_args: None)
@@ -23,7 +23,7 @@ def test_starts_of_the_file_are_not_repeated(monkeypatch, tmp_path, capsys):
     path = tmp_path / "folder" / "starts.jsonl"
     assert run(monkeypatch, path, 2, ["a", "a"]) == 0
     with path.open("a") as file:
-        file.write('{"hash": "a')  # of a run that was killed
+        file.write('{"hash": "a')  # from a run that was killed
     path.write_text(path.read_text().rpartition("\n")[0] + "\n")
     assert run(monkeypatch, path, 3, ["a"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "a 3"

@@ -1,4 +1,4 @@
-"""One answer through all APIs, whole and streamed: the same reasoning, content and calls, whatever form they have."""
+"""One answer through all APIs, whole and streamed: each shows the same reasoning, content and calls in its own form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens are told as an answer's content, over vocabularies of every kind."""
+"""The tokens that are reported as an answer's content, over vocabularies of every kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", params=[byte_level, byte_fallback])
 def writer(request: pytest.FixtureRequest, kind: str) -> Writer:
-    """A vocabulary with markers that are no tokens, special ones, or added ones; and tokens across their borders."""
+    """Return a writer of answers. kind: the markers are plain text, special tokens or added tokens.
+
+    Some tokens of the vocabulary cross the borders of markers.
+    """
     backend = request.param()
     across = ["nk>\n", ">I", ">é", "k.<", " <", "狐<", "\n<to", "l>\n", ">\n\n"]
     tokens = [AddedToken(each, special=kind == "special", normalized=False) for each in MARKERS]

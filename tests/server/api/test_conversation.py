@@ -1,4 +1,4 @@
-"""A conversation becomes the same prompt by whichever route it comes, in the form that its chat template demands."""
+"""A conversation becomes the same prompt on every route, in the form that its chat template requires."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from running import Running
 
-# Demands turns, has a form of its own for a call without text, and reads the parts of users alone. <tool_call> says how
-# it writes calls.
+# A strict template: roles must alternate, a call without text has its own form, and only users' messages may have
+# parts. Its <tool_call> makes the server detect the format of calls.
 STRICT = """\
 {%- set ns = namespace(index=0) -%}
 {%- for m in messages -%}

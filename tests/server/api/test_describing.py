@@ -1,4 +1,4 @@
-"""What the server tells of itself, and what it takes no notice of."""
+"""The routes by which the server describes itself, and fields that it ignores."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_configuration_is_json_and_tells_no_secret_and_no_place(tmp_path: Path
 
 def test_templates_are_told_as_texts_and_addresses_without_passwords() -> None:
     server = ServerConfig(otlp_traces_endpoint="http://user:hush@127.0.0.1:9/v1/traces")
-    template = "{{ messages }}" * 500  # longer than the name of a file may be
+    template = "{{ messages }}" * 500  # longer than the longest file name
     told = configuration(server, EngineConfig(model=ModelConfig(chat_template=template)))
     assert told["model"]["chat_template"] == template
     assert told["server"]["otlp_traces_endpoint"] == "http://...@127.0.0.1:9/v1/traces"
@@ -113,7 +113,7 @@ def test_a_body_that_is_not_said_to_be_json_is_refused(shared: Running, kind: st
 
 
 def test_a_body_without_a_type_is_refused(shared: Running) -> None:
-    """As a page sends a Blob: without asking first whether it may."""
+    """A page can send a Blob without a type, and the browser does not ask for permission first."""
     with connect(shared) as sock:
         sock.sendall(b'POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"prompt": "a"}')
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 415 ")

@@ -1,4 +1,4 @@
-"""Anthropic's blocks become the messages that chat templates read: each type with a text is read, in each place."""
+"""Anthropic's blocks become the messages that chat templates read. Each type with a text is read, in each place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's API, with the real `anthropic` package: what is streamed equals what is whole."""
+"""Anthropic's API with the real `anthropic` package: the streamed answer equals the whole one."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_stream_equals_whole(client: anthropic.Anthropic, options: dict[str, Any
         kinds = [event.type for event in stream]
         streamed = stream.get_final_message()
     first, second = without_ids(whole), without_ids(streamed)
-    for usage in (first["usage"], second["usage"]):  # the second one finds the first one's prompt
+    for usage in (first["usage"], second["usage"]):  # the second request hits the first one's prompt
         usage["input_tokens"] += usage.pop("cache_read_input_tokens")
-        usage.pop("receipt", None)  # which the package does not take out of a stream
+        usage.pop("receipt", None)  # the package keeps this field only in whole answers
     assert first == second
     assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(whole.content)
@@ -146,7 +146,7 @@ def test_a_whole_conversation_reaches_the_template(client: anthropic.Anthropic) 
 
 
 def test_what_claude_code_adds_changes_nothing(running: Running) -> None:
-    """Its note for Anthropic's accounting differs in every request; before all else, it kept prefixes from matching."""
+    """Claude Code's note for billing is removed: it differs in every request, so no prefix would hit."""
     note = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1f3;"}
     rules = {"type": "text", "text": "Say x-anthropic-billing-header as it is."}
     edits = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
@@ -179,7 +179,7 @@ def test_vllms_fields_reach_the_template_and_the_cache() -> None:
 
 
 def test_what_says_how_to_think_is_read(caplog: pytest.LogCaptureFixture) -> None:
-    """Clients must send a budget; here max_tokens alone bounds an answer, and no field of it is unknown."""
+    """The `thinking` field is read. Clients must send a budget, but only max_tokens bounds an answer here."""
     caplog.set_level(logging.INFO, "octavo")
     template = FakeChatTemplate()
     kinds: list[Any] = [
@@ -199,7 +199,7 @@ def test_what_says_how_to_think_is_read(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(running: Running) -> None:
-    """Claude Code shortens a conversation when it reads Anthropic's, litellm turns to another model at OpenAI's."""
+    """Claude Code shortens a conversation on Anthropic's words. litellm switches to another model on OpenAI's."""
     asked = {**ASKED, "messages": [{"role": "user", "content": "x" * 3000}]}
     with running.http() as http:
         response = http.post("/v1/messages", json=asked)

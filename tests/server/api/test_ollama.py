@@ -1,4 +1,4 @@
-"""Ollama's API, with the real `ollama` package: what is streamed equals what is whole."""
+"""Ollama's API with the real `ollama` package: the streamed answer equals the whole one."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def client(running: Running) -> Iterator[ollama.Client]:
 
 @pytest.fixture
 def plain(shared: Running) -> Iterator[ollama.Client]:
-    """Of a server whose model knows neither tools nor reasoning."""
+    """Return a client of a server without tools and reasoning."""
     with ollama.Client(shared.url, timeout=DEADLINE_S) as client:
         yield client
 
 
 def joined(lines: list[ollama.ChatResponse]) -> dict[str, Any]:
-    """Put a stream's lines together."""
+    """Join a stream's lines."""
     assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
     return {
         "content": "".join(line.message.content or "" for line in lines),
@@ -128,7 +128,7 @@ def test_calls_cut_off_by_a_limit(client: ollama.Client) -> None:
     ],
 )
 def test_a_call_is_never_told_without_its_arguments(arguments: str, expected: dict[str, Any] | None) -> None:
-    """A call with a slip that has two readings is text, also one that was long enough to be streamed."""
+    """A malformed call with two possible readings becomes text, even if it was long enough to be streamed."""
     answer = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
     options = {"chat_template": FakeChatTemplate("<tool_call>")}
     with (
@@ -144,7 +144,7 @@ def test_a_call_is_never_told_without_its_arguments(arguments: str, expected: di
 
 
 def test_functions_are_tools(client: ollama.Client, running: Running) -> None:
-    """The package describes them, and gives their results back under `tool_name`."""
+    """The package describes Python functions as tools, and returns their results under `tool_name`."""
 
     def now() -> str:
         """Tell the time."""
@@ -222,7 +222,7 @@ def test_an_answer_that_has_begun_is_gone_on_with(running: Running, client: olla
 
 
 def test_a_prompt(plain: ollama.Client) -> None:
-    """It is a user's turn, unless it is raw; both are streamed, too."""
+    """A prompt becomes a user's turn unless it is raw. Both are streamed as well."""
     turn, with_system = len("<user>Hello\n<assistant>"), len("<system>Be brief.\n<user>Hello\n<assistant>")
     limit = {"num_predict": 9}
     whole = plain.generate("fake", "Hello", options=limit)
@@ -313,7 +313,7 @@ def test_models(client: ollama.Client) -> None:
 
 
 def test_probes(running: Running) -> None:
-    """As clients look whether an Ollama is there."""
+    """Clients probe these paths to find an Ollama server."""
     with running.http() as http:
         assert "Ollama is running" in http.get("/").text
         assert [http.head(path).status_code for path in ("/", "/api/version", "/api/tags")] == [200] * 3
@@ -363,7 +363,7 @@ def test_errors(client: ollama.Client, plain: ollama.Client) -> None:
         lambda name: client.embeddings(name, "Hello"),
         client.show,
     ]
-    for ask in asking:  # clients look for these words, and pull the model
+    for ask in asking:  # clients match these words, and then pull the model
         with pytest.raises(ollama.ResponseError, match=r"^model 'other:7b' not found, try pulling it first") as unknown:
             ask("other:7b")
         assert unknown.value.status_code == 404
@@ -381,7 +381,7 @@ def test_errors(client: ollama.Client, plain: ollama.Client) -> None:
 
 @pytest.mark.parametrize("said", ["application/x-www-form-urlencoded", "text/plain", None])
 def test_a_program_need_not_say_that_it_sends_json(running: Running, said: str | None) -> None:
-    """As Ollama's documents have it, `curl -d`. A page of a browser, which names its origin, says it."""
+    """Ollama's documents use `curl -d` without a JSON type. A browser page, which sends its origin, must send it."""
     with running.http() as http:
 
         def post(path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
@@ -528,7 +528,7 @@ def _refused(running: Running, path: str, body: dict[str, Any], what: str) -> No
 
 
 def test_what_changes_nothing_is_taken(plain: ollama.Client) -> None:
-    """Ways to load a model, what is off, and numbers at which a field means nothing."""
+    """Options for loading a model, features that are off, and values that disable a field."""
     expected = plain.chat("fake", MESSAGES).message
     options = {"num_gpu": 1, "num_thread": 8, "use_mmap": True, "num_keep": 5, "mirostat": 0, "tfs_z": 1.0}
     more = {"num_batch": 512, "repeat_last_n": 64, "repeat_penalty": 1.0, "num_ctx": 512, "numa": False}
@@ -551,7 +551,7 @@ def test_empty_stop_strings_stop_nothing(plain: ollama.Client, stop: Any) -> Non
 
 
 def test_options_that_ollama_does_not_know_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Also those that another route takes, or refuses; Ollama warns of each as well."""
+    """Options of other routes are ignored as well, whether served or refused there. Ollama also warns of each."""
     unknown = {"num_beams": 4, "max_tokens": 1, "grammar": "x", "rope_frequency_base": 1e4, "guided_json": {}}
     with run_server() as server, server.http() as http, caplog.at_level(logging.INFO):
         answers = [
@@ -577,7 +577,7 @@ OLLAMAS_DEFAULTS = {
 
 
 def test_defaults_of_ollamas_may_be_given(running: Running, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever sends all options sends most of them as they are; each is known to the client's own `Options`."""
+    """Clients that send all options send most of them with defaults. The table has all options of the package."""
     assert ollama.Options.model_fields.keys() <= OLLAMAS_DEFAULTS.keys()
     beside = {"truncate": True, "shift": True, "logprobs": False, "top_logprobs": 0, "keep_alive": "5m", "format": ""}
     prompt = {"prompt": "Hi", "suffix": "", "system": "", "template": "", "raw": False, "context": [], "images": []}
@@ -631,13 +631,13 @@ def test_durations_are_nanoseconds_of_the_engines_clock() -> None:
     assert durations([RequestMetrics(1.0)]) == (0, 0, 0)
 
 
-# --- Open WebUI: what its backend asks an Ollama for, as `backend/open_webui/routers/ollama.py` writes it.
+# --- Open WebUI: the requests that its backend sends to Ollama, as in `backend/open_webui/routers/ollama.py`.
 
 WEBUI_HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer key"}
 
 
 def _webui_chat(http: httpx.Client, **more: Any) -> list[dict[str, Any]]:
-    """Its chat: a body made of OpenAI's, and every line parsed by itself."""
+    """Chat as Open WebUI does: a body converted from OpenAI's, and every line parsed separately."""
     payload = {
         "model": "fake:latest",
         "messages": [{"role": "system", "content": "Be brief."}, *MESSAGES],
@@ -697,7 +697,7 @@ def test_open_webui_chats(running: Running) -> None:
 
 
 def test_open_webui_calls_tools(running: Running) -> None:
-    """Calls come with an index and an id of null, their results with an id alone."""
+    """Open WebUI sends calls with an index and a null id, and their results with an id only."""
     call = {"index": 0, "id": None, "function": {"name": "now", "arguments": {}}}
     messages = [
         *MESSAGES,
@@ -730,7 +730,7 @@ def test_keys_are_asked_for_as_on_every_route() -> None:
 
 
 def test_a_full_server_says_when_to_come_back(caplog: pytest.LogCaptureFixture) -> None:
-    """And each request that was taken is a line of the audit log, by the name that is served."""
+    """Each accepted request also has a line in the audit log, with the served model name."""
     executor = FakeExecutor(step_s=0.005)
     with (
         caplog.at_level(logging.INFO, "octavo.audit"),

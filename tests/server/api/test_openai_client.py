@@ -1,4 +1,4 @@
-"""The real `openai` package against a real server: what it streams equals what it gets whole."""
+"""The real `openai` package against a real server: the streamed answer equals the whole one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def client(shared: Running) -> Iterator[openai.OpenAI]:
 
 
 def read_chat(stream: Any) -> dict[int, dict[str, Any]]:
-    """Put a stream's pieces together, by choice; key -1 holds the usage."""
+    """Join a stream's pieces by choice. Key -1 has the usage."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in stream:
         if chunk.usage is not None:
@@ -200,7 +200,7 @@ def test_choices_are_in_the_order_of_the_prompts(client: openai.OpenAI) -> None:
 
 
 def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
-    """As evaluation harnesses ask: the prompt's tokens first, the very first of them without a logprob."""
+    """Evaluation harnesses use this: the prompt's tokens come first, and the very first token has no logprob."""
     for prompt in ("score me", list(b"score me")):
         whole = client.completions.create(model="fake", prompt=prompt, echo=True, max_tokens=1, logprobs=1)
         logprobs = whole.choices[0].logprobs
@@ -228,7 +228,7 @@ def test_continuous_usage(client: openai.OpenAI) -> None:
         stream_options={"include_usage": True, "continuous_usage_stats": True},
     )
     counts = [chunk.usage.completion_tokens for chunk in stream]
-    assert counts == [1, 2, 3, 4, 4, 4]  # the end of the choice has a chunk of its own
+    assert counts == [1, 2, 3, 4, 4, 4]  # the end of a choice has its own chunk
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""The OpenAPI document is true: it has every route, and what routes take and give is what it says."""
+"""The OpenAPI document is true: it has every route, and requests and answers match its schemas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 USER = {"role": "user", "content": "How is Rome?"}
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
-# Sound bodies by route; each is sent, and has to fit its schema as its answer has to.
+# Valid bodies by route. Each is sent, and body and answer must match their schemas.
 BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [
         {"messages": [USER]},
@@ -76,7 +76,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"input": [USER, {"type": "function_call_output", "call_id": "a", "output": "noon"}], "max_output_tokens": 5},
     ],
     "/v1/responses/input_tokens": [{"input": [USER], "instructions": "Be brief."}],
-    "/v1/embeddings": [],  # this engine has no hidden states; tests/server/test_real_engine.py asks for some
+    "/v1/embeddings": [],  # this engine has no hidden states; tests/server/test_real_engine.py tests embeddings
     "/v1/messages": [{"model": "fake", "max_tokens": 9, "messages": [USER], "system": "Be brief.", "top_k": 3}],
     "/v1/messages/count_tokens": [{"model": "fake", "messages": [USER]}],
     "/generate": [{"inputs": "a", "parameters": {"max_new_tokens": 3, "details": True, "decoder_input_details": True}}],
@@ -183,7 +183,7 @@ def test_what_is_beyond_a_limit_is_refused_by_the_document_and_by_the_server(
     with running.http() as http:
         for name in LIMITS.keys() & fields:
             limits = LIMITS[name]
-            more = 3 if limits.is_whole else 0.5  # -1 has a meaning of its own
+            more = 3 if limits.is_whole else 0.5  # 3, because -1 has a special meaning
             for value in (limits.low - more, limits.high + more):
                 body = {**BODIES[path][0], name: value}
                 with pytest.raises(jsonschema.ValidationError):
@@ -207,7 +207,7 @@ def test_answers_of_the_other_routes(running: Running, document: dict[str, Any])
 
 
 def test_what_is_refused_before_any_route_is_described(document: dict[str, Any]) -> None:
-    """A page of another origin, a method that is none of the route's, another Host, headers without end."""
+    """A page of another origin, a method that the route lacks, another Host, and headers without end."""
     with run_server(allowed_hosts=("127.0.0.1",)) as running, running.http() as http:
         for path, methods in document["paths"].items():
             ((method, operation),) = methods.items()
@@ -221,7 +221,7 @@ def test_what_is_refused_before_any_route_is_described(document: dict[str, Any])
             refused = [(answer.status_code, answer.json()) for answer in answers]
             with connect(running) as sock:
                 flood = f"{method.upper()} {asked} HTTP/1.1\r\nX-Flood: ".encode()
-                sock.sendall(flood + b"a" * (MAX_HEADER_BYTES + 1 - len(flood)))  # all of it is read
+                sock.sendall(flood + b"a" * (MAX_HEADER_BYTES + 1 - len(flood)))  # no unread byte, so no reset
                 head, _, body = read_all(sock).partition(b"\r\n\r\n")
                 refused.append((int(head.split()[1]), json.loads(body)))
             assert [status for status, _ in refused] == [403, 405, *([421] * (path not in OPEN_PATHS)), 431], path

@@ -1,4 +1,4 @@
-"""What clients of llama.cpp, vLLM, SGLang and others send: taken, refused by name, or known to change nothing."""
+"""Fields that clients of llama.cpp, vLLM, SGLang and other servers send: served, refused by name, or harmless."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_defaults_of_an_api_may_be_given(keeper: Running, whose: str) -> None:
         assert answer.status_code == 200, answer.text
 
 
-# --- fields of llama.cpp, vLLM and SGLang that have an equal here
+# --- fields of llama.cpp, vLLM and SGLang that have an equivalent here
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_enable_thinking_goes_to_the_chat_template() -> None:
         ({"n_probs": 21}, "n_probs"),
         ({"n_probs": -1}, "n_probs"),
         ({"repeat_penalty": 0.0, "repeat_last_n": -1}, "repeat_penalty"),
-        ({"repeat_penalty": 1.1}, "repeat_penalty"),  # of the last 64 tokens, as llama.cpp has it
+        ({"repeat_penalty": 1.1}, "repeat_penalty"),  # llama.cpp penalizes the last 64 tokens by default
         ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_penalty"),
         ({"repeat_last_n": 64, "presence_penalty": 0.5}, "repeat_last_n"),
         ({"repeat_last_n": 64, "repetition_penalty": 1.1}, "repeat_last_n"),
@@ -293,7 +293,7 @@ def test_other_routes_refuse_them_by_name(keeper: Running, route: str, name: str
                 claude.messages.create(model="fake", messages=MESSAGES, max_tokens=3, extra_body={name: 5})
 
 
-# --- fields that nobody knows
+# --- unknown fields
 
 
 def test_unknown_fields_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -361,7 +361,7 @@ def test_streamed_token_ids_are_those_of_the_whole(client: openai.OpenAI, option
     ids: dict[int, list[int]] = {choice.index: [] for choice in whole.choices}
     for chunk in client.completions.create(model="fake", prompt=PROMPT, stream=True, extra_body=extra):
         (choice,) = chunk.choices
-        assert (choice.prompt_token_ids is not None) == (not ids[choice.index])  # the first one of a choice
+        assert (choice.prompt_token_ids is not None) == (not ids[choice.index])  # in a choice's first piece only
         assert choice.prompt_token_ids in (None, whole.choices[choice.index].prompt_token_ids)
         ids[choice.index] += choice.token_ids
     assert ids == {choice.index: choice.token_ids for choice in whole.choices}
@@ -483,7 +483,7 @@ def test_fields_of_vllm_that_are_null_are_there(client: openai.OpenAI) -> None:
 def test_the_end_of_a_choice_has_a_chunk_of_its_own(
     client: openai.OpenAI, options: dict[str, Any], counts: dict[str, bool] | None
 ) -> None:
-    """A loop that ends at the first finish_reason has the whole answer of that choice."""
+    """A client may stop reading at the first finish_reason: it then has the whole answer of that choice."""
     for route in (CHAT, COMPLETIONS):
         extra = {**options, "stream_options": counts}
         if route == COMPLETIONS and "logprobs" in options:
@@ -494,7 +494,7 @@ def test_the_end_of_a_choice_has_a_chunk_of_its_own(
         ended: dict[int, str] = {}
         usages = [chunk for chunk in chunks if not chunk.choices]
         assert len(usages) == (counts is not None)
-        assert all(chunk is chunks[-1] for chunk in usages)  # the counts come last
+        assert all(chunk is chunks[-1] for chunk in usages)  # the usage comes last
         for chunk in chunks[: len(chunks) - len(usages)]:
             (choice,) = chunk.choices
             assert choice.index not in ended

@@ -1,4 +1,4 @@
-"""Schemas of public projects are served by every API, or refused with the place and the field that the client sent."""
+"""Every API serves the schemas of public projects, or refuses them with the field and the place in the schema."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Ways = dict[str, "tuple[str, Callable[[dict[str, Any]], dict[str, Any]], str]"]
 
 
 class _Compiling(FakeExecutor):
-    """Compiles the grammars of requests, as a worker does, and recites its text all the same."""
+    """Compiles the grammars of requests as a worker does, but recites its fixed text."""
 
     def __init__(self) -> None:
         super().__init__(answer="ok")
@@ -44,7 +44,7 @@ def _chat_tools(schema: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-# path, the body beside the messages, the field that an error names
+# path, the other fields of the body, and the field that an error names
 WAYS: Ways = {
     "chat": (
         "/v1/chat/completions",
@@ -165,7 +165,10 @@ def test_tools_without_a_grammar_take_any_schema(running: Running) -> None:
 
 
 def test_a_tag_that_cannot_look_ahead_names_the_field_and_the_place() -> None:
-    """Qwen3-Coder writes strings without quotes. An email's three expressions hold together; others are refused."""
+    """Qwen3-Coder writes strings without quotes, which limits lookaheads.
+
+    The email's three expressions can be expressed together; other patterns with lookaheads are refused.
+    """
     options = {"chat_template": FakeChatTemplate("<tool_call><function=<parameter=")}
     with run_server(_Compiling(), engine_options=options) as server, server.http() as http:
         email = _chat_tools(PUBLIC_SCHEMAS["zod 4: an email"].schema)
@@ -180,7 +183,10 @@ def test_a_tag_that_cannot_look_ahead_names_the_field_and_the_place() -> None:
 
 
 def test_a_template_without_tools_takes_tools_that_a_grammar_cannot_express() -> None:
-    """There each answer has a grammar: one that a client did not ask for refuses nothing."""
+    """The server adds a grammar for tools if the template has none.
+
+    If the client did not require calls and the grammar cannot express the schema, the request is served.
+    """
     schema = PUBLIC_SCHEMAS["pydantic: a set"].schema
     with (
         run_server(_Compiling(), engine_options={"chat_template": FakeChatTemplate()}) as server,

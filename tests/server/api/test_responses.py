@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, with the real `openai` package: what is streamed equals what is whole."""
+"""OpenAI's Responses API with the real `openai` package: the streamed answer equals the whole one."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def make_client(running: Running) -> openai.OpenAI:
 
 
 def comparable(response: Any) -> dict[str, Any]:
-    """What does not differ between two answers to one question."""
+    """Return the fields that are equal for two answers to the same request."""
     fields = response.to_dict()
     fields.pop("id")
     fields.pop("created_at")
     for cost in ("input_tokens_details", "receipt"):
-        fields["usage"].pop(cost)  # the second one finds the first one's prompt
+        fields["usage"].pop(cost)  # the second request hits the first one's prompt
     for item in fields["output"]:
         item.pop("id")
         item.pop("call_id", None)
@@ -72,7 +72,7 @@ def allowed(*names: str) -> dict[str, Any]:
 
 
 def rebuild(events: list[Any]) -> list[dict[str, Any]]:
-    """Put the items together from what grew alone."""
+    """Rebuild the items from a stream's deltas only."""
     items: list[dict[str, Any]] = []
     for number, event in enumerate(events):
         assert event.sequence_number == number
@@ -123,7 +123,7 @@ def test_a_whole_answer_is_encoded_once(client: openai.OpenAI, monkeypatch: pyte
 
     monkeypatch.setattr(answering, "encoder", SimpleNamespace(encode=encode))
     whole = client.responses.create(**ASKED, tools=[WEATHER, NOW])
-    (answer,) = encoded  # and none of the events that a stream has
+    (answer,) = encoded  # no events of a stream are encoded
     assert answer.id == whole.id
 
 
@@ -249,7 +249,7 @@ def test_items_of_one_turn_are_one_message() -> None:
             "call_id": "c",
             "name": "now",
             "arguments": '{"zone": "U',
-        }  # cut off by a limit
+        }  # a limit cut it off
         thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
         items = [{"role": "user", "content": "a"}, thought, call, thought, call, {"type": "reasoning", "content": 5}]
         items += [{"type": "function_call_output", "call_id": "c", "output": "noon"}] * 2
@@ -330,7 +330,7 @@ LOGPROBS: Any = ["message.output_text.logprobs"]
     "options", [{}, {"max_output_tokens": 100}, {"max_output_tokens": 60}, {"tool_choice": "none"}]
 )
 def test_logprobs_are_those_of_the_text(client: openai.OpenAI, options: dict[str, Any]) -> None:
-    """Neither of reasoning nor of calls, nor of the marks around them; streamed as they are whole."""
+    """They exclude reasoning, calls and their markers, and are equal in streams and whole answers."""
     asked = {**ASKED, "tools": [WEATHER, NOW], "include": LOGPROBS, "top_logprobs": 2, **options}
     whole = client.responses.create(**asked)
     assert whole.top_logprobs == 2

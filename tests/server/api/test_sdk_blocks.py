@@ -1,6 +1,7 @@
-"""Every type of block, part and item that the SDKs of OpenAI and Anthropic allow is read or refused by name.
+"""Every type of block, part and item that the SDKs of OpenAI and Anthropic allow is read, or refused by name.
 
-So is every field of those that are read: what a later SDK adds makes these tests fail until somebody decides.
+The same holds for each field of the types that are read. New types of a later SDK fail these tests until they are
+handled.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def members(annotation: Any) -> Iterator[Any]:
-    """Yield the classes that a type of the SDKs allows, those inside of lists, too."""
+    """Yield the classes that an SDK type allows, including those inside lists."""
     origin = get_origin(annotation)
     if origin in {Annotated, Required, NotRequired}:
         yield from members(get_args(annotation)[0])
@@ -62,7 +63,7 @@ def hints(cls: Any) -> dict[str, Any]:
 
 
 def kinds_of(cls: Any, default: str | None) -> set[str]:
-    """Return what stands in the field `type` of a class. default: what one without the field is."""
+    """Return the allowed values of the field `type` of a class. default: the value if the field may be absent."""
     annotation = hints(cls).get("type")
     kinds = {default} if default and get_origin(annotation) is not Required else set()
     left = [annotation]
@@ -76,11 +77,11 @@ def kinds_of(cls: Any, default: str | None) -> set[str]:
 
 
 class Place(NamedTuple):
-    """A place in a conversation: what the SDK allows there, and what the server makes of it."""
+    """A place in a conversation: the types that the SDK allows, and those that the server reads or refuses."""
 
     allowed: Any
     known: BlockTypes
-    read: Callable[[dict[str, Any]], Any]  # puts a block there
+    read: Callable[[dict[str, Any]], Any]  # reads a conversation with the block in this place
     default: str | None = None
 
 
@@ -172,7 +173,7 @@ def of_chat() -> dict[str, Place]:
 
 
 def in_input(**item: Any) -> Callable[[dict[str, Any]], Any]:
-    """Return what puts a part into the field of an item that is None."""
+    """Return a function that puts a part into the field of `item` that is None, and reads the item."""
     (name,) = [name for name, value in item.items() if value is None]
     return lambda part: read_items(None, [{**item, name: [part]}])
 
@@ -253,7 +254,7 @@ def test_every_field_of_what_is_read_has_an_answer(api: str) -> None:
 
 
 def around() -> list[tuple[Any, Fields]]:
-    """Return what holds blocks, parts and items, and what is known of its fields."""
+    """Return the classes that contain blocks, parts or items, each with the known fields."""
     plain, beta, chat, responses = (
         anthropic.types,
         anthropic.types.beta,
@@ -297,7 +298,7 @@ def test_what_anthropics_objects_hold_is_read_or_refused() -> None:
 
 
 def test_what_is_refused_stands_in_the_sdks() -> None:
-    """A type that no SDK knows any more needs no word of its own."""
+    """Types that no SDK has any more need no error message of their own."""
     all_places = [place for api in APIS for place in places(api).values()]
     kinds = {kind for place in all_places for cls in members(place.allowed) for kind in kinds_of(cls, None)}
     for place in all_places:

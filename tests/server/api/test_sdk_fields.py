@@ -1,4 +1,4 @@
-"""No field that the SDKs of OpenAI and Anthropic send is dropped in silence: served, refused, or known as harmless."""
+"""Every field that the SDKs of OpenAI and Anthropic send is served, refused, or known as harmless; none is dropped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 API = Path(__file__).parents[3] / "docs" / "api.md"
 USER = {"role": "user", "content": "hello"}
 OF_ANTHROPIC = (messages._UNSUPPORTED, ANTHROPIC_HARMLESS)
-ROUTES: dict[str, tuple[Any, type[BaseModel], dict[str, Any], dict[str, str]]] = {  # by what the SDK sends there
+ROUTES: dict[str, tuple[Any, type[BaseModel], dict[str, Any], dict[str, str]]] = {  # by the SDK's parameter class
     "chat.completion_create_params.CompletionCreateParamsStreaming": (
         openai,
         ChatCompletionRequest,
@@ -55,10 +55,10 @@ ROUTES: dict[str, tuple[Any, type[BaseModel], dict[str, Any], dict[str, str]]] =
 def test_every_field_of_the_sdks_has_an_answer(name: str) -> None:
     sdk, schema, refused, harmless = ROUTES[name]
     sent = operator.attrgetter(name)(sdk.types)
-    names = {*sent.__required_keys__, *sent.__optional_keys__}  # it is a TypedDict
+    names = {*sent.__required_keys__, *sent.__optional_keys__}  # a TypedDict
     assert "model" in names
     assert names - schema.model_fields.keys() - refused.keys() - harmless.keys() == set()
-    assert not (schema.model_fields.keys() | refused.keys()) & harmless.keys() - {"metadata"}  # kept by /v1/responses
+    assert not (schema.model_fields.keys() | refused.keys()) & harmless.keys() - {"metadata"}  # /v1/responses keeps it
 
 
 def test_what_is_harmless_is_documented() -> None:
@@ -90,11 +90,11 @@ def test_what_is_harmless_is_documented() -> None:
         ("/v1/responses", {"image": {"context_compression": "enabled"}}, "image"),
         ("/v1/responses", {"context_management": [{"type": "compaction"}]}, "context_management"),
         ("/v1/embeddings", {"add_special_tokens": False}, "add_special_tokens"),
-        ("/v1/embeddings", {"messages": [USER]}, "messages"),  # vLLM's
-        ("/v1/embeddings", {"content": "hello"}, "content"),  # llama.cpp's
+        ("/v1/embeddings", {"messages": [USER]}, "messages"),  # of vLLM
+        ("/v1/embeddings", {"content": "hello"}, "content"),  # of llama.cpp
         ("/v1/embeddings", {"embd_normalize": -1}, "embd_normalize"),
-        ("/v1/embeddings", {"truncate": True}, "truncate"),  # TEI's
-        ("/v1/embeddings", {"lora_path": "a"}, "lora_path"),  # SGLang's
+        ("/v1/embeddings", {"truncate": True}, "truncate"),  # of TEI
+        ("/v1/embeddings", {"lora_path": "a"}, "lora_path"),  # of SGLang
         ("/v1/embeddings", {"input_type": "query"}, "input_type"),  # of gateways
     ],
 )
@@ -128,7 +128,7 @@ def test_what_changes_nothing_is_served(shared: Any, body: dict[str, Any]) -> No
 
 
 class _Template(FakeChatTemplate):
-    """Keeps what it is told."""
+    """Keeps the options of the last call."""
 
     def render(self, messages: Any, **options: Any) -> str:
         self.options = options

@@ -1,4 +1,4 @@
-"""TGI's routes, driven by the real `huggingface_hub` package."""
+"""TGI's routes, used through the real `huggingface_hub` package."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_details(client: huggingface_hub.InferenceClient) -> None:
 
 
 def test_token_texts_of_a_whole_answer_are_its_text(shared: Running) -> None:
-    """Also where characters are of several tokens; a hidden one is spelled beside it."""
+    """This also holds if a character has several tokens. A hidden token has its own spelling, outside the text."""
     body = {"inputs": "h\u00e9llo", "parameters": {"max_new_tokens": 2000, "details": True}}
     with shared.http() as http:
         answer = http.post("/generate", json=body).json()
@@ -66,7 +66,7 @@ def test_token_texts_of_a_whole_answer_are_its_text(shared: Running) -> None:
 
 
 class Pieces:
-    """A detokenizer that adds given texts, one for each token."""
+    """A detokenizer that adds given texts, one per token."""
 
     held, num_prompt_bytes = b"", 0
 
@@ -111,7 +111,7 @@ def test_an_update_of_a_special_token_alone_loses_no_text(pieces: list[str], res
 
 
 def test_what_the_prompt_was_is_a_detail(shared: Running) -> None:
-    """Asked for alone, too."""
+    """The prompt's tokens can be requested without `details`."""
     body = {"inputs": "hi", "parameters": {"max_new_tokens": 2, "decoder_input_details": True}}
     with shared.http() as http:
         prefill = http.post("/generate", json=body).json()["details"]["prefill"]
@@ -121,7 +121,7 @@ def test_what_the_prompt_was_is_a_detail(shared: Running) -> None:
 def test_conversations_as_huggingface_hub_asks_for_them(
     client: huggingface_hub.InferenceClient, shared: Running
 ) -> None:
-    """It names no model where it was given an address."""
+    """Given an address, the package names no model."""
     messages = [{"role": "user", "content": "hello"}]
     answer = client.chat_completion(messages, max_tokens=8)
     assert answer.model == "fake"
@@ -153,7 +153,7 @@ def test_the_root_answers_with_a_list(shared: Running) -> None:
     ],
 )
 def test_what_is_sampled(parameters: dict[str, Any], samples: bool) -> None:
-    """As TGI has it: do_sample, or what changes the distribution."""
+    """TGI samples if `do_sample` is set, or a field that changes the distribution."""
     params = _params(GenerateParameters(**parameters), stream=False)
     assert params.temperature == (parameters.get("temperature", 1.0) if samples else 0.0)
 
@@ -182,7 +182,7 @@ def test_a_stream_is_the_whole_answer(client: huggingface_hub.InferenceClient, m
 
 
 def test_tokens_of_one_update_have_an_event_each_with_their_own_text() -> None:
-    """Speculation, and an engine that is ahead of the server, bring tokens of several steps in one update."""
+    """With speculation, or an engine ahead of the server, one update has the tokens of several steps."""
     spelled = {7: "ab", 8: "c", 9: "", 10: "de", 11: "f", EOS: ""}
     detokenizer = SimpleNamespace(add=lambda token_ids: "".join(spelled[each] for each in token_ids))
     tokenizer = SimpleNamespace(
@@ -216,7 +216,7 @@ def test_tokens_of_one_update_have_an_event_each_with_their_own_text() -> None:
 
 @pytest.mark.parametrize("stop", [[], ["fox"], ["lazy cat", "jumps"]], ids=str)
 def test_streamed_token_texts_are_those_of_the_whole_answer_with_speculation(stop: list[str]) -> None:
-    """Also while the start of a stop string is held back."""
+    """This also holds while the start of a stop string is buffered."""
     body = {"inputs": "hello", "parameters": {"max_new_tokens": 2000, "details": True, "stop": stop}}
     with run_server(FakeExecutor(guesses=(True, True, False))) as running, running.http() as http:
         whole = http.post("/generate", json=body).json()
@@ -244,7 +244,7 @@ def test_a_schema_may_be_a_json_string(kind: str) -> None:
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
 def test_more_new_tokens_than_the_context_holds_are_refused_in_tgis_words(shared: Running, route: str) -> None:
-    """2,048 tokens are the limit here."""
+    """The limit of this server is 2,048 tokens."""
     told = "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 5 `inputs` tokens and 2044 `max_new_tokens`"
     with shared.http() as http:
         refused = http.post(route, json={"inputs": "hello", "parameters": {"max_new_tokens": 2044}})
@@ -320,7 +320,7 @@ def test_what_would_change_the_answer_is_refused_beside_the_prompt(
 
 def test_what_changes_nothing_is_taken_and_unknown_fields_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    options = {"use_cache": False, "wait_for_model": True}  # of Hugging Face's own service
+    options = {"use_cache": False, "wait_for_model": True}  # fields for Hugging Face's own service
     parameters = {"max_new_tokens": 4, "mirostat": 0, "num_beams": 1, "user": "x", "nor_this": 1}
     body = {"inputs": "hello", "options": options, "nobody_knows": 1, "parameters": parameters}
     with run_server() as running, running.http() as http:
@@ -347,7 +347,7 @@ def test_errors_are_the_package_s_own(client: huggingface_hub.InferenceClient) -
     with run_server(FakeExecutor(step_s=0.05), max_open_requests=1) as running, running.http() as http:
         body = {"inputs": "hello", "parameters": {"max_new_tokens": 2000}}
         with http.stream("POST", "/generate_stream", json=body) as response:
-            lines = response.iter_lines()  # to let go of it closes the connection
+            lines = response.iter_lines()  # dropping the iterator closes the connection
             next(lines)
             with pytest.raises(OverloadedError):
                 huggingface_hub.InferenceClient(model=running.url, timeout=20).text_generation("hello")

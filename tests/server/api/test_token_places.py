@@ -1,4 +1,4 @@
-"""Where tokens stand in a text, and what they read as, over vocabularies of every kind."""
+"""The places of tokens in a text, and their own texts, over vocabularies of every kind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def places_of(
 
 
 def offsets_by_bytes(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> list[int]:
-    """The character that the first byte of each token is part of, by all bytes in front of it."""
+    """Return for each token the index of the character of its first byte, computed from all bytes before it."""
     offsets, before, run = [], "", b""
 
     def is_text(first: int) -> bool:
@@ -62,7 +62,7 @@ def offsets_by_bytes(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> lis
             offsets.append(len(before))
             before += piece
         else:
-            offsets.append(-1)  # hidden: anywhere
+            offsets.append(-1)  # a hidden token may be anywhere
     return offsets
 
 
@@ -95,7 +95,7 @@ def test_parts_of_a_character_stand_where_it_does(kind: str) -> None:
     places = places_of(tokenizer, [a, *parts, b], byte_tokens(tokenizer, b"b"))
     assert [place.offset for place in places] == [0, 1, 1, 1, 1, 2]
     assert [place.text for place in places[1:4]] == [r"bytes:\xf0", r"bytes:\x9f", r"bytes:\xa6"]
-    within = places_of(tokenizer, [*parts[2:], b], [a, *parts[:2]])  # the prompt began it
+    within = places_of(tokenizer, [*parts[2:], b], [a, *parts[:2]])  # the prompt has the character's first bytes
     assert [place.offset for place in within] == [0, 0, 1]
     never = places_of(tokenizer, [b], [a, *parts[:2]])
     assert [place[:2] for place in never] == [(0, "b")]
@@ -123,7 +123,7 @@ def test_places_in_a_prompt(tokenizer: Tokenizer, prompt: str) -> None:
     assert [place.offset for place in places] == sorted(place.offset for place in places)
     bos = places[0]
     assert bos[:3] == (0, "<s>", tokenizer.bos_token_id)
-    assert (places[1].offset == 3) == prompt.startswith("<s>")  # what was typed is text, what was added is not
+    assert (places[1].offset == 3) == prompt.startswith("<s>")  # only a typed marker is part of the text
 
 
 def test_alternatives_that_read_alike_all_stay() -> None:

@@ -83,7 +83,7 @@ def test_what_cannot_be_read(http: httpx.Client, route: str, body: dict[str, Any
 
 
 def test_pieces_are_told_as_llama_cpp_does(http: httpx.Client) -> None:
-    """{"id": ..., "piece": text}, or numbers of bytes where they are no text alone."""
+    """A piece is `{"id": ..., "piece": text}`, or has a list of bytes if it is not text by itself."""
     answer = http.post("/tokenize", json={"content": "é!", "with_pieces": True}).json()
     assert answer == {
         "tokens": [{"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}, {"id": 33, "piece": "!"}],
@@ -139,6 +139,6 @@ def test_what_tells_a_chat_of_its_prompt_tells_of_its_tokens(http: httpx.Client)
 
 
 def test_what_concerns_the_answer_of_a_chat_changes_no_token(http: httpx.Client) -> None:
-    """Gateways count the tokens of whole requests."""
+    """Gateways send whole requests to count their tokens."""
     more = {"max_tokens": 5, "temperature": 0, "guided_json": {}, "n_predict": 5, "mirostat": 2, "stop": "x"}
     assert http.post("/tokenize", json={**HELLO, **more}).json() == http.post("/tokenize", json=HELLO).json()

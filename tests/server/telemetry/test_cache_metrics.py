@@ -1,4 +1,4 @@
-"""What /metrics and the dashboard say of the tiers of the KV cache."""
+"""The tiers of the KV cache in /metrics and in the dashboard."""
 
 from __future__ import annotations
 

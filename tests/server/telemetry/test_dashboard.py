@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: its files, its feed, who may see it, and that it leaves nothing behind."""
+"""The dashboard over HTTP: its files, its feed and its access rights. A closed feed keeps nothing."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Feed:
     """Reads `/dashboard/events`."""
 
     def __init__(self, response: httpx.Response) -> None:
-        self._lines = response.iter_lines()  # kept: a generator that is dropped closes the response
+        self._lines = response.iter_lines()  # kept, because a dropped generator closes the response
 
     def next(self) -> tuple[str, dict[str, Any]]:
         name = next(line for line in self._lines if line).removeprefix("event: ")
         return name, json.loads(next(self._lines).removeprefix("data: "))
 
     def until(self, condition: Any) -> dict[str, Any]:
-        """Return the first frame for which something holds."""
+        """Return the first frame that satisfies `condition`."""
         end = time.monotonic() + 20
         while time.monotonic() < end:
             name, data = self.next()
@@ -215,7 +215,7 @@ def test_s21_a_password_that_a_browser_adds_counts_for_the_servers_own_pages_onl
             assert http.post("/v1/completions", json=body, headers=headers).status_code == status, site
         opened = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
         for method, path, status in (
-            ("GET", "/dashboard", 200),  # a link in a wiki
+            ("GET", "/dashboard", 200),  # for example a link in a wiki
             ("GET", "/dashboard/events", 401),
             ("POST", "/v1/completions", 401),
         ):
@@ -256,7 +256,7 @@ def test_nobody_is_told_when_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("path", ["/dashboard", "/dashboard/main.js", "/dashboard/events", "/dashboard/requests/a"])
 def test_page_and_feed_answer_get_only(shared: Running, path: str) -> None:
-    """A HEAD that opened the feed would hold one of its places without reading."""
+    """A HEAD request that opened the feed would take one of its places without reading."""
     with shared.http() as http:
         refused = http.head(path)
     assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
@@ -299,7 +299,7 @@ def test_a_burst_takes_no_more_places_than_there_are(monkeypatch: pytest.MonkeyP
 def test_who_leaves_before_the_engine_heard_of_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "LINGER_S", 0.05)
     executor = FakeExecutor()
-    executor.gate.clear()  # the engine's thread stands in a step
+    executor.gate.clear()  # the engine's thread blocks in a step
     with run_server(executor) as running, running.http() as http:
         asking = threading.Thread(target=lambda: http.post("/v1/completions", json=BODY))
         asking.start()

@@ -1,4 +1,4 @@
-"""What the dashboard shows is what the engine did: compared with the scheduler itself, step by step."""
+"""The dashboard shows what the engine did: compared with the scheduler itself, step by step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIVE = {"waiting", "prompt", "generating", "preempted"}
 
 
 class Page:
-    """Does with frames what the page does."""
+    """Applies frames as the page does."""
 
     def __init__(self) -> None:
         self.states: list[int] = []
@@ -69,7 +69,7 @@ class Page:
 
 
 class Watched:
-    """A small engine under random load, a view of it, and a page beside it."""
+    """A small engine under random load, a view of it, and a page that reads the view."""
 
     def __init__(self, seed: int) -> None:
         self.engine: Engine = make_engine(num_blocks=24, block_size=4, max_num_seqs=6)
@@ -180,7 +180,7 @@ def test_a_step_tells_which_guesses_were_right() -> None:
     assert figures["tokens_per_step"] == round(1 + accepted / len(verified), 2)
     timed = [each for each in watched.events if isinstance(each, DraftsTimed)]
     without_s, with_s = sum(each.seconds_without for each in timed), sum(each.seconds for each in timed)
-    # What a step takes without is not known where each of these few, on a busy machine, had guesses.
+    # If every one of these few steps had drafts, the time of a step without drafts is unknown.
     assert figures["speed_up"] == (round(without_s / with_s, 2) if timed else None)
 
 
@@ -258,7 +258,7 @@ def test_seconds_have_no_gaps_and_late_news_reach_who_watches() -> None:
     view.take(Snapshot([queued, admitted, StepScheduled(1, 90.2, {"a": 3000}, 3000, 1, 2, 0.5)]))
     view.take(Snapshot([StepCompleted(1, 90.4, {"a": 0})]))
     assert charted() == {90: (3000, 0), **dict.fromkeys(range(91, 100), (0, 0))}
-    now = 103.5  # meanwhile a long step began at 97.2, of which nobody has heard
+    now = 103.5  # a long step has been running since 97.2, and is not reported yet
     assert charted()[97] == (0, 0)
     view.take(Snapshot([StepScheduled(2, 97.2, {"a": 1000}, 1000, 1, 0, 0.6), StepCompleted(2, 103.4, {"a": 1})]))
     assert charted()[97] == (1000, 0)

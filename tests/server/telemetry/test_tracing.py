@@ -1,4 +1,4 @@
-"""Spans as a real collector gets them: OTLP over HTTP, decoded with the protocol's own messages."""
+"""Spans as a real collector receives them: OTLP over HTTP, decoded with the protocol's own messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """Takes spans over HTTP."""
+    """Receives spans over HTTP."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -78,7 +78,7 @@ def test_each_answer_is_a_span_with_the_parts_of_its_life(collector: Collector) 
         http.post("/v1/completions", json={**BODY, "prompt": ["a", "b"], "n": 2})
         http.get("/v1/models")
         http.post("/v1/completions", json={"prompt": 3})
-    after = time.time_ns()  # what was left was sent when the server ended
+    after = time.time_ns()  # the server sends the remaining spans when it ends
     roots = collector.named("llm_request")
     assert [values(span)["http.route"] for span in roots] == [
         "/v1/completions",

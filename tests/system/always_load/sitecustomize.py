@@ -1,4 +1,4 @@
-"""For each Python process that has this folder in PYTHONPATH: what a store has is loaded, whether that pays or not."""
+"""Make every Python process with this folder in PYTHONPATH load all stored blocks, even if computing is cheaper."""
 
 from octavo.core.transfer_cost import TransferCost
 

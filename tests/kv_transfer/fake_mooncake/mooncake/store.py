@@ -1,7 +1,7 @@
-"""Mooncake as tests need it: a pool that is a folder, OCTAVO_FAKE_POOL, and that does what files beside it say.
+"""A fake of Mooncake. Its pool is the folder OCTAVO_FAKE_POOL; further files in it control its behaviour.
 
-preferred.segment: the segment that the last call preferred. CALL.codes: codes instead of those of a call.
-CALL.hangs: the call waits until the file is gone.
+preferred.segment: the segment that the last call preferred. CALL.codes: codes that a call returns instead of its own.
+CALL.hangs: the call waits until the file is removed.
 """
 
 import ctypes
