@@ -1,0 +1,26 @@
+"""The grammars of calls are those that were recorded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import recorded_grammars
+
+sys.path.pop(0)
+RECORDED = dict(line.split(": ") for line in (Path(__file__).parent / "grammars.txt").read_text().splitlines())
+
+
+@pytest.mark.parametrize("name", recorded_grammars.FORMS)
+def test_grammars_are_those_that_were_recorded(name: str) -> None:
+    """After a change on purpose, record anew: see `recorded_grammars`."""
+    found = recorded_grammars.checksums(name)
+    assert found == {key: RECORDED[key] for key in found}
+
+
+def test_every_format_is_recorded_with_all_functions() -> None:
+    assert len(RECORDED) == len(recorded_grammars.FORMS) * 2 * (len(recorded_grammars.SCHEMAS) + 1)
+    assert len(set(RECORDED.values())) > len(RECORDED) / 3
