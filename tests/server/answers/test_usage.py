@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import UNSET
 
 from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from octavo.server.answers.usage import UsageCounter
+from octavo.server.answers.usage import CompletionTokensDetails, PromptTokensDetails, Receipt, UsageCounter
 
 
 def output(request_id: str, *texts: str, num_cached: int = 0, finished: bool = False, **metrics: Any) -> RequestOutput:
@@ -64,3 +64,8 @@ def test_a_summary_is_for_a_log() -> None:
         "prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 3, "computed_tokens": 5, "recomputed_tokens": 0,
         "wasted_tokens": 0, "finish_reasons": ["stop", "stop"],
     }  # fmt: skip
+
+
+def test_details_count_nothing_at_first() -> None:
+    assert PromptTokensDetails().cached_tokens == CompletionTokensDetails().reasoning_tokens == 0
+    assert (Receipt().computed_tokens, Receipt().recomputed_tokens, Receipt().wasted_tokens) == (0, 0, 0)
