@@ -173,7 +173,11 @@ def _check_host(scheduler: Scheduler) -> Iterator[Breach]:
 
 
 def _check_states(scheduler: Scheduler) -> Iterator[Breach]:
-    """10: a waiting request holds no block. 11: only running requests have drafts. 12: each request is in one place."""
+    """Check the states of requests.
+
+    9: a running request has tokens left to compute. 10: a waiting request holds no blocks, computed tokens or drafts.
+    12: each request is in one place.
+    """
     places: Counter[str] = Counter()
     for request in scheduler.room:
         places[request.request_id] += 1
