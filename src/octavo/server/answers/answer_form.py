@@ -64,7 +64,7 @@ class AnswerStyle:
 
     @classmethod
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
-        """Find the style. tool_parser, reasoning_parser: the server's options, names or "auto" for the templates'."""
+        """Find the style by the server's options: names, or "auto" to detect the forms in the chat templates."""
         templates = inputs.chat_templates if inputs.has_chat_template else []
         probe = TemplateProbe.of(inputs.chat_text) if inputs.has_chat_template else TemplateProbe()
         reasoning = find_reasoning_form(reasoning_parser, [*templates, *probe.texts])

@@ -1,9 +1,9 @@
 """Base of the parsers that read tool calls in an answer's text while it arrives.
 
 A call is held back until it has ended; in a stream, only until its arguments have `HELD_CHARS` characters. A text that
-begins like a call and is none is content: its arguments have several readings, no tool has its name, or a tag is not
-closed. Slips with one meaning are repaired, see `octavo.engine.json_recovery`. If an answer was cut off within a call
-with a known name, the part of the call that arrived is emitted as a call, not as content.
+begins like a call and is none is content: its arguments cannot be read in exactly one way, no tool has its name, or a
+tag is not closed. Slips with one meaning are repaired, see `octavo.engine.json_recovery`. If an answer was cut off
+within a call with a known name, the part of the call that arrived is emitted as a call, not as content.
 
 In a stream a call with long arguments is emitted while it arrives. If it breaks then, its arguments stay broken JSON:
 they are never completed to a value that the model did not write. In a whole answer every call is held back until it has

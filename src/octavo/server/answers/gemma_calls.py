@@ -46,7 +46,7 @@ class GemmaFormat(SectionFormat):
         return name + _written(arguments)
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return a rule for each function. Objects without known properties and values of several types may be any."""
+        """Return a rule for each function. Objects without known properties and values of several types are free."""
         quote = self._marker(QUOTE)
         is_token = not quote.startswith('"')
         text = f"TEXTS: /(.|\\n)*/ {FEW_BLANKS}" + (f" & ~/(.|\\n)*{pattern(QUOTE)}(.|\\n)*/" if is_token else "")

@@ -134,7 +134,7 @@ def _with_text(content: Any, text: str) -> str:
 
 
 class _GenericParser(ToolParser):
-    """Reads the object. The text for the user is emitted as it comes; an answer that is no such object is content."""
+    """Reads the object. The text for the user is emitted piece by piece. An answer of another form is content."""
 
     _is_content = False  # whether the text that `_value` reads is content
 

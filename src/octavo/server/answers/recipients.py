@@ -34,7 +34,7 @@ class RecipientsFormat(ToolFormat):
         return "".join(f"{_MARK}{name}\n{json_text(arguments)}" for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of calls with nothing between them."""
+        """Return the grammar of calls with only marks between them."""
         more = "" if only_one else f' ("{_MARK}" call)*'
         return f'start: "{_MARK}"? call{more}\n{self._calls(functions)}'
 

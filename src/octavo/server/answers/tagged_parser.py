@@ -37,7 +37,7 @@ class TaggedParser(ValueParser):
         self._parameters = {each.name: each.parameters for each in functions}
         closes = form.closes if form.one_each else ""
         opens = form.opener if closes else form.call_opens or form.opener
-        self._pair = opens.strip(), (closes or form.call_closes).strip()  # what a call begins and ends with
+        self._pair = opens.strip(), (closes or form.call_closes).strip()  # the first and the last mark of a call
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
         self._given = set()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PromptTokensDetails(Struct):
-    """cached_tokens: the prompt tokens with a prefix hit."""
+    """Kinds of prompt tokens. cached_tokens: those with a prefix hit."""
 
     cached_tokens: int = 0
 

@@ -41,11 +41,11 @@ class ValueEnd(Protocol):
     looked_at: int
 
     def num_certain(self, text: str) -> int:
-        """Return how many characters of a text without a known end are the value's."""
+        """Return how many characters of a text without a known end belong to the value."""
         ...
 
     def drop(self, text: str) -> None:
-        """Forget the beginning of the text, which is the value's."""
+        """Forget the beginning of the text, which belongs to the value."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
@@ -63,11 +63,11 @@ class MarkEnd:
         self._mark, self.looked_at = mark, 0
 
     def num_certain(self, text: str) -> int:
-        """Return how many characters of a text without the mark are the value's."""
+        """Return how many characters of a text without the mark belong to the value."""
         return len(text) - num_held_back_chars(text, self._mark)
 
     def drop(self, text: str) -> None:
-        """Forget the beginning of the text, which is the value's."""
+        """Forget the beginning of the text, which belongs to the value."""
         self.looked_at = max(0, self.looked_at - len(text))
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
@@ -125,12 +125,12 @@ class TagEnd:
         self._before = ""  # the value's last characters before the text
 
     def num_certain(self, text: str) -> int:
-        """Return how many characters of a text without a known end are the value's."""
+        """Return how many characters of a text without a known end belong to the value."""
         end = min(self.looked_at, len(text) - max(num_held_back_chars(text, each) for each in self._marks))
         return end - (self._is_loose and text.endswith("\n", 0, end))  # this line feed may separate two arguments
 
     def drop(self, text: str) -> None:
-        """Forget the beginning of the text, which is the value's."""
+        """Forget the beginning of the text, which belongs to the value."""
         self.looked_at -= len(text)
         known = (self._ahead_at, self._inner_at, self._call_at, self._surplus_at)
         self._ahead_at, self._inner_at, self._call_at, self._surplus_at = (max(0, each - len(text)) for each in known)

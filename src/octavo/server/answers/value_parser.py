@@ -73,7 +73,7 @@ class ValueParser(SectionParser):
     # --- values that are bare text before a mark
 
     def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool) -> Wait[None]:
-        """Read a string, and emit it as it comes, without its first quote. Raises `MalformedError`."""
+        """Read a string, and emit it piece by piece, without its first quote. Raises `MalformedError`."""
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
             self._position = len(_unpadded(self._text[: ends.num_certain(self._text)], is_padded))
             self._tell("arguments", _escaped(self._text[: self._position]), call)
