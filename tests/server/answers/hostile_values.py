@@ -1,6 +1,6 @@
-"""Calls in tags whose values are made of the format's own marks, and what is read of them.
+"""Calls in tags with values made of the format's own marks, and their readings.
 
-Some of these cannot be told from another call, so the readings are recorded and not judged:
+Some of them look exactly like another call, so the readings are recorded and not judged:
 
     cd tests; python -m server.answers.hostile_values > server/answers/hostile_outcomes.txt
 """
@@ -34,7 +34,7 @@ def hostile(rng: random.Random, form: TaggedFormat) -> str:
 
 
 def broken(rng: random.Random, form: TaggedFormat, text: str) -> str:
-    """Return a call as it is written, or with one of its marks left out or cut."""
+    """Return a call unchanged, or with one of its marks missing or cut."""
     marks = [each for each in (form.value_closes, form.call_closes, form.closes, form.argument_opens) if each.strip()]
     mark = rng.choice(marks).strip()
     places = [place for place in range(len(text)) if text.startswith(mark, place)]
@@ -47,7 +47,7 @@ def broken(rng: random.Random, form: TaggedFormat, text: str) -> str:
 
 
 def reading(form: TaggedFormat, meant: dict[str, Any], pieces: list[str], *, is_cut: bool) -> str:
-    """Return what is read: c for the call that was meant, o for another one, b for broken JSON, t for text."""
+    """Return the reading: c for the call that was meant, o for another one, b for broken JSON, t for text."""
     parts = read(form, pieces, is_cut=is_cut)
     calls = calls_of(parts)
     if not calls:
@@ -60,7 +60,7 @@ def reading(form: TaggedFormat, meant: dict[str, Any], pieces: list[str], *, is_
 
 
 def outcomes(name: str) -> str:
-    """Return the readings of all cases of a format: of each the whole answer, and a part that a limit cut off."""
+    """Return two readings for each case of a format: of the whole answer, and of an answer cut off by a limit."""
     form, found = FAMILIES[name](), []
     for number in range(NUM_CASES):
         rng = random.Random(f"hostile {name} {number}")

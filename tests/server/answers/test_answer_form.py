@@ -1,4 +1,4 @@
-"""How the answers of a request are read: by the model's vocabulary, its template, and what the prompt ends with."""
+"""The form of a request's answers depends on the model's vocabulary, its template, and the end of the prompt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EOS, ROLE = "<|im_end|>", "<|im_start|>"
 
 
 def make_inputs(kind: str, num_rows: int = 9999) -> InputProcessor:
-    """The built-in vocabulary, with markers that are no tokens ("plain"), "special" ones, or "added" ones of text."""
+    """Return inputs with the built-in vocabulary. kind: markers are no tokens ("plain"), "special" or "added" ones."""
     text = (Path(assets.__file__).parent / "demo" / "tokenizer.json").read_text(encoding="utf-8")
     backend = tokenizers.Tokenizer.from_str(text)
     if kind != "plain":
@@ -49,7 +49,7 @@ def toolbox_of(style: AnswerStyle, *, strict: bool = False) -> Toolbox:
 
 @pytest.mark.parametrize("kind", ["plain", "special", "added"])
 def test_markers_are_read_whatever_kind_of_token_they_are(kind: str) -> None:
-    """Special tokens are left out of a text, or a call would be lost; others, a role's tag say, stay left out."""
+    """The detokenizer drops special tokens. Those that are markers stay in the text; a role's tag is dropped."""
     inputs = make_inputs(kind)
     style = AnswerStyle.find("auto", "auto", inputs)
     form = AnswerForm.of(style, toolbox_of(style), "Hello.")

@@ -1,4 +1,4 @@
-"""Large work goes beside the event loop, and one request's log probabilities are bounded together."""
+"""Large work runs outside of the event loop's thread, and one limit covers all log probabilities of a request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOOP = "test-server"  # the name of the event loop's thread
 USER = [{"role": "user", "content": "hello"}]
 IDS = [65] * 1600  # much of the context
 BULK = {"metadata": {str(i): "x" * 20 for i in range(12_000)}}
-# What is asked, and by which functions the work is done that depends on its size.
+# Requests, and the functions that do the work in proportion to their size.
 WORK: list[tuple[str, dict[str, Any], list[tuple[Any, str]]]] = [
     (
         "/v1/completions",
@@ -93,7 +93,7 @@ def test_large_work_leaves_the_event_loop_alone(
     assert response.status_code == 200, response.text
     for name, threads in places.items():
         assert threads, f"{name} was not called"
-        # Of a stream only the large pieces go elsewhere, and the first one of each prompt is the large one.
+        # In a stream only large pieces leave the event loop's thread; the first piece of each prompt is the large one.
         assert LOOP not in threads or (body.get("stream") and threads - {LOOP}), name
 
 
@@ -162,7 +162,7 @@ def test_the_log_probabilities_of_a_request_are_bounded_together(
     with run_server(executor, max_request_logprobs=LIMIT) as running, running.http() as http:
         for stream in (False, True):
             if stream and parameter == "prompt_logprobs":
-                continue  # which is refused for another reason
+                continue  # a stream with `prompt_logprobs` is refused for another reason
             response = http.post(route, json={**body, "stream": stream})
             assert response.status_code == 400, response.text
             error = response.json()["error"]

@@ -1,4 +1,4 @@
-"""From outputs to an HTTP answer, whole or as a stream of events, without an engine and in virtual time."""
+"""Outputs become an HTTP answer, whole or as a stream of events. Tested without an engine and in virtual time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def output(*texts: str, finished: bool = False, error: ErrorCode | None = None) 
 class Service:
     """Generates the outputs of each prompt: pairs of a pause in seconds and an output or an exception.
 
-    asked: request ids and options of the calls. ended: prompts whose generator has ended.
+    asked: request ids and options of the calls. ended: the prompts of the generators that have ended.
     """
 
     def __init__(self, **outputs: Any) -> None:
@@ -69,7 +69,7 @@ class Service:
 
 
 class Reply:
-    """Spells texts and counts."""
+    """Writes texts and counts."""
 
     def whole(self, outputs: Any, usage: Any) -> Any:
         return [[each.text for each in one.outputs] for one in outputs] + [usage.completion_tokens]
@@ -137,7 +137,7 @@ def job_of(*prompts: str, n: int = 1, **options: Any) -> Job:
 
 
 def streamed(service: Service, client: Client, job: Job) -> Any:
-    """Return what answers with a stream."""
+    """Return a function that answers with a stream."""
 
     async def run() -> None:
         given: Any = service
@@ -264,7 +264,7 @@ def test_silent_stream_begins_in_time_and_gives_signs_of_life(virtually: Any) ->
 
 
 def test_stream_that_was_never_sent_leaves_nothing_behind(virtually: Any) -> None:
-    """The client disconnected before the first message was sent."""
+    """The client disconnects before the first message is sent."""
 
     async def work(_now: Any) -> None:
         service = Service(a=[(1.0, output("x")), (100.0, output("y", finished=True))])

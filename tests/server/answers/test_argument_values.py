@@ -1,4 +1,4 @@
-"""What the schema of an argument says of it, at no more work than the schema is long."""
+"""An argument's types and text follow from its schema, in time proportional to the schema's length."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_types_of_a_schema(schema: Any, types: set[str]) -> None:
 
 
 def test_references_to_each_other_are_followed_once() -> None:
-    """Followed each time, these are 300 ** 4 steps."""
+    """Following every occurrence would take 300 ** 4 steps."""
     parts = {"a": {"anyOf": [{"$ref": "#/$defs/b"}] * 300}, "b": {"anyOf": [{"$ref": "#/$defs/a"}] * 300}}
     assert types_of({"$ref": "#/$defs/a"}, {"$defs": parts}) == ALL
     parts["b"]["anyOf"].append({"type": "string"})
@@ -68,7 +68,7 @@ def test_json_of_a_part_has_the_definitions_that_it_refers_to() -> None:
 
 @pytest.mark.parametrize("family", [Qwen3CoderFormat, PythonicFormat, HermesFormat])
 def test_references_may_point_anywhere_in_the_parameters(family: Any) -> None:
-    """Some programs write a schema that is there twice as a reference to the first one."""
+    """Some programs write the second occurrence of a schema as a reference to the first one."""
     grammars = Grammars("plain", [])
     parameters = {
         "type": "object",

@@ -1,4 +1,4 @@
-"""In a list of calls a broken member stays text and the others are calls; a cut answer loses no text."""
+"""In a list of calls a broken member stays text and the other members are calls; a cut answer loses no text."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_members_after_a_broken_one_are_calls(form: Any, broken: int, slip: tupl
 
 @pytest.mark.parametrize("form", LISTS)
 def test_a_call_that_may_be_part_of_a_string_is_no_call(form: Any) -> None:
-    """The string of the first call has quotes that are not escaped, and the text of a second call in it."""
+    """The string of the first call contains quotes that are not escaped, and the text of a second call."""
     inner = form().write([CALLS[1]]).removeprefix(form().opens).removesuffix(form().closes)
     for said in (f'it is "{inner}" or', f"such as {inner}, {inner}"):
         text = form().write([("nosuch", {"cmd": "SAID"})]).replace("SAID", said)

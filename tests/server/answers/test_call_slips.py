@@ -1,4 +1,4 @@
-"""Calls with slips: each input once with its right value, and thousands made by chance, never read as another call."""
+"""Calls with slips: examples with their right values, and thousands of random ones, never read as another call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FUNCTIONS = [
 
 
 def read(form: ToolFormat, text: str) -> list[Part]:
-    """Read a text whole, in two pieces wherever it is cut, and in characters; it is the same."""
+    """Read a text whole, in two pieces with every cut, and in characters. All readings must be equal."""
     answers = []
     for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(1, len(text)))):
         parser = form.parser(FUNCTIONS)
@@ -183,7 +183,7 @@ def test_the_head_of_a_call_within_a_value_arrives_in_pieces(name: str) -> None:
     [
         "<parameter=path>\nx\n</parameter>\n</parameter>\n",  # doubled, or the end of the value
         "<parameter=path>\n<parameter=path>\nx\n</parameter>\n",
-        "<parameter=path>\nx\n\n",  # which line feed is the value's?
+        "<parameter=path>\nx\n\n",  # which line feed belongs to the value?
         "<parameter=path>\nx\n/parameter>\n",
         "<parameter=pa<th>\nx\n</parameter>\n",
         "<parameter=path\nx>\n/tmp/a\n</parameter>\n",
@@ -206,7 +206,7 @@ def test_a_function_without_parameters_may_be_closed_by_its_section_alone() -> N
 
 
 def test_calls_within_a_value_take_time_in_proportion_to_their_number() -> None:
-    """Counted in lines of code that run: no neighbour changes it."""
+    """Time is counted in executed lines of code, which do not depend on the load of the machine."""
     lines = []
     for count in (80, 160):
         calls: list[tuple[str, dict[str, Any]]] = [("write", {"path": "a", "content": EXAMPLE * count})]
@@ -228,7 +228,7 @@ def test_calls_within_a_value_take_time_in_proportion_to_their_number() -> None:
 
 @pytest.mark.parametrize("cut", ["<", "</", "</paramete", "</parameter"])
 def test_an_answer_that_ends_within_a_closing_tag_gives_no_shorter_value(cut: str) -> None:
-    """The end of a call within the value is text of it if the closing tag had begun after that."""
+    """The end of a call within the value is part of its text if the closing tag begins after it."""
     text = qwen("read", "<parameter=path>\n\n") + "\n" + cut
     assert told(read(Qwen3CoderFormat(), text)) == (text, [])
     for rest in ("", "\n", "\n</b>"):
@@ -238,7 +238,7 @@ def test_an_answer_that_ends_within_a_closing_tag_gives_no_shorter_value(cut: st
 
 
 def test_a_call_without_arguments_needs_its_own_closing_mark() -> None:
-    """The end of the section alone may belong to a sentence about the marks."""
+    """Without that mark, the end of the section may belong to a sentence about the marks."""
     whole = Hy3Format().write([("read", {})])
     assert told(read(Hy3Format(), whole)) == ("", [("read", {})])
     text = whole.replace("</tool_call:opensource>", "")
@@ -247,7 +247,7 @@ def test_a_call_without_arguments_needs_its_own_closing_mark() -> None:
     assert told(read(Hy3Format(), with_path)) == ("", [("read", {"path": "a"})])
 
 
-# Arguments as they are written, and what they are.
+# Arguments as they are written, and their values.
 JSON: list[tuple[str, dict[str, Any]]] = [
     ('{"cmd": "echo a\necho b"}', {"cmd": "echo a\necho b"}),
     ('{"cmd": "a\tb\x07"}', {"cmd": "a\tb\x07"}),
@@ -299,7 +299,7 @@ OBJECTS = [family for family in FORMATS if CUT in family().write([("bash", {"cmd
 
 
 def calls_with(family: type[ToolFormat], arguments: str, *others: str) -> str:
-    """Write a call with these arguments as they are, and a call of each of the other commands."""
+    """Return a call with these arguments unchanged, and a call of each of the other commands."""
     calls: list[tuple[str, dict[str, Any]]] = [("bash", {"cmd": each}) for each in ("CUT", *others)]
     return family().write(calls).replace(CUT, arguments, 1)
 
@@ -397,7 +397,7 @@ def test_gemma_reads_keys_in_ordinary_quotes(value: str) -> None:
 
 
 def test_a_long_call_that_breaks_is_never_closed() -> None:
-    """Its beginning was sent, so its arguments stay what no client can read as other ones."""
+    """Its beginning was sent, so its arguments stay broken JSON, which no client can read as other arguments."""
     begun = '<tool_call>{"name": "bash", "arguments": {"cmd": "' + "long " * 400
     for text in (begun, f'{begun}", "why": oops}}}}</tool_call>'):
         for pieces in ([text], list(text)):
@@ -411,7 +411,7 @@ def test_a_long_call_that_breaks_is_never_closed() -> None:
 
 @pytest.mark.parametrize("slip", call_slips.SLIPS)
 def test_what_is_repaired_stays_repaired(slip: str) -> None:
-    """After a change on purpose: cd tests; python -m call_slips outcomes > server/answers/slip_outcomes.txt."""
+    """To record intended changes: cd tests; python -m call_slips outcomes > server/answers/slip_outcomes.txt."""
     recorded = dict(line.split(": ") for line in OUTCOMES.read_text().splitlines())
     assert call_slips.outcomes(slip) == recorded[slip]
 

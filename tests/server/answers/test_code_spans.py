@@ -1,4 +1,4 @@
-"""Where a text is within code: the parser's way and the grammar's are one."""
+"""The parser and the grammar agree on which text is within code."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def test_every_short_text_is_read_as_the_expression_has_it_however_it_is_cut() -
         for letters in product("`a\n", repeat=length):
             text = "".join(letters)
             spans = spans_of([text])
-            # A text that ends with backticks that opened nothing yet is outside for neither.
+            # If a text ends with backticks that have not opened code yet, neither counts its end as outside.
             assert spans.is_outside == bool(outside.fullmatch(text)), text
             assert vars(spans_of(list(letters))) == vars(spans), text

@@ -1,4 +1,4 @@
-"""Answers whose content stands between marks: those of Kimi K3, Solar Open, Muse Glimmer and Functionary 3.2."""
+"""Answers with marks around their content: those of Kimi K3, Solar Open, Muse Glimmer and Functionary 3.2."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def content(text: str) -> Part:
 
 ANSWERS = [
     ("kimi_k3", f"{RESPONSE}Hello.\nYes{END}{OVER}", [content("Hello.\nYes")]),
-    ("kimi_k3", f"Hello.{END}{OVER}", [content("Hello.")]),  # where the prompt opened the response
+    ("kimi_k3", f"Hello.{END}{OVER}", [content("Hello.")]),  # the prompt opened the response
     ("kimi_k3", f"I think<|close|>think<|sep|>{RESPONSE}Yes{END}{OVER}", [THOUGHT, content("Yes")]),
     ("kimi_k3", f"I think<|close|>think<|sep|>{RESPONSE}On it.{END}{TOOLS}{CALL}{TOOLS_END}{OVER}",
      [THOUGHT, content("On it."), *SPECIAL]),
@@ -138,7 +138,7 @@ def test_marks_stand_around_json(family: Any, answer: str, wrong: str, kind: str
         assert grammars.accepts(structure, '{"a": 1}')
         assert not grammars.accepts(structure, wrong)
     optional = StructuredOutputsParams(grammar=form.optional(FUNCTIONS, only_one=False))
-    if kind == "special":  # as the marks are in every vocabulary of these families
+    if kind == "special":  # the marks are special tokens in every vocabulary of these families
         assert grammars.accepts(optional, wrong)
     assert grammars.accepts(StructuredOutputsParams(grammar=grammar_of_calls), form.write([("special", {"arg1": 2})]))
 
@@ -169,7 +169,7 @@ def test_structures_begin_behind_reasoning_whose_end_is_several_tokens(kind: str
 
 
 def test_content_has_no_marks_where_there_are_no_tools() -> None:
-    """Nor has reasoning."""
+    """Reasoning has none either."""
     template = FakeChatTemplate("<|open|>think<|sep|>")
     executor = FakeExecutor(answer=f"<|open|>think<|sep|>Hm.<|close|>think<|sep|>{RESPONSE}Yes.{END}{OVER}")
     options = {"chat_template": template}

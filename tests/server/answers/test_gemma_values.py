@@ -1,4 +1,4 @@
-"""Values whose schema says little, in the grammar of Gemma's calls."""
+"""Values with an unspecific schema in the grammar of Gemma's calls."""
 
 from __future__ import annotations
 

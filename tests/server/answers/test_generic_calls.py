@@ -1,4 +1,4 @@
-"""Models whose chat template knows no tools call them all the same: by a system message and a grammar."""
+"""Models with a chat template that does not support tools call them through a system message and a grammar."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_history_is_told_in_text() -> None:
     assert told[5]["content"] == '{"tool_response": {"content": "rain"}}'
     assert messages[2]["tool_calls"] == calls
     untold = GenericFormat().messages_with_tools(messages[1:], [], is_required=False, only_one=True)
-    assert untold == told[1:]  # without tools in the request the history stays readable
+    assert untold == told[1:]  # without tools in the request the history is written in the same way
     odd = {"role": "tool", "tool_call_id": ["call_1"], "content": "x"}
     assert GenericFormat().messages_with_tools([odd], [], is_required=False, only_one=True)[0]["role"] == "user"
     assert (
@@ -182,7 +182,7 @@ def test_every_api_calls_tools() -> None:
             assert json.loads(call["function"]["arguments"]) == RIGHT
             assert chosen["finish_reason"] == ("stop" if choice == forced else "tool_calls")
         (chosen,) = ask("/v1/chat/completions", messages=MESSAGES, tools=TOOLS, tool_choice="none")["choices"]
-        assert chosen["message"]["content"] == CALL  # here the fake recites it; a model is told of no tools
+        assert chosen["message"]["content"] == CALL  # the fake recites it; a real model would see no tools
         (item,) = ask("/v1/responses", input="Weather?", tools=RESPONSES_TOOLS)["output"]
         assert json.loads(item["arguments"]) == RIGHT
         (block,) = ask("/v1/messages", messages=MESSAGES, tools=ANTHROPIC_TOOLS, max_tokens=200)["content"]

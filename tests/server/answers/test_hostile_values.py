@@ -1,4 +1,4 @@
-"""Values that are made of the format's own marks are read as they were when the readings were recorded."""
+"""Values made of the format's own marks are read as they were when the readings were recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORDED = dict(line.split(": ") for line in (Path(__file__).parent / "hostile_o
 
 @pytest.mark.parametrize("name", hostile_values.FAMILIES)
 def test_values_of_marks_are_read_as_recorded(name: str) -> None:
-    """After a change on purpose, look at what changed, and record anew: see `hostile_values`."""
+    """After an intended change, review the differences and record again: see `hostile_values`."""
     assert hostile_values.outcomes(name) == RECORDED[name]
 
 

@@ -1,4 +1,4 @@
-"""Reasoning that a call ends, and reasoning that only mentions one: what is private stays so."""
+"""A call ends reasoning, a mention of a call does not: private reasoning never becomes content."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(name: str, text: str, cuts: list[int], *, is_cut: bool = False) -> list
 
 
 def read_alike(name: str, text: str) -> list[Part]:
-    """Return the parts of a text, the same however it is cut."""
+    """Return the parts of a text, which must be the same for every cut."""
     whole = read(name, text, [])
     for cuts in ([*range(1, len(text))], *([cut] for cut in range(1, len(text)))):
         assert read(name, text, cuts) == whole, f"cut at {cuts[:1]}"

@@ -1,4 +1,4 @@
-"""Every family's calls: written, let pass by its grammar, and read, however the text is cut."""
+"""Every family's calls are written, accepted by its grammar, and read back, for every cut of the text."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FUNCTIONS = [Function("get_weather", WEATHER), Function("now", NOTHING)]
 DEEP = {"a": ["x", {"b": None}, 1.5], "ü": '狐"\\'}
 WHOLE: dict[str, Any] = {"city": 'Rö"me\n\n {[, \\n <b>', "days": -2, "deep": DEEP, "is_long": True, "unit": "F"}
 CALLS: list[tuple[str, dict[str, Any]]] = [("get_weather", WHOLE), ("now", {}), ("get_weather", {"city": ""})]
-ALONE = {"openai", "muse_glimmer"}  # whose calls are the whole answer
+ALONE = {"openai", "muse_glimmer"}  # calls are the whole answer
 each_format = pytest.mark.parametrize("family", FORMATS, ids=lambda family: family.__name__)
 
 
@@ -60,7 +60,7 @@ def read(form: ToolFormat, pieces: list[str], *, is_cut: bool = False, only_one:
 
 
 def told(parts: list[Part]) -> tuple[str, list[tuple[str, str]]]:
-    """Return the content, and calls with their arguments."""
+    """Return the content, and the calls with their arguments."""
     calls = [(part.text, "".join(p.text for p in parts if p.kind == "arguments" and p.call == part.call))
              for part in parts if part.kind == "call"]  # fmt: skip
     return "".join(part.text for part in parts if part.kind == "content"), calls
@@ -120,7 +120,7 @@ def test_calls_that_are_none_are_content(family: type[ToolFormat]) -> None:
     form = family()
     unknown = form.write([("rm", {"city": "Rome"})])
     begun = form.write([("get_weather", {})]).partition("get_weather")[0]
-    if form.reads_reasoning:  # whose messages to nobody are told without their heads
+    if form.reads_reasoning:  # messages to unknown functions are emitted without their heads
         content, calls = told(read(form, [unknown]))
         assert ("Rome" in content, "<|message|>" in content, calls) == (True, False, [])
         unknown = ""
@@ -409,7 +409,7 @@ def test_values_of_python(text: str, value: Any) -> None:
     ],
 )
 def test_a_call_that_breaks_is_content(family: type[ToolFormat], text: str) -> None:
-    """No tool runs with a part of its arguments."""
+    """So no tool runs with a part of its arguments."""
     whole = read(family(), [text])
     assert read(family(), list(text)) == whole
     assert told(whole) == (text, [])
@@ -417,7 +417,7 @@ def test_a_call_that_breaks_is_content(family: type[ToolFormat], text: str) -> N
 
 @pytest.mark.parametrize("family", [each for each in FORMATS if issubclass(each, TaggedFormat)])
 def test_a_name_has_a_bound(family: type[ToolFormat]) -> None:
-    """Longer ones are content, and not looked at from their beginning with every token."""
+    """A longer name is content, so a parser does not read it again from its beginning with every token."""
     form = family()
     before, _, _ = form.write([("get_weather", {})]).partition("get_weather")
     parser = form.parser(FUNCTIONS)
@@ -428,7 +428,7 @@ def test_a_name_has_a_bound(family: type[ToolFormat]) -> None:
 
 SEARCH = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"], "additionalProperties": False}
 SEARCHES = [Function("search", SEARCH), Function("f", SEARCH)]
-# Python that names a tool and calls none
+# Python code that names a tool and is no call
 CODE = [
     "Use:\nhits = [search(q) for q in queries]",
     "for r in results[search(q=1)]:",
@@ -481,7 +481,7 @@ CITY = template_probe.ARGUMENTS["city"]
     ],
 )
 def test_a_template_that_writes_calls_in_a_way_of_its_own(written: str, expected: type[ToolFormat] | None) -> None:
-    """The format is the one that reads the call with its arguments, and whose marks the text has."""
+    """The format is the one that reads the call with its arguments and has its marks in the text."""
     found = find_tool_format("auto", [written], written, lambda _: None)
     assert type(found) is (expected or GenericFormat)
 

@@ -1,4 +1,4 @@
-"""Formats of calls that are not JSON read and enforce what `$ref`, `allOf`, `anyOf` and patterns say of arguments."""
+"""Call formats other than JSON read arguments by `$ref`, `allOf`, `anyOf` and patterns, and enforce these."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAMILIES = [*TAGS, KimiK3Format, GemmaFormat, PythonicFormat, LFM2Format]
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 A = {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": STRING}, "required": ["b"]}
-# Parameters, with arguments that they allow and arguments that they do not.
+# Parameters, allowed arguments, and forbidden arguments.
 MERGES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = {
     "a reference": ({"$ref": "#/$defs/A", "$defs": {"A": A}}, [{"a": 1}], [{}, {"a": 1, "b": "x"}, {"b": "x"}]),
     "allOf": ({"allOf": [A, B]}, [{"a": 1, "b": "x"}], [{"a": 1}, {"b": "x"}, {"a": 1, "b": "x", "c": 1}]),

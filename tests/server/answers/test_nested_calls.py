@@ -1,4 +1,4 @@
-"""MiniMax M3's calls: what tags within tags are is what their schema says."""
+"""MiniMax M3's calls: the schema decides whether tags within tags are an object or a list."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from octavo.server.answers.tool_formats import HermesFormat
 FUNCTIONS = [Function("bash", {"type": "object", "properties": {"cmd": {"type": "string"}}})]
 CALL = ("bash", {"cmd": "ls"})
 CALL_PARTS = [Part("call", "bash"), Part("arguments", '{"cmd": "ls"}')]
-# Formats that know the end of a call only when the next one begins or the answer ends.
+# Formats in which a call ends only when the next one begins or the answer ends.
 WITHOUT_END = {"NamedMistralFormat", "RecipientsFormat"}
 
 
 def read(form: ToolFormat, *pieces: str, is_cut: bool = False) -> list[list[Part]]:
-    """Return the parts that each piece of text gives, and those that the end gives."""
+    """Return the parts after each piece of text, and those at the end."""
     parser = form.parser(FUNCTIONS)
     return [*(joined(parser.feed(piece)) for piece in pieces), joined(parser.finish(is_cut=is_cut))]
 

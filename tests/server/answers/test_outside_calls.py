@@ -1,4 +1,4 @@
-"""Calls as llama.cpp's tests of its chat parsers have them (MIT): read to the same values, however they are cut."""
+"""Calls from llama.cpp's tests of its chat parsers (MIT) are read to the same values, for every cut."""
 
 from __future__ import annotations
 
@@ -318,9 +318,9 @@ REASONED: list[tuple[str, str, bool, str, str, list[tuple[str, dict[str, Any]]]]
         False, "", "", [("python", {"code": '<a href="/x">hi</a> </param>'}), SPECIAL],
     ),
 ]  # fmt: skip
-# What llama.cpp reads otherwise, and why it is not so here:
-# - Ling: the letters of "<|role_end|>" at the end of an answer are left out there. Here they are text, as of any token
-#   that ends a turn: whoever asks what a turn ends with is answered.
+# Difference to llama.cpp, and its reason:
+# - Ling: llama.cpp drops the letters of "<|role_end|>" at the end of an answer. Here the letters of a token that ends a
+#   turn are text, because an answer may explain these tokens.
 
 
 @pytest.mark.parametrize(("name", "text", "is_open", "reasoning", "content", "calls"), REASONED)

@@ -1,4 +1,4 @@
-"""An answer's parts do not depend on how its text was cut: reasoning, content and calls of tools, family by family."""
+"""An answer's reasoning, content and tool calls do not depend on the cuts of its text, in any family."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ HERMES = [
     ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', call(0, "add", '{"a": 1}')),
     ('<tool_call>{"name": "add", "arguments": {"a": 1}, "arguments": {}}</tool_call>', call(0, "add", '{"a": 1}')),
     ("a" + " " * 300 + f"<tool_call>{ADD}", [*content("a" + " " * 44), *call(0, "add", '{"a": 1, "b": -2.5e3}')]),
-    # None of these is a call: what the model wrote stays.
+    # None of these is a call: the model's text is kept.
     ("<tool_call>", content("<tool_call>")),
     ("a <tool_cal", content("a <tool_cal")),
     ("<tool_call>hello</tool_call>", content("<tool_call>hello</tool_call>")),
@@ -84,7 +84,7 @@ HERMES = [
     ('<tool_call>{"name": "a\\ud800dd"}', content('<tool_call>{"name": "a\\ud800dd"}')),
     (LONE, content(LONE)),
     (f"<tool_call>{{<tool_call>{ADD}", [*content("<tool_call>{"), *call(0, "add", '{"a": 1, "b": -2.5e3}')]),
-    # The model ended within its arguments: what it wanted is not known.
+    # The model ended within its arguments, so the intended call is not known.
     (BROKEN, content(BROKEN)),
     ('<tool_call>{"name": "add", "arguments": {"a": 1}', call(0, "add", '{"a": 1}')),
     ('<tool_call>{"name": "add", "arguments": {"a": 1}, oops', [*call(0, "add", '{"a": 1}'), *content("oops")]),
@@ -125,7 +125,7 @@ LLAMA = [
     ('int add() { return {"name", 1}; }', content('int add() { return {"name", 1}; }')),
     ('See {"parameters": {}, "name": "add"}', content('See {"parameters": {}, "name": "add"}')),
     ("<|python_tag|>print(1)", content("<|python_tag|>print(1)")),
-    # Objects within a text that name a tool and have no arguments at once describe it.
+    # An object within a text that names a tool without arguments directly after the name describes the tool.
     *(
         (text, content(text))
         for text in (
@@ -244,7 +244,7 @@ def test_random_arguments_come_as_they_were_written() -> None:
 
 LLAMA_CALLS = f"{WEATHER}; {ADD}".replace('"arguments"', '"parameters"')
 HERMES_CALLS = f"<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{ADD}\n</tool_call>"
-# What families write, and what of it is content; everything else is two calls.
+# Parser, answer, and its content; the rest of the answer is two calls.
 CALLS: dict[str, tuple[type[ToolParser], str, str]] = {
     "hermes": (HermesParser, f"I look.\n{HERMES_CALLS}", "I look.\n"),
     "hermes, calls alone": (HermesParser, HERMES_CALLS, ""),
@@ -261,7 +261,7 @@ CALLS: dict[str, tuple[type[ToolParser], str, str]] = {
 
 @pytest.mark.parametrize("family", CALLS)
 def test_nothing_of_a_call_that_was_cut_off_is_content(family: str) -> None:
-    """Wherever a limit cuts: in what opens a call, its name, between name and arguments, within them, behind them."""
+    """Every cut is tried: in the opener, in the name, before the arguments, within them, and after them."""
     make, text, before = CALLS[family]
     whole = [("get_weather", ARGUMENTS), ("add", '{"a": 1, "b": -2.5e3}')]
     num_calls = set()
@@ -281,7 +281,7 @@ def test_nothing_of_a_call_that_was_cut_off_is_content(family: str) -> None:
 
 
 CUT_OFF = [
-    # The name is known: a client learns what was called, without arguments.
+    # The name is known: the client gets the call without arguments.
     (HermesParser, 'x\n<tool_call>\n{"name": "add"', [*content("x"), Part("call", "add", 0)]),
     (HermesParser, '<tool_call>{"name": "add", "arguments": ', [Part("call", "add", 0)]),
     (HermesParser, '<tool_call>{"arguments": {"a": 1}, "name": "add"', call(0, "add", '{"a": 1}')),
@@ -289,7 +289,7 @@ CUT_OFF = [
     (LlamaParser, '{"type": "function", "name": "add", "para', [Part("call", "add", 0)]),
     (HermesParser, '<tool_call>{"name": "rm', []),
     (MistralParser, "[TOOL_CALLS]ad", []),
-    # What cannot be a call is content as ever.
+    # A text that cannot be a call is content, as without a cut.
     (HermesParser, "<tool_call>hello", content("<tool_call>hello")),
     (HermesParser, '<tool_call>{"name": "rm", "arguments": {"a', content('<tool_call>{"name": "rm", "arguments": {"a')),
     (HermesParser, "a < b", content("a < b")),

@@ -1,4 +1,4 @@
-"""A prefill engine computes prompts and answers nothing, whichever API asks; a decode engine answers as always."""
+"""A prefill engine computes prompts and returns no answer in any API; a decode engine answers as usual."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TURNS = [{"role": "user", "content": "What is an octavo?"}]
 TOOL = {"name": "look", "parameters": {"type": "object", "properties": {}}}
 SHAPED = {"stop": ["x"], "temperature": 1.0, "seed": 3}
-# What each API asks for of an answer; num_prompts, num_choices of each.
+# A request of each API with options of the answer, its number of prompts, and its number of choices.
 ROUTES: list[tuple[str, dict[str, Any], int, int]] = [
     ("/v1/chat/completions", {"messages": TURNS, "n": 3, "logprobs": True, "top_logprobs": 2, **SHAPED}, 1, 3),
     ("/v1/chat/completions", {"messages": TURNS, "response_format": {"type": "json_object"}}, 1, 1),
@@ -59,7 +59,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Running]:
 
 @pytest.fixture
 def taken(engine: Running, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """What the core was given since."""
+    """The requests that the core gets during the test."""
     scheduler, requests = engine.engine.core.scheduler, []
     add = scheduler.add_request
 
@@ -96,7 +96,7 @@ def test_every_route(
 ) -> None:
     is_streamed = path == "/generate_stream" or (stream and path in STREAMED)
     if is_streamed and REFUSED_IN_A_STREAM & {*body, *body.get("parameters", {})}:
-        return  # it is refused
+        return  # such a stream is refused
     body = {**body, "stream": True} if is_streamed else body
     with engine.http() as http:
         plain = http.post(path, json=body)

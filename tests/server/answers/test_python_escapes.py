@@ -1,4 +1,4 @@
-"""Strings of calls that are written in Python: their escapes, line feeds in them, and strings that are cut off."""
+"""Strings of calls in Python's syntax: their escapes, line feeds in them, and strings that are cut off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FUNCTIONS = [Function("say", {"type": "object", "properties": {"a": {}}})]
 
 
 def called(text: str, pieces: list[str] | None = None) -> Any:
-    """Return the arguments of the only call, None if it is none."""
+    """Return the arguments of the only call; None if the text is not a call."""
     parser = PythonicFormat().parser(FUNCTIONS)
     parts = [part for piece in pieces or [text] for part in parser.feed(piece)] + parser.finish()
     if "call" not in {part.kind for part in parts}:

@@ -1,4 +1,4 @@
-"""How many tokens of an answer were its reasoning."""
+"""The number of reasoning tokens of an answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END = 99
 
 
 def read(*pieces: tuple[str, list[int]], end_id: int | None = END) -> AnswerReader:
-    """Read an answer in pieces of text and tokens."""
+    """Read an answer given as pieces of text and tokens."""
     reader = AnswerReader(
         AnswerForm(reasoning=next(each for each in REASONING_FORMS if each.opens == "<think>"), reasoning_end_id=end_id)
     )

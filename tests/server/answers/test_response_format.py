@@ -1,4 +1,4 @@
-"""How the form of an answer is asked for, in each of the ways that clients know."""
+"""Clients can request the structure of an answer through each of the known fields."""
 
 from __future__ import annotations
 

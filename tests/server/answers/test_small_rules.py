@@ -1,4 +1,4 @@
-"""Single rules of reading answers and choosing formats, each of which only a direct call shows."""
+"""Single rules of reading answers and choosing formats that only a direct call can test."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_as_many_streams_run_at_once_as_there_are_places(at_once: int, num_strea
     assert sorted(asyncio.run(collect(at_once, num_streams))) == sorted([0, 1] * num_streams)
 
 
-# --- JSON of models whose template knows no tools ---------------------------------------------------------------------
+# --- JSON of models with a template that does not support tools -------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A chat template is looked at by rendering a question and a call."""
+"""A chat template is probed by rendering a question and a call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.server.answers.tool_formats import HermesFormat
 
 
 def template(*, tells_tools: bool = True, takes_calls: bool = True, takes_any: bool = True) -> Any:
-    """Return what renders messages as `role: content` lines."""
+    """Return a function that renders messages as `role: content` lines."""
 
     def render(messages: list[dict[str, Any]], *, tools: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         if not takes_any or (len(messages) > 1 and not takes_calls):

@@ -1,4 +1,4 @@
-"""The grammars of calls let pass what the parsers read as calls, and nothing else."""
+"""The grammars accept exactly the texts that the parsers read as calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def grammars(request: pytest.FixtureRequest) -> Grammars:
 ROME, NOW = '{"name": "weather", "arguments": {"city": "Röme"}}', '{"name": "now", "arguments": {}}'
 LLAMA_ROME, LLAMA_NOW = ROME.replace("arguments", "parameters"), NOW.replace("arguments", "parameters")
 WRONG = '{"name": "weather", "arguments": {"town": "Rome"}}'
-# one call, two calls, a call that keeps to no schema
+# one call, two calls, a call that violates the schema
 FAMILIES: dict[type[ToolFormat], tuple[str, str, str]] = {
     HermesFormat: (
         f"<tool_call>\n{ROME}\n</tool_call>",
@@ -81,7 +81,7 @@ def test_optional_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
 
 
 def test_only_strict_tools_keep_to_their_schemas(grammars: Grammars) -> None:
-    """OpenAI's strict is a tool's own: one of them does not make the others so, whose schemas may be no grammar."""
+    """OpenAI's `strict` applies to one tool only: the schemas of the other tools may have no grammar."""
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     odd = {"type": "object", "properties": {"zone": {"type": "string", "pattern": "(?<=a)b"}}, "required": ["zone"]}
     strict, free = Function("weather", parameters, strict=True), Function("now", odd)
@@ -142,7 +142,7 @@ def test_a_structure_that_starts_after_a_text(grammars: Grammars, structure: dic
 
 @each_family
 def test_reasoning_before_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
-    """A model that may think first may name a call in its thoughts."""
+    """A call within the reasoning is text."""
     one, _, wrong = FAMILIES[family]
     style = family(grammars.spell)
     thought = "<think>\nI could write " + one[:14].replace("[TOOL_CALLS]", "[TOOL") + " now.\n</think>\n\n"
@@ -156,10 +156,10 @@ def test_reasoning_before_calls(grammars: Grammars, family: type[ToolFormat]) ->
 
 @each_family
 def test_markers_that_are_tokens_are_written_as_such(grammars: Grammars, family: type[ToolFormat]) -> None:
-    """Parsers read text, so a call in letters would be one that no grammar has seen."""
+    """Parsers read text, so a marker in letters would begin a call that no grammar has checked."""
     one, _, wrong = FAMILIES[family]
     style = family(grammars.spell)
-    has_token = grammars.kind != "plain" and family is not LlamaFormat  # whose calls need no marker
+    has_token = grammars.kind != "plain" and family is not LlamaFormat  # Llama's calls need no marker
     forced = StructuredOutputsParams(grammar=style.forced(FUNCTIONS, only_one=False))
     optional = StructuredOutputsParams(grammar=style.optional(FUNCTIONS, only_one=False))
     for structure in (forced, optional):
@@ -178,7 +178,7 @@ def test_llamas_tag_before_calls(grammars: Grammars) -> None:
     for grammar in (style.forced(FUNCTIONS, only_one=True), style.optional(FUNCTIONS, only_one=True)):
         structure = StructuredOutputsParams(grammar=grammar)
         assert grammars.accepts(structure, "<|python_tag|>" + LLAMA_ROME) is (grammars.kind != "plain")
-        for begin in ("\t", "\r\n", "<|python_tag|>", " <|python_tag|>"):  # which the parser passes over
+        for begin in ("\t", "\r\n", "<|python_tag|>", " <|python_tag|>"):  # skipped by the parser
             assert not grammars.accepts(structure, begin + WRONG.replace("arguments", "parameters"), in_letters=True)
 
 
@@ -192,7 +192,7 @@ def test_objects_that_describe_a_tool_are_text_of_llamas(grammars: Grammars) -> 
 
 
 def test_a_text_that_markers_have_may_stand_in_a_schema(grammars: Grammars) -> None:
-    """It is foreseen, and so would be offered as the token, which is no part of any text."""
+    """It is allowed in letters only. The grammar must not offer the marker's token, which is not part of any text."""
     for marker in ("<think>", "<tool_call>", "<|endoftext|>"):
         quoted = json.dumps(marker)
         for structure in (
@@ -220,7 +220,7 @@ def test_thoughts_may_name_every_token_but_ends(grammars: Grammars) -> None:
 
 @pytest.mark.parametrize("free_from", [None, "<think>"])
 def test_blanks_before_a_structure_are_few(grammars: Grammars, free_from: str | None) -> None:
-    """A small model fills an answer with them until it has no tokens left."""
+    """Otherwise a small model fills its answer with blanks up to the token limit."""
     structure = StructuredOutputsParams(json=CITY, starts_after="</think>", free_from=free_from)
     begin = f"{free_from or ''}Hm.</think>"
     for count in range(7):
@@ -235,7 +235,7 @@ def test_blanks_before_a_structure_are_few(grammars: Grammars, free_from: str | 
     "wanted", [{"choice": ["yes", "no"]}, {"regex": "yes|no"}, {"grammar": 'root ::= "yes" | "no"'}], ids=str
 )
 def test_an_answer_without_reasoning_is_the_structure_alone(grammars: Grammars, wanted: dict[str, Any]) -> None:
-    """A client looks the content up in its choices."""
+    """A client compares the content with its choices, so blanks around it would be wrong."""
     structure = StructuredOutputsParams(**wanted, starts_after="</think>", free_from="<think>")
     assert grammars.accepts(structure, "yes")
     assert grammars.accepts(structure, "<think>Hm.</think>\n\nno")  # the blanks belong to the reasoning
@@ -254,7 +254,7 @@ def test_blanks_before_text_are_few(grammars: Grammars, family: type[ToolFormat]
 
 
 def test_ids_and_rows_need_not_be_as_many(grammars: Grammars) -> None:
-    """Some tokenizers have ids that the model has no row for, and most models have rows without an id."""
+    """Some tokenizers have ids without a row in the model, and most models have rows without an id."""
     structures = [
         StructuredOutputsParams(json=CITY),
         StructuredOutputsParams(json=CITY, starts_after="</think>", free_from="<think>"),

@@ -1,4 +1,4 @@
-"""Calls of tools and reasoning, with the real `openai` package: what is streamed equals what is whole."""
+"""Tool calls and reasoning, read with the real `openai` package: streams equal whole answers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def client(running: Running) -> Iterator[openai.OpenAI]:
 
 
 def assemble(stream: Any, field: str = "reasoning_content") -> dict[str, Any]:
-    """Put a stream together, as a client has to."""
+    """Join the chunks of a stream, as a client has to."""
     result: dict[str, Any] = {"content": None, "reasoning": None, "calls": [], "finish_reason": None, "chunks": 0}
     for chunk in stream:
         (choice,) = chunk.choices
@@ -101,7 +101,7 @@ def test_calls_whole_and_streamed(client: openai.OpenAI) -> None:
 
 
 def test_long_arguments_come_as_they_are_written() -> None:
-    """A call is held back until it has ended, or until it is long."""
+    """A short call is held back until it has ended, a long one is not."""
     text = "long " * 300
     answer = f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{text}"}}}}\n</tool_call>'
     options = {"chat_template": FakeChatTemplate("<tool_call>")}
@@ -116,7 +116,7 @@ def test_long_arguments_come_as_they_are_written() -> None:
 
 
 def test_reasoning_can_be_left_out(client: openai.OpenAI) -> None:
-    """As vLLM does with include_reasoning; the rest is the same."""
+    """With `include_reasoning` set to false, as in vLLM; the rest of the answer is unchanged."""
     asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW]}
     body = {"include_reasoning": False}
     message = client.chat.completions.create(**asked, extra_body=body).choices[0].message
@@ -173,7 +173,7 @@ def test_calls_cut_off_by_a_stop_string(client: openai.OpenAI) -> None:
 
 
 def test_only_tools_that_are_allowed_are_called() -> None:
-    """The template is given them all, as what a prompt begins with shall not change."""
+    """The template gets all tools, so the beginning of the prompt stays equal and its prefix hits."""
     template, executor = FakeChatTemplate("<tool_call> </think>"), FakeExecutor(answer=CALLS)
     wanted: list[Any] = []
     executor.prepare = lambda params, _: wanted.append(params.structured_outputs)  # type: ignore[method-assign]

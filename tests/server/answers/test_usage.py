@@ -1,4 +1,4 @@
-"""Token counts of a request: over its prompts and choices, with what it cost, and of drafts."""
+"""Token counts of a request: over its prompts and choices, its computed positions, and its drafts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.server.answers.usage import CompletionTokensDetails, PromptTokensDet
 
 
 def output(request_id: str, *texts: str, num_cached: int = 0, finished: bool = False, **metrics: Any) -> RequestOutput:
-    """Return an output of three prompt tokens, whose choices have a token for each letter."""
+    """Return an output with three prompt tokens. Each choice has a token for each letter of its text."""
     choices = [
         CompletionOutput(index, text, [*text.encode()], finish_reason="stop" if finished else None)
         for index, text in enumerate(texts)

@@ -1,4 +1,4 @@
-"""Where values without quotes end."""
+"""The ends of values without quotes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FUNCTIONS = [Function("bash", {"type": "object", "properties": {"cmd": STRING, "
 
 
 def read(form: ToolFormat, text: str, *, is_cut: bool = False) -> tuple[str, str]:
-    """Return the content and the arguments; they are the same if the text comes in characters."""
+    """Return the content and the arguments, which must be the same if the text arrives in characters."""
     answers = []
     for pieces in ([text], list(text)):
         parser = form.parser(FUNCTIONS)
@@ -82,7 +82,7 @@ def test_the_given_arguments_of_one_call_are_unknown_to_the_next(name: str) -> N
 
 
 def calls_in(form: ToolFormat, text: str) -> list[tuple[str, str]]:
-    """Return the calls of a text; they are the same if it comes in characters."""
+    """Return the calls of a text, which must be the same if it arrives in characters."""
     found = []
     for pieces in ([text], list(text)):
         parser = form.parser(FUNCTIONS)
@@ -162,7 +162,7 @@ def test_each_head_of_a_call_after_a_value_is_looked_at_once(monkeypatch: pytest
 
 
 def ends_of(form: TaggedFormat, text: str, *, is_text: bool = True, closes: str = "") -> tuple[str, str, int]:
-    """Return the value, its closing mark ("?" if it stays text), and how many characters show that."""
+    """Return the value, its closing mark ("?" if it stays text), and the number of characters needed to know that."""
 
     def new() -> TagEnd:
         heads = form.argument_heads(["why"])
@@ -172,9 +172,9 @@ def ends_of(form: TaggedFormat, text: str, *, is_text: bool = True, closes: str 
 
 
 def followed(new: Callable[[], ValueEnd], text: str) -> tuple[str, str, int]:
-    """Return what `ends_of` does.
+    """Return the same as `ends_of`.
 
-    It is the same for each text that begins so, and if the beginning of the value is dropped while it comes.
+    It must be equal for every longer beginning of the text, and if the value's beginning is dropped while it arrives.
     """
 
     def found(ends: ValueEnd, text: str, *, is_over: bool) -> tuple[int, int] | None:

@@ -1,1 +1,1 @@
-"""Prompts to answers, and how their text is read: reasoning, calls of tools and structures, in any cut."""
+"""Turn prompts into answers, and split their text into reasoning, content and tool calls."""

@@ -1,4 +1,4 @@
-"""How a model's answers are read: what is reasoning, what is content, what calls a tool."""
+"""The form of a model's answers: how to separate reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.server.answers.template_probe import TemplateProbe
 from octavo.server.answers.tools import NO_TOOLS
 from octavo.structured_output.lark import by_id
 
-_PIECE = 4096  # characters that a parser takes at once: what it cuts off is copied
+_PIECE = 4096  # characters in one call of a parser, which copies the rest of its text whenever it takes a part of it
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
-    """Return a remark if a chat template does not describe tools, or shows no calls; else ""."""
+    """Return a remark if the chat template does not describe tools, or shows no calls; "" otherwise."""
     if tools.describes_tools:
         return " (the chat template shows no calls: a system message describes the tools, a grammar makes answers JSON)"
     return "" if shows_tools else " (the chat template tells the model of no tools)"
@@ -37,10 +37,11 @@ def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnswerStyle:
-    """How a model writes what is not plain content: calls of tools, and reasoning.
+    """How a model writes tool calls and reasoning.
 
-    reasoning_end_id: the token that ends reasoning, where it is one. special_ids: markers of calls and of reasoning
-    that are special tokens of this model. shows_tools: whether the chat template tells the model which tools there are.
+    reasoning_end_id: the token that ends reasoning; None if the end is not one token. special_ids: the markers of calls
+    and reasoning that are special tokens of this model, with their ids. shows_tools: whether the chat template shows
+    the model its tools.
     """
 
     tools: ToolFormat | None = None
@@ -51,7 +52,7 @@ class AnswerStyle:
 
     @property
     def summary(self) -> str:
-        """Say it in a line."""
+        """The style in one line, for a log."""
         calls = "not known" if self.tools is None else self.tools.name
         blind = "" if self.tools is None else template_remark(self.tools, shows_tools=self.shows_tools)
         return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"
@@ -63,7 +64,7 @@ class AnswerStyle:
 
     @classmethod
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
-        """Find it by the options of the server: names, or "auto" for what the chat templates write."""
+        """Find the style by the server's options: names, or "auto" to detect the forms in the chat templates."""
         templates = inputs.chat_templates if inputs.has_chat_template else []
         probe = TemplateProbe.of(inputs.chat_text) if inputs.has_chat_template else TemplateProbe()
         reasoning = find_reasoning_form(reasoning_parser, [*templates, *probe.texts])
@@ -84,8 +85,9 @@ class AnswerStyle:
 class AnswerForm:
     """How one request's answers are read.
 
-    reasoning: how they may begin with it. in_reasoning: they begin within it, because the prompt ends so.
-    shown_ids: the special tokens that are part of their text. frame: what reads the whole of them, where one does.
+    reasoning: the form of reasoning with which answers may begin; None if they cannot. in_reasoning: answers begin
+    within reasoning, because the prompt ends with its opening mark. shown_ids: the special tokens that are part of the
+    text. frame: the format whose parser reads whole answers, also without tools; None if no format does.
     is_whole: answers are not streamed, so a call is read to its end before any part of it is emitted.
     """
 
@@ -99,7 +101,7 @@ class AnswerForm:
 
     @classmethod
     def of(cls, style: AnswerStyle, toolbox: Toolbox, prompt: str, *, is_whole: bool = False) -> AnswerForm:
-        """Look at the text of a prompt: one that ends with an end of reasoning has had it, empty as a rule."""
+        """Derive the form from the end of the prompt. If the prompt closes its reasoning, answers have none."""
         end, reasoning = prompt.rstrip(), style.reasoning
         if reasoning is not None and end.endswith(reasoning.closes):
             reasoning = None
@@ -116,11 +118,11 @@ class AnswerForm:
 
     @property
     def is_plain(self) -> bool:
-        """Whether an answer is its text and nothing else."""
+        """Whether all text of an answer is content."""
         return self.toolbox.format is None and self.frame is None and not self.has_reasoning
 
     def parser(self) -> AnswerParser:
-        """Return what reads one answer."""
+        """Return a parser of one answer."""
         frame, toolbox = self.frame, self.toolbox
         parser = toolbox.parser() if frame is None else frame.parser(toolbox.functions, only_one=toolbox.only_one)
         if self.is_whole and isinstance(parser, ToolParser):
@@ -131,7 +133,7 @@ class AnswerForm:
         return ReasoningParser(parser, is_open=self.in_reasoning, form=self.reasoning, interrupts=interrupts)
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters that make the whole text have this form: reasoning at its beginning is free."""
+        """Return parameters whose grammar covers the whole text. Reasoning at its beginning is free."""
         structure = self._framed(self.toolbox.structure(params.structured_outputs))
         if structure is not None and self.reasoning is not None and structure.starts_after is None:
             free_from = None if self.in_reasoning else self.reasoning.opens
@@ -139,7 +141,7 @@ class AnswerForm:
         return replace(params, structured_outputs=structure, shown_special_token_ids=list(self.shown_ids))
 
     def _framed(self, structure: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Put a structure where the model's content stands. Raises `RequestError` for what is no JSON."""
+        """Apply a structure to the model's content within its frame. Raises `RequestError` unless it is JSON."""
         if self.frame is None or structure is None or self.toolbox.format is not None:
             return structure
         if structure.json is None and structure.json_object is None:
@@ -150,12 +152,12 @@ class AnswerForm:
 
 
 def _markers(tools: ToolFormat | None, reasoning: ReasoningForm | None) -> list[str]:
-    """Return what an answer's parts are told apart by."""
+    """Return the markers that separate the parts of an answer."""
     return [*(tools.markers if tools else ()), *((reasoning.opens, reasoning.closes) if reasoning else ())]
 
 
 class AnswerReader:
-    """Reads one answer, whole or as it comes."""
+    """Reads one answer, whole or piece by piece."""
 
     def __init__(self, form: AnswerForm) -> None:
         self._parser = form.parser()
@@ -166,14 +168,14 @@ class AnswerReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """How many tokens the reasoning took, its end included; 0 where its end is not one token."""
+        """The number of tokens of the reasoning with its end; 0 if its end is not one token."""
         return self._num_tokens if self._has_reasoning and self._end_id is not None else 0
 
     def read(self, completion: CompletionOutput) -> list[Part]:
-        """Return the parts of some more text."""
+        """Return the parts of the new text of a completion."""
         self._count(completion.token_ids)
         text, parts = completion.text, list[Part]()
-        for start in range(0, len(text), _PIECE):  # of no matter which length: the parts are the same
+        for start in range(0, len(text), _PIECE):  # the parts do not depend on the length of the pieces
             parts += self._parser.feed(text[start : start + _PIECE])
         if completion.finished:
             is_own_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)

@@ -1,4 +1,4 @@
-"""How large an answer is, and how many log probabilities one request may ask for."""
+"""The size of an answer, and the limit on the log probabilities of one request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _NUMBERS_PER_ENTRY = 16  # of an embedding
 
 
 def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], *, with_prompt: bool) -> int:
-    """Count what has to be spelled: tokens and log probabilities, with those of the prompt for each completion."""
+    """Count the entries to encode: tokens, log probabilities, and groups of numbers of an embedding.
+
+    with_prompt: also count those of the prompt, once for each completion.
+    """
     prompt = len(output.prompt_token_ids) + _num_logprobs(output.prompt_logprobs) if with_prompt else 0
     vector = len(output.pooled or b"") // (4 * _NUMBERS_PER_ENTRY)
     for completion in completions:
@@ -30,14 +33,14 @@ def _num_logprobs(positions: Sequence[dict[int, Logprob] | None] | None) -> int:
 
 
 class LogprobLimit:
-    """Counts the log probabilities that a request can bring. All of its prompts share one limit.
+    """Counts the log probabilities that a request can return. All of its prompts share one limit.
 
-    Those of its answers are known before a prompt is looked at, so that no prompt of many has begun when they are too
-    many. max_model_len: as many tokens may an answer have where nothing says less.
+    Those of its answers are counted before any prompt is read, so no prompt starts if they exceed the limit.
+    max_model_len: the maximum number of tokens of an answer without a smaller `max_tokens`.
     """
 
     def __init__(self, limit: int, max_model_len: int, params: SamplingParams, num_prompts: int) -> None:
-        """Count n x (tokens x (logprobs + 1)) for every prompt. Raises `RequestError`."""
+        """Count n x tokens x (logprobs + 1) for every prompt. Raises `RequestError` above the limit."""
         self._limit = limit
         self._num_asked_for = 0
         if params.logprobs is not None:
@@ -45,7 +48,7 @@ class LogprobLimit:
             self._take(num_prompts * params.n * num_tokens * (params.logprobs + 1), "logprobs")
 
     def check(self, processed: ProcessedInput) -> None:
-        """Count those of a prompt in the same way. Raises `RequestError`."""
+        """Count a prompt's log probabilities in the same way. Raises `RequestError` above the limit."""
         params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
         if params.prompt_logprobs is not None:
             self._take(params.n * num_tokens * (params.prompt_logprobs + 1), "prompt_logprobs")

@@ -1,6 +1,6 @@
-"""From prompts to an HTTP answer, whole or as a stream of events; the same for every API.
+"""Turn prompts into an HTTP answer, whole or as a stream of events, for every API.
 
-What differs between APIs is how outputs are spelled: a `octavo.server.answers.jobs.Reply`.
+Each API has its own `octavo.server.answers.jobs.Reply`, which writes the outputs.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _ANSWERING = "it was answered"
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
-    """Answer a job, whole or as a stream; when the client leaves, its requests are aborted.
+    """Answer a job, whole or as a stream; abort its requests if the client disconnects.
 
-    A stream's status is sent with its first event, so that whatever refuses a request still has a status of its own.
-    Of a request whose answer is another engine's only the prompts are computed, and that is told.
+    The status of a stream is sent with its first event, so a request that is refused still gets an error status.
+    If another engine generates the answer, only the prompts are computed, and the response reports that.
     """
     transfer: KVTransferParams | None = http_request.state.kv_transfer
     if transfer is not None:
@@ -69,7 +69,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
 
 
 async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
-    """Answer a job when all of its outputs are there; when the client leaves, its requests are aborted."""
+    """Answer a job when all of its outputs are complete; abort its requests if the client disconnects."""
     usage = _counter(http_request, job)
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))
@@ -85,7 +85,7 @@ async def answer_whole(service: Service, http_request: Request, job: Job, reply:
 
 @contextlib.contextmanager
 def _failing_alone(job: Job) -> Iterator[None]:
-    """Make an error that names the request of whatever goes wrong while it is answered."""
+    """Turn any fault while the job is answered into an error that names the request."""
     try:
         yield
     except (OctavoError, ClientDisconnect):
@@ -97,17 +97,16 @@ def _failing_alone(job: Job) -> Iterator[None]:
 
 
 def _counter(http_request: Request, job: Job) -> UsageCounter:
-    """Make what counts a job's tokens, and put what it is into its line of the audit log, which reads the counts."""
+    """Make a job's counter of tokens, and put it with the job's id and model into the record for the audit log."""
     usage = UsageCounter(counts_completions=job.counts_completions)
     http_request.state.audit.update(id=job.request_id, model=job.model, stream=job.stream, usage=usage)
     return usage
 
 
 class EventStream(StreamingResponse):
-    """Events of a stream. However it ends, also before its first one, its request and its place are given up.
+    """The response of a stream of events. Its end, even before the first event, aborts the job and releases its place.
 
-    Where nothing is told for keep_alive_s seconds, a sign of life is sent: whatever stands between a server and its
-    client ends connections on which nothing moves.
+    After keep_alive_s seconds without an event, keep-alive bytes are sent, because proxies close idle connections.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class EventStream(StreamingResponse):
             self._place.leave()
 
     async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
-        """Send signs of life between events; an event is handed over at once, so none is cut by one."""
+        """Send keep-alive bytes between events. An event is one message, so these bytes never split an event."""
         while True:
             await asyncio.sleep(self._last_sent + self._keep_alive_s - clock())
             if self._is_open and clock() >= self._last_sent + self._keep_alive_s:
@@ -167,7 +166,7 @@ class ChoiceUpdates:
         self._ended: set[int] = set()
 
     def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
-        """Return the updates of an output; none for a choice that has ended, or has nothing new."""
+        """Return the updates of an output. A choice that has ended or has nothing new gets none."""
         updates = []
         for completion in output.outputs:
             choice = self._first_choice[output.request_id] + completion.index
@@ -182,12 +181,15 @@ class ChoiceUpdates:
 
 
 async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for some work; cancel it and raise `ClientDisconnect` when the client leaves first."""
+    """Wait for some work; cancel it and raise `ClientDisconnect` if the client disconnects first."""
     return (await _begun(http_request, asyncio.create_task(work))).result()
 
 
 async def _begun(http_request: Request, task: asyncio.Task[T], patience_s: float | None = None) -> asyncio.Task[T]:
-    """Wait for a task, for so long at most; cancel it and raise `ClientDisconnect` when the client leaves first."""
+    """Wait for a task; cancel it and raise `ClientDisconnect` if the client disconnects first.
+
+    patience_s: return the task unfinished after this many seconds; None to wait until it is done.
+    """
     watcher = asyncio.create_task(_disconnected(http_request))
     is_kept = False
     try:
@@ -238,7 +240,7 @@ async def _events(
     reply: Reply,
     counter: UsageCounter,
 ) -> AsyncGenerator[bytes, None]:
-    """Spell a stream as events; an error is its last one."""
+    """Yield the events of a stream. An error becomes its last event."""
     try:
         async with aclosing(outputs):
             updates = await first

@@ -1,4 +1,4 @@
-"""Arguments that are written as bare text: what their types say they are, as JSON."""
+"""Convert arguments that are bare text to JSON by the types in their schema."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class UnreadableError(Exception):
-    """A text is no value of its types, and no plain words."""
+    """A text is neither a value of its types nor plain words."""
 
 
 def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of one property of an object; {} if none is known. root: where references point."""
+    """Return the schema of one property of an object; {} if none is known. root: the target of references."""
     found = list[Any]()
     for each in [parameters] if is_merged(parameters) else alternatives(parameters, root):
         properties = each.get("properties")
@@ -56,7 +56,7 @@ def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> 
 
 
 def takes_others(schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Return True if an object may have properties that its schema does not name. root: where references point.
+    """Return True if an object may have properties that its schema does not name. root: the target of references.
 
     A schema with `properties` and without `additionalProperties` is read as closed, as models write such calls.
     """
@@ -64,20 +64,20 @@ def takes_others(schema: dict[str, Any], root: dict[str, Any]) -> bool:
 
 
 def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
-    """Return the names that properties of an object may have; None for any."""
+    """Return the names that properties of an object may have; None if any name is allowed."""
     return None if takes_others(schema, schema) else frozenset(property_names(schema, schema))
 
 
 def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-    """Return the names of the properties that a schema names, also in what it refers to and in its options."""
+    """Return the names of a schema's properties, including those of its references and its options."""
     named = [each.get("properties") for each in alternatives(schema, root)]
     return list(dict.fromkeys(name for each in named if isinstance(each, dict) for name in each))
 
 
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the schema of values of one type that another schema allows; {} if that says nothing of them.
+    """Return the part of a schema for values of one type; {} if it has none.
 
-    kind: "object" or "array". root: where references point.
+    kind: "object" or "array". root: the target of references.
     """
     for part in _parts(schema, root):
         own = _own_types(part)
@@ -87,7 +87,7 @@ def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
-    """Return the JSON types that values of a schema may have. root: where its references point."""
+    """Return the JSON types that values of a schema may have. root: the target of its references."""
     found = set[str]()
     for part in _parts(schema, root):
         if own := _own_types(part):
@@ -98,7 +98,7 @@ def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
 
 
 def _parts(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a schema merged, and the options of each that does not say its types itself, each once."""
+    """Yield the merged schema, then the options of each part without types of its own, each part once."""
     left, seen = [schema], dict[int, Any]()
     while left:
         part = left.pop(0)
@@ -118,7 +118,7 @@ def _options(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _own_types(schema: dict[str, Any]) -> set[str]:
-    """Return the types that a schema itself says; none where it says none."""
+    """Return the types that a schema itself names; an empty set if it names none."""
     kinds = schema.get("type")
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(kinds, str | list):
@@ -127,16 +127,17 @@ def _own_types(schema: dict[str, Any]) -> set[str]:
 
 
 def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Whether an argument is a string whatever its text looks like."""
+    """Return True if an argument can only be a string, whatever its text looks like."""
     return types_of(schema, root) == {"string"}
 
 
 def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-    """Return the JSON of an argument that was written as this text: JSON of a type that it may have, else a string.
+    """Return the JSON of an argument from its text: a value of one of its types, or else a string.
 
-    Python's literals are accepted unless a string is expected. Words that are no value of the types are a string: the
-    client answers it. Returns None for an empty text that is no string: the argument is left out. Raises
-    `UnreadableError` for a text with other characters, such as brackets, that is no value: it has a slip.
+    Python's literals are accepted unless only a string is allowed. Words that are no value of the types become a
+    string, so that the client can report the error to the model. Returns None for an empty text if no string is
+    allowed: the argument is omitted. Raises `UnreadableError` if a text with other characters, such as brackets, is no
+    value, because it has a slip.
     """
     kinds = types_of(schema, root)
     if kinds == {"string"}:
@@ -169,7 +170,7 @@ def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
 
 
 class LookaheadError(RequestError):
-    """A pattern looks ahead, and the form of the calls has no other spelling of it."""
+    """A pattern has a lookahead that grammars of the call format cannot express."""
 
     def __init__(self, pattern: str) -> None:
         shown = f"the pattern `{pattern[:_MAX_SHOWN_CHARS]}` looks ahead"
@@ -178,7 +179,7 @@ class LookaheadError(RequestError):
 
 
 def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
-    """Return a lexeme of a grammar for the strings of a merged schema: regular expressions that match together.
+    """Return a lexeme of a grammar for the strings of a merged schema: an intersection of regular expressions.
 
     ending: an expression that follows each of them. Raises `LookaheadError`.
     """
@@ -207,18 +208,19 @@ def _expressions(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def schema_comment(function: Function) -> str:
-    """Return a comment of a grammar with a function's schema, if that has patterns; "" if not.
+    """Return a grammar's comment with a function's schema if the schema has patterns; "" otherwise.
 
-    The compiler's errors of a lexeme name no field: they are looked for in this schema, see `schema_faults`.
+    The compiler's errors of a lexeme name no field, so the field is looked up in this schema, see
+    `octavo.structured_output.schema_faults`.
     """
     written = lark_json(function.parameters)
     return f"// {written}" if '"pattern"' in written else ""
 
 
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """Return how a grammar names JSON of a part of a schema: with what it refers to in the whole one, and no more.
+    """Return a grammar's expression for JSON of a part of a schema, with only the definitions that the part refers to.
 
-    Raises `RequestError` for what is too long for any grammar.
+    root: the whole schema. Raises `RequestError` if the expression is too long for any grammar.
     """
     definitions: dict[str, Any] = {}
     names, left = dict[int, str](), list[Any]()
@@ -226,7 +228,7 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
     while left:
         part = left.pop()
         definitions[names[id(part)]] = _with_names(part, root, names, left)
-    if FIELD in root:  # errors of the compiler name it
+    if FIELD in root:  # errors of the compiler name this field
         whole[FIELD] = root[FIELD]
     text = lark_json({**whole, "$defs": definitions} if definitions else whole)
     if len(text) > MAX_GRAMMAR_CHARS:
@@ -235,7 +237,10 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
 
 
 def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: list[Any]) -> Any:
-    """Return a schema whose references are to definitions. Mutated: names, of what is referred to; left, the new."""
+    """Return a copy of a schema that refers to definitions.
+
+    Mutated: names, the id of a referred schema -> its definition's name; left, gets the schemas that are new in names.
+    """
     if isinstance(schema, list):
         return [_with_names(each, root, names, left) for each in schema]
     if not isinstance(schema, dict):
@@ -244,7 +249,7 @@ def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: 
     reference = schema.get("$ref")
     referred = resolve(reference, root) if isinstance(reference, str) and reference.startswith("#") else None
     if isinstance(referred, dict):
-        if id(referred) not in names:  # however the reference is spelled
+        if id(referred) not in names:  # by identity: two spellings of a reference share a definition
             names[id(referred)] = f"part{len(names)}"
             left.append(referred)
         told["$ref"] = f"#/$defs/{names[id(referred)]}"

@@ -1,12 +1,11 @@
-"""Reads calls of tools in an answer's text while it comes: what the parsers of all families share.
+"""Base of the parsers that read tool calls in an answer's text while it arrives.
 
 A call is held back until it has ended; in a stream, only until its arguments have `HELD_CHARS` characters. A text that
-begins like a call and is none (arguments that cannot be read in one way, a name that no tool has, a tag that is not
-closed) is content. Slips with one meaning are repaired, see
-`octavo.engine.json_recovery`. If an answer was cut off within a call whose name is known, the part of the call that
-came is emitted as a call, not as content.
+begins like a call and is none is content: its arguments cannot be read in exactly one way, no tool has its name, or a
+tag is not closed. Slips with one meaning are repaired, see `octavo.engine.json_recovery`. If an answer was cut off
+within a call with a known name, the part of the call that arrived is emitted as a call, not as content.
 
-In a stream a call with long arguments is emitted while it comes. If it breaks then, its arguments stay broken JSON:
+In a stream a call with long arguments is emitted while it arrives. If it breaks then, its arguments stay broken JSON:
 they are never completed to a value that the model did not write. In a whole answer every call is held back until it has
 ended.
 """
@@ -30,16 +29,16 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
     Wait: TypeAlias = Generator[None, None, T]
-    """Reads on, and waits where it needs more text."""
+    """A step of parsing that yields whenever it needs more text."""
 
 _SPACE = " \t\r\n"
 HELD_CHARS = 1024  # of a call's arguments: in a stream, longer arguments are emitted before the call has ended
 _END_OF_TEXT = r"\Z"
-_MAX_CLOSERS = 8  # brackets too many after a call
-HALF = "\ufffd"  # what a character becomes that was cut in two
+_MAX_CLOSERS = 8  # surplus brackets after a call
+HALF = "\ufffd"  # decoded from a part of a character's bytes
 _BEHIND_VALUE = "}]," + _SPACE
-BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"  # as grammars have them
-_AFTER_ARGUMENTS = "}],;{[<>`"  # what marks begin with
+BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"  # for grammars
+_AFTER_ARGUMENTS = "}],;{[<>`"  # first characters of marks
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
@@ -56,12 +55,12 @@ def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
 
 
 class MalformedError(Exception):
-    """The text is no call."""
+    """The text is not a call."""
 
 
 @dataclass(slots=True)
 class Call:
-    """What is known of a call. index: set when it began to be told."""
+    """The known parts of a call. index: its index in the answer; None until its name is emitted."""
 
     name: str | None = None
     arguments: str | None = None
@@ -69,12 +68,12 @@ class Call:
 
 
 class ToolParser:
-    """Tells calls of tools from other text.
+    """Separates tool calls from other text.
 
-    functions: the tools there are. only_one: further calls are left out. name_key, arguments_keys: what an object that
-    is a call has its name and its arguments under. _ends: matches the text that may follow broken arguments.
-    _call_openers, _call_closers: the marks that begin a call, and those that end one. num_held_chars: how many
-    characters of arguments are held back until a call has ended; None for all.
+    functions: the available tools. only_one: drop all calls but the first. name_key, arguments_keys: the keys of the
+    name and of the arguments in an object that is a call. _ends: matches the text that may follow broken arguments.
+    _call_openers, _call_closers: the marks that begin a call, and those that end one. num_held_chars: the number of
+    characters of arguments that are held back until a call has ended; None for all.
     """
 
     num_held_chars: int | None = HELD_CHARS
@@ -90,26 +89,26 @@ class ToolParser:
         self._keys = {each.name: known_keys(each.parameters) for each in functions}
         self._only_one = only_one
         self._num_calls = 0
-        self._text = ""  # what has not been told yet
-        self._num_told = 0  # characters in front of it
-        self._position = 0  # in it: what was looked at
+        self._text = ""  # not yet emitted
+        self._num_told = 0  # characters of the answer before `_text`
+        self._position = 0  # in `_text`: the end of the text that was read
         self._is_over = False
-        self._is_cut = False  # nor did the model end it
+        self._is_cut = False  # the answer is over, but the model did not end it
         self._parts: list[Part] = []
-        self._held: list[Part] | None = None  # of a call that may turn out to be text
-        self._held_text: list[str] = []  # that they were read from
-        self._num_held_chars = 0  # of its arguments
+        self._held: list[Part] | None = None  # parts of a call that may turn out to be text
+        self._held_text: list[str] = []  # the text of these parts
+        self._num_held_chars = 0  # of the held call's arguments
         self._broken = ""  # the text of the last call that became content, as far as it was read
         self._budget = SearchBudget()
         self._steps = self._read()
 
     def feed(self, text: str) -> list[Part]:
-        """Take some more text."""
+        """Add text; return the parts that are certain now."""
         self._text += text
         return self._advance()
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Return what was held back; of an answer that was cut off not what only begins a call."""
+        """Flush the buffered text. If the answer was cut off, drop an incomplete opener or head of a call."""
         self._is_over, self._is_cut = True, is_cut
         return self._advance()
 
@@ -122,12 +121,12 @@ class ToolParser:
         """Read a whole answer."""
         raise NotImplementedError
 
-    # --- what families share
+    # --- steps that families share
 
     def _content(self, *openers: str) -> Wait[str]:
-        """Tell content up to what opens a call, go behind that and return it; "" at the end of the text.
+        """Emit content up to the opener of a call, skip the opener and return it; "" at the end of the text.
 
-        White space before it is held back: it is content only if no call follows.
+        White space before the opener is held back, because it is content only if no call follows.
         """
         while True:
             found = [(start, each) for each in openers if (start := self._text.find(each)) >= 0]
@@ -147,7 +146,7 @@ class ToolParser:
             yield
 
     def _num_begun(self, openers: tuple[str, ...]) -> int:
-        """Return how many characters at the end of the text may begin an opener; the last may be half a one."""
+        """Return how many characters at the end of the text may begin an opener; the last may be a part of one."""
         if self._is_over and not self._is_cut:
             return 0
         end = self._text.rstrip(HALF)
@@ -155,7 +154,7 @@ class ToolParser:
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
     def _begins_with(self, start: int, heads: Heads) -> Wait[bool]:
-        """Whether one of these stands at some place. Where the answer was cut off within one it is dropped."""
+        """Return whether one of the heads begins at an index. If the answer was cut off within one, drop it."""
         while (found := heads.stand_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
@@ -172,7 +171,7 @@ class ToolParser:
             yield
 
     def _call(self) -> Wait[bool]:
-        """Read a call that is an object; False where there was none, and what was looked at is content."""
+        """Read a call that is an object. Returns False if there is none; the text that was read is content then."""
         call = Call()
         return (yield from self._attempt(call, self._members(call)))
 
@@ -369,11 +368,11 @@ class ToolParser:
         raise MalformedError
 
     def _known_keys(self, call: Call) -> frozenset[str] | None:
-        """Return the names that a call's arguments may have; None for any."""
+        """Return the names that a call's arguments may have; None if any name is allowed."""
         return self._keys.get(call.name or "")
 
     def _begin(self, call: Call) -> None:
-        """Decide that this is a call."""
+        """Decide that this is a call, and emit its name. Raises `MalformedError` if no tool has it."""
         if call.name not in self._names:
             raise MalformedError
         call.index, self._num_calls = self._num_calls, self._num_calls + 1
@@ -396,7 +395,7 @@ class ToolParser:
                 run = _PLAIN.match(self._text, self._position)
                 assert run is not None
                 self._position = run.end()
-                continue  # a number may go on in the next piece
+                continue  # a number may continue in the next piece
             elif depth:
                 raise MalformedError
             if depth == 0:
@@ -428,7 +427,7 @@ class ToolParser:
             if not (yield from self._peek()):
                 raise MalformedError
             if stop is not None:
-                self._position += 1  # whatever was escaped
+                self._position += 1  # the escaped character
 
     def _expect(self, text: str) -> Wait[None]:
         if not (yield from self._takes(text)):
@@ -438,7 +437,7 @@ class ToolParser:
             raise MalformedError
 
     def _takes(self, expected: str) -> Wait[bool]:
-        """Go behind a text if that is what comes."""
+        """Skip a text if it is next. Returns whether it was."""
         while True:
             seen = self._text[self._position : self._position + len(expected)]
             if seen == expected:
@@ -466,7 +465,7 @@ class ToolParser:
         self._drop()
 
     def _skip_space(self) -> Wait[str]:
-        """Go behind white space; return the character that follows, "" at the end."""
+        """Skip white space; return the next character, "" at the end."""
         while (char := (yield from self._peek())) and char in _SPACE:
             self._position += 1
         return char
@@ -479,7 +478,7 @@ class ToolParser:
             yield
         return self._text[self._position]
 
-    # --- what is told
+    # --- emitting parts
 
     def _tell(self, kind: str, text: str, call: Call) -> None:
         if call.index is None:

@@ -1,4 +1,4 @@
-"""Calls that stand in sections of an answer: how families write these, and what reads them."""
+"""Formats of calls in sections of an answer, and their parsers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 NAME = re.compile(r"[\w.:/-]*")
-_MAX_FRAMES = 2  # that stand behind each other
-MAX_HEAD_CHARS = 256  # of what stands between two marks and is a name, an id or both
+_MAX_FRAMES = 2  # consecutive frame marks
+MAX_HEAD_CHARS = 256  # of a head, the text between two marks: a name, an id or both
 
 
 class SectionFormat(ToolFormat):
-    """A section begins with `opens` and ends with `closes`; `between` stands between two calls.
+    """A section begins with `opens` and ends with `closes`; `between` separates two calls.
 
-    White space in these is what models are used to; the parser does not ask for it.
-    opener: the mark that `opens` begins with: what stands in front of it is content. call_opens: begins each call.
-    strays: what the parser takes for the beginning of a call, too, without a section. one_each: each call has a section
-    of its own. frames: marks around an answer's content, or before its calls, which are no text of it.
+    White space in these marks is as the models write it; the parser does not require it.
+    opener: the first mark of `opens`; the text before it is content. call_opens: begins each call.
+    strays: texts that begin a call without a section. one_each: each call has a section of its own.
+    frames: marks around an answer's content or before its calls; they are not part of the text.
     """
 
     opens: ClassVar[str]
@@ -40,17 +40,17 @@ class SectionFormat(ToolFormat):
     frames: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Content that has marks is read without tools as well."""
+        """Set `frames_content` for formats with frames: their marks are read in answers without tools as well."""
         cls.frames_content = cls.frames_content or bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Return a section, or several."""
+        """Return the section or sections of the calls."""
         written = [self.write_call(index, name, arguments) for index, (name, arguments) in enumerate(calls)]
         between = f"{self.closes}{self.between}{self.opens}" if self.one_each else self.between
         return self.opens + between.join(written) + self.closes
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Return one call. index: counts those of an answer."""
+        """Return one call. index: its index in the answer."""
         raise NotImplementedError
 
     def call_rules(self, functions: Sequence[Function]) -> str:
@@ -58,14 +58,14 @@ class SectionFormat(ToolFormat):
         raise NotImplementedError
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Sections, and nothing around them."""
+        """Return the grammar of sections with nothing around them but frames."""
         opens, between = self._literal(self.opens), self._literal(self.between)
         more = f" ({between} {opens} section)*" if self.one_each and not only_one else ""
         start = self._framed(f"{opens} section{more}")
         return f"start: {start}\n{self._section(functions, only_one=only_one)}\n{self._frame_rule()}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Text before, between and behind sections."""
+        """Return the grammar of text with sections in it."""
         framed = [f"framed{index}" for index in range(len(self.frames))]
         text = "TEXT" if not framed else f"({' | '.join(framed)})* TEXT"
         several = " | ".join(["head rest", *framed])
@@ -75,12 +75,12 @@ class SectionFormat(ToolFormat):
         return "\n".join([*rules, self._frame_rule(), *map(self._text_and, framed, self.frames)])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Marks may stand around the JSON."""
+        """Return the grammar of calls, or of JSON with frames around it."""
         grammar = super().or_content(functions, schema, only_one=only_one)
         return grammar.replace("start: calls | content", f"start: calls | {self._framed('content')}", 1)
 
     def content(self, schema: str) -> str | None:
-        """Return the grammar of an answer that is JSON of a schema, with marks around it."""
+        """Return the grammar of an answer that is JSON of a schema with frames around it; None without frames."""
         if not self.frames:
             return None
         return f"start: {self._framed('content')}\ncontent: {lark_json(schema)}\n{self._frame_rule()}"
@@ -95,7 +95,7 @@ class SectionFormat(ToolFormat):
         return f"frame: {' | '.join(map(self._literal, self.frames))}" if self.frames else ""
 
     def _text_and(self, rule: str, mark: str) -> str:
-        """Return a rule of text and a mark behind it."""
+        """Return a rule of text and a mark after it."""
         first, *_ = self._pieces(mark)
         is_token = first in self.markers and self._spell(first) is not None
         return f"{rule}{'' if is_token else '[lazy]'}: TEXT {self._literal(mark) if is_token else json_text(mark)}"
@@ -106,7 +106,7 @@ class SectionFormat(ToolFormat):
 
 
 class SectionParser(ToolParser):
-    """Reads sections: each has a call at least, or it is content."""
+    """Reads sections. A section without a call is content."""
 
     def __init__(self, form: SectionFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(functions, only_one=only_one)
@@ -118,7 +118,7 @@ class SectionParser(ToolParser):
         is_list_end = form.closes.lstrip().startswith("]")
         self._closes = form.closes.replace("]", "] ", 1) if is_list_end else form.closes
         self._one_each = form.one_each
-        self._is_list = not form.one_each and not form.call_opens  # of calls without marks of their own
+        self._is_list = not form.one_each and not form.call_opens  # the calls have no marks of their own
         self._ends = ending(self._closes, form.opener, *form.strays)
         marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)
         self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is no mark
@@ -147,12 +147,12 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """Note the end of a call, or of a broken member of a list."""
+        """Handle the end of a call, or of a broken member of a list. The default does nothing."""
 
     def _skips_broken_member(self) -> Wait[bool]:
-        """Go to the end of the member of a list that was no call: it is content, and further calls may follow.
+        """Emit the member of a list that is not a call as content; further calls may follow it.
 
-        Returns False if its end is not certain: a call that may be part of a string is never read.
+        Returns False if its end is not certain, because a call that may be part of a string is never read.
         """
         while not self._is_over:  # the rest is read once, and not with each piece
             yield
@@ -164,7 +164,7 @@ class SectionParser(ToolParser):
         return True
 
     def _goes_on(self) -> Wait[bool]:
-        """Go to a further call of the section, if there is one."""
+        """Go to the next call of the section. Returns False if there is none."""
         yield from self._skip_space()
         if not self._between:
             return bool(self._call_opens) and (yield from self._takes_all(self._call_opens))
@@ -178,7 +178,10 @@ class SectionParser(ToolParser):
         self._drop()
 
     def _takes_all(self, *marks: str) -> Wait[bool]:
-        """Go behind marks, whatever white space stands in them and in front; drop them where the answer was cut off."""
+        """Skip marks with any white space in and before them; drop an incomplete mark if the answer was cut off there.
+
+        Returns whether all marks came.
+        """
         for mark in (word for each in marks for word in each.split()):
             yield from self._skip_space()
             if not (yield from self._takes(mark)):
@@ -187,11 +190,11 @@ class SectionParser(ToolParser):
         return True
 
     def _call_steps(self, call: Call) -> Wait[None]:
-        """Read a call behind what opens it. Raises `MalformedError`."""
+        """Read a call after its opening mark. Raises `MalformedError`."""
         raise NotImplementedError
 
     def _head(self, marker: str) -> Wait[str]:
-        """Return what stands before a mark, and go behind that. Raises `MalformedError` where it is far away."""
+        """Return the text before a mark, and skip both. Raises `MalformedError` above `MAX_HEAD_CHARS`."""
         while True:
             most = self._position + MAX_HEAD_CHARS + len(marker)
             end = self._text.find(marker, self._position, most)

@@ -1,4 +1,4 @@
-"""Code in Markdown: text between backticks, where what looks like a call is an example."""
+"""Find code in Markdown: a call between backticks is an example, not a call."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _ONE = r"`(\n|[^`\n]+[`\n])"
 _TWO = r"``(\n|[^`\n]([^`\n]|`[^`\n])*(``|`?\n))"
 _THREE = r"```([^`]|`[^`]|``[^`])*```"
 CODE = f"({_ONE}|{_TWO}|{_THREE})"
-"""A regular expression, for grammars as well: one or two backticks are closed by as many, or by the end of their line;
-three by three."""
+"""A regular expression of code, also used in grammars. One or two backticks are closed by the same number or by the end
+of their line, three by three."""
 OUTSIDE = f"([^`]|{CODE})*"
 """Text that does not end within code."""
 _PIECES = re.compile(r"`|\n|[^`\n]+")
@@ -17,20 +17,20 @@ _FENCE = 3
 
 
 class CodeSpans:
-    """Reads a text piece by piece. last: its last character, "" at its beginning."""
+    """Reads a text piece by piece. last: its last character, "" if there is no text yet."""
 
     def __init__(self) -> None:
         self.last = ""
-        self._num_open = 0  # backticks that code was opened with
-        self._num_seen = 0  # at the end of the text, that open or close nothing yet
+        self._num_open = 0  # backticks that opened the code
+        self._num_seen = 0  # backticks at the end of the text that have not opened or closed code yet
 
     @property
     def is_outside(self) -> bool:
-        """Whether what follows, other than a backtick, is no code."""
+        """Whether the next character, if it is not a backtick, is outside of code."""
         return not self._num_open and not self._num_seen
 
     def feed(self, text: str) -> None:
-        """Take some more text."""
+        """Add text."""
         self.last = text[-1:] or self.last
         for piece in _PIECES.findall(text):
             if piece == "`":

@@ -38,15 +38,15 @@ class GemmaFormat(SectionFormat):
     opener, opens, closes, one_each = "<|tool_call>", "<|tool_call>call:", "<tool_call|>", True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> GemmaParser:
-        """Return what reads such values."""
+        """Return a parser of such calls."""
         return GemmaParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
-        """Return a name and a value."""
+        """Return a call's name and its arguments."""
         return name + _written(arguments)
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """A value for each name; objects whose properties are not said, and values of several types, are any."""
+        """Return a rule for each function. Objects without known properties and values of several types are free."""
         quote = self._marker(QUOTE)
         is_token = not quote.startswith('"')
         text = f"TEXTS: /(.|\\n)*/ {FEW_BLANKS}" + (f" & ~/(.|\\n)*{pattern(QUOTE)}(.|\\n)*/" if is_token else "")
@@ -65,7 +65,7 @@ class GemmaFormat(SectionFormat):
         return "\n".join(rules)
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
-        """Return the rules of a value, of which the first has the place's name."""
+        """Return the rules of a value. The first rule is `value<place>`."""
         schema = merged(part, root)
         kinds = types_of(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -82,7 +82,7 @@ class GemmaFormat(SectionFormat):
         return [f"value{place}: {known.get(kinds, 'any')}"]
 
     def _object(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """Return the rules of an object, with those of each of its options."""
+        """Return the rules of an object and of its options. The first rule is `value<place>`."""
         options = alternatives(schema, root)
         if len(options) == 1:
             return self._object_of(place, options[0], root)
@@ -116,7 +116,7 @@ def _written(value: Any) -> str:
 
 
 class GemmaParser(ValueParser):
-    """Reads them. Strings in JSON's quotes are accepted, too."""
+    """Reads Gemma's calls. Strings in JSON's quotes are accepted as well."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -192,7 +192,7 @@ class GemmaParser(ValueParser):
         self._say_closed(call)
 
     def _quoted(self, call: Call | None) -> Wait[str]:
-        """Read a string, and tell it as it comes, or return it as JSON where it is told to nobody."""
+        """Read a string. Emit it piece by piece as a value of the call; without a call, return it as JSON."""
         if not (yield from self._takes_all(QUOTE)):
             raise MalformedError
         self._drop()

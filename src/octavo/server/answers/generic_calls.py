@@ -1,4 +1,4 @@
-"""Tool calls of models whose chat template knows no tools.
+"""Tool calls of models with a chat template that does not support tools.
 
 A system message describes the tools, and a grammar makes every answer an object: `{"tool_call": {...}}`, or
 `{"response": "..."}` for the user. The history has the same form. llama.cpp does the same for such models.
@@ -39,7 +39,7 @@ class GenericFormat(ToolFormat):
     describes_tools = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return what reads the object."""
+        """Return a parser of the object."""
         return _GenericParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -63,9 +63,9 @@ class GenericFormat(ToolFormat):
     def messages_with_tools(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool
     ) -> list[dict[str, Any]]:
-        """Return messages that any template can show: calls and their results are text, a system message has the tools.
+        """Return messages for any template: calls and results are text, and a system message describes the tools.
 
-        tools: as templates read them.
+        tools: in the form that templates read.
         """
         names: dict[str, str] = {}
         history = [_as_text(message, names) for message in messages]
@@ -79,13 +79,13 @@ class GenericFormat(ToolFormat):
 
 
 def _calls(only_one: bool) -> str:
-    """Return how a grammar names an object with calls."""
+    """Return a grammar's expression for an object with calls."""
     one, several = _member(_CALL, "call"), _member(_CALLS, '"[" call (COMMA call)* "]"')
     return one if only_one else f"({one} | {several})"
 
 
 def _member(key: str, rule: str) -> str:
-    """Return how a grammar names an object of one member."""
+    """Return a grammar's expression for an object of one member."""
     return f'"{{" {json.dumps(json.dumps(key))} COLON {rule} "}}"'
 
 
@@ -105,7 +105,7 @@ def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one
 
 
 def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return a message without calls and results, which its text has. Mutated: names, of the calls by their ids."""
+    """Return a message with its calls or result written as text. Mutated: names, the id of each call -> its name."""
     if message["role"] == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
         result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}
@@ -134,9 +134,9 @@ def _with_text(content: Any, text: str) -> str:
 
 
 class _GenericParser(ToolParser):
-    """Reads the object. The text for the user is emitted as it comes; an answer that is no such object is content."""
+    """Reads the object. The text for the user is emitted piece by piece. An answer of another form is content."""
 
-    _is_content = False  # what `_value` reads
+    _is_content = False  # whether the text that `_value` reads is content
 
     def _read(self) -> Wait[None]:
         try:
@@ -145,7 +145,7 @@ class _GenericParser(ToolParser):
             is_read = self._is_at_cut()
         if not is_read:
             yield from self._rest_is_content()
-        while True:  # what closes the object
+        while True:  # drop the end of the object
             self._position = len(self._text)
             self._drop()
             if self._is_over:
@@ -153,7 +153,7 @@ class _GenericParser(ToolParser):
             yield
 
     def _object(self) -> Wait[bool]:
-        """Read the object; False if it is another one. Raises `MalformedError`."""
+        """Read the object. Returns False if it is of another form. Raises `MalformedError`."""
         match (yield from self._key()):
             case "response":
                 yield from self._response()
@@ -188,7 +188,7 @@ class _GenericParser(ToolParser):
             self._position += 1
 
     def _response(self) -> Wait[None]:
-        """Emit the text for the user, or JSON in its place, as it comes."""
+        """Emit the text for the user, or JSON in its place, piece by piece."""
         if (yield from self._peek()) == '"':
             self._position += 1
             self._drop()
@@ -233,5 +233,5 @@ class _GenericParser(ToolParser):
 
 
 def _is_half(escape: str) -> bool:
-    """Return True if an escape is the first of two surrogates."""
+    """Return True if an escape is the first surrogate of a pair."""
     return len(escape) == 6 and escape[2:4].lower() in {"d8", "d9", "da", "db"}

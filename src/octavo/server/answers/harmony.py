@@ -1,4 +1,4 @@
-"""The messages of gpt-oss: each says in its head whether it is reasoning, content or a call of a tool."""
+"""The messages of gpt-oss: the head of a message marks it as reasoning, content or a tool call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHANNEL = re.compile(rf"(?:<\|channel\|>|^)\s*({'|'.join(_CHANNELS)})\b")
 
 
 class HarmonyFormat(ToolFormat):
-    """A call is a message to a function; what ends it ends the answer, so there is one."""
+    """A call is a message to a function. Its end mark ends the answer, so an answer has one call."""
 
     name = "openai"
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
@@ -35,31 +35,31 @@ class HarmonyFormat(ToolFormat):
     frames_content = reads_reasoning = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> HarmonyParser:
-        """Return what reads messages."""
+        """Return a parser of messages."""
         return HarmonyParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Messages, as the model is told to write them."""
+        """Return messages as the models write them, which is not the templates' spelling (see `shows`)."""
         return "<|start|>assistant".join(
             f"{self._head(name)}{json_text(arguments)}<|call|>" for name, arguments in calls
         )
 
     def shows(self, text: str, name: str) -> bool:
-        """Chat templates write a recipient before the channel, models behind it."""
+        """Return whether a text has a call in the templates' spelling: the recipient before the channel, not after."""
         return f"to=functions.{name}<|channel|>commentary" in text
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Messages to functions."""
+        """Return the grammar of messages to functions."""
         return f"start: begun? {self._calls(functions, only_one=only_one)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """A message to the user, or messages to functions; text without a head is one to the user."""
+        """Return the grammar of a message to the user, with or without a head, or of messages to functions."""
         start = f"start: TEXT | begun? {self._literal('<|channel|>final' + _MESSAGE)} SAID | begun? "
         texts = f"TEXT: /([^< \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS}\nSAID: /(.|\\n)*/ {FEW_BLANKS}"
         return f"{start}{self._calls(functions, only_one=only_one)}\n{texts}"
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """The JSON is a message to the user."""
+        """Return the grammar of messages to functions, or of JSON as a message to the user."""
         start = f"start: begun? {self._literal('<|channel|>final' + _MESSAGE)} content | {lark_json(schema)} | begun? "
         return f"{start}{self._calls(functions, only_one=only_one)}\ncontent: {lark_json(schema)}"
 
@@ -86,7 +86,7 @@ class HarmonyFormat(ToolFormat):
 
 
 class HarmonyParser(MessageParser):
-    """Reads them."""
+    """Reads the messages of gpt-oss."""
 
     begins = (
         *("<|start|>", "<|channel|>", "to=", _MESSAGE),
@@ -104,7 +104,7 @@ class HarmonyParser(MessageParser):
         return name, "reasoning" if channel is not None and channel.group(1) == "analysis" else "content"
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """A channel without `<|message|>` is enough for text to the user and for reasoning."""
+        """Return the length and the kind of a head without `<|message|>`: a channel without a recipient is enough."""
         found = _BARE_HEAD.match(self._text)
         if found is None:
             return None

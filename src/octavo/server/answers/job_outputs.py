@@ -1,4 +1,4 @@
-"""The outputs of a job's prompts, as they come."""
+"""The outputs of a job's prompts, in order of arrival."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Outputs: TypeAlias = "AsyncGenerator[RequestOutput, None] | MergedOutputs"  # one reader; closing it aborts the rest
 
-_MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
+_MERGED = 16  # outputs in the queue between streams and reader; the streams have their own limits on unread outputs
 _ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
     ErrorCode.DEADLINE_PASSED: DeadlineError,
     ErrorCode.GRAMMAR_EXCEEDED: partial(RequestError, parameter="structured_outputs"),
@@ -42,12 +42,11 @@ def error_of(output: RequestOutput) -> OctavoError | None:
 
 
 def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
-    """Return the outputs of all prompts as they come; as many run at once as the job's place has streams for.
+    """Return the outputs of all prompts in order of arrival. The job's place limits how many prompts run in parallel.
 
-    usage: counts the last output of a request that failed or was cut off; the reader counts all others.
-    Reading raises `ExecutionError` for a request that failed, `DeadlineError` for one that took too long,
-    `RequestError` for one whose grammar failed, `AuthenticationError` or `ServerClosingError` for one that ends with
-    its key or with the server.
+    usage: counts the last output of a request that failed or was cut off; the reader counts all other outputs.
+    Reading raises `ExecutionError` if a request failed, `DeadlineError` if it took too long, `RequestError` if its
+    grammar failed, `AuthenticationError` if its key was removed, and `ServerClosingError` if the server stopped.
     """
     with spelling(job.spelled):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
@@ -66,9 +65,9 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
 
 
 class MergedOutputs:
-    """The outputs of several streams as they come; the first error ends them all.
+    """Merges the outputs of several streams in order of arrival. The first error ends them all.
 
-    at_once: the next stream is begun when fewer than this number are open.
+    at_once: the maximum number of open streams.
     """
 
     def __init__(self, streams: Sequence[AsyncGenerator[RequestOutput, None]], *, at_once: int) -> None:
@@ -104,7 +103,7 @@ class MergedOutputs:
 async def _pump(
     waiting: Iterator[AsyncGenerator[RequestOutput, None]], queue: asyncio.Queue[RequestOutput | BaseException | None]
 ) -> None:
-    """Put the outputs of one stream after the other into a queue; at last an error, or None."""
+    """Put the outputs of one stream after the other into a queue, and then an error, or None at the end."""
     try:
         for stream in waiting:
             async with aclosing(stream):

@@ -1,4 +1,4 @@
-"""What is to be answered, and how an API spells what comes of it."""
+"""A request to answer, and the protocols by which an API writes its answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How a stream is sent. keep_alive: what is sent where nothing is told for long, and tells a client nothing."""
+    """How a stream is sent. keep_alive: bytes without meaning, sent when there was no event for a long time."""
 
     media_type: str
     keep_alive: bytes
@@ -41,11 +41,12 @@ LINES = StreamForm("application/x-ndjson", b" ")  # a blank before the next line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to be answered. `model` is the name to answer under, `place` what it holds until it is.
+    """A request to answer.
 
-    counts_completions: whether tokens of answers count as such; of prompts that are only scored there are none.
-    deadline: on the clock of the event loop. spelled: the engine's name of a parameter -> the one that the client used.
-    check: called with each prompt once it is tokenized; raises `RequestError` to refuse it.
+    model: the name in the answer. place: the permit that the job holds until it is answered.
+    counts_completions: whether generated tokens count as completion tokens; prompts that are only scored have none.
+    deadline: on the clock of the event loop. spelled: the engine's name of a parameter -> the client's name of it.
+    check: called with each prompt after it is tokenized; raises `RequestError` to refuse it.
     """
 
     request_id: str
@@ -66,7 +67,7 @@ class Job:
 
     def __post_init__(self) -> None:
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = copy(self.params)  # which were checked when they were made
+        params = copy(self.params)  # skips the checks, which passed when `params` was made
         params.output_kind = kind
         object.__setattr__(self, "params", params)
 
@@ -77,9 +78,9 @@ class Job:
         return [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
 
 
-@dataclass(slots=True)  # frozen, it would take twice as long to make: there is one for each token
+@dataclass(slots=True)  # not frozen: that would double the time to create one, and there is one for each token
 class ChoiceUpdate:
-    """News of one choice: `completion` holds its new text and tokens. `choice` counts over all prompts."""
+    """New text and tokens of one choice, in `completion`. choice: the index over all prompts."""
 
     choice: int
     is_first: bool
@@ -88,7 +89,7 @@ class ChoiceUpdate:
 
 
 class WholeReply(Protocol):
-    """How one API spells outputs when all of them are there."""
+    """How one API writes complete outputs."""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct | Sequence[msgspec.Struct]:
         """Return the whole answer; there is one output for each prompt."""
@@ -96,10 +97,10 @@ class WholeReply(Protocol):
 
 
 class Reply(WholeReply, Protocol):
-    """How one API spells outputs: whole, or as the events of a stream."""
+    """How one API writes outputs: whole, or as the events of a stream."""
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the events of some update; none where they tell a client nothing. usage: if counts go with each."""
+        """Return the events of an update; b"" if the client needs none. usage: None if events have no counts."""
         ...
 
     def end(self, usage: Usage) -> bytes:
@@ -112,15 +113,15 @@ class Reply(WholeReply, Protocol):
 
 
 def event(data: Any, kind: str | None = None) -> bytes:
-    """Spell a server-sent event."""
+    """Encode a server-sent event."""
     return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + encoder.encode(data) + b"\n\n"
 
 
 def line(data: Any) -> bytes:
-    """Spell an event of a stream of lines."""
+    """Encode an event of a stream of lines."""
     return encoder.encode(data) + b"\n"
 
 
 def json_response(told: Any) -> Response:
-    """Answer with an object that is small."""
+    """Return a response with a small object, which is encoded in the event loop."""
     return Response(encoder.encode(told), media_type="application/json")

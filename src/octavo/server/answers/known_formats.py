@@ -1,4 +1,4 @@
-"""The ways of writing calls of tools that are known, and which of them a model's chat templates show."""
+"""The known formats of tool calls, and detection of the format that a model's chat templates show."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ FORMATS: tuple[type[ToolFormat], ...] = (
 _PROBE = (template_probe.NAME, template_probe.ARGUMENTS)
 _AS_CLIENTS = '"function": {'
 
-# Texts of templates that tell how calls are written and do not show any: all of them stand in the template.
+# Texts of templates that describe the format without writing a call; a template must contain all texts of an entry.
 _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
     (("<tool_call>", "<function=", "<parameter="), tagged_calls.Qwen3CoderFormat),
     (("<tool_call>", "<arg_key>"), tagged_calls.GLMFormat),
@@ -97,8 +97,9 @@ def find_tool_format(
 ) -> ToolFormat | None:
     """Return the format of a name; for "auto" the one that chat templates show, or the generic one if they show none.
 
-    written: how the templates write `template_probe.CALL`. Of several formats of one name the one that they show is
-    returned, or the first. None is returned for "none", and for "auto" without a chat template.
+    wanted: a name, "auto" or "none". written: the call of `octavo.server.answers.template_probe` as the templates write
+    it. spell: see `ToolFormat`. If several formats have the name, return the one that the templates show, or the first.
+    Returns None for "none", and for "auto" without a chat template.
     """
     if wanted == "none":
         return None
@@ -112,9 +113,9 @@ def find_tool_format(
 
 
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
-    """Return the format that a call is written in to the letter, else one that reads it.
+    """Return the format that writes exactly the templates' call, or else the first one that reads it.
 
-    Where templates write none, or only as clients do, it is the one that they tell of.
+    If the templates write no call, or write it in the clients' JSON, return the format that they describe.
     """
     if written is not None and template_probe.NAME in written and _AS_CLIENTS not in written:
         tests = (_is_written, _is_read)

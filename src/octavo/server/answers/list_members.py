@@ -1,4 +1,4 @@
-"""Finds the end of a member of a list of calls that cannot be read as a call."""
+"""Find the end of a member that cannot be read as a call in a list of calls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _CLOSERS = {"[": "]", "{": "}", "(": ")"}
 
 
 def member_end(text: str) -> int | None:
-    """Return the length of the object, or of the call in Python, that a text begins with; None if it is not certain.
+    """Return the length of the object or Python call at the beginning of a text; None if it is not certain.
 
-    A quote within a string may not be escaped, so that the string seems to end before it does. Therefore each string
-    must stand between marks of the notation, and brackets must match.
+    If a quote within a string is not escaped, the string seems to end too early. Therefore each string must be between
+    marks of the notation, and brackets must match.
     """
     stack, place, last = list[str](), 0, 0
     while (found := _STOP.search(text, place)) is not None:

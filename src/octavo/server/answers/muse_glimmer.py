@@ -1,4 +1,4 @@
-"""Muse Glimmer's answers: messages with recipients; one to a function has its call in tags."""
+"""Muse Glimmer's answers: messages with recipients. A message to a function has its call in tags."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RECIPIENT = re.compile(r"\bto=(\S+?)\s*(?=<\||$)")
 
 
 class MuseGlimmerFormat(TaggedFormat):
-    """The prompt ends with `<|start|>assistant`, so that answers begin with ` to=`."""
+    """The prompt ends with `<|start|>assistant`, so answers begin with ` to=`."""
 
     name = "muse_glimmer"
     markers = (
@@ -46,7 +46,7 @@ class MuseGlimmerFormat(TaggedFormat):
     value_closes, argument_closes = "</atem:parameter>", "\n"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> MuseGlimmerParser:
-        """Return what reads messages."""
+        """Return a parser of messages."""
         return MuseGlimmerParser(self, functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -56,11 +56,11 @@ class MuseGlimmerFormat(TaggedFormat):
         return f"<|eom|>{_BEGINS}".join(written) + "<|eot|>"
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Messages to functions."""
+        """Return the grammar of messages to functions."""
         return f"start: begun? messages\n{self._messages(functions, only_one=only_one)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """A message to the user, and messages to functions behind it or alone."""
+        """Return the grammar of a message to the user, messages to functions, or both in this order."""
         more = f"({self._literal(f'<|eom|>{_BEGINS}')} messages | end)?"
         start = f"TEXT | begun? user SAID {more} | begun? messages"
         said = f"SAID: /(.|\\n)*/ {FEW_BLANKS} & ~/(.|\\n)*<\\|eo(.|\\n)*/"
@@ -68,7 +68,7 @@ class MuseGlimmerFormat(TaggedFormat):
         return f"start: {start}\n{texts}\n{self._messages(functions, only_one=only_one)}"
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """The JSON is a message to the user."""
+        """Return the grammar of messages to functions, or of JSON as a message to the user."""
         start = f"start: begun? messages | (begun? user)? content end?\ncontent: {lark_json(schema)}"
         return f"{start}\n{self._messages(functions, only_one=only_one)}"
 
@@ -92,7 +92,7 @@ class MuseGlimmerFormat(TaggedFormat):
 
 
 class MuseGlimmerParser(MessageParser, TaggedParser):
-    """Reads them."""
+    """Reads Muse Glimmer's messages."""
 
     begins, head_closes, ends = ("<|start|>", "to="), _MESSAGE, _ENDS
 

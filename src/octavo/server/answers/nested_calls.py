@@ -1,4 +1,4 @@
-"""MiniMax M3's calls: values are tags within tags, each behind a mark."""
+"""MiniMax M3's calls: values are tags within tags, each after a mark."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MARK = "]<]minimax[>["
 _ITEM = "item"  # the tag of each item of a list
 _MAX_DEPTH = 64
 _ANY_TAG = "/[A-Za-z0-9_.$-]{1,64}/"
-_ANY_TEXT = "/[^\\]](.|\\n)*/"  # which cannot be taken for a tag where the mark is no token
+_ANY_TEXT = "/[^\\]](.|\\n)*/"  # cannot be read as a tag, even if the mark is not a token
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
 
 class MiniMaxM3Format(SectionFormat):
-    """Objects are tags of their keys, lists are tags `item`; other values stand as they are."""
+    """An object is a tag for each key, a list is a tag `item` for each item; other values are bare text."""
 
     name = "minimax_m3"
     markers = (MARK, "<tool_call>", "</tool_call>")
@@ -47,7 +47,7 @@ class MiniMaxM3Format(SectionFormat):
     named, call_closes = '">', f"{MARK}</invoke>"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> NestedParser:
-        """Return what reads nested tags."""
+        """Return a parser of nested tags."""
         return NestedParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
@@ -55,7 +55,7 @@ class MiniMaxM3Format(SectionFormat):
         return f"{self.call_opens}{name}{self.named}{_written(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Arguments in the order of the schema's properties; what a schema does not say is any value."""
+        """Return rules of arguments in the order of the schema's properties; parts without a schema are any value."""
         mark = self._marker(MARK)
         rules = [
             choice_of(len(functions)),
@@ -71,7 +71,7 @@ class MiniMaxM3Format(SectionFormat):
         return "\n".join(rules)
 
     def _members(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """Return the rules of an object's properties in their order, of which the first is `members<place>`."""
+        """Return the rules of an object's properties in their order. The first rule is `members<place>`."""
         options = alternatives(schema, root)
         if len(options) == 1:
             return self._members_of(place, options[0], root)
@@ -82,7 +82,7 @@ class MiniMaxM3Format(SectionFormat):
         return [f"members{place}: {' | '.join(f'members{here}' for here in places)}", *rules]
 
     def _members_of(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """Return the same for one merged schema."""
+        """Return the same as `_members` for one merged schema."""
         mark, named, required = self._marker(MARK), schema.get("properties"), schema.get("required")
         if not isinstance(named, dict) or not named:
             return [f"members{place}: {'tags?' if is_open(schema) else chr(34) * 2}"]
@@ -98,7 +98,7 @@ class MiniMaxM3Format(SectionFormat):
         return [f"members{place}: {' '.join(uses)}", *rules]
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
-        """Return the rules of a value and the mark behind it, of which the first is `value<place>`."""
+        """Return the rules of a value and the mark after it. The first rule is `value<place>`."""
         mark, schema = self._marker(MARK), merged(part, root)
         kinds = types_of(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -136,7 +136,7 @@ def _written(value: Any) -> str:
 
 
 class NestedParser(ValueParser):
-    """Reads tags within tags: what they are is what their schema says, and else what they look like."""
+    """Reads tags within tags. The schema decides the type of a value; without one, its form does."""
 
     def __init__(self, form: MiniMaxM3Format, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -153,7 +153,7 @@ class NestedParser(ValueParser):
         yield from self._arguments(call, self._object(call, "invoke", self._root, 0))
 
     def _object(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[None]:
-        """Read tags up to the end of the one around them, and tell an object."""
+        """Read tags up to the end of the enclosing tag, and emit an object."""
         self._say_opened("{", "}", call)
         separator = ""
         while key := (yield from self._next_tag(tag)):
@@ -163,7 +163,7 @@ class NestedParser(ValueParser):
         self._say_closed(call)
 
     def _items(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[None]:
-        """The same of the tags of a list."""
+        """Read the tags of a list's items up to the end of the enclosing tag, and emit the list."""
         self._say_opened("[", "]", call)
         items = schema.get("items")
         while key := (yield from self._next_tag(tag)):
@@ -172,7 +172,7 @@ class NestedParser(ValueParser):
         self._say_closed(call)
 
     def _next_tag(self, around: str) -> Wait[str]:
-        """Go behind a tag that opens and return its name; "" behind the end of the one around it."""
+        """Skip an opening tag and return its name; skip the end of the enclosing tag and return ""."""
         yield from self._skip_space()
         yield from self._expect(MARK)
         if (yield from self._takes(f"</{around}>")):
@@ -190,7 +190,7 @@ class NestedParser(ValueParser):
         closes = f"{MARK}</{tag}>"
         if is_text(schema, self._root):
             self._say_opened('"', '"', call)
-            self._open = self._open[1:]  # which the text closes itself
+            self._open = self._open[1:]  # `_text_value` emits the closing quote
             self._held_piece = ""
             yield from self._text_value(call, MarkEnd(closes), is_padded=False)
             return True
@@ -213,7 +213,7 @@ class NestedParser(ValueParser):
         return written is not None
 
     def _opened_tag(self) -> Wait[str | None]:
-        """Return the name of the tag that comes, and stay in front of it; None where a text comes, or an end."""
+        """Return the name of the next opening tag without skipping it; None if text or a closing tag is next."""
         yield from self._skip_space()
         place = self._position
         name = None

@@ -1,4 +1,4 @@
-"""Families whose calls are JSON objects with a name and arguments, in a list or one by one."""
+"""Call formats in which a call is a JSON object with a name and arguments, in a list or one by one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class ObjectFormat(SectionFormat):
-    """Objects. id_key: what an object begins with, where it counts the calls in there."""
+    """Calls are JSON objects. id_key: the first key of an object if the format numbers its calls; None if not."""
 
     name_key: ClassVar[str] = "name"
     arguments_key: ClassVar[str] = "arguments"
     id_key: ClassVar[str | None] = None
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ObjectParser:
-        """Return what reads objects."""
+        """Return a parser of objects."""
         return ObjectParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
@@ -34,14 +34,14 @@ class ObjectFormat(SectionFormat):
         return json_text({**counted, self.name_key: name, self.arguments_key: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Rules of objects."""
+        """Return the rules of objects."""
         id_key = json.dumps(json.dumps(self.id_key))
         counted = "" if self.id_key is None else f'{id_key} COLON /"[0-9]{{1,3}}"/ COMMA '
         return object_rules(functions, self.name_key, self.arguments_key, counted)
 
 
 class ObjectParser(SectionParser):
-    """Reads them."""
+    """Reads calls that are JSON objects."""
 
     def __init__(self, form: ObjectFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -54,12 +54,12 @@ class ObjectParser(SectionParser):
         yield from self._members(call)
 
     def _goes_on(self) -> Wait[bool]:
-        """Where no mark stands between calls, an object is one."""
+        """Go to the next call; if the format has no mark between calls, any object is the next call."""
         return (yield from super()._goes_on()) if self._between else (yield from self._skip_space()) == "{"
 
 
 class GraniteFormat(ObjectFormat):
-    """Granite 3: a list behind a mark."""
+    """Granite 3: a list after a mark."""
 
     name = "granite"
     markers = ("<|tool_call|>",)
@@ -67,7 +67,7 @@ class GraniteFormat(ObjectFormat):
 
 
 class Phi4MiniFormat(ObjectFormat):
-    """Phi-4-mini: a list between marks, or behind a word."""
+    """Phi-4-mini: a list between marks, or after a word."""
 
     name = "phi4_mini_json"
     markers = ("<|tool_call|>", "<|/tool_call|>")
@@ -76,7 +76,7 @@ class Phi4MiniFormat(ObjectFormat):
 
 
 class FunctoolsFormat(ObjectFormat):
-    """Firefunction 2: a list behind a word."""
+    """Firefunction 2: a list after a word."""
 
     name = "functools"
     markers = ()
@@ -108,7 +108,7 @@ class MiniMaxM1Format(ObjectFormat):
 
 
 class CohereFormat(ObjectFormat):
-    """Command R7B and Command A: a list between marks, whose calls are counted."""
+    """Command R7B and Command A: a list of numbered calls between marks."""
 
     name = "cohere_command3"
     markers = ("<|START_ACTION|>", "<|END_ACTION|>")
@@ -118,7 +118,7 @@ class CohereFormat(ObjectFormat):
 
 
 class CommandRFormat(ObjectFormat):
-    """Command R and R+: a list in a block of code behind a word."""
+    """Command R and R+: a list in a block of code after a word."""
 
     name = "command_r"
     markers = ()
@@ -128,7 +128,7 @@ class CommandRFormat(ObjectFormat):
 
 
 class GigaChat3Format(ObjectFormat):
-    """GigaChat 3.1: one object behind a mark."""
+    """GigaChat 3.1: one object after a mark."""
 
     name = "gigachat3"
     markers = ("<|function_call|>",)
@@ -144,14 +144,14 @@ class OldGigaChat3Format(ObjectFormat):
 
 
 class ApertusFormat(SectionFormat):
-    """Apertus: a list between marks, of objects whose one key is the name."""
+    """Apertus: a list between marks; the only key of each object is the tool's name."""
 
     name = "apertus"
     markers = ("<|tools_prefix|>", "<|tools_suffix|>")
     opener, opens, between, closes = "<|tools_prefix|>", "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> SectionParser:
-        """Return what reads such objects."""
+        """Return a parser of such objects."""
         return _KeyedParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
@@ -159,7 +159,7 @@ class ApertusFormat(SectionFormat):
         return json_text({name: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """A rule for each name."""
+        """Return a rule for each name."""
         rules = [choice_of(len(functions)), "COLON: /: ?/"]
         for index, function in enumerate(functions):
             name = json.dumps(json.dumps(function.name))

@@ -1,7 +1,7 @@
-"""What an answer's text is made of: reasoning, content, and calls of tools, told apart while it comes.
+"""Split an answer's text into reasoning, content and tool calls while it arrives.
 
-The parts of an answer are a function of its text alone, however it was cut into pieces: whole answers and streams go
-through the same parsers.
+The parts of an answer depend on its text only, not on the pieces in which it arrives. Whole answers and streams use the
+same parsers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from octavo.engine.stop_strings import num_held_back_chars
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-MAX_HELD_SPACE = 256  # characters of white space that wait for what follows; more of it is text
-MAX_BLANKS = 8  # that stand behind each other in the beginning of a call within a text
+MAX_HELD_SPACE = 256  # characters of white space held back until the next text is known; more of it is text
+MAX_BLANKS = 8  # consecutive blanks in the head of a call within a text
 _BLANKS = " \t\r\n"
 
 PartKind = Literal["content", "reasoning", "call", "arguments"]
@@ -26,9 +26,10 @@ PartKind = Literal["content", "reasoning", "call", "arguments"]
 class Part:
     """A piece of an answer.
 
-    content, reasoning: some more text of it. call: a call of a tool begins, text is the tool's name. arguments: some
-    more of a call's arguments, as the model wrote them: JSON, if nothing cut it off. call: counts an answer's calls.
-    start: the characters in front of it in the answer; content and reasoning begin there, a call there or behind.
+    kind: `content` and `reasoning` have more text of that kind. `call` begins a tool call, and its text is the tool's
+    name. `arguments` has the next piece of a call's arguments. They are JSON as the model wrote it, incomplete if the
+    answer was cut off, and broken if a long call broke. call: the call's index in the answer. start: the number of
+    characters before the part in the answer; content and reasoning begin exactly there, a call may begin later.
     """
 
     kind: PartKind
@@ -41,7 +42,8 @@ class Part:
 class ReasoningForm:
     """How a family of models marks its reasoning.
 
-    name: what it is chosen by. is_told_by_opens: other templates show what closes it, too.
+    name: the name in the server's option. is_told_by_opens: a template has this form if it contains `opens`, because
+    templates of other families contain `closes` as well.
     """
 
     name: str
@@ -54,14 +56,14 @@ THINK = ReasoningForm("think", "<think>", "</think>")
 
 
 class AnswerParser(Protocol):
-    """Takes the text of one answer, piece by piece."""
+    """Parses the text of one answer, piece by piece."""
 
     def feed(self, text: str) -> list[Part]:
-        """Take some more text; return what is certain now."""
+        """Add text; return the parts that are certain now."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Return what was held back; of an answer that was cut off not what only begins a marker or a call."""
+        """Flush the buffered text. If the answer was cut off, drop an incomplete marker or head of a call."""
         ...
 
 
@@ -85,18 +87,18 @@ def _go_together(part: Part, following: Part) -> bool:
 
 
 def without_space(text: str) -> int:
-    """Return where the white space at the end of a text begins, as far as it is held back."""
+    """Return the length of a text without the white space at its end; at most `MAX_HELD_SPACE` of it is held back."""
     return max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
 
 
 class Heads:
-    """Texts that calls begin with, without blanks: few of these may stand between their characters."""
+    """Texts that begin calls, written without blanks. Up to `MAX_BLANKS` blanks may separate two characters."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = sorted(texts)
 
     def stand_at(self, text: str, start: int) -> bool | None:
-        """Whether a text has one of them at some place; None where that is not known before there is more text."""
+        """Return whether one of the texts begins at an index; None if more text is needed."""
         seen, num_blanks = "", 0
         for place in range(start, len(text)):
             is_blank = text[place] in _BLANKS
@@ -111,7 +113,7 @@ class Heads:
 
 
 class PlainParser:
-    """All text is content."""
+    """Treats all text as content."""
 
     def __init__(self) -> None:
         self._num_chars = 0
@@ -122,16 +124,16 @@ class PlainParser:
         return [Part("content", text, start=start)] if text else []
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:  # noqa: ARG002 - the signature is the protocol's
-        """Nothing is held back."""
+        """Return nothing: no text is held back."""
         return []
 
 
 class ReasoningParser:
-    """Splits off what stands between two marks at an answer's beginning.
+    """Splits off the reasoning between two marks at an answer's beginning.
 
-    behind: takes the text that follows. is_open: the prompt ends with the first one, so the answer begins with
-    reasoning. White space around both is nobody's, up to `MAX_HELD_SPACE`. interrupts: marks that end reasoning as
-    well where one of these stands behind them; they belong to the text that follows.
+    behind: the parser of the text after the reasoning. is_open: the prompt ends with the opening mark, so the answer
+    begins with reasoning. interrupts: marks that also end the reasoning if one of their heads follows; they belong to
+    the text after it. White space around both marks is dropped, up to `MAX_HELD_SPACE` characters before a mark.
     """
 
     def __init__(
@@ -149,12 +151,12 @@ class ReasoningParser:
         self._place: Literal["before", "inside", "after", "behind"] = "inside" if is_open else "before"
         self._pending = ""
         self._num_chars = 0  # of the whole text
-        self._num_chars_before = 0  # of what stands before the text behind
+        self._num_chars_before = 0  # before the text after the reasoning
         self._has_begun = False
         self._has_text_behind = False
 
     def feed(self, text: str) -> list[Part]:
-        """Take some more text."""
+        """Add text; return the parts that are certain now."""
         self._pending += text
         self._num_chars += len(text)
         parts: list[Part] = []
@@ -170,7 +172,7 @@ class ReasoningParser:
         return parts
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Return what was held back."""
+        """Flush the buffered text."""
         if is_cut and self._place in {"before", "inside"}:
             end, _ = self._end() if self._place == "inside" else (self._begun(self._form.opens), None)
             self._num_chars -= len(self._pending) - end
@@ -189,7 +191,7 @@ class ReasoningParser:
             self._place = "behind"
 
     def _take_reasoning(self, parts: list[Part]) -> None:
-        """Take what is certainly reasoning; white space and what may be the end are held back."""
+        """Emit the text that is certainly reasoning; hold back white space and a possible end mark."""
         if not self._has_begun:
             self._pending = self._pending.lstrip()
             self._has_begun = bool(self._pending)
@@ -202,7 +204,7 @@ class ReasoningParser:
             self._pending, self._place = rest, "after"
 
     def _end(self) -> tuple[int, str | None]:
-        """Return where reasoning ends, and by which mark; where text begins that may become one, and None."""
+        """Return the index and the mark that end the reasoning; without one, the index of a possible mark, and None."""
         start = 0
         while found := [(place, each) for each in self._ends if (place := self._pending.find(each, start)) >= 0]:
             place, mark = min(found)
@@ -214,12 +216,12 @@ class ReasoningParser:
         return self._begun(*self._ends), None
 
     def _begun(self, *marks: str) -> int:
-        """Return where the text begins at whose end one of these may stand."""
+        """Return the index at the end of the text from which one of these marks may begin."""
         return len(self._pending) - max(num_held_back_chars(self._pending, each) for each in marks)
 
     @property
     def _start(self) -> int:
-        """The characters in front of what is pending."""
+        """The number of characters before the pending text."""
         return self._num_chars - len(self._pending)
 
     def _feed_behind(self) -> list[Part]:
@@ -228,7 +230,7 @@ class ReasoningParser:
         return self._moved(self._behind.feed(self._take(len(self._pending))))
 
     def _moved(self, parts: list[Part]) -> list[Part]:
-        """Place what was read behind the reasoning in the whole text."""
+        """Make the starts of parts after the reasoning relative to the whole answer."""
         return [replace(part, start=part.start + self._num_chars_before) for part in parts]
 
     def _take(self, num_chars: int) -> str:

@@ -1,4 +1,4 @@
-"""A prompt that is computed for another engine: no answer comes of it, whichever API it was asked by."""
+"""Prompts that are computed for another engine. The response is the same for every API and has no answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Prefilled(Struct):
-    """What is told when all prompts of a request are computed."""
+    """The response when all prompts of a request are computed."""
 
     id: str
     model: str
@@ -27,17 +27,17 @@ class Prefilled(Struct):
 
 
 def prefill_of(job: Job) -> Job:
-    """Return a job that computes another one's prompts and nothing of its answers.
+    """Return a job that computes another job's prompts and nothing of its answers.
 
-    A model computes nothing without a next token: one of each prompt, which nobody sees. What shapes an answer (`n`,
-    stop strings, a grammar, log probabilities) is the other engine's alone.
+    A model computes a prompt only to sample a token, so each prompt gets one token, which is discarded. Parameters of
+    an answer (`n`, stop strings, a grammar, log probabilities) apply in the other engine only.
     """
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
     return replace(job, params=params, stream=False, counts_completions=False)
 
 
 class PrefillReply:
-    """Tells that prompts are computed, in the same words whatever was asked."""
+    """Writes the response after prompts are computed, in one form for all APIs."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

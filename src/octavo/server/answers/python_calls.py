@@ -1,4 +1,4 @@
-"""Families whose calls are a list of Python's: [name(key=value, ...), ...]."""
+"""Call formats in Python's syntax: a list [name(key=value, ...), ...]."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _BLANKS = r"[ \t\r\n]*"
 _KEY = r"""[^\s=,()\[\]{}"']+"""
-_BEFORE_LIST = rf"{OUTSIDE}({CODE}|[^`A-Za-z0-9_\])])"  # which is no subscript there, nor within code
+_BEFORE_LIST = rf"{OUTSIDE}({CODE}|[^`A-Za-z0-9_\])])"  # a bracket after this is not a subscript and not in code
 _NOTHING = '""'
 _WORDS: dict[Any, str] = {True: "True", False: "False", None: "None"}
 _WORDS_OF = {"boolean": ("True", "False"), "null": ("None",)}
 
 
 class PythonFormat(SectionFormat):
-    """Values are JSON, or Python's words for truth values and nothing; the parser reads Python's strings as well."""
+    """Values are JSON, or True, False and None. The parser reads Python's strings as well."""
 
     between: ClassVar[str] = ", "
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return what reads a list between marks."""
+        """Return a parser of a list between marks."""
         return PythonParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
-        """Return a call with names of arguments."""
+        """Return a call with keyword arguments."""
         written = [f"{key}={_value(value)}" for key, value in arguments.items()]
         return f"{name}({', '.join(written)})"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Arguments in the order of the schema's properties; of a schema without any, any arguments."""
+        """Return rules of arguments in the order of the schema's properties; without properties, of any arguments."""
         rules = [choice_of(len(functions)), "COMMA: /, ?/"]
         for index, function in enumerate(functions):
             found = [_argument_rules(place, each, function.parameters) for place, each in _options_of(index, function)]
@@ -58,13 +58,13 @@ def _value(value: Any) -> str:
 
 
 def _options_of(index: int, function: Function) -> list[tuple[str, dict[str, Any]]]:
-    """Return the merged schemas of a function's arguments, each with what tells its rules apart."""
+    """Return the merged schemas of a function's arguments, each with the infix of its rules' names."""
     options = alternatives(function.parameters, function.parameters)
     return [(f"{index}" if len(options) == 1 else f"{index}_o{number}", each) for number, each in enumerate(options)]
 
 
 def _argument_rules(place: str, schema: dict[str, Any], root: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the rule of all arguments of a call, and the rules that it uses. place: tells calls apart."""
+    """Return the expression for all arguments of a call, and its rules. place: names the call in the rules."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties.items()) if isinstance(properties, dict) else []
     if not named:
@@ -99,13 +99,14 @@ class PythonicFormat(PythonFormat):
     opener, opens, closes = "[", "[", "]"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return what reads an answer that is a list."""
+        """Return a parser of a list, alone or within text."""
         return PythonListParser(self, functions, only_one=only_one)
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """What begins like a list is one, and so is one within the text that begins with a call of a function.
+        """Return a grammar in which an answer that begins like a list is a list of calls.
 
-        That is certain behind the name of its first argument, or behind the end of a call without any.
+        Within text, a list is one of calls if it begins with a call of a function. That is certain after the name of
+        the call's first argument, or after the end of a call without arguments.
         """
         heads = [f"\\[{BLANKS_WITHIN}{pattern(each.name)}{BLANKS_WITHIN}\\(" for each in functions]
         is_call = f"{_BEFORE_LIST}({'|'.join(heads)}){_BLANKS}({_KEY}{_BLANKS}=|\\){_BLANKS}[,\\]])"
@@ -135,7 +136,7 @@ class PythonicFormat(PythonFormat):
 def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
     """Return patterns of the arguments that may come first, each with the rules of the text after its name.
 
-    schema: a merged one. place: as the rules of its arguments have it.
+    schema: a merged one. place: the infix of the names of its arguments' rules.
     """
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties) if isinstance(properties, dict) else []

@@ -1,4 +1,4 @@
-"""Reads calls that are written in Python, and emits their arguments as JSON. Nothing is evaluated."""
+"""Read calls in Python's syntax, and emit their arguments as JSON. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STARTS, _ENDS = "<|python_start|>", "<|python_end|>"
 
 
 class PythonParser(ValueParser):
-    """Reads a list between marks. Values are those that `ast` reads; each is emitted when it is complete."""
+    """Reads a list between marks. Values are the literals that `ast` reads; each is emitted when it is complete."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -36,7 +36,7 @@ class PythonParser(ValueParser):
         self._commit()
 
     def _goes_on(self) -> Wait[bool]:
-        """Calls on lines of their own have no mark between them."""
+        """Go to the next call. Calls on lines of their own have no mark between them."""
         if self._between:
             return (yield from super()._goes_on())
         char = yield from self._skip_space()
@@ -100,8 +100,8 @@ class PythonParser(ValueParser):
 class PythonListParser(PythonParser):
     """Reads lists of calls, between Llama 4's marks or without any.
 
-    Without marks it may be code. A list within a text begins with a known name, subscripts nothing, and stands outside
-    of Markdown's code; an argument has a name, or there is none.
+    A list without marks may be code. Within a text it must begin with a known name, must not be a subscript, and must
+    be outside of Markdown's code. Each of its calls must begin with a keyword argument or have no arguments.
     """
 
     _is_tagged = False
@@ -124,7 +124,7 @@ class PythonListParser(PythonParser):
                 self._tell_content()
 
     def _list(self) -> Wait[None]:
-        """Read calls behind the beginning of a list. Without marks it may be code: a broken member ends it."""
+        """Read calls after the beginning of a list. Without marks it may be code, so a broken member ends it."""
         self._is_list = self._is_tagged
         yield from self._calls()
 
@@ -145,7 +145,7 @@ class PythonListParser(PythonParser):
         yield from super()._call_steps(call)
 
     def _look_ahead(self) -> Wait[None]:
-        """Look whether what comes is a call. Raises `MalformedError` for other code."""
+        """Check that a call is next, without skipping it. Raises `MalformedError` for other code."""
         start = self._position
         yield from self._skip_space()
         yield from self._run(NAME)
@@ -171,7 +171,7 @@ class PythonListParser(PythonParser):
         super()._tell_content()
 
     def _is_cut_here(self) -> bool:
-        """A list without a tag is one of calls for certain only if it begins as one."""
+        """Return whether the answer was cut off within a call. A list without marks must begin like a list of calls."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
@@ -180,5 +180,8 @@ class PythonListParser(PythonParser):
 
 
 def _may_become(text: str, head: str) -> bool:
-    """Whether a text may go on as a call with this head: the first argument's name stands behind it, or its end."""
+    """Return whether a text may become a call with this head.
+
+    It may if it ends within the head, or if only letters of an argument's name or a closing bracket follow the head.
+    """
     return head.startswith(text) or (text.startswith(head) and _HEAD_END.fullmatch(text, len(head)) is not None)

@@ -1,4 +1,4 @@
-"""Reads calls that are tags, and tells their arguments as JSON: strings as they come, others when they are whole."""
+"""Read calls made of tags and emit their arguments as JSON: strings piece by piece, other values when complete."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 
 
 class TaggedParser(ValueParser):
-    """Reads calls in tags. A call ends with its own closing tag; after an argument, with its section's as well.
+    """Reads calls in tags.
 
-    So does a call of a function without parameters. Otherwise it is text.
+    A call ends with its own closing tag. The closing tag of the section also ends a call that has an argument, and a
+    call of a function without parameters. Any other call is text.
     """
 
-    _given: set[str]  # the names of the arguments that the call has so far; empty once it has ended
+    _given: set[str]  # the names of the call's arguments so far; empty after the call has ended
 
     def __init__(self, form: TaggedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -36,7 +37,7 @@ class TaggedParser(ValueParser):
         self._parameters = {each.name: each.parameters for each in functions}
         closes = form.closes if form.one_each else ""
         opens = form.opener if closes else form.call_opens or form.opener
-        self._pair = opens.strip(), (closes or form.call_closes).strip()  # what a call begins and ends with
+        self._pair = opens.strip(), (closes or form.call_closes).strip()  # the first and the last mark of a call
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
         self._given = set()
@@ -58,7 +59,7 @@ class TaggedParser(ValueParser):
         yield from self._skip_space()
         name = yield from self._name()
         if not (yield from self._peek()):
-            raise MalformedError  # of a name whose end is not known
+            raise MalformedError  # the end of the name is not known
         call.name = name
         if not (yield from self._takes_named()):
             raise MalformedError
@@ -99,7 +100,7 @@ class TaggedParser(ValueParser):
         return bool(may_end) and (yield from self._sees(self._closes))
 
     def _sees(self, *marks: str) -> Wait[bool]:
-        """Whether one of these marks comes."""
+        """Return whether one of these marks is next."""
         for mark in marks:
             position = self._position
             if mark.strip() and (yield from self._takes_all(mark)):
@@ -108,7 +109,7 @@ class TaggedParser(ValueParser):
         return False
 
     def _name(self) -> Wait[str]:
-        """Return a name. Raises `MalformedError` for one that is too long."""
+        """Skip a name and return it. Raises `MalformedError` above `MAX_HEAD_CHARS`."""
         while True:
             found = NAME.match(self._text, self._position)
             end = self._position if found is None else found.end()
@@ -156,7 +157,7 @@ class TaggedParser(ValueParser):
         return head
 
     def _ends_of(self, closes: str, parameters: dict[str, Any], *, is_text: bool, is_padded: bool) -> TagEnd:
-        """Return what finds the end of the value that comes."""
+        """Return the finder of the next value's end."""
         left = [key for key in property_names(parameters, parameters) if key not in self._given]
         heads = self._form.argument_heads(left)
         return TagEnd(self._form, closes, heads, is_text=is_text, is_padded=is_padded)
@@ -169,7 +170,7 @@ class TaggedParser(ValueParser):
                 raise MalformedError
 
     def _value_end(self) -> Wait[str]:
-        """Return what closes the value that comes, and go behind what opens it."""
+        """Return the mark that closes the next value, and skip the mark that opens it."""
         marks = self._form.raw_marks
         if marks is None or not (yield from self._takes(marks[0])):
             self._drop_cut("" if marks is None else marks[0])
@@ -182,7 +183,7 @@ class TaggedParser(ValueParser):
             yield from self._takes_all(self._form.value_closes)
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
-        """Return an argument's name, and whether it is marked as a string; None where nothing says so."""
+        """Return an argument's name, and whether it is marked as a string; None if it has no such mark."""
         ends, *more = self._form.argument_named.split("\n")
         known = parameters.get("properties")
         head = yield from self._head(ends)

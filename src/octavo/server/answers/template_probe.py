@@ -1,4 +1,4 @@
-"""How a chat template writes an answer, found by rendering a small one."""
+"""Find how a chat template writes tools and calls by rendering a small conversation."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ PARAMETERS: dict[str, Any] = {
 }
 _TOOL = {"type": "function", "function": {"name": NAME, "description": "Look it up", "parameters": PARAMETERS}}
 _QUESTION = {"role": "user", "content": "Question"}
-_CALL_ID = "call00001"  # nine letters and digits: some templates check that
+_CALL_ID = "call00001"  # nine letters and digits, as some templates require
 _CALL = {"id": _CALL_ID, "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
 _CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateProbe:
-    """What a chat template makes of a question, and of an answer that calls a tool; None for what it refuses.
+    """A question and a tool call as a chat template writes them; None for messages that the template refuses.
 
-    prompt: of the question. call: what follows it where the answer is a call.
+    prompt: the text of the question. call: the text that a call adds to it.
     """
 
     prompt: str | None = None
@@ -40,7 +40,7 @@ class TemplateProbe:
 
     @classmethod
     def of(cls, render: Callable[..., str]) -> TemplateProbe:
-        """Render them. render: makes a prompt of messages and tools; raises `RequestError` for what it refuses."""
+        """Render both. render: makes a prompt of messages and tools, or raises `RequestError` to refuse them."""
         prompt = _rendered(render, [_QUESTION], add_generation_prompt=True)
         question = _rendered(render, [_QUESTION])
         calling = _rendered(render, [_QUESTION, _CALLING])
@@ -51,12 +51,12 @@ class TemplateProbe:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the model is told which tools there are."""
+        """Whether the prompt lists the tools."""
         return self.prompt is not None and NAME in self.prompt
 
     @property
     def texts(self) -> list[str]:
-        """What there is of them."""
+        """The rendered texts that are not None."""
         return [text for text in (self.prompt, self.call) if text is not None]
 
 

@@ -1,4 +1,4 @@
-"""How a family of models writes its calls of tools: what all families' ways have in common."""
+"""Base of the formats in which families of models write tool calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Function:
     """A tool as a client describes it.
 
-    parameters: a JSON schema. strict: the tool's calls must fit it. field: of the request, that has the schema.
+    parameters: a JSON schema. strict: calls of the tool must match it. field: the request's field with the schema.
     """
 
     name: str
@@ -31,17 +31,15 @@ class Function:
 
 
 class ToolFormat:
-    """One family's way. Grammars are in llguidance's dialect of Lark.
+    """One family's format of tool calls. Grammars are in llguidance's dialect of Lark.
 
-    takes_one: chat templates of the family refuse several calls at once: several are read only if that is asked for.
-    frames_content: content stands between marks, too: its parser reads answers without tools as well.
-    reads_reasoning: it tells the reasoning apart, too.
-    reserved_names: what stands for something else where the name of a tool does.
-    needs_grammar: without a grammar its models write no calls.
-    describes_tools: chat templates of its models know no tools: `messages_with_tools` puts tools, calls and results
-    into text.
-    markers: what its calls are told from other text by; none of it is left out of an answer's text, special or not.
-    spell: how a grammar names a text that is one token (`<[123]>`); None for what is none.
+    takes_one: the family's chat templates refuse several calls in one message, so several calls are read only if the
+    client asks for that. frames_content: marks enclose the content as well, so the parser also reads answers without
+    tools. reads_reasoning: the parser separates the reasoning as well. reserved_names: names that mean something other
+    than a tool in the place of a tool's name. needs_grammar: the models write no calls without a grammar.
+    describes_tools: the models' chat templates cannot show tools, so `messages_with_tools` writes tools, calls and
+    results as text. markers: the texts that separate calls from other text; they stay in an answer's text even if they
+    are special tokens. spell: returns a grammar's name of a text that is one token (`<[123]>`), None for other texts.
     """
 
     name: ClassVar[str]
@@ -57,15 +55,15 @@ class ToolFormat:
         self._spell = spell
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return what reads calls of these functions in one answer."""
+        """Return a parser of one answer with calls of these functions. only_one: further calls are dropped."""
         raise NotImplementedError
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:  # noqa: ARG002 - the seam's
-        """Return what begins a call even where reasoning was not closed: marks, and what must stand behind each."""
+        """Return marks that begin a call within unclosed reasoning, each with the heads of which one must follow it."""
         return {}
 
     def new_call_id(self) -> str:
-        """Name a call."""
+        """Return an id for a call."""
         return f"call_{new_id()[:24]}"
 
     def messages_with_tools(
@@ -76,31 +74,31 @@ class ToolFormat:
         is_required: bool,  # noqa: ARG002 - the seam's
         only_one: bool,  # noqa: ARG002 - the seam's
     ) -> list[dict[str, Any]]:
-        """Return the messages that the chat template is given."""
+        """Return the messages for the chat template."""
         return [*messages]
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Return how the family writes calls, each a name and its arguments."""
+        """Return calls as the family writes them. calls: names and arguments."""
         raise NotImplementedError
 
     def shows(self, text: str, name: str) -> bool:  # noqa: ARG002 - a family may know its own writing otherwise
-        """Whether a text of a chat template, which calls this function, is in another spelling of the family's."""
+        """Return whether a chat template's text with a call of this function has another spelling of the family."""
         return False
 
     def content(self, schema: str) -> str | None:  # noqa: ARG002 - the seam's
-        """Return the grammar of an answer that is JSON of a schema; None where the JSON stands alone."""
+        """Return the grammar of an answer that is JSON of a schema; None if nothing encloses the JSON."""
         return None
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of an answer that is calls and nothing else."""
+        """Return the grammar of an answer of calls only."""
         raise NotImplementedError
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of any text with calls in it, if the model likes."""
+        """Return the grammar of any text, with or without calls in it."""
         raise NotImplementedError
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return the grammar of an answer that is calls, or JSON of a schema."""
+        """Return the grammar of an answer of calls, or of JSON of a schema."""
         forced = self.forced(functions, only_one=only_one).replace("start:", "calls:", 1)
         return f"start: calls | content\ncontent: {lark_json(schema)}\n{forced}"
 
@@ -108,16 +106,16 @@ class ToolFormat:
         return (self._spell(text) if text in self.markers else None) or json.dumps(text, ensure_ascii=False)
 
     def _pieces(self, text: str) -> list[str]:
-        """Return a text cut around the markers in it."""
+        """Return a text split before and after each marker in it."""
         either = "|".join(re.escape(each) for each in sorted(self.markers, key=len, reverse=True))
         return [piece for piece in re.split(f"({either})", text) if piece]
 
     def _literal(self, text: str) -> str:
-        """Return how a grammar writes a text in which markers may stand; "" for none."""
+        """Return the grammar's expression for a text that may contain markers; "" for an empty text."""
         return " ".join(map(self._marker, self._pieces(text)))
 
     def _behind_text(self, opener: str) -> str:
-        """Return the rules of text up to what opens a call: a mark, words before one, or a mark and words."""
+        """Return the rules of text up to a call's opener: a mark, words and a mark, or a mark and words."""
         first, *more = self._pieces(opener)
         tokens = [self._spell(each) if each in self.markers else None for each in (first, *more)]
         if tokens[0] is not None:
@@ -129,14 +127,15 @@ class ToolFormat:
 
 
 def choice_of(count: int) -> str:
-    """Return the rule of a call that is one of so many."""
+    """Return the rule of a call that is one of `count` alternatives."""
     return "call: " + " | ".join(f"call{index}" for index in range(count))
 
 
 def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
-    """Return the rules of `argument<place>_0` and those behind it, in their order, as `first<place>_0`.
+    """Return the rules of arguments in their order, `argument<place>_0` first. The first rule is `first<place>_0`.
 
-    first<i> are those from the i-th on where none was written yet, further<i> where one was. are_needed: of each.
+    `first<i>` are the arguments from the i-th on if none was written before, `further<i>` if one was.
+    are_needed: whether each argument is required. separator: the expression between two arguments.
     """
     rules = []
     for number, is_needed in enumerate(are_needed):
@@ -150,9 +149,9 @@ def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> lis
 
 
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
-    """Return the rules of one call that is an object, made of the same lexemes as any JSON: it may be one as well.
+    """Return the rules of one call that is an object. They use JSON's lexemes, so that the text may also be other JSON.
 
-    before: the rule of what stands in it before its name.
+    before: the expression in the object before its name.
     """
     rules = [choice_of(len(functions)), "COLON: /: ?/", "COMMA: /, ?/"]
     for index, function in enumerate(functions):

@@ -1,4 +1,4 @@
-"""How Hermes, Llama and Mistral write calls of tools: each has its own parser."""
+"""The call formats of Hermes, Llama and Mistral, each with its own parser."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class HermesFormat(ToolFormat):
     markers = (HermesParser.opener, HermesParser.closer)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return what reads tags with objects in them."""
+        """Return a parser of objects in tags."""
         return HermesParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Each on lines of its own."""
+        """Return calls on lines of their own."""
         written = [json_text({"name": name, "arguments": arguments}) for name, arguments in calls]
         return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in written)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """One call behind the other, on lines of their own."""
+        """Return the grammar of consecutive calls, each on lines of its own."""
         opener = self._marker(HermesParser.opener)
         more = "" if only_one else f' ("\\n" {opener} rest)*'
         return f"start: {opener} rest{more}\n{self._rest(functions)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Text before, between and behind them."""
+        """Return the grammar of text with calls in it."""
         start = "start: TEXT | head rest" if only_one else "start: (head rest)* TEXT"
         return f"{start}\n{self._behind_text(HermesParser.opener)}\n{self._rest(functions)}"
 
@@ -56,19 +56,22 @@ class LlamaFormat(ToolFormat):
     takes_one = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return what reads answers that are objects."""
+        """Return a parser of objects."""
         return LlamaParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Objects with semicolons between."""
+        """Return objects separated by semicolons."""
         return "; ".join(json_text({"name": name, "parameters": arguments}) for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Objects with semicolons between, behind the tag if it is a token."""
+        """Return the grammar of objects separated by semicolons, after the tag if it is a token."""
         return f"start: {self._all(only_one)}\n{object_rules(functions, 'name', 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """What begins like an object is a call, and so is one within the text with a function's name and arguments."""
+        """Return a grammar in which an answer that begins with an object is a call.
+
+        Within text, an object is a call if it begins with a function's name and arguments.
+        """
         text = f"/([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", object_rules(functions, "name", "parameters")]
         for index, function in enumerate(functions):
@@ -94,24 +97,24 @@ class MistralFormat(ToolFormat):
     markers = (MistralParser.opener, "[CALL_ID]", MistralParser.arguments_marker)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return what reads a list, and names with arguments."""
+        """Return a parser of lists, and of names with arguments."""
         return MistralParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """A list of objects."""
+        """Return a list of objects."""
         written = [json_text({"name": name, "arguments": arguments}) for name, arguments in calls]
         return f"[TOOL_CALLS][{', '.join(written)}]"
 
     def new_call_id(self) -> str:
-        """Mistral's templates take ids of nine characters."""
+        """Return an id of nine characters, as Mistral's templates require."""
         return new_id()[:9]
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """A list of objects."""
+        """Return the grammar of a list of objects."""
         return f"start: {self._marker(MistralParser.opener)} rest\n{self._rest(functions, only_one)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Text, and behind it the list."""
+        """Return the grammar of text, with a list after it or without."""
         head = self._behind_text(MistralParser.opener)
         return f"start: TEXT | head rest\n{head}\n{self._rest(functions, only_one)}"
 
@@ -124,7 +127,7 @@ class NamedMistralFormat(MistralFormat):
     """Mistral's models since 2025: a name and its arguments."""
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """A mark for each."""
+        """Return calls with a mark before each."""
         return "".join(f"[TOOL_CALLS]{name}[ARGS]{json_text(arguments)}" for name, arguments in calls)
 
     def _rest(self, functions: Sequence[Function], only_one: bool) -> str:

@@ -1,4 +1,4 @@
-"""Parsers of the calls of Hermes, Llama 3 and Mistral. Other formats have theirs in files of their own."""
+"""Parsers of the calls of Hermes, Llama 3 and Mistral. Parsers of other formats are in other modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LLAMA_HEADS = ('{"name":"', '{"type":"function","name":"')  # without white spa
 
 
 class HermesParser(ToolParser):
-    """Qwen and Hermes: <tool_call>{"name": ..., "arguments": ...}</tool_call>, as often as wanted, anywhere."""
+    """Qwen and Hermes: <tool_call>{"name": ..., "arguments": ...}</tool_call>, any number of times, anywhere."""
 
     opener, closer = "<tool_call>", "</tool_call>"
     _ends = ending(closer, opener, is_wrapped=True)
@@ -31,10 +31,10 @@ class HermesParser(ToolParser):
 
 
 class LlamaParser(ToolParser):
-    """Llama 3: {"name": ..., "parameters": ...}, or several with semicolons or lines between.
+    """Llama 3: {"name": ..., "parameters": ...}, or several with semicolons or line feeds between them.
 
-    What begins an answer is one whatever the order of its members. Within a text its name stands first and its
-    arguments behind that: other objects that name a tool describe it.
+    At the beginning of an answer an object is a call with its members in any order. Within a text the name must come
+    first and the arguments second, because other objects that name a tool describe it.
     """
 
     opener = "<|python_tag|>"
@@ -61,7 +61,7 @@ class LlamaParser(ToolParser):
                 self._tell_content()
 
     def _object(self) -> Wait[bool]:
-        """Read a call and the mark after it. Returns False, with the text unchanged, if there is none."""
+        """Read a call and the semicolon after it. Returns False, with the text unchanged, if there is no call."""
         if (yield from self._skip_space()) != "{" or not (yield from self._call()):
             return False
         if (yield from self._skip_space()) == ";":
@@ -71,7 +71,7 @@ class LlamaParser(ToolParser):
         return True
 
     def _is_cut_here(self) -> bool:
-        """An answer without a tag is a call for certain only if it begins as one."""
+        """Return whether the answer was cut off within a call. Without a tag it must begin like a call."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
@@ -80,7 +80,7 @@ class LlamaParser(ToolParser):
 
 
 class MistralParser(ToolParser):
-    """Mistral: [TOOL_CALLS] and a list of calls; newer: [TOOL_CALLS], a name, [ARGS] and its arguments, each time."""
+    """Mistral: [TOOL_CALLS] and a list of calls; newer: [TOOL_CALLS], a name, [ARGS] and arguments for each call."""
 
     opener, arguments_marker = "[TOOL_CALLS]", "[ARGS]"
     _ends_in_list, _ends_named = ending("]", ", {", opener, is_wrapped=True), ending(opener)
@@ -126,7 +126,7 @@ class MistralParser(ToolParser):
         yield from self._tell_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Go behind a name and its marks, or what is there of them where the answer was cut off behind them."""
+        """Skip a name and its marks, or the part of them at which the answer was cut off. Raises `MalformedError`."""
         if head is not None:
             self._position = brace
             return

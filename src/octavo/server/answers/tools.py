@@ -1,4 +1,4 @@
-"""The tools of a request: what it may call, whether it must, and what that means for its prompt and its answer."""
+"""The tools of a request: which it may or must call, and the effect on its prompt and its answer."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a request says of its tools. mode: auto, none or required.
+    """A request's choice of tools. mode: auto, none or required.
 
-    named: the one that must be called. allowed: those that may be called; None for all.
+    named: the tool that must be called. allowed: the tools that may be called; None for all.
     """
 
     mode: str = "auto"
@@ -43,9 +43,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """What one request may call. `given`: as chat templates read them; `named`: the one that it must call.
+    """The tools that one request may call.
 
-    is_limited: templates are given others beside those that may be called. Without a format nothing is called.
+    given: all tools of the request, in the form that chat templates read. named: the tool that must be called.
+    is_limited: `given` has tools that may not be called. format: None if no tool may be called.
     """
 
     functions: tuple[Function, ...] = ()
@@ -65,9 +66,9 @@ class Toolbox:
         *,
         parallel: bool | None = None,
     ) -> Toolbox:
-        """Collect tools with their descriptions. Raises `RequestError`.
+        """Make a toolbox of tools with their descriptions. Raises `RequestError`.
 
-        parallel: whether there may be several calls; None for what the family is used to.
+        format: the model's. parallel: whether an answer may have several calls; None for the family's default.
         """
         choice = choice or Choice()
         if len(described) > MAX_TOOLS:
@@ -102,7 +103,7 @@ class Toolbox:
     def template_input(
         self, messages: Sequence[dict[str, Any]], tool_format: ToolFormat | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Return the messages and the tools that the chat template is given. tool_format: the model's."""
+        """Return the messages and the tools for the chat template. tool_format: the model's."""
         if tool_format is None:
             return [*messages], None
         options = {"is_required": self.is_required, "only_one": self.only_one}
@@ -110,13 +111,16 @@ class Toolbox:
         return shown, None if tool_format.describes_tools else [*self.given] or None
 
     def parser(self) -> AnswerParser:
-        """Return what reads an answer."""
+        """Return a parser of an answer."""
         if self.format is None:
             return PlainParser()
         return self.format.parser(self.functions, only_one=self.only_one)
 
     def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Return the form that the answer must have. content: the one asked for where no tool is called."""
+        """Return the structure of the answer; None if it is free. content: the requested structure without a call.
+
+        Raises `RequestError` if `content` is not JSON, or if a schema cannot be part of a grammar.
+        """
         if self.format is None:
             return content
         if content is not None and content.json is None and content.json_object is None:
@@ -142,7 +146,7 @@ class Toolbox:
             raise RequestError(message, parameter="tools") from None
 
     def _in_grammar(self, content: StructuredOutputsParams | None) -> Sequence[Function]:
-        """Return the functions that a grammar is made of; none if the answer needs no grammar."""
+        """Return the functions for the grammar; none if the answer needs no grammar."""
         if self.is_required:
             return _bounded([each for each in self.functions if self.named in {None, each.name}])
         if content is not None:
@@ -173,10 +177,10 @@ def _lenient(function: Function) -> Function:
 
 
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
-    """Return functions whose parameters say which field of the request they come from, for errors of the compiler.
+    """Return the functions with the request's field noted in their parameters, for errors of the compiler.
 
-    Raises `RequestError` if a schema is malformed, or if the schemas are too long for a grammar: a format may repeat
-    the parts that several others refer to.
+    Raises `RequestError` if a schema is malformed, or if the schemas are too long for a grammar. The limit is needed
+    because a format may repeat a part for each reference to it.
     """
     marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
     num_chars = 0
@@ -198,7 +202,7 @@ def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
 
 
 def read_function(fields: Any, place: str, parameters_name: str = "parameters") -> tuple[Function, str]:
-    """Check the description of a tool. Raises `RequestError` with the place."""
+    """Check and return a tool and its description. Raises `RequestError`, which names the place."""
     if not isinstance(fields, dict):
         raise RequestError(f"{place} must be an object with a name", parameter=place)
     name, description = fields.get("name"), fields.get("description")
@@ -217,9 +221,9 @@ def read_function(fields: Any, place: str, parameters_name: str = "parameters") 
 
 
 def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
-    """Check that a tool is of the one type that is served. Raises `RequestError`, which names the tool's type.
+    """Check that a tool has the one supported type. Raises `RequestError`, which names the tool's type.
 
-    form: how such a tool is written.
+    served: the supported type. form: an example of such a tool, for the message.
     """
     if not isinstance(tool, dict):
         raise RequestError(f"{place} must be {form}", parameter=place)
@@ -238,7 +242,7 @@ def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
 def read_choice(wanted: Any, name_of: Callable[[dict[str, Any]], Any], *, has_tools: bool) -> Choice:
     """Read OpenAI's tool_choice. Raises `RequestError`.
 
-    name_of: returns the name of a tool that stands in it. has_tools: whether the request has the field `tools`.
+    name_of: returns the name in a tool of `wanted`. has_tools: whether the request has the field `tools`.
     """
     if wanted is None or wanted == "none":
         return Choice(wanted or "auto")

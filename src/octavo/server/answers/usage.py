@@ -1,4 +1,4 @@
-"""What a request took: counts of tokens, as each API tells them, and counted while outputs go by."""
+"""Token counts of a request, in the form of each API, and the counter that reads them from outputs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class PromptTokensDetails(Struct):
-    """Of the prompt's tokens, those whose KV was found in the prefix cache."""
+    """Kinds of prompt tokens. cached_tokens: those with a prefix hit."""
 
     cached_tokens: int = 0
 
 
 class CompletionTokensDetails(Struct):
-    """Of the generated tokens, those of the reasoning, and those that were guessed before.
+    """Kinds of generated tokens: those of the reasoning, and accepted draft tokens.
 
-    rejected_prediction_tokens: guessed in vain, which are none of the generated ones.
+    rejected_prediction_tokens: rejected draft tokens, which are not among the generated tokens.
     """
 
     reasoning_tokens: int = 0
@@ -30,10 +30,11 @@ class CompletionTokensDetails(Struct):
 
 
 class Receipt(Struct):
-    """What a request cost, in positions that the model computed; cached ones are none of them.
+    """The cost of a request in positions that the model computed, without cached ones.
 
-    recomputed: of them those that a preemption had lost. wasted: tokens that came with those of
-    the answer, but behind a stop string. What is computed until the engine hears of an end is in none of these.
+    recomputed_tokens: those of them that a preemption had lost, and rejected drafts. wasted_tokens: tokens that were
+    generated after a stop string. Positions that are computed after a request's end, before the engine learns of it,
+    are not counted.
     """
 
     computed_tokens: int = 0
@@ -42,7 +43,7 @@ class Receipt(Struct):
 
     @classmethod
     def of(cls, ended: Collection[RequestMetrics]) -> Receipt:
-        """Add up what requests cost that have ended."""
+        """Return the total cost of requests that have ended."""
         return cls(
             sum(each.num_computed_tokens for each in ended),
             sum(each.num_recomputed_tokens for each in ended),
@@ -51,7 +52,7 @@ class Receipt(Struct):
 
 
 class Usage(Struct):
-    """Token counts over all prompts and choices of a request. receipt: octavo's own, once a request has ended."""
+    """Token counts over all prompts and choices of a request. receipt: octavo's extension, after the request ended."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -62,7 +63,7 @@ class Usage(Struct):
 
 
 class UsageCounter:
-    """Counts tokens of a stream as they go by; those of completions where they count (`Job`)."""
+    """Counts the tokens of outputs. counts_completions: False if generated tokens do not count, see `Job`."""
 
     def __init__(self, *, counts_completions: bool = True) -> None:
         self._counts_completions = counts_completions
@@ -73,11 +74,11 @@ class UsageCounter:
 
     @property
     def metrics(self) -> list[RequestMetrics]:
-        """Those of the requests that have ended."""
+        """The metrics of the requests that have ended."""
         return [*self._ended.values()]
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
-        """Count an output's prompt, once, and the tokens of some of its completions."""
+        """Count an output's prompt once, and the tokens of the given completions."""
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
         if output.finished and output.metrics is not None:
             self._ended.setdefault(output.request_id, output.metrics)
@@ -87,7 +88,7 @@ class UsageCounter:
                 self._finish_reasons.setdefault((output.request_id, completion.index), completion.finish_reason)
 
     def summary(self) -> dict[str, Any]:
-        """Return the counts so far, for a log; none where nothing was heard of."""
+        """Return the counts so far, for a log; {} if there was no output yet."""
         if not self._prompts:
             return {}
         usage = self.usage()

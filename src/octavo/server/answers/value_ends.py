@@ -1,4 +1,4 @@
-"""Finds the end of a value without quotes. Its closing tag may have a slip, and the value may hold such a tag."""
+"""Find the end of a value without quotes. Its closing tag may have a slip, and the value may contain such a tag."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tagged_calls import TaggedFormat
 
     _Verdict: TypeAlias = tuple[int, int] | Literal[False] | None
-    """Where a value and its closing tag end; False if a mark is text, None if more text is needed."""
+    """The ends of a value and of its closing tag; False if a mark is text, None if more text is needed."""
 
 _MAX_MARK_CHARS = 512
 _NO_BLANK = re.compile(r"\S")
@@ -33,23 +33,23 @@ def _after_blanks(text: str, place: int) -> int:
 
 
 class ValueEnd(Protocol):
-    """Looks for the end of one value in a text that grows.
+    """Searches a growing text for the end of one value.
 
-    looked_at: the place in the text up to which there is no end.
+    looked_at: the index in the text up to which the value does not end.
     """
 
     looked_at: int
 
     def num_certain(self, text: str) -> int:
-        """Return how many characters of a text without a known end are the value's."""
+        """Return how many characters of a text without a known end belong to the value."""
         ...
 
     def drop(self, text: str) -> None:
-        """Forget the beginning of the text, which is the value's."""
+        """Forget the beginning of the text, which belongs to the value."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
-        """Return where the value ends and where its mark does; None if more text is needed.
+        """Return the end of the value and the end of its mark; None if more text is needed.
 
         Raises `MalformedError` if the text is over without an end, or may be read in two ways.
         """
@@ -57,17 +57,17 @@ class ValueEnd(Protocol):
 
 
 class MarkEnd:
-    """The first place of a mark that no value holds."""
+    """Ends a value at the first place of a mark that no value contains."""
 
     def __init__(self, mark: str) -> None:
         self._mark, self.looked_at = mark, 0
 
     def num_certain(self, text: str) -> int:
-        """Return how many characters of a text without the mark are the value's."""
+        """Return how many characters of a text without the mark belong to the value."""
         return len(text) - num_held_back_chars(text, self._mark)
 
     def drop(self, text: str) -> None:
-        """Forget the beginning of the text, which is the value's."""
+        """Forget the beginning of the text, which belongs to the value."""
         self.looked_at = max(0, self.looked_at - len(text))
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
@@ -82,13 +82,13 @@ class MarkEnd:
 
 
 class TagEnd:
-    """A closing tag, or another mark that ends the value.
+    """Ends a value at its closing tag, or before another mark.
 
     A closing tag ends the value if an argument, the end of the call or the end of the answer follows; otherwise it is
-    text of the value. Without a closing tag the value ends before an argument whose name is known and was not given
-    yet, and before the end of the call. If another reading is as good, `MalformedError` is raised.
+    text of the value. Without a closing tag the value ends before a known argument that was not given yet, and before
+    the end of the call. If another reading is as good, `MalformedError` is raised.
 
-    heads: how arguments begin that may still follow. is_text: False for JSON, which holds no tag.
+    heads: the beginnings of arguments that may still follow. is_text: False for JSON, which contains no tag.
     """
 
     def __init__(
@@ -117,27 +117,27 @@ class TagEnd:
         self._num_open = 0  # calls that began within the value and have not ended
         self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
         self._has_tags = False  # the value holds a closing tag as text
-        # Places up to which the text after the mark at `looked_at` was looked at; 0: not yet.
+        # Indices up to which the text after the mark at `looked_at` was searched; 0: not yet.
         self._ahead_at = self._inner_at = self._call_at = 0
         self._inner_depth = 0  # calls that are open there
-        self._surplus_at = 0  # where more calls end than begin within the value up to there; 0: not known
+        self._surplus_at = 0  # index up to which more calls end than begin within the value; 0: not known
         self.looked_at = 0
         self._before = ""  # the value's last characters before the text
 
     def num_certain(self, text: str) -> int:
-        """Return how many characters of a text without a known end are the value's."""
+        """Return how many characters of a text without a known end belong to the value."""
         end = min(self.looked_at, len(text) - max(num_held_back_chars(text, each) for each in self._marks))
-        return end - (self._is_loose and text.endswith("\n", 0, end))  # it may stand between two arguments
+        return end - (self._is_loose and text.endswith("\n", 0, end))  # this line feed may separate two arguments
 
     def drop(self, text: str) -> None:
-        """Forget the beginning of the text, which is the value's."""
+        """Forget the beginning of the text, which belongs to the value."""
         self.looked_at -= len(text)
         known = (self._ahead_at, self._inner_at, self._call_at, self._surplus_at)
         self._ahead_at, self._inner_at, self._call_at, self._surplus_at = (max(0, each - len(text)) for each in known)
         self._before = (self._before + text)[-_MAX_MARK_CHARS:]
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
-        """Return where the value ends and where its closing tag does; None if more text is needed.
+        """Return the end of the value and the end of its closing tag; None if more text is needed.
 
         Raises `MalformedError` if the text is over without an end, or may be read in two ways.
         """
@@ -155,7 +155,7 @@ class TagEnd:
         return None
 
     def _judged(self, text: str, place: int, *, is_over: bool) -> _Verdict:
-        """Return the end that a mark is; False if it is text, None if more text is needed."""
+        """Return the end that a mark makes; False if it is text, None if more text is needed."""
         closer = self._closer.match(text, place)
         head = next((each for each in self._heads if text.startswith(each, place)), None)
         if (closer or head) and (is_inner := self._is_inner(text, place, is_over=is_over)) is not False:
@@ -270,7 +270,7 @@ class TagEnd:
     def _is_ended(self, text: str, closer: re.Match[str], follows: str, *, is_over: bool) -> bool | None:
         """Return whether a closing tag ends the value; None if more text is needed.
 
-        It does if a known argument follows, or what the format writes. Otherwise a later tag may be the end.
+        It does if a known argument follows, or the text that the format writes. Otherwise a later tag may be the end.
         """
         if follows == "head":
             return True
@@ -294,7 +294,7 @@ class TagEnd:
         return True
 
     def _is_only_slip(self, text: str, closer: re.Match[str]) -> bool:
-        """Return whether what stands around a closing tag with a slip is as the format writes it."""
+        """Return whether the text around a closing tag with a slip is as the format writes it."""
         place = _after_blanks(text, closer.end())
         if text.startswith(self._breaks, place):
             is_next = text.startswith(self._end[0], place)
@@ -313,7 +313,7 @@ class TagEnd:
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
         """Return what follows a closing tag; "" for text, None if more text is needed.
 
-        "head": a known argument, or the end of the answer. "argument": another one, or the same closing tag again.
+        "head": a known argument, or the end of the answer. "argument": an unknown one, or the same closing tag again.
         "end": the end of the call or of its section.
         """
         place = _after_blanks(text, place)
@@ -328,7 +328,7 @@ class TagEnd:
         return "end" if rest.startswith(self._follows) else ""
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a closing tag ends the value before the next call begins; None if that is not known.
+        """Return whether a closing tag ends the value before the next call begins; None if more text is needed.
 
         The tag is whole, or the answer ends within it.
         """
@@ -349,9 +349,9 @@ class TagEnd:
         return num_held_back_chars(text, ends) > len(pad) if is_over else None
 
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
-        """Return where the next call begins after a place, and True: its head is whole, or the answer ends within it.
+        """Return the index of the next call after a place, and True if its head is whole or the answer ends within it.
 
-        If none begins, return the place up to which that is certain, and False.
+        The second value is False if more text is needed, or if no call begins. Then the index may be the text's length.
         """
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
@@ -368,7 +368,7 @@ class TagEnd:
         """Return the end of a value without a closing tag."""
         written = self._written(text, place)
         if self._has_tags or not written.strip() or (self._is_text and self._is_padded and written.endswith("\n\n")):
-            raise MalformedError  # which line feeds are the value's is not known
+            raise MalformedError  # it is not known which line feeds belong to the value
         if self._is_text and written.rstrip().endswith(self._remnants):
             raise MalformedError  # the closing tag lost its beginning or its end
         is_line = not self._is_padded and self._is_loose and text.endswith("\n", 0, place)

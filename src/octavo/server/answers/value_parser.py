@@ -1,4 +1,4 @@
-"""What parsers share whose calls have their arguments in a notation that is not JSON, and tell them as JSON."""
+"""Base of the parsers of calls with arguments in another notation than JSON. They emit the arguments as JSON."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _MAX_WORD_CHARS = 512
 
 
 class ValueParser(SectionParser):
-    """Tells values while they come.
+    """Emits values while they arrive.
 
     A name is emitted with the first piece of its value.
     """
 
     is_padded = False
     _held_piece = ""  # emitted before the next value
-    _open = ""  # what closes what was told, the innermost first
+    _open = ""  # closing brackets and quotes of the emitted JSON, the innermost first
 
     def _arguments(self, call: Call, steps: Wait[None]) -> Wait[None]:
-        """Decide that this is a call, and tell its arguments by these steps."""
+        """Decide that this is a call, and emit its arguments by these steps."""
         self._begin(call)
         self._drop()
         self._held_piece = self._open = ""
@@ -38,7 +38,7 @@ class ValueParser(SectionParser):
         self._drop()
 
     def _say(self, text: str, call: Call) -> None:
-        """Tell a value, or where it begins, with what was held back before it."""
+        """Emit a value, or its beginning, after the piece that was held back before it."""
         self._tell("arguments", self._held_piece + text, call)
         self._held_piece = ""
 
@@ -51,7 +51,7 @@ class ValueParser(SectionParser):
         self._tell("arguments", closer, call)
 
     def _run(self, letters: re.Pattern[str]) -> Wait[str]:
-        """Return as many letters as there are. Raises `MalformedError` for too many."""
+        """Skip a run of letters, and return it. Raises `MalformedError` above `_MAX_WORD_CHARS`."""
         while True:
             found = letters.match(self._text, self._position)
             end = self._position if found is None else found.end()
@@ -64,16 +64,16 @@ class ValueParser(SectionParser):
             yield
 
     def _read_value(self, text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-        """Return the JSON of a value, None for one that is left out. Raises `MalformedError`."""
+        """Return the JSON of a value; None if the value is omitted. Raises `MalformedError`."""
         try:
             return value_text(text, schema, root)
         except UnreadableError:
             raise MalformedError from None
 
-    # --- values that are bare text up to a mark
+    # --- values that are bare text before a mark
 
     def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool) -> Wait[None]:
-        """Read a string, and emit it as it comes, without its first quote. Raises `MalformedError`."""
+        """Read a string, and emit it piece by piece, without its first quote. Raises `MalformedError`."""
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
             self._position = len(_unpadded(self._text[: ends.num_certain(self._text)], is_padded))
             self._tell("arguments", _escaped(self._text[: self._position]), call)
