@@ -1,4 +1,4 @@
-"""Builders for core tests: a scheduler on a counting clock, and requests made of plain numbers."""
+"""Builders for core tests: a scheduler with a counting clock, and requests with plain integers as tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REQUEST_OPTIONS = (
 
 
 class Core:
-    """A scheduler and the plainest worker there is: it answers every request with the next of its `answers`."""
+    """A scheduler and a minimal worker that samples `answers` in turn for every request."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Core:
         self.finished: dict[str, str] = {}
 
     def add(self, request_id: str, prompt: int | list[int], max_tokens: int = 16, **options: Any) -> Request:
-        """Add a request whose prompt is a list of ids, or that many ids of its own."""
+        """Add a request. prompt: its token ids, or their number; the ids are then used by no other request."""
         stop_ids = frozenset(options.pop("stop_token_ids", ()))
         request_options = {key: options.pop(key) for key in REQUEST_OPTIONS if key in options}
         base = 1000 * (1 + len(self.finished) + len(self.scheduler.requests))
@@ -84,7 +84,7 @@ class Core:
         return request
 
     def compute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """Sample for every request whose known tokens are all computed with this step."""
+        """Return a result with one token for each request whose known tokens are all computed after this step."""
         sampled = {}
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests.get(request_id)
@@ -95,11 +95,11 @@ class Core:
         return ModelOutput(scheduled.step, sampled)
 
     def guess(self, drafts: dict[str, list[int]]) -> None:
-        """Propose drafts, as if they had come with the last result."""
+        """Propose drafts as if they had come with the last result."""
         self.scheduler._results._take_drafts(drafts)
 
     def step(self) -> SchedulerOutput:
-        """One whole step."""
+        """Schedule, compute and process one step."""
         scheduled = self.scheduler.schedule()
         if scheduled.is_empty:
             return scheduled
@@ -111,7 +111,7 @@ class Core:
         return scheduled
 
     def run(self, max_steps: int = 10_000) -> int:
-        """Step until nothing is left; the number of steps."""
+        """Step until no work remains; return the number of steps."""
         for count in range(max_steps):
             if not self.scheduler.has_work():
                 return count

@@ -1,4 +1,4 @@
-"""Who may start: by what fits now, and by what can be reserved."""
+"""When a request may start: by the blocks that are free now, and by reserved tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_optimistic_a_prompt_and_one_token_must_fit():
 
 @pytest.mark.parametrize("rule", ["optimistic", "reservation"])
 def test_a_pooled_prompt_may_fill_the_cache(rule):
-    """Its output takes no slot."""
+    """Its single output token needs no slot."""
     admission, _ = make(rule, max_num_preemptions=0)
 
     def pooled(num_prompt):
@@ -62,7 +62,7 @@ def test_optimistic_each_who_runs_keeps_a_block_to_grow():
 
 def test_optimistic_who_fell_often_starts_with_all_it_may_need():
     admission, _ = make("optimistic", max_num_preemptions=2)
-    request = make_request(9, max_tokens=8)  # 17 tokens, the newest of which needs no room
+    request = make_request(9, max_tokens=8)  # 17 tokens; the newest needs no slot
     request.num_preemptions = 1
     assert admission.num_reserved_tokens(request) == 0
     request.num_preemptions = 2
@@ -111,7 +111,7 @@ def test_reservation_keeps_its_limit_of_tokens_to_the_last_one():
 def test_reservation_lets_a_share_of_the_running_gather_for_some_steps():
     admission, _ = make("reservation", num_blocks=99, waiting_served_ratio=1.5, max_waiting_tokens=2)
     gathering = WaitReason.GATHERING
-    assert admission.open_step(0, 1) is None  # nobody is held up for it
+    assert admission.open_step(0, 1) is None  # no request is running that a prompt would delay
     admission.admitted(make_request(1))
     assert [admission.open_step(3, 3) for _ in range(3)] == [gathering, gathering, None]
     admission.admitted(make_request(1))
@@ -119,4 +119,4 @@ def test_reservation_lets_a_share_of_the_running_gather_for_some_steps():
     assert admission.open_step(3, 4) is None  # 3 * 1.5, rounded down
     assert admission.open_step(1, 0) is None
     fresh, _ = make("reservation", num_blocks=99, waiting_served_ratio=1.5, max_waiting_tokens=2)
-    assert [fresh.open_step(3, 3) for _ in range(3)] == [gathering, gathering, None]  # before the first is admitted
+    assert [fresh.open_step(3, 3) for _ in range(3)] == [gathering, gathering, None]  # before the first admission

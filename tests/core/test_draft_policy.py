@@ -1,4 +1,4 @@
-"""How many drafts are verified: where they come true and rows are cheap, and nowhere else."""
+"""How many drafts are verified: many if they are often accepted and extra rows are cheap, otherwise few or none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_request(name="r"):
 
 
 def measured(*steps):
-    """What steps cost after (rows, seconds) were measured."""
+    """Return the step cost learned from measurements of (rows, seconds)."""
     cost = StepCost()
     for rows, seconds in steps:
         cost.learn(rows, seconds)
@@ -33,13 +33,13 @@ def measured(*steps):
 
 
 def policy_with(*steps):
-    """A policy that knows nothing but what these steps took."""
+    """Return a policy that knows only these step costs."""
     policy = DraftPolicy()
     policy.step_cost = measured(*steps)
     return policy
 
 
-# --- how often drafts come true ---------------------------------------------------------------------------------------
+# --- acceptance rates -------------------------------------------------------------------------------------------------
 
 
 def test_what_nobody_verified_is_as_likely_as_elsewhere():
@@ -51,7 +51,7 @@ def test_a_draft_behind_the_first_wrong_one_tells_nothing():
     rates = AcceptanceRates()
     rates.note(4, 2)
     assert rates.rates([0.5] * 4) == [2 / 3, 2 / 3, 1 / 3, 0.5]
-    rates.note(1, 1)  # there was no second one
+    rates.note(1, 1)  # no second draft was verified
     first = (1 + 0.9 + 1) / (2 + 0.9 + 1)
     assert rates.rates([0.5] * 4) == [pytest.approx(first), 2 / 3, 1 / 3, 0.5]
     assert rates.rates([0.5]) == [pytest.approx(first)]
@@ -61,7 +61,7 @@ def test_what_is_older_counts_less():
     rates = AcceptanceRates(decay=0.5)
     for _ in range(50):
         rates.note(1, 0)
-    assert rates.rates([0.5]) == [pytest.approx(1 / 4)]  # as if it had been two
+    assert rates.rates([0.5]) == [pytest.approx(1 / 4)]  # the same as after two of them
     rates.note(1, 1)
     assert rates.rates([0.5]) == [pytest.approx(2 / 4)]
 
@@ -100,7 +100,7 @@ def test_steps_of_nearly_as_many_rows_are_taken_together_and_a_slow_one_counts_l
     assert measured((2, 1.0), (2, 0.0)).seconds(2) == pytest.approx(0.8)
     assert measured((16, 1.0), (19, 2.0)).seconds(16) < measured((16, 1.0), (20, 2.0)).seconds(17)
     together = measured((16, 1.0), (19, 2.0))
-    assert together.seconds(17) == pytest.approx(1.2)  # 16.6 rows, 1.2 s: nothing beyond it is known
+    assert together.seconds(17) == pytest.approx(1.2)  # 16.6 rows, 1.2 s: larger steps were not measured
     assert together.seconds(8) == pytest.approx(1.2 * 8 / 16.6)
 
 
@@ -119,7 +119,7 @@ def test_what_was_measured_long_ago_is_measured_again():
     assert measured((9, 5.0), *steps).seconds(9) == 5.0
 
 
-# --- who gets drafts --------------------------------------------------------------------------------------------------
+# --- which requests get drafts ----------------------------------------------------------------------------------------
 
 
 def test_all_drafts_are_tried_as_long_as_nothing_is_known():
@@ -150,7 +150,7 @@ def test_the_likeliest_drafts_go_first():
 
 
 def test_many_requests_leave_no_row_for_drafts():
-    """Of a machine on which a step takes the longer of reading the weights and computing 16 rows."""
+    """On a machine where a step takes the longer of reading the weights and computing 16 rows."""
     policy = policy_with(*[(rows, max(1.0, rows / 16)) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 320)])
     requests = [make_request(str(index)) for index in range(64)]
     given = [sum(policy.allot([(each, 4) for each in requests[:count]], count)) for count in (1, 2, 4, 12, 16, 32, 64)]
@@ -179,7 +179,7 @@ def test_only_what_is_not_verified_fades():
     after = [each.acceptance.rates([0.5]) for each in (good, bad)]
     assert after[0] == before[0]
     assert after[1] > before[1]
-    assert policy._everyone.rates([0.7]) == everyone  # as somebody's are verified
+    assert policy._everyone.rates([0.7]) == everyone  # drafts of one request were verified
     assert policy.allot([(bad, 1)], 2) == [0]
     assert policy._everyone.rates([0.7]) > everyone
 
@@ -222,7 +222,7 @@ def test_steps_with_prompts_tell_nothing_of_a_row(counts, drafts, is_new, is_tol
     )
     result = ModelOutput(1, {})
     policy.learn(step, result, 2.0)
-    assert policy.step_cost.seconds(100) == 0.0  # nobody drafts
+    assert policy.step_cost.seconds(100) == 0.0  # no request drafts
     policy.allot([(make_request("a"), 1)], 1)
     policy.learn(step, result, 2.0)
     assert (policy.step_cost.seconds(100) == 2.0) is is_told
@@ -233,7 +233,7 @@ def test_steps_with_prompts_tell_nothing_of_a_row(counts, drafts, is_new, is_tol
 
 
 def shares(make_core, num_requests, share_right, step_seconds, num_steps=400):
-    """Run requests that have 4 drafts in every step; return the shares of them that were verified, of two halves."""
+    """Run requests with 4 drafts in every step; return the verified share in each half of the steps."""
     now, rng = [0.0], random.Random(1)
     core = make_core(clock=lambda: now[0], max_num_seqs=64, max_num_batched_tokens=1000)
     for index in range(num_requests):
@@ -278,11 +278,11 @@ def test_drafts_are_cut_to_what_is_given(make_core):
     assert request.spec_token_ids == [5, 6]
 
 
-# --- what is guessed by a model ---------------------------------------------------------------------------------------
+# --- drafts of a model ------------------------------------------------------------------------------------------------
 
 
 class Scheduled:
-    """A step in which each of so many requests gets a token."""
+    """A step in which each of these requests gets a token."""
 
     scheduled_new_reqs = ()
 
@@ -294,12 +294,12 @@ class Scheduled:
 
 
 def guessed(seconds, num_passes, computed=""):
-    """What guessing took; each letter of `computed` names a request that a model was asked for."""
+    """Return a result with this drafting time; each letter of `computed` names a request that a model drafted for."""
     return ModelOutput(1, {}, drafting_s=seconds, num_drafting_passes=num_passes, computed_drafts=frozenset(computed))
 
 
 def bounds(policy, *requests):
-    """What each may guess; all of them have their newest token to compute."""
+    """Return the number of drafts allowed for each request; each has its newest token to compute."""
     return policy.bound({each.request_id: 1 for each in requests}, {each.request_id: each for each in requests})
 
 
@@ -337,7 +337,7 @@ def test_what_guesses_took_and_gained_is_forgotten_at_one_pace():
     assert (policy._spent_s, policy._gained_s, policy._steps_s) == pytest.approx((0.01, 0.0095, 1.0))
     policy.verified(requests[0], 2, 2)
     policy.learn(Scheduled("rs", drafts={"r": [5, 6]}), guessed(0.02, 0), 1.42)
-    # two more tokens of four: half a step of 2 rows, less the two rows they took
+    # two tokens more than the two that a step of two rows gives: half a step, less the time of the two extra rows
     assert (policy._spent_s, policy._gained_s, policy._steps_s) == pytest.approx((0.0295, 0.009025 + 0.6, 2.35))
     policy.verified(requests[0], 2, 0)
     policy.learn(Scheduled("rs", drafts={"r": [5, 6]}), guessed(0.02, 0), 1.42)
@@ -445,7 +445,7 @@ def test_what_a_guess_took_is_no_part_of_the_step_and_is_shared_by_its_passes():
     policy.learn(Scheduled("ab", {"b": 1}), guessed(0.9, 3, "ab"), 2.0)  # 3 and 1 in 3 passes: one row or two
     assert policy.pass_cost.seconds(1) == pytest.approx(0.8 * 0.5 + 0.2 * 0.3)
     policy.learn(Scheduled("ab"), guessed(0.9, 3, "ab"), 2.0)
-    assert policy.pass_cost.seconds(2) == policy.pass_cost.seconds(1)  # of two rows 0.3, and more are never faster
+    assert policy.pass_cost.seconds(2) == policy.pass_cost.seconds(1)  # two rows took 0.3; more are never faster
     assert policy.pass_cost._measured[2].seconds == pytest.approx(0.3)
     policy.learn(Scheduled("c"), guessed(9.0, 3, "c"), 8.0)  # clocks differ
     assert policy.step_cost.seconds(1) == 0.0
@@ -505,7 +505,7 @@ def test_who_is_bound_is_tried_again():
     st.integers(1, 8),
 )
 def test_for_one_request_no_other_number_is_better(verified, step_costs, pass_s, most):
-    """By the policy's own measures, tried one by one."""
+    """According to the policy's own estimates, compared with every other number."""
     policy = policy_of_model(zip((1, 4, 9), step_costs, strict=True), [(1, pass_s)], most)
     request = Request("r", [1], SamplingParams(max_tokens=99))
     for num_drafted, num_accepted in verified:
@@ -526,7 +526,7 @@ def test_for_one_request_no_other_number_is_better(verified, step_costs, pass_s,
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=6), st.floats(0.01, 1.5), st.data()
 )
 def test_a_choice_is_never_worse_than_none_and_within_what_is_wanted(asked, row_s, data):
-    """By the policy's own measures; the drafts of each request are its first ones."""
+    """According to the policy's own estimates. The drafts of each request are its first ones."""
     policy = policy_with(*((rows, 1 + row_s * rows) for rows in (1, 2, 4, 8, 16, 40)))
     policy._guessing_s = data.draw(st.floats(0, 1))
     wanted = []
@@ -543,7 +543,7 @@ def test_a_choice_is_never_worse_than_none_and_within_what_is_wanted(asked, row_
     assert (num_requests + gained) / (seconds(num_requests + sum(counts)) + policy._guessing_s) >= none * (1 - 1e-9)
 
 
-# --- what drafts gain -------------------------------------------------------------------------------------------------
+# --- gain of drafts ---------------------------------------------------------------------------------------------------
 
 
 def test_what_drafts_gain_is_told_where_it_is_known():
@@ -553,7 +553,7 @@ def test_what_drafts_gain_is_told_where_it_is_known():
     assert policy.learn(drafted, guessed(0.25, 0), 2.25) is None, "nobody knows what two rows take"
     assert policy.learn(Scheduled("ab"), guessed(0.5, 0), 1.5) is None, "no drafts"
     policy.verified(make_request(), 2, 2)
-    # 2 s, and 0.5 s for the guess before it; 4 tokens by two steps of 1 s.
+    # 2 s, and 0.5 s of drafting before it; two steps of 1 s give 4 tokens.
     assert policy.learn(drafted, guessed(0.25, 0), 2.25) == (2.5, 2.0)
     assert policy.learn(drafted, guessed(0.25, 0), 2.25) == (2.25, 1.0), "all were wrong"
     assert policy_with((2, 1.0)).learn(drafted, guessed(0.25, 0), 2.25) == (2.0, 1.0)
@@ -580,11 +580,11 @@ def test_what_drafts_gain_is_told_by_the_scheduler(make_core):
     assert (event.step, event.seconds, event.seconds_without) == (3, 2.0, 4.5)
 
 
-# --- in the scheduler, with a model that drafts -----------------------------------------------------------------------
+# --- in the scheduler, with a draft model -----------------------------------------------------------------------------
 
 
 class Machine:
-    """Requests on a made-up machine, which says what a step and a pass of the drafting model take."""
+    """Requests on a simulated machine with given times of a step and of a pass of the draft model."""
 
     def __init__(self, make_core, num_requests, share_right, step_s, pass_s, most=4):
         self.now, self.rng = 0.0, random.Random(1)
@@ -597,7 +597,7 @@ class Machine:
         self.start = 0.0
 
     def run(self, num_steps, fixed=None):
-        """Step so often. fixed: so many drafts of each request, whatever the policy says."""
+        """Step `num_steps` times. fixed: number of drafts for each request, instead of the policy's choice."""
         scheduler = self.core.scheduler
         if fixed is not None:
             scheduler._state.draft_policy.allot = lambda wanted, _num_decoding: [count for _, count in wanted]
@@ -639,7 +639,9 @@ class Machine:
 @pytest.mark.parametrize("share_right", [0.0, 0.4, 0.8, 1.0])
 @pytest.mark.parametrize("num_requests", [1, 8, 24])
 def test_what_is_learned_is_nearly_as_fast_as_the_best_fixed_number(make_core, num_requests, share_right, pass_s):
-    """And never slower than none. What is lost goes into trials, and into lines between measured sizes of steps."""
+    """It is never slower than without drafts. The difference is spent on trials, and comes from interpolation between
+    measured step sizes.
+    """
 
     def speed(num_steps, fixed=None):
         machine = Machine(make_core, num_requests, share_right, memory_bound, lambda n: pass_s * max(1.0, n / 16))

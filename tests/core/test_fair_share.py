@@ -1,4 +1,4 @@
-"""Counters of service, and the queue that follows them."""
+"""Service counters of tenants, and the request queue that is ordered by them."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ def test_who_begins_to_wait_where_nobody_does_is_lifted_to_the_last_who_did():
     queue.pop_request()
     counters.forget_all()
     queue.add_request(make_request("c", "newer"))
-    assert counters.served("newer") == 0.0  # nobody is owed anything since
+    assert counters.served("newer") == 0.0  # no tenant is owed service any more
     counters.charge_output("newer", 4)
     queue.pop_request()
     queue.add_request(make_request("d", "newest"))
-    assert counters.served("newest") == 8.0  # and what came then counts again
+    assert counters.served("newest") == 8.0  # service after that counts again
 
 
 def test_a_tenant_that_left_and_came_back_has_its_place_by_what_it_was_served():
@@ -151,4 +151,4 @@ def test_a_tenant_has_one_entry_however_often_it_comes_and_goes():
     assert len(queue._heap) == 2
     queue.pop_request()
     queue.add_request(make_request("new", "z"))
-    assert len(queue._heap) == 1  # nobody waited: the others are forgotten
+    assert len(queue._heap) == 1  # no request waits: other tenants are forgotten

@@ -1,4 +1,4 @@
-"""One test for each fault of docs/reliability.md that lives in the core, by its id."""
+"""One test for each fault of docs/reliability.md that concerns the core, named by its id."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check(core):
 
 
 def finish_step(core, scheduled, **results):
-    """Take a step's result in, with the given transfers."""
+    """Process a step's result with the given transfers."""
     result = core.compute(scheduled)
     return core.scheduler.update_from_output(scheduled, ModelOutput(result.step, result.sampled_token_ids, **results))
 
@@ -195,7 +195,7 @@ def test_F14_a_lookup_is_pinned_before_anything_can_be_evicted(num_blocks, fits)
     computed = manager.get_computed_blocks(second)
     assert computed.num_tokens == 4
     ids = manager.allocate_slots(second, 3, computed)
-    if not fits:  # the found blocks are the only ones that could be evicted for it
+    if not fits:  # only the found blocks could be evicted for it
         assert ids is None
         assert [block.ref_count for block in manager.pool.blocks] == [0, 0, 0]
         return
@@ -206,7 +206,9 @@ def test_F14_a_lookup_is_pinned_before_anything_can_be_evicted(num_blocks, fits)
 
 
 def test_F15_swap_is_fenced_from_reuse(make_core):
-    """The victim's blocks are given away in the step that copies them out: copies come first, nobody is admitted."""
+    """The victim's blocks are given away in the step that copies them out: copies come first, and no request is
+    admitted.
+    """
     core = make_core(num_blocks=6, num_host_blocks=6, preemption="swap", max_num_seqs=2, enable_prefix_caching=False)
     core.add("a", 7, max_tokens=12)
     core.add("b", 7, max_tokens=12)
@@ -365,7 +367,7 @@ def test_F34_a_block_with_wrong_books_is_quarantined_and_the_engine_goes_on(make
     core.add("a", 5, max_tokens=2)
     core.run()
     pool = core.scheduler.kv_cache_manager.pool
-    pool.blocks[2].ref_count += 1  # a reference nobody holds: a leak
+    pool.blocks[2].ref_count += 1  # a reference without a holder: a leak
     breaches = core.scheduler.check_when_idle()
     assert [breach.invariant for breach in breaches]
     assert pool.quarantined == {2}

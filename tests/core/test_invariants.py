@@ -1,4 +1,4 @@
-"""Each invariant, broken on purpose: the breach is found, by its number and with its blocks, and no other is."""
+"""Each test breaks an invariant on purpose: the check reports its number and the blocks, and no other breach."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.data.request import RequestStatus
 
 @pytest.fixture
 def core(make_core):
-    """One who decodes in three blocks, one preempted whose KV is in host memory, one who loads, one who waits."""
+    """Four requests: one decodes in three blocks, one is preempted with its KV in host memory, one loads, one waits."""
     core = make_core(
         num_blocks=12, num_host_blocks=8, preemption="swap", max_num_seqs=2, connector=Store(prefix="loads")
     )
@@ -57,7 +57,7 @@ def table_of(core, name):
 
 @pytest.fixture
 def with_cached(core):
-    """The same, with a block in host memory that the device has as well."""
+    """The same core, with a block in host memory that is also on the device."""
     manager = core.scheduler.kv_cache_manager
     block = manager.pool.blocks[table_of(core, "runs")[0]]
     assert manager.host.keep(block) is not None
@@ -153,7 +153,7 @@ def test_a_quarantined_block_is_in_one_place_held_or_not(core):
 def test_a_reference_too_few_or_too_many(core, change):
     last = table_of(core, "runs")[-1]
     pool_of(core).blocks[last].ref_count += 3
-    table_of(core, "swapped")  # holds none
+    table_of(core, "swapped")  # this request holds no block
     assert breaches(core) == [(2, (last,)), (4, (last,))]
     loaded = table_of(core, "loads")[0]
     pool_of(core).blocks[last].ref_count -= 3
@@ -272,7 +272,7 @@ def test_kv_in_host_memory_is_of_the_preempted(core):
 def test_a_request_is_where_its_status_says(core, name, status):
     request_of(core, name).status = RequestStatus[status]
     found = {invariant for invariant, _ in breaches(core)}
-    assert found == ({12, 4} if name == "loads" else {12})  # what loads holds its blocks twice
+    assert found == ({12, 4} if name == "loads" else {12})  # the blocks of "loads" are counted as held twice
 
 
 def test_who_waits_holds_nothing(core):
@@ -298,7 +298,7 @@ def test_who_runs_has_something_left_to_compute(core, num_computed):
     request.num_computed_tokens = num_computed
     found = breaches(core)
     assert found[-1] == (9, ())
-    assert {invariant for invariant, _ in found} <= {4, 9}  # at -1 its last block but one is to be written again
+    assert {invariant for invariant, _ in found} <= {4, 9}  # at -1 its last full block would be written again
 
 
 def test_who_runs_may_have_nothing_computed_yet(core):
@@ -398,7 +398,7 @@ def test_nothing_is_kept_of_who_is_gone(make_core):
     assert breaches(core) == [(18, ())]
     core.add("a", 5)
     core.step()
-    assert breaches(core) == []  # somebody is there: it is not looked at
+    assert breaches(core) == []  # a request exists: the idle check is skipped
 
 
 def test_blocks_of_a_transfer_may_be_held_when_nobody_is_there(make_core):
@@ -418,7 +418,7 @@ def test_blocks_of_a_transfer_may_be_held_when_nobody_is_there(make_core):
 
 @pytest.fixture
 def windowed(make_core):
-    """One that has ended, whose window blocks 0 and 1 are cached, and one who holds 2 and 3; 4 and 5 are free."""
+    """One request has ended, and its window blocks 0 and 1 are cached. Another holds 2 and 3. 4 and 5 are free."""
     core = make_core(num_window_blocks=6, window=6)
     core.add("ended", 8, max_tokens=1)
     core.run()

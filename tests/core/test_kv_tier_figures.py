@@ -1,4 +1,4 @@
-"""Figures of tiers, from events alone."""
+"""Figures of KV tiers, computed from events alone."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def copied(step, num_blocks, seconds):
 
 
 def test_the_wait_for_host_memory_is_the_part_of_the_copies_that_was_found():
-    """Of eight blocks four came back for a preempted request, and of one it is not known what computing takes."""
+    """Four of the eight copied blocks were for a preempted request. For one block the computing time is unknown."""
     host = counted(found(3, 2, 5.0), found(3, 1, 7.0), found(3, 1, 0.0), copied(3, 8, 4.0))["host"]
     assert host == KVTierFigures(0, 8, 800, 4.0, wait_seconds=1.5, computing_seconds=12.0)
 

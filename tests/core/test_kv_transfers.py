@@ -1,4 +1,4 @@
-"""Transfers under way, by id, by request and by deadline; which of them were given up, and what the store is told."""
+"""Open KV transfers by id, request and deadline; which are given up, and what the store is notified of."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = SchedulerConfig(kv_transfer_timeout_s=5.0, kv_lookup_timeout_s=0.5, min
 
 
 class Transfers:
-    """Transfers of a store into 16 blocks of 4 tokens, which may take 5 s; `log` has what is told of them."""
+    """Transfers between a store and 16 blocks of 4 tokens, with a timeout of 5 s. `log` has their events."""
 
     def __init__(self, num_blocks=16):
         self.log, self.store = events.EventLog(), Store(wants=True)
@@ -32,7 +32,7 @@ class Transfers:
         self.transfers = KVTransfers(self.store, self.manager, CONFIG, self.emitter)
 
     def start(self, name, now=0.0, params=None):
-        """Begin a load of 8 tokens into 2 blocks; return request and order."""
+        """Begin a load of 8 tokens into 2 blocks; return the request and the order."""
         self.emitter.now = now
         request = Request(name, list(range(12)), SamplingParams(), kv_transfer_params=params)
         assert self.find(request) == 8
@@ -45,7 +45,7 @@ class Transfers:
         return self.transfers.num_external_tokens(request, computed, may_wait=may_wait)
 
     def commit(self, name, num_tokens, num_computed=None, params=None):
-        """Return a request whose tokens are computed and shared, all but the last one if not said otherwise."""
+        """Return a request with computed and registered tokens. num_computed: default all but the last one."""
         request = Request(name, [ord(name[0])] * num_tokens, SamplingParams(), kv_transfer_params=params)
         self.manager.add_tables(request)
         self.manager.allocate_slots(request, num_tokens)
@@ -54,7 +54,7 @@ class Transfers:
         return request
 
     def extend(self, request, num_tokens):
-        """Let a request have so many tokens, all but the last one computed and shared."""
+        """Extend a request to `num_tokens` tokens, all but the last one computed and registered."""
         num_new = num_tokens - request.num_tokens
         request.sequence.token_ids += [7] * num_new
         assert self.manager.allocate_slots(request, num_tokens - request.num_computed_tokens) is not None
@@ -115,9 +115,9 @@ def test_what_is_computed_here_is_not_fetched(made):
     assert made.find(request, found) == 8
     assert made.store.told[-1] == ("asked", "b", 4)
     assert request.block_hashes == first.block_hashes
-    assert made.find(request, ComputedBlocks(found.blocks[:1], 6, source=found.blocks[0])) == 0  # a copy goes on there
+    assert made.find(request, ComputedBlocks(found.blocks[:1], 6, source=found.blocks[0])) == 0  # it is copied
     request = Request("c", first.sequence.token_ids[:12], SamplingParams())
-    assert made.find(request, ComputedBlocks(both, 8)) == 0  # of four tokens one is computed anyway
+    assert made.find(request, ComputedBlocks(both, 8)) == 0  # one of the four tokens is computed anyway
 
 
 def test_what_is_shorter_than_a_block_is_not_asked_for(made):
@@ -165,13 +165,13 @@ def test_a_store_that_does_not_know_yet_is_asked_again_until_it_has_taken_too_lo
     assert made.transfers.num_pending == 0
     assert made.store.told[-1] == ("given up", "a")
     made.store.num_tokens = 8
-    assert made.find(request) == 0  # it asks no more
+    assert made.find(request) == 0  # it does not ask again
     assert (made.transfers.num_pending, made.transfers.num_records) == (0, 1)
 
 
 @pytest.mark.parametrize("computed", [ComputedBlocks([], 3, [0], is_saved=True), ComputedBlocks([], 8, [0, 1])])
 def test_a_question_that_became_pointless_waits_for_no_answer(made, computed):
-    """What it asks for is there by now, or too little is left."""
+    """The tokens are found elsewhere by now, or too few remain."""
     request = Request("a", list(range(12)), SamplingParams())
     made.store.num_tokens = None
     assert made.find(request) is None
@@ -204,7 +204,7 @@ def test_a_load_that_took_longer_than_computing_is_not_made_again_at_once(made):
     _, order = made.start("a", now=1.0)
     made.emitter.now = 1.07
     made.transfers.end(order.transfer_id, 2)
-    request, order = made.start("b", now=2.0)  # 10 ms a token: eight of them in 70 ms
+    request, order = made.start("b", now=2.0)  # 10 ms a token: eight tokens in 70 ms
     made.emitter.now = 3.0
     made.transfers.end(order.transfer_id, 2)
     assert made.find(request) == 0
@@ -340,14 +340,14 @@ def test_who_gives_way_is_saved_when_its_blocks_are_there_again():
 
 
 def test_what_is_being_saved_is_not_saved_beside_itself(made):
-    first, second = made.commit("a", 5), made.commit("abc", 5)  # alike, so that their blocks have the same keys
+    first, second = made.commit("a", 5), made.commit("abc", 5)  # equal tokens, so their blocks have equal keys
     made.transfers.offer(first)
     [order] = made.transfers.take_orders()
     made.transfers.offer(second)
     assert made.transfers.take_orders() == []
     made.transfers.end(order.transfer_id, 1)
     third = made.commit("ab", 5)
-    made.transfers.offer(third)  # the store says what it lacks: it lost what it was given
+    made.transfers.offer(third)  # the store wants them again, because it lost them
     [again] = made.transfers.take_orders()
     assert again.keys == order.keys
 
@@ -393,7 +393,7 @@ def test_what_nobody_wants_or_is_too_short_is_not_saved(made):
     request.num_computed_tokens = 12
     made.manager.commit(request)
     short.offer(request)
-    [order] = short.take_orders()  # from the first block on
+    [order] = short.take_orders()  # starting with the first block
     assert order.keys == request.block_hashes[:2]
     assert made.transfers.take_orders() == []
 
@@ -403,7 +403,7 @@ def test_saves_hold_few_blocks_at_once(made):
     made.transfers.offer(first)
     made.transfers.offer(second)
     orders = made.transfers.take_orders()
-    assert [len(order.keys) for order in orders] == [1, 1]  # of 16 blocks two
+    assert [len(order.keys) for order in orders] == [1, 1]  # two of 16 blocks
     assert orders[1].keys == second.block_hashes[:1]
     num_told = len(made.store.told)
     made.transfers.offer(second)
@@ -423,7 +423,7 @@ def test_what_was_offered_is_not_offered_again_with_what_found_no_room(made):
     [order] = made.transfers.take_orders()
     assert order.keys == request.block_hashes[:2]
     made.transfers.end(order.transfer_id, 2)
-    made.transfers.offer(request)  # the store says that it wants them all
+    made.transfers.offer(request)  # the store wants all of them
     [order] = made.transfers.take_orders()
     assert order.keys == request.block_hashes[2:3]
 
@@ -435,7 +435,7 @@ def dropped(made):
 @pytest.mark.parametrize(("num_tokens", "num_dropped"), [(14, 1), (18, 2)])
 def test_blocks_that_find_no_room_until_their_request_ends_are_counted(made, num_tokens, num_dropped):
     request = made.commit("a", num_tokens)
-    made.transfers.offer(request)  # of 16 blocks two may be pinned
+    made.transfers.offer(request)  # two of 16 blocks may be pinned
     assert dropped(made) == []
     made.transfers.request_finished(request)
     assert dropped(made) == [("a", num_dropped)]
@@ -473,7 +473,7 @@ def test_blocks_that_were_offered_before_are_not_dropped(made):
     made.transfers.offer(request)
     [order] = made.transfers.take_orders()
     made.transfers.end(order.transfer_id, 2)
-    made.transfers.request_finished(request)  # the store says that it wants them all, as it forgets
+    made.transfers.request_finished(request)  # the store wants all of them, because it forgot them
     assert dropped(made) == []
 
 
@@ -561,7 +561,7 @@ def test_expired_is_whose_deadline_has_come(made):
 
 
 def test_a_load_that_takes_too_long_is_not_tried_by_the_next(made):
-    """It takes so long at least, however long it would."""
+    """The timeout is a lower bound of the time that the load takes."""
     made.transfers.learn_step(step_of(100), 1.0)
     request, _ = made.start("a", now=1.0)
     assert made.transfers.expired(6.0) == [request]
@@ -649,7 +649,7 @@ def test_a_failed_step_gives_up_its_own_orders_and_tells_its_cancels_again(made)
     first, order = made.start("a")
     _, stale = made.start("b")
     made.transfers.end(stale.transfer_id, 2)
-    made.start("b")  # another transfer of the same id
+    made.start("b")  # another transfer with the same id
     saved = made.commit("s", 5)
     made.transfers.offer(saved)
     [save] = made.transfers.take_orders()
@@ -706,7 +706,7 @@ def test_what_is_expected_may_take_longer_to_be_found(made):
     request, other = expecting(), Request("b", list(range(12)), SamplingParams())
     assert made.find(request) is None
     assert made.find(other) is None
-    made.emitter.now = 4.9  # others are given up after 0.5 s
+    made.emitter.now = 4.9  # other loads are given up after 0.5 s
     assert made.transfers.is_looking_up(request)
     assert not made.transfers.is_looking_up(other)
     assert (made.find(request), made.find(other)) == (None, 0)
@@ -723,7 +723,7 @@ def test_what_is_for_another_engine_is_saved_whole(made):
     made.transfers.offer(request)
     assert made.transfers.take_orders() == []
     made.transfers.offer(made.commit("b", 10))
-    assert made.transfers.take_orders() == []  # of others no more is pinned than before
+    assert made.transfers.take_orders() == []  # for other requests the limit on pinned blocks is unchanged
     made.transfers.end(order.transfer_id, 10)
     assert made.manager.num_transfers == 0
 

@@ -1,4 +1,4 @@
-"""How a request arrives, starts, gives way and ends, and what of it is told to whom."""
+"""How a request is queued, admitted, preempted and ended, and which events report it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_few_deadlines_are_kept_of_those_that_ended(make_core, count):
         core.scheduler.abort_request(f"r{index}")
     deadlines = lifecycle_of(core)._deadlines
     assert len(deadlines) == count
-    core.add("next", 3, deadline=2e6)  # 19 are alive: 102 entries may be kept
+    core.add("next", 3, deadline=2e6)  # 19 requests are alive: 102 entries may be kept
     assert len(lifecycle_of(core)._deadlines) == (101 if count == 100 else 102)
     core.scheduler.abort_request("r0")
     core.add("last", 3, deadline=3e6)
@@ -54,7 +54,7 @@ def test_deadlines_expire_in_order_and_only_of_the_request_they_were_given(make_
         core.add(name, 3, deadline=deadline)
     for index in range(140):
         core.scheduler.abort_request(f"r{index}")
-    core.add("r0", 3, deadline=5000.0)  # the id again, of another request
+    core.add("r0", 3, deadline=5000.0)  # another request with the same id
     left = sorted((deadlines[f"r{index}"], index) for index in range(140, 200))
     assert [request.request_id for request in lifecycle.expired(999.0)] == [f"r{index}" for _, index in left]
     assert list(lifecycle.expired(4999.0)) == []
@@ -136,7 +136,7 @@ def test_who_waited_for_kv_in_vain_waits_again_as_what_it_was(make_core):
     request = core.add("a", 12)
     core.scheduler.schedule()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    [admitted] = core.log.of_type(events.RequestAdmitted)  # it has its seat
+    [admitted] = core.log.of_type(events.RequestAdmitted)  # it was admitted
     assert (admitted.request_id, request.admitted_time) == ("a", admitted.time)
     assert core.scheduler.admission.num_reserved_total == 28
     lifecycle = lifecycle_of(core)
@@ -202,7 +202,7 @@ def test_an_ending_leaves_nothing_and_is_told_to_everyone(make_core, state):
     assert core.scheduler.running == []
     assert core.scheduler.admission.num_reserved_total == 0
     assert core.scheduler.num_kept_records == 0
-    assert core.scheduler.policy.counters.served("t") == 0.0  # nobody is left: counters begin anew
+    assert core.scheduler.policy.counters.served("t") == 0.0  # no request remains: counters start again
     [told] = core.log.of_type(events.RequestFinished)
     assert (told.request_id, told.reason, told.num_output_tokens) == ("a", "abort", int(state == "running"))
     if store is not None:
@@ -261,7 +261,7 @@ def test_who_gives_way_keeps_its_tokens_and_nothing_else(make_core):
     assert (request.num_computed_tokens, request.spec_token_ids, request.sequence.block_table) == (0, [], [])
     assert (request.num_preemptions, core.scheduler.waiting.peek_request()) == (1, request)
     assert invariants.check(core.scheduler) == []
-    assert [data.request_id for data in core.step().scheduled_new_reqs] == ["a"]  # sent whole again
+    assert [data.request_id for data in core.step().scheduled_new_reqs] == ["a"]  # all of it is sent again
 
 
 def test_an_admission_is_told_each_time_and_what_the_cache_had_once(make_core):
@@ -285,7 +285,7 @@ def test_deadlines_are_given_once_in_order_and_only_for_who_lives(make_core):
     for name, deadline in (("late", 900.0), ("soon", 500.0), ("gone", 400.0)):
         core.add(name, 4, deadline=deadline)
     core.scheduler.abort_request("gone")
-    core.add("gone", 4)  # another one under its name, without a deadline
+    core.add("gone", 4)  # another request with this id, without a deadline
     lifecycle = lifecycle_of(core)
     assert list(lifecycle.expired(499.0)) == []
     assert [request.request_id for request in lifecycle.expired(900.0)] == ["soon", "late"]

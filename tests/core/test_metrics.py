@@ -1,4 +1,4 @@
-"""Figures of an engine, from the events of the real scheduler on a clock that counts."""
+"""Metrics of an engine from the events of the real scheduler, with a counting clock."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_failed_step_ends_its_requests(make_core):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_figures_agree_with_the_scheduler_and_with_themselves(make_core, seed):
-    """A crowd with preemptions, aborts and cache hits; counts are compared after every step."""
+    """Many requests with preemptions, aborts and cache hits; counts are compared after every step."""
     rng = random.Random(seed)
     core = make_core(num_blocks=30, max_num_batched_tokens=16, preemption=PreemptionMode.RECOMPUTE)
     metrics, read, number = EngineMetrics(), 0, 0

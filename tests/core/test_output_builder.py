@@ -1,4 +1,4 @@
-"""What the worker is sent: all of a request once, then what is new."""
+"""What the worker is sent: a request in full once, then only changes."""
 
 from __future__ import annotations
 

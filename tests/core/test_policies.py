@@ -1,4 +1,4 @@
-"""Order, victims, admission: each policy does what its name says."""
+"""Order, victims and admission of each policy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def order_of_admission(core):
 @pytest.mark.parametrize("enable_chunked_prefill", [True, False])
 @pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
 def test_prompts_of_a_step_keep_to_their_limit_chunks_included(make_core, admission, enable_chunked_prefill, batching):
-    """Four prompts of 30 tokens, 10 of which may be in a step. Who decodes does not wait for that in mixed batches."""
+    """Four prompts of 30 tokens; a step may compute 10 of them. In mixed batches decodes do not wait."""
     core = make_core(
         max_batch_prefill_tokens=10,
         admission=admission,
@@ -51,7 +51,7 @@ def test_prompts_of_a_step_keep_to_their_limit_chunks_included(make_core, admiss
 
 
 def test_a_prompts_last_token_is_one_of_the_limit(make_core):
-    """It fits into a block that the request has, as a decoded token would."""
+    """The last token fits into a block that the request holds, as a decoded token would."""
     core = make_core(max_batch_prefill_tokens=3, enable_prefix_caching=False, max_num_seqs=2)
     core.add("a", 4, max_tokens=1)
     core.add("b", 4, max_tokens=1)
@@ -60,7 +60,7 @@ def test_a_prompts_last_token_is_one_of_the_limit(make_core):
 
 
 def test_no_token_is_kept_for_a_prompt_that_the_limit_of_prompts_leaves_without_one(make_core):
-    """The most important prompt takes the limit, so the drafts after it may use the rest of the budget."""
+    """The most important prompt uses up the limit, so drafts of later requests may use the rest of the budget."""
     options = {"max_batch_prefill_tokens": 4, "max_num_batched_tokens": 8, "enable_prefix_caching": False}
     core = make_core(policy="priority", max_num_seqs=3, **options)
     b = core.add("b", 1, max_tokens=9, priority=1)
@@ -74,7 +74,9 @@ def test_no_token_is_kept_for_a_prompt_that_the_limit_of_prompts_leaves_without_
 
 
 def test_a_victims_tokens_return_to_the_limit_of_prompts(make_core):
-    """The newcomer is preempted in the step in which it got its last chunk; what it had goes to the others."""
+    """The new request is preempted in the step that scheduled its last chunk; its tokens are given to other
+    requests.
+    """
     core = make_core(
         num_blocks=6, max_batch_prefill_tokens=8, enable_prefix_caching=False, preemption="recompute", max_num_seqs=3
     )
@@ -87,7 +89,7 @@ def test_a_victims_tokens_return_to_the_limit_of_prompts(make_core):
 
 
 def test_who_resumes_with_all_but_its_newest_token_takes_nothing_of_the_limit(make_core):
-    """Its KV is found again, so that it decodes; the prompt of another request has the whole room."""
+    """Its KV is found again, so it decodes, and the prompt of another request may use the whole limit."""
     core = make_core(max_batch_prefill_tokens=4)
     first = core.add("a", 8, max_tokens=9)
     while first.sequence.num_output_tokens < 5:  # 12 tokens of KV: 3 whole blocks
@@ -150,7 +152,7 @@ def test_a_long_prompt_gives_way_to_a_more_important_newcomer(make_core):
     core.add("user", 10, priority=0)
     core.add("later", 30, priority=7)
     assert core.step().num_scheduled_tokens == {"user": 8}
-    assert core.step().num_scheduled_tokens == {"user": 2, "batch": 6}  # before, though it came later
+    assert core.step().num_scheduled_tokens == {"user": 2, "batch": 6}  # batch comes before later
     assert core.step().num_scheduled_tokens == {"user": 1, "batch": 7}
     core.run()
     assert len(core.finished) == 3
@@ -203,7 +205,7 @@ def test_first_come_first_served_does_not_give_way(make_core):
 
 
 def test_behind_one_that_stalls_the_running_go_on_and_nobody_is_admitted(make_core):
-    """They may hold what it waits for; they were kept from ending, and all waited for ever."""
+    """The running requests may hold the blocks that the stalled one needs. Without progress none of them would end."""
     core = make_core()
     stalled, holder, last = (core.add(name, 9) for name in ("stalled", "holder", "last"))
     plan, admitted = StepPlan(16, 16), []
@@ -222,7 +224,7 @@ def test_who_gave_way_waits_for_blocks_rather_than_preempt(make_core):
     core = make_core(policy="priority", ageing_s=None, max_num_batched_tokens=12, num_blocks=5, block_size=4)
     core.add("batch", 18, priority=5, max_tokens=2)
     core.step()
-    core.add("user", 3, priority=0, max_tokens=1)  # one of two free blocks; the rest of the batch would take both
+    core.add("user", 3, priority=0, max_tokens=1)  # takes one of two free blocks; the rest of batch's prompt needs both
     assert core.step().num_scheduled_tokens == {"user": 3}
     assert [event.request_id for event in core.log.of_type(events.RequestOutranked)] == ["batch"]
     assert not core.log.of_type(events.RequestPreempted)
@@ -274,7 +276,7 @@ def test_fair_share_gives_no_credit_for_idle_time():
 
 
 def test_fair_share_holds_its_bound_while_one_floods(make_core):
-    """A simulated hour: one tenant sends 50 times as much; the other keeps 90 % of its half. By the events."""
+    """A simulated hour, checked by events: one tenant sends 50 times as much, and the other gets 90 % of its half."""
     rng = random.Random(5)
     core = make_core(max_num_seqs=4, policy="fair", num_blocks=200)
     longest_prompt, longest_output = 20, 10
@@ -310,7 +312,9 @@ def test_fair_share_holds_its_bound_while_one_floods(make_core):
 
 
 def test_fair_share_follows_weights(make_core):
-    """Two tenants that always wait: one of weight 3 is served three times as much, within the bound. By the events."""
+    """Two tenants always have waiting requests; one with weight 3 is served three times as much, within the bound.
+    Checked by events.
+    """
     rng = random.Random(7)
     core = make_core(max_num_seqs=4, policy="fair", num_blocks=200)
     weights = {"heavy": 3.0, "light": 1.0}
@@ -446,7 +450,7 @@ def test_a_wrong_option_is_named(name, value):
 
 
 class WaitingFirst:
-    """What docs/why.md argues against: admit the waiting, with a token kept for everyone who runs, then serve those."""
+    """The order that docs/why.md rejects: admit waiting requests first, with one token kept per running request."""
 
     prefill_limit = 0
 

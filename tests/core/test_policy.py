@@ -1,4 +1,4 @@
-"""The questions of the scheduler, each asked alone."""
+"""The decisions of the scheduling policy, each tested alone."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def decoding(name):
         (6, 2, 3, True, 2),
         (6, -1, 0, True, 0),
         (6, 5, 0, False, 0),
-        (20, 5, 0, False, 0),  # an empty step takes it whole
-        (21, 5, 0, False, 5),  # none does
+        (20, 5, 0, False, 0),  # an empty step takes the whole chunk
+        (21, 5, 0, False, 5),  # no token fits
         (21, -5, 0, False, 0),
         (6, 6, 0, False, 6),
     ],
@@ -61,12 +61,12 @@ def test_how_many_tokens_a_request_gets(num_remaining, budget, threshold, may_be
 
 
 def test_what_a_far_token_costs():
-    cost = PromptCost(500.0)  # a half for each position
+    cost = PromptCost(500.0)  # a half per position
     assert [cost.num_tokens_within(10, position) for position in (0, 2, 8, 100)] == [10, 5, 2, 1]
     assert [cost.num_tokens_within(budget, 2) for budget in (0, -3, 1)] == [0, -3, 1]
     assert cost.surcharge(2, 3, 10) == 3
     assert cost.surcharge(3, 3, 10) == 5  # rounded up
-    assert cost.surcharge(3, 3, 7) == 4  # no more than is left
+    assert cost.surcharge(3, 3, 7) == 4  # at most what remains
     assert cost.surcharge(2000, 10, 10**6) == 10_000
     assert PLAIN_COST.num_tokens_within(10, 1000) == 10
     assert PLAIN_COST.surcharge(1000, 3, 10) == 0
@@ -97,7 +97,7 @@ def test_each_policy_has_its_queue_and_rank(name, queue, is_fixed):
         policy.waiting.add_request(each)
     first = late if name == "fcfs" else request
     assert policy.waiting.peek_request() is first
-    if name == "fair":  # tenants are weighed by the policy's own counters
+    if name == "fair":  # the fair policy orders tenants by its own counters
         policy.waiting.add_request(make_request("c", tenant="y"))
         assert policy.counters.served("y") == 8.0
 
@@ -134,7 +134,7 @@ def test_the_least_important_falls_but_not_the_first_and_not_too_often():
     ("preemption", "num_tokens", "num_blocks", "expected"),
     [
         ("auto", 7, 3, True),
-        ("auto", 6, 3, False),  # both cost the same
+        ("auto", 6, 3, False),  # equal cost
         ("auto", 5, 3, False),
         ("swap", 1, 9, True),
         ("swap", 0, 1, True),
@@ -177,7 +177,7 @@ def test_what_prompts_get_beside_answers_at_first(options, limit):
 
 
 class Filler:
-    """Grow and admit that give each request `count` tokens, and note who was asked for in which order."""
+    """Callbacks `grow` and `admit` that give each request `count` tokens and record the order of the calls."""
 
     def __init__(self, count=1, *, short=False, idle=()):
         self.asked = []
@@ -209,7 +209,7 @@ def test_mixed_serves_the_running_then_the_outranked_in_turn_then_the_waiting():
     assert filler.asked == [["a"], "b", ["b"], "c", ["c"], None]
     filler = Filler(idle="b")
     fill(MixedBatching(0), running, filler, running[1:])
-    assert filler.asked == [["a"], "b", ["b"], ["c"]]  # behind one that finds no block nobody is admitted
+    assert filler.asked == [["a"], "b", ["b"], ["c"]]  # after a request that finds no block, none is admitted
     filler = Filler()
     fill(MixedBatching(0), running, filler)
     assert filler.asked == [["a", "b", "c"], None]
@@ -235,7 +235,7 @@ def test_drafts_are_part_of_an_answer():
 
 
 def learned(seconds, *, limit=40, running="ab", short=True, count=10):
-    """Return what prompts get beside answers once a step took so long, of which they got `count` - 1 tokens."""
+    """Return the prompt limit after a step of `seconds`, in which prompts got `count` - 1 tokens next to decodes."""
     batching = MixedBatching(100, 8, 1.0)
     batching._limit = float(limit)
     running = [decoding(name) if name == "a" else make_request(name) for name in running]
@@ -252,21 +252,21 @@ def test_the_limit_follows_the_time_that_steps_take(seconds, expected):
 
 
 def test_what_is_learned_and_of_which_steps():
-    assert learned(2.0, limit=10) == 8  # no less
-    assert learned(0.1, limit=90) == 100  # no more
-    assert learned(0.1, short=False) == 40  # prompts had enough
+    assert learned(2.0, limit=10) == 8  # the lower bound
+    assert learned(0.1, limit=90) == 100  # the upper bound
+    assert learned(0.1, short=False) == 40  # prompts used all that they needed
     assert learned(2.0, short=False) == 20
-    assert learned(2.0, running="b") == 40  # nobody decoded
-    assert learned(2.0, running="a", count=1) == 40  # nobody else took any
+    assert learned(2.0, running="b") == 40  # no request decoded
+    assert learned(2.0, running="a", count=1) == 40  # no prompt got a token
     assert learned(2.0, running="a", count=2) == 20
     batching = MixedBatching(100, 8, 1.0)
     batching._limit = 40.0
     batching.learn(StepPlan(10, 10), 2.0)
-    assert batching.prefill_limit == 40  # nobody computed anything
+    assert batching.prefill_limit == 40  # no token was computed
     batching = MixedBatching(100)
     plan = fill(batching, [decoding("a"), make_request("b")], Filler())
     batching.learn(plan, 9.0)
-    assert batching.prefill_limit == 100  # nothing is asked of time
+    assert batching.prefill_limit == 100  # no step time is requested
 
 
 def test_prefill_first_serves_prompts_and_only_without_any_answers():

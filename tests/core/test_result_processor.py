@@ -13,12 +13,12 @@ from octavo.data.request import RequestStatus
 
 
 def take(core, scheduled, sampled, **results):
-    """Take in what the worker is said to have sampled."""
+    """Process a step's result with these sampled tokens."""
     return core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, sampled, **results))
 
 
 def drafted(make_core, drafts, **options):
-    """A core whose request "a" (4 tokens known, then 7) is in a step with drafts, beside "b"; request, and the step."""
+    """Return a core, request "a" (4 prompt tokens, then 7) with drafts in a step with request "b", and the step."""
     core = make_core()
     request = core.add("a", 4, **{"max_tokens": 50, **options})
     core.add("b", 4, max_tokens=50)
@@ -37,7 +37,7 @@ def test_a_drafted_request_with_a_wrong_number_of_tokens_fails_at_once_and_alone
     assert "1 to 4" in failed.error
     assert (other.request_id, other.finish_reason) == ("b", None)
     assert request.status is RequestStatus.FINISHED_ERROR
-    assert request.sequence.output_token_ids == [7]  # nothing of it is believed
+    assert request.sequence.output_token_ids == [7]  # the result is discarded
     assert core.log.of_type(events.DraftsVerified) == []
     assert invariants.check(core.scheduler) == []
     core.run()
@@ -234,7 +234,7 @@ def test_a_step_that_failed_gives_up_the_loads_it_ordered(make_core):
     assert invariants.check(core.scheduler) == []
     scheduled = core.scheduler.schedule()
     assert scheduled.kv_cancels == [0]
-    assert scheduled.num_scheduled_tokens == {"a": 12}  # computed here
+    assert scheduled.num_scheduled_tokens == {"a": 12}  # computed instead of loaded
 
 
 def test_a_step_that_failed_ends_nobody_who_ended_before(make_core):

@@ -1,4 +1,4 @@
-"""What is saved of models with windows can be found from the beginning on, and is all there where it is handed over."""
+"""Saves of models with windows: a lookup finds them from the first block on, and handovers are complete."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from octavo.sampling_params import SamplingParams
 
 
 class SlowStore(Store):
-    """Has what was saved; a save ends so many steps after it was ordered.
+    """A store that keeps all saves; a save ends `num_steps` steps after its order.
 
-    keys: of whole blocks; in_part: of those without their window parts.
+    keys: complete blocks; in_part: blocks without their window parts.
     """
 
     def __init__(self, num_steps=0):
@@ -35,7 +35,7 @@ class SlowStore(Store):
         return set(keys) - self.keys - (self.in_part if only_first_group else set())
 
     def run(self, core):
-        """Step until nothing is left, saves included."""
+        """Step until no request and no save remains."""
         for _ in range(2000):
             if not core.scheduler.has_work():
                 return
@@ -43,7 +43,7 @@ class SlowStore(Store):
         raise AssertionError("the scheduler makes no progress")
 
     def step(self, core):
-        """Do one step, after which every invariant holds; return what was scheduled."""
+        """Do one step and check every invariant; return the schedule."""
         scheduled = core.scheduler.schedule()
         result = core.compute(scheduled)
         self.open = [(left - 1, order) for left, order in self.open]
@@ -61,7 +61,7 @@ class SlowStore(Store):
         return scheduled
 
     def num_found(self, request):
-        """Return how many blocks a lookup finds from a request's first on, and how many of all are there."""
+        """Return how many blocks a lookup finds from the first one on, and how many the store has in all."""
         is_there = [key in self.keys | self.in_part for key in request.block_hashes]
         return [*is_there, False].index(False), sum(is_there)
 
@@ -96,7 +96,7 @@ def test_as_many_are_saved_at_once_as_windows_and_a_step_leave():
         manager = KVCacheManager(num_blocks, 4, bounded_groups=groups)
         return most_saved_blocks(manager, config)
 
-    assert manager_share(20) == 7  # a row sees six blocks at most, and one is taken before one is left
+    assert manager_share(20) == 7  # a row sees at most six blocks, and one is taken before one is released
     assert [most(count) for count in (64, 80, 90)] == [20, 36, 46]
     assert most(64, num_blocks=64) == 8, "an eighth of all blocks is the most"
     assert [most(44), most(45), most(60)] == [5, 5, 16], "or an eighth of the window blocks"
@@ -125,7 +125,7 @@ def test_what_has_lost_its_window_part_is_saved_without_it_unless_the_store_has_
     manager.add_tables(other)
     computed = manager.get_computed_blocks(other)
     for index in (1, 2):
-        windows.block_forgotten(computed.blocks[index])  # as if it were evicted
+        windows.block_forgotten(computed.blocks[index])  # as if its part were evicted
     other.sequence.block_tables[0] += [block.block_id for block in computed.blocks]
     assert blocks_to_save(manager, other, [0, 1, 2, 3], store) == (
         [0, 1, 2, 3],
@@ -138,7 +138,7 @@ def test_what_has_lost_its_window_part_is_saved_without_it_unless_the_store_has_
 
 
 class TestRoom:
-    """Of 200 blocks 25 may be pinned for saves at once, as many of them in full as window blocks are left for that."""
+    """Saves pin at most 25 of 200 blocks at a time, with at most as many parts as free window blocks allow."""
 
     @pytest.fixture
     def transfers(self, make_core):
@@ -165,7 +165,7 @@ class TestRoom:
         transfers._saving, transfers._saving_in_part = set(range(8)), set(range(20, 27))
         assert transfers._num_with_room([False] * 20) == 10
         assert transfers._num_with_room([True] * 20) == 4
-        transfers._saving = set(range(30))  # handed over: without a limit
+        transfers._saving = set(range(30))  # a handover has no limit
         assert transfers._num_with_room([False] * 20) == 0
         assert transfers._num_with_room([True] * 20) == 0
 
@@ -175,7 +175,7 @@ class TestRoom:
     def test_a_store_is_asked_while_a_block_has_room_in_part_at_least(
         self, transfers, num_in_full, num_in_part, is_asked
     ):
-        """What it has in full already may stand before what leaves in part. What is handed over has no limit."""
+        """Blocks that the store has completely may precede blocks saved in part. Handovers have no limit."""
         for name, params in (("a", None), ("b", donor_params("b"))):
             request = Request(name, list(range(9)), SamplingParams(), kv_transfer_params=params)
             transfers._manager.add_tables(request)
@@ -203,7 +203,7 @@ def test_what_waits_for_room_is_saved_without_what_it_loses_meanwhile(make_core)
     assert request.num_computed_tokens == 128
     assert store.num_found(request) == (16, 16)
     lost = request.sequence.block_table[18]
-    windows.block_forgotten(pool.blocks[lost])  # as if it were evicted
+    windows.block_forgotten(pool.blocks[lost])  # as if its part were evicted
     transfers.most_saved_blocks = 100
     store.run(core)
     assert store.num_found(request) == (64, 64)
@@ -212,7 +212,7 @@ def test_what_waits_for_room_is_saved_without_what_it_loses_meanwhile(make_core)
 
 
 class TestSavedInPart:
-    """Ten blocks are in the cache; three have lost their window parts, and are being saved without."""
+    """Ten blocks are cached. Three have lost their window parts and are being saved without them."""
 
     @pytest.fixture
     def store(self):
@@ -223,16 +223,16 @@ class TestSavedInPart:
         core = make_donor(make_core, store, 90)
         core.add("a", list(range(41)), max_tokens=1)
         store.run(core)
-        store.keys.clear()  # they made way
+        store.keys.clear()  # the store evicted them
         manager = core.scheduler.kv_cache_manager
         for index in (2, 3, 4):
-            manager.bounded[0].block_forgotten(manager.pool.blocks[index])  # as if it were evicted
+            manager.bounded[0].block_forgotten(manager.pool.blocks[index])  # as if its part were evicted
         store.num_steps = 1000
         self.add(core, "b", 5)
         return core
 
     def add(self, core, name, token, params=None):
-        """Let a request with the same beginning run until what it offers is ordered; return it."""
+        """Add a request with the same beginning and step until its saves are ordered; return it."""
         request = core.add(name, [*range(41), token], max_tokens=9, kv_transfer_params=params)
         for _ in range(3):
             core.step()
@@ -284,7 +284,7 @@ def test_all_is_handed_over_though_windows_of_what_is_found_are_gone(make_core, 
     for name, prompt in (("a", [*beginning, 1]), ("b", 100)):
         core.add(name, prompt, max_tokens=1, kv_transfer_params=donor_params(name))
         store.run(core)
-    store.keys.clear()  # what was handed over has made way
+    store.keys.clear()  # the store evicted the handed over blocks
     request = core.add("c", [*beginning, *[2] * 8], max_tokens=1, kv_transfer_params=donor_params("c"))
     store.run(core)
     assert request.sequence.num_cached_tokens == num_found
@@ -331,7 +331,7 @@ def test_what_others_find_is_used_as_it_is(make_core):
     store.run(core)
     store.keys.clear()
     manager = core.scheduler.kv_cache_manager
-    manager.bounded[0].block_forgotten(manager.pool.blocks[0])  # as if it were evicted
+    manager.bounded[0].block_forgotten(manager.pool.blocks[0])  # as if its part were evicted
     request = core.add("b", [*range(41), 5], max_tokens=1)
     assert core.scheduler.schedule().kv_transfers == []
     assert request.sequence.num_cached_tokens == 40
@@ -348,13 +348,13 @@ def test_what_was_swapped_out_comes_back_whole(make_core):
     store.step(core)
     store.keys.clear()
     manager = core.scheduler.kv_cache_manager
-    manager.bounded[0].block_forgotten(manager.pool.blocks[0])  # as if it were evicted
+    manager.bounded[0].block_forgotten(manager.pool.blocks[0])  # as if its part were evicted
     assert store.step(core).copies.swap_in != []
     assert request.num_computed_tokens == num_computed + 1
 
 
 class TestWholeHit:
-    """Twelve tokens were computed by one; another one finds their three blocks, of which it sees the last two."""
+    """One request computed twelve tokens. Another one finds their three blocks; its next row reads the last two."""
 
     @pytest.fixture
     def manager(self):
@@ -410,7 +410,7 @@ def test_a_block_that_lost_a_part_in_one_of_two_groups_is_saved_with_the_first_g
     request.num_computed_tokens = 12
     manager.commit(request)
     request.sequence.first_held[2] = 1
-    manager.bounded[1].block_forgotten(manager.pool.blocks[0])  # as if it were evicted
+    manager.bounded[1].block_forgotten(manager.pool.blocks[0])  # as if its part were evicted
     expected = [[0, 1], [NO_BLOCK, 1], [NO_BLOCK, 1]]
     assert blocks_to_save(manager, request, [0, 1], store) == ([0, 1], expected)
 
@@ -427,5 +427,5 @@ def test_a_hit_that_is_handed_over_has_its_parts_in_every_group():
     found = manager.get_computed_blocks(request)
     assert found.num_tokens == 12
     assert whole_hit(manager, request, found, set(request.block_hashes)).num_tokens == 12
-    manager.bounded[1].block_forgotten(found.blocks[0])  # as if it were evicted
+    manager.bounded[1].block_forgotten(found.blocks[0])  # as if its part were evicted
     assert whole_hit(manager, request, found, set(request.block_hashes)).num_tokens == 0

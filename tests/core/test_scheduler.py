@@ -11,7 +11,7 @@ from octavo.errors import ConfigError, RequestError
 
 
 def idle(core) -> None:
-    """Nothing is left of any request."""
+    """Check that nothing remains of any request."""
     manager = core.scheduler.kv_cache_manager
     assert manager.pool.num_free_blocks == manager.pool.num_blocks
     assert manager.num_tracked_requests == 0
@@ -69,7 +69,7 @@ def test_decodes_never_wait_for_a_long_prompt(make_core):
     core = make_core(max_num_batched_tokens=8)
     core.add("long", 100)
     core.step()
-    core.scheduler.running.append(core.scheduler.running.pop())  # the long one stands first
+    core.scheduler.running.append(core.scheduler.running.pop())  # "long" is first
     core.add("short", 2)
     for _ in range(5):
         scheduled = core.step()
@@ -82,7 +82,7 @@ def test_prompts_get_less_of_a_step_in_which_others_decode(make_core):
     core = make_core(num_blocks=64, max_num_batched_tokens=16, max_num_mixed_prefill_tokens=4)
     core.add("a", 6, max_tokens=3)
     core.add("long", 100)
-    assert core.step().num_scheduled_tokens == {"a": 6, "long": 10}  # nobody decodes yet
+    assert core.step().num_scheduled_tokens == {"a": 6, "long": 10}  # no request decodes yet
     core.add("b", 3)
     assert core.step().num_scheduled_tokens == {"a": 1, "long": 4}
     assert core.step().num_scheduled_tokens == {"a": 1, "long": 4}
@@ -118,7 +118,7 @@ def test_prompts_take_no_tokens_of_who_decodes_behind_them(make_core):
 
 
 class Timed:
-    """A core whose steps take `ms` for each of their tokens; somebody decodes, and a prompt waits to be computed."""
+    """A core with steps of `ms` milliseconds for each token. One request decodes while a prompt is computed."""
 
     def __init__(self, make_core, ms, **options):
         self.ms, self.now = ms, 0.0
@@ -130,7 +130,7 @@ class Timed:
         self.core.add("prompt", 9000)
 
     def step(self):
-        """Return the prompt's tokens of a step."""
+        """Do one step; return the number of its prompt tokens."""
         scheduled = self.core.scheduler.schedule()
         self.now += self.ms / 1000 * scheduled.total_num_scheduled_tokens
         self.core.scheduler.update_from_output(scheduled, self.core.compute(scheduled))
@@ -143,14 +143,14 @@ class Timed:
 def test_beside_answers_prompts_get_what_a_step_has_time_for(make_core):
     timed = Timed(make_core, ms=2.0)
     counts = timed.steps(20)
-    assert counts[0] == 20  # an eighth of a step, as long as nothing is known
+    assert counts[0] == 20  # an eighth of a step, until a time is measured
     assert counts == sorted(counts)
     assert all(after <= 1.25 * before + 1 for before, after in itertools.pairwise(counts))
-    assert 47 <= counts[-1] <= 49  # and the answer: 2 ms each
-    timed.ms = 4.0  # something else runs on the machine
+    assert 47 <= counts[-1] <= 49  # and the decoded token: 2 ms each
+    timed.ms = 4.0  # another program slows the machine down
     assert 23 <= timed.steps(20)[-1] <= 24
     timed.ms = 50.0
-    assert timed.steps(5)[-1] == 20  # slow, but prompts are not starved
+    assert timed.steps(5)[-1] == 20  # slow, but prompts keep a minimum
     timed.ms = 0.0
     assert timed.steps(20)[-1] == 159
     assert timed.core.scheduler.get_stats().prefill_limit == 160
@@ -235,7 +235,7 @@ def test_a_prompts_token_costs_more_the_more_stand_before_it(make_core):
     core = make_core(num_blocks=64, max_num_batched_tokens=16, attention_cost_tokens=1000 / 16)
     core.add("long", 60)
     counts = [core.step().num_scheduled_tokens["long"] for _ in range(7)]
-    # The first token of a chunk stands at 0, 16, 24, 30, 35, 40, 44: 1, 2, 2.5, 2.9, 3.2, 3.5, 3.75 tokens each.
+    # The first tokens of the chunks are at 0, 16, 24, 30, 35, 40, 44 and cost 1, 2, 2.5, 2.9, 3.2, 3.5, 3.75 each.
     assert counts == [16, 8, 6, 5, 5, 4, 4]
     core.add("next", 8)
     assert core.step().num_scheduled_tokens == {"long": 4}  # 4 each, from 48
@@ -407,7 +407,7 @@ def test_preemption_takes_the_latest_and_keeps_its_tokens(make_core):
     young = core.add("young", 8, max_tokens=10)
     first = core.step()
     assert first.num_scheduled_tokens == {"old": 8, "young": 8}
-    second = core.step()  # old takes the fifth block, young has to go
+    second = core.step()  # old takes the fifth block, young is preempted
     assert second.num_scheduled_tokens == {"old": 1}
     assert second.preempted_req_ids == {"young"}
     assert young.status is RequestStatus.PREEMPTED
@@ -476,7 +476,7 @@ def test_scheduled_victim_leaves_the_step(make_core):
     core.add("urgent", 14, priority=1, max_tokens=8)
     for _ in range(3):  # in the third step lazy takes the last free block
         assert len(core.step().num_scheduled_tokens) == 2
-    scheduled = core.step()  # lazy, first in line, had its token already when urgent needs a block
+    scheduled = core.step()  # lazy, earlier in the order, got its token before urgent needs a block
     assert scheduled.preempted_req_ids == {"lazy"}
     assert scheduled.num_scheduled_tokens == {"urgent": 1}
     assert scheduled.total_num_scheduled_tokens == 1
@@ -587,7 +587,7 @@ def test_f10_admission_leaves_each_running_request_a_block_to_grow(make_core):
     core.add("a", 8, max_tokens=5)
     core.step()
     core.add("b", 12, max_tokens=2)
-    assert core.step().num_scheduled_tokens == {"a": 1}  # 3 of 3 free blocks would do for b, and a would evict it
+    assert core.step().num_scheduled_tokens == {"a": 1}  # 3 of 3 free blocks suffice for b, but a would evict it
     core.run()
     assert core.scheduler.get_stats().total_preempted == 0
     assert core.finished == {"a": "length", "b": "length"}

@@ -1,4 +1,4 @@
-"""What a scheduler tells of itself, what it refuses, and when it looks into its books."""
+"""The scheduler's figures and events, the requests that it refuses, and its checks of its own state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.sampling_params import SamplingParams
 
 
 class Clock:
-    """Shows the time it is set to."""
+    """A clock that shows the time it is set to."""
 
     def __init__(self):
         self.now = 0.0
@@ -44,7 +44,7 @@ def test_what_is_refused_changes_nothing(make_core):
     request = Request("b", [1] * 3, SamplingParams(max_tokens=99))
     with pytest.raises(RequestError, match="full"):
         core.scheduler.add_request(request)
-    assert request.max_total_tokens == 102  # as it was asked for, to be sent to another engine
+    assert request.max_total_tokens == 102  # the requested length, which is sent to another engine
     assert list(core.scheduler.requests) == ["a"]
     with pytest.raises(RequestError) as caught:
         core.scheduler.add_request(Request("a", [1], SamplingParams()))
@@ -108,7 +108,7 @@ def test_without_host_memory_and_a_store_there_is_none(make_core):
 
 @pytest.fixture
 def busy(make_core):
-    """One who decodes, one whose prompt is cut, one who loads, one who waits."""
+    """Four requests: one decodes, one has a cut prompt, one loads, one waits."""
     core = make_core(max_num_seqs=3, max_num_batched_tokens=20, connector=Store(prefix="loads"), num_blocks=40)
     core.add("decodes", 5)
     core.step()
@@ -138,7 +138,7 @@ def test_counts_and_statistics(busy):
 def test_records_are_counted_in_every_part(busy):
     scheduler = busy.scheduler
     assert scheduler._state.builder.num_records == 2
-    assert scheduler.transfers.num_records == 3  # a load, and what was offered of two
+    assert scheduler.transfers.num_records == 3  # a load, and the offers of two requests
     assert scheduler.room.num_records == 1
     assert scheduler.num_kept_records == 2 + 3 + 1 + scheduler.kv_cache_manager.num_tracked_requests
 
@@ -160,7 +160,7 @@ def test_there_is_work_while_anything_is_to_be_told(make_core):
     assert scheduler.has_work() is True
     core.step()
     scheduler.abort_request("a")
-    assert scheduler.has_work() is True  # the worker has to hear of it
+    assert scheduler.has_work() is True  # the worker must be notified
     core.step()
     assert scheduler.has_work() is False
     core = make_core(connector=Store(prefix="loads"))
@@ -175,7 +175,7 @@ def test_there_is_work_while_anything_is_to_be_told(make_core):
     assert core.scheduler.has_work() is True
 
 
-# --- the books --------------------------------------------------------------------------------------------------------
+# --- checks of the state ----------------------------------------------------------------------------------------------
 
 
 def test_books_are_checked_when_idle_and_every_ten_seconds(make_core):
@@ -271,7 +271,7 @@ def test_who_is_preempted_as_told_is_so_once_and_for_nobody(make_core):
     request = core.add("a", 3)
     core.add("waits", 3)
     core.scheduler.faults.preempt(["a", "unknown"])
-    core.step()  # neither ran
+    core.step()  # neither request runs
     assert core.log.of_type(events.RequestPreempted) == []
     core.scheduler.faults.preempt(["a"])
     core.step()
@@ -286,7 +286,7 @@ def test_who_falls_for_want_of_blocks_falls_for_somebody_and_by_the_policy(make_
     core.add("a", 8, max_tokens=9, priority=0)
     core.add("b", 5, max_tokens=9, priority=1)
     core.step()
-    core.scheduler.kv_cache_manager.pool.take(1)  # the last free one
+    core.scheduler.kv_cache_manager.pool.take(1)  # the last free block
     core.step()
     [event] = core.log.of_type(events.RequestPreempted)
     assert (event.request_id, event.beneficiary, event.policy) == ("b", "a", "priority")
@@ -342,7 +342,7 @@ def test_who_is_loaded_has_a_seat_and_may_wait_for_blocks(make_core):
 def test_who_has_a_reservation_waits_for_blocks_to_load_into_as_long_as_others_hold_them(make_core):
     core = make_core(connector=Store(num_tokens=8, prefix="load"), num_blocks=4, admission="reservation")
     pool = core.scheduler.kv_cache_manager.pool
-    held = pool.take(3)  # as for saves of who ended, which no reservation counts
+    held = pool.take(3)  # like saves of ended requests, which no reservation counts
     core.add("load", 12, max_tokens=2)
     assert core.step().kv_transfers == []
     assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_BLOCKS,)]
@@ -428,7 +428,7 @@ def test_a_transfer_expires_after_the_time_that_it_may_take(make_core):
     clock.now = 5.0
     scheduled = core.scheduler.schedule()
     assert [event.outcome for event in core.log.of_type(events.KVLoadEnded)] == ["expired"]
-    assert request.status is RequestStatus.RUNNING  # computed here, at once
+    assert request.status is RequestStatus.RUNNING  # computed here, in the same step
     assert scheduled.kv_cancels == [0]
 
 

@@ -1,4 +1,4 @@
-"""Rare decisions of a step: who stalls, who falls, what was refused, and what is told of it."""
+"""Rare decisions of a step: which request stalls or is preempted, why one is refused, and the events about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def preempted(core):
 
 
 def load(core, scheduled):
-    """Take a step's result in, with which its loads arrived."""
+    """Process a step's result in which its loads arrived."""
     arrived = [(order.transfer_id, len(order.keys)) for order in scheduled.kv_transfers]
     result = core.compute(scheduled)
     core.scheduler.update_from_output(
@@ -39,7 +39,7 @@ def test_nobody_has_to_listen():
     assert scheduler.schedule().num_scheduled_tokens == {"a": 3}
 
 
-# --- who stalls -------------------------------------------------------------------------------------------------------
+# --- stalled requests -------------------------------------------------------------------------------------------------
 
 
 def test_who_runs_alone_in_a_cache_that_shrank_ends_with_what_it_has(make_core):
@@ -95,11 +95,11 @@ def test_behind_one_that_stalls_each_gets_a_token_as_long_as_there_are_any(make_
     assert counts == {"answer0": 3, "answer1": 3, "answer2": 3, "answer3": 2, "next": 1}
 
 
-# --- who falls --------------------------------------------------------------------------------------------------------
+# --- preempted requests -----------------------------------------------------------------------------------------------
 
 
 def test_who_falls_loses_what_the_step_gave_it(make_core):
-    """Under fair share the least important one may stand before the one that needs its blocks."""
+    """Under fair share the least important request may precede the request that needs its blocks."""
     core = make_core(policy="fair", num_blocks=5, block_size=4)
     core.add("greedy", 6, tenant="x")
     core.step()
@@ -157,7 +157,7 @@ def test_nobody_falls_in_a_step_that_began_a_load(make_core):
     assert preempted(core) == []
 
 
-# --- who gives way ----------------------------------------------------------------------------------------------------
+# --- outranked requests -----------------------------------------------------------------------------------------------
 
 
 def test_without_a_seat_nobody_gives_way(make_core):
@@ -188,7 +188,7 @@ def test_the_last_token_of_a_prompt_costs_one(make_core):
     assert core.step().num_scheduled_tokens == {"a": 1, "b": 7}
 
 
-# --- what is told -----------------------------------------------------------------------------------------------------
+# --- events -----------------------------------------------------------------------------------------------------------
 
 
 def test_who_ran_in_between_is_told_of_again(make_core):

@@ -1,4 +1,4 @@
-"""The budget of a step: what is given, what is taken back."""
+"""The token budget of a step: tokens given and taken back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are decided ahead: what is expected of those in flight, who may not go on, and what fails."""
+"""Steps decided ahead of results: predicted outcomes, requests that may not continue, and failures."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from octavo.sampling_params import StructuredOutputsParams
 
 @pytest.fixture
 def make_ahead(make_core):
-    """Make a core whose steps may be decided ahead."""
+    """Make a core that may decide steps ahead."""
     return lambda **options: make_core(async_scheduling=True, **options)
 
 
 def decided(core):
-    """Decide a step; one behind it must be allowed where there is one already."""
+    """Decide a step; if one is in flight, looking ahead must be allowed."""
     assert core.scheduler.in_flight is None or core.scheduler.may_look_ahead()
     return core.scheduler.schedule()
 
 
 def answer(core, scheduled, tokens=None, **fields):
-    """Take in a step's result: these tokens, or a 7 for each request that is due one."""
+    """Process a step's result. tokens: default a 7 for each request that is due one."""
     result = core.compute(scheduled) if tokens is None else ModelOutput(scheduled.step, tokens, **fields)
     return core.scheduler.update_from_output(scheduled, result)
 
@@ -34,7 +34,7 @@ def state(request):
     return list(request.sequence.token_ids), request.num_computed_tokens
 
 
-# --- what is expected -------------------------------------------------------------------------------------------------
+# --- predicted outcomes -----------------------------------------------------------------------------------------------
 
 
 def test_the_next_step_is_decided_as_if_the_token_were_there(make_ahead):
@@ -273,7 +273,7 @@ def test_nobody_loses_blocks_in_a_step_that_is_decided_ahead(make_ahead):
 
 
 def test_the_blocks_that_a_step_may_take_are_counted(make_ahead):
-    """Of a step of 8 tokens 4 blocks, and one for each who runs."""
+    """A step of 8 tokens may take 4 blocks, and one more for each running request."""
     core = make_ahead(num_blocks=40, block_size=2, max_num_batched_tokens=8, enable_prefix_caching=False)
     core.add("a", 30, max_tokens=20)
     decided(core)
@@ -291,7 +291,7 @@ def test_who_only_decodes_takes_less_than_a_step_has_room_for(make_ahead):
     answer(core, decided(core))
     decided(core)
     pool = core.scheduler.kv_cache_manager.pool
-    pool.take(pool.num_free_blocks - 4)  # two requests, and their two tokens and two more
+    pool.take(pool.num_free_blocks - 4)  # two requests, with two scheduled and two further tokens
     assert core.scheduler.may_look_ahead()
     pool.take(1)
     assert not core.scheduler.may_look_ahead()

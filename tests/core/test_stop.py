@@ -1,4 +1,4 @@
-"""When the newest token ends a request, and what is told of it."""
+"""When the newest token ends a request, and the finish reason."""
 
 from __future__ import annotations
 

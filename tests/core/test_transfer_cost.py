@@ -1,4 +1,4 @@
-"""Whether KV is sooner fetched than computed, by what both took."""
+"""Whether fetching KV is faster than computing it, by measured times of both."""
 
 from __future__ import annotations
 

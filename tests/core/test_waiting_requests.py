@@ -1,4 +1,4 @@
-"""Who waits in the queue and beside it, and when the latter come back."""
+"""Requests that wait in the queue, deferred requests, and when the latter return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each invariant of window blocks, broken on purpose: the breach is found by its number, and no other is."""
+"""Each test breaks an invariant of window blocks on purpose: the check reports its number and no other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.data.request import RequestStatus
 
 @pytest.fixture
 def core(make_core):
-    """One who decodes behind a window of 6 tokens, in blocks of 4: it holds two window blocks, four are cached."""
+    """A request decodes with a window of 6 tokens in blocks of 4: it holds two window blocks, and four are cached."""
     core = make_core(num_window_blocks=12, window=6, max_num_batched_tokens=8)
     core.add("runs", 21, max_tokens=20)
     for _ in range(3):
@@ -52,7 +52,7 @@ def test_a_hold_too_many_or_too_few(core, change):
     part = table_of(core)[-1]
     windows_of(core)._num_holders[part] += change
     assert breaches(core)[-1] == 2
-    assert set(breaches(core)) == ({2} if change > 0 else {1, 2})  # without a holder it should be in a list
+    assert set(breaches(core)) == ({2} if change > 0 else {1, 2})  # an unheld block must be in a list
 
 
 def test_a_block_whose_part_says_otherwise(core):
@@ -85,7 +85,7 @@ def test_what_is_let_go_is_what_is_not_seen(core, num_computed):
 
 def test_a_request_may_be_a_block_late_and_no_more(core):
     request = core.scheduler.requests["runs"]
-    request.num_computed_tokens = 24  # its first block is the next one
+    request.num_computed_tokens = 24  # the next block is its first one
     assert windows_of(core).first_read(24) == 4
     request.sequence.block_table.append(100)
     breach = [each for each in invariants.check(core.scheduler) if "has released" in each.message]

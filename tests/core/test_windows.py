@@ -1,4 +1,4 @@
-"""The core of a model with windows: what a request holds, finds, copies, saves and fetches of window blocks."""
+"""The core with sliding windows: window blocks that a request holds, finds, copies, saves and loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from octavo.data.metrics import EngineMetrics
 
 @pytest.fixture
 def make_windowed(make_core):
-    """Blocks of 4 tokens; a row sees 6 tokens, so 3 blocks at most, and a step of 8 tokens reaches 2 more."""
+    """Blocks of 4 tokens; a row sees 6 tokens in at most 3 blocks, and a step of 8 tokens needs 2 more."""
 
     def make(**options):
         return make_core(**{"num_window_blocks": 12, "window": 6, "max_num_batched_tokens": 8, **options})
@@ -31,12 +31,12 @@ def windows_of(core):
 
 
 def blocks_in(copies):
-    """Return the pairs of blocks of the first group that are copied."""
+    """Return (source, target) of the copied blocks of the first group."""
     return [(source, target) for group, source, target in copies if group == 0]
 
 
 def parts_in(copies):
-    """Return the pairs of blocks of the second group that are copied."""
+    """Return (source, target) of the copied blocks of the second group."""
     return [(source, target) for group, source, target in copies if group == 1]
 
 
@@ -96,7 +96,7 @@ def test_a_hit_ends_where_a_window_is_gone_and_is_whole_again_behind_who_compute
     core.add("a", list(range(30)), max_tokens=1)
     core.run()
     core.add("other", 30, max_tokens=1)
-    core.run()  # its window blocks are all that there are
+    core.run()  # takes every window block
     for name, num_hit in (("b", 0), ("c", 28)):
         request = core.add(name, [*range(28), 99], max_tokens=1)
         core.run()
@@ -147,7 +147,7 @@ def test_reservation_sets_window_blocks_aside_too(make_windowed):
     core.run()
     assert [request.num_preemptions for request in requests] == [0, 0, 0]
     manager = core.scheduler.kv_cache_manager
-    core.scheduler.admission.left(requests[0])  # once more
+    core.scheduler.admission.left(requests[0])  # a second time
     assert core.scheduler.admission._num_blocks == [0, 0]
     assert manager.bounded[0].usage == 0.0
 
@@ -201,7 +201,7 @@ def test_what_is_evicted_goes_to_host_memory_with_its_window_where_it_has_one(ma
     core.add("a", list(range(16)), max_tokens=1)
     core.run()
     windows, table = windows_of(core), [0, 1, 2, 3]
-    windows.block_forgotten(core.scheduler.kv_cache_manager.pool.blocks[table[0]])  # as if it were evicted
+    windows.block_forgotten(core.scheduler.kv_cache_manager.pool.blocks[table[0]])  # as if its part were evicted
     core.add("b", 34, max_tokens=1)
     copies = [core.step().copies for _ in range(5)]
     swapped = {block: host for each in copies for block, host in blocks_in(each.swap_out)}
@@ -246,7 +246,7 @@ def test_a_partly_filled_block_is_copied_with_its_window(make_windowed):
         core.step()
     third = core.add("c", list(range(7)), max_tokens=20)
     core.step()
-    assert third.sequence.num_cached_tokens == 4  # the first one sees its partly filled block no more
+    assert third.sequence.num_cached_tokens == 4  # the first request no longer sees its partly filled block
     check(core)
 
 
@@ -398,7 +398,7 @@ def test_what_has_lost_its_window_is_not_saved(make_windowed):
     manager = core.scheduler.kv_cache_manager
     core.step()
     core.step()
-    windows_of(core).block_forgotten(manager.pool.blocks[request.sequence.block_table[0]])  # as if it were evicted
+    windows_of(core).block_forgotten(manager.pool.blocks[request.sequence.block_table[0]])  # as if evicted
     assert (request.num_computed_tokens, request.sequence.first_held[1]) == (16, 2)
     assert [manager.bounded[0].id_at(request.sequence, index) for index in range(4)] == [None, 1, 2, 3]
     store.wants = True
@@ -448,7 +448,7 @@ def test_who_comes_back_shares_what_has_its_window_and_has_the_rest_copied_in(ma
     core.scheduler.faults.preempt(["a"])
     core.step()
     manager = core.scheduler.kv_cache_manager
-    manager.bounded[0].block_forgotten(manager.pool.blocks[table[2]])  # as if it were evicted
+    manager.bounded[0].block_forgotten(manager.pool.blocks[table[2]])  # as if its part were evicted
     core.step()
     assert request.num_computed_tokens == 17
     assert request.sequence.block_table[:2] == table[:2]
@@ -461,7 +461,7 @@ def test_a_hit_in_host_memory_ends_where_a_window_is_gone(make_windowed):
     core.add("a", list(range(20)), max_tokens=1)
     core.run()
     manager = core.scheduler.kv_cache_manager
-    windows_of(core).block_forgotten(manager.pool.blocks[4])  # as if it were evicted
+    windows_of(core).block_forgotten(manager.pool.blocks[4])  # as if its part were evicted
     core.add("b", 34, max_tokens=1)
     core.run()
     again = core.add("c", [*range(20), 99], max_tokens=5)
@@ -482,7 +482,7 @@ def test_what_can_be_found_no_more_has_no_window_part_either(make_windowed, how)
 
 
 def found(core, request_id, prompt, max_tokens=3):
-    """Return how many tokens of a prompt were found, once it is answered."""
+    """Run a request to its end; return how many tokens of its prompt were found."""
     request = core.add(request_id, list(prompt), max_tokens=max_tokens)
     core.run()
     check(core)
@@ -511,7 +511,7 @@ def test_a_common_beginning_stays_for_those_who_branch_from_it(make_windowed):
     core, common = make_windowed(num_window_blocks=20), list(range(40))
     found(core, "first", common, max_tokens=1)
     for number in range(6):
-        branch = [*common, *range(1000 * number + 1000, 1000 * number + 1060)]  # 15 blocks behind it
+        branch = [*common, *range(1000 * number + 1000, 1000 * number + 1060)]  # 15 blocks after the common ones
         assert found(core, str(number), branch, max_tokens=1) == 40
 
 
@@ -644,7 +644,7 @@ def test_what_has_lost_its_window_part_is_kept_where_what_follows_is(make_window
     ]
     manager.host.drop(kept[0])
     names = [block.name for block in blocks[1:3]]
-    manager.pool.evict(blocks[2])  # it is there with its window part
+    manager.pool.evict(blocks[2])  # host memory has it with its window part
     manager.pool.evict(blocks[1])
     assert [block for _, block, _ in manager.take_copies().swap_out] == [1]
     by_name = {block.name: block.groups == {0, 1} for block in manager.host.cached_blocks()}
@@ -666,8 +666,8 @@ def test_what_is_not_reachable_is_not_copied_with_its_window(make_windowed):
 def full_hit(core, num_tokens, *, lost, in_host, bare=(), evicted=()):
     """Return how many blocks of a sequence are usable, and how many were found on the device and in host memory.
 
-    lost: blocks without window part. in_host: those that are there with theirs; bare: without. evicted: those that are
-    there alone.
+    lost: blocks without their window part on the device. in_host: blocks in host memory with their window part; bare:
+    in host memory without it. evicted: blocks that are evicted from the device.
     """
     core.add("a", list(range(num_tokens)), max_tokens=1)
     core.run()
@@ -691,12 +691,12 @@ def full_hit(core, num_tokens, *, lost, in_host, bare=(), evicted=()):
 @pytest.mark.parametrize(
     ("window", "lost", "in_host", "expected"),
     [
-        (6, [0, 2], [2, 3], (4, 2, 2)),  # whoever goes on behind what is on the device sees nothing of block 0
-        (9, [1], [1, 2, 3], (4, 1, 3)),  # its last token is computed, and sees block 1
-        (8, [1, 2], [2, 3], (4, 2, 2)),  # and here it does not
+        (6, [0, 2], [2, 3], (4, 2, 2)),  # a request that resumes after the blocks on the device does not see block 0
+        (9, [1], [1, 2, 3], (4, 1, 3)),  # its last token is computed and sees block 1
+        (8, [1, 2], [2, 3], (4, 2, 2)),  # and here its last token does not
         (6, [2], [2], (3, 2, 1)),
-        (6, [2], [1], (2, 4, 0)),  # host memory gives no more
-        (6, [1], [1], (4, 4, 0)),  # nothing is lacking that is seen
+        (6, [2], [1], (2, 4, 0)),  # host memory does not extend the hit
+        (6, [1], [1], (4, 4, 0)),  # every part that the next row sees is present
     ],
 )
 def test_host_memory_gives_what_the_device_has_without_window_parts(make_windowed, window, lost, in_host, expected):

@@ -1,10 +1,12 @@
-"""An engine process around a fake executor: python fake_engine_process.py '{"step_s": 0.01, "max_num_seqs": 2}'.
+"""An engine process with a fake executor: python fake_engine_process.py '{"step_s": 0.01, "max_num_seqs": 2}'.
 
-"fail": building raises ConfigError; "crash": it ends with status 3 instead; "hang": it never gets ready.
-"crash_if": a path; it ends with status 3 where there is such a file. "wedged": no request is ever scheduled.
-"hang_between_steps": it never looks for work again once it has a request.
-"hang_if": a path; it never gets ready where there is such a file. "goes_on": a path; a step waits for such a file.
-"is_lively": its pulse beats, and it looks up when idle, five times as often.
+- "fail": building raises ConfigError.
+- "crash": the process exits with status 3. "crash_if": a path; the same if the file exists.
+- "hang": the process never becomes ready. "hang_if": a path; the same if the file exists.
+- "hang_between_steps": the main loop hangs once it has a request.
+- "wedged": no request is ever scheduled.
+- "goes_on": a path; each step waits for this file.
+- "is_lively": the process beats, and looks up when idle, five times as often.
 """
 
 import json
@@ -23,7 +25,7 @@ from octavo.errors import ConfigError
 
 
 class Gate:
-    """In place of the event that a step of the fake executor waits for: a file that another process makes."""
+    """Replaces the event that a step of the fake executor waits for: a file that another process creates."""
 
     def __init__(self, path):
         self._path = Path(path)

@@ -1,4 +1,4 @@
-"""Engines whose process has a fake executor. This file imports little: processes that start one import it."""
+"""Engines with a fake executor in a child process. This file imports little, because child processes import it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_remote(patience=QUICK, **options):
 
 
 def start_engine(core, progress=None):
-    """Start the process of a core, and return an engine with a fake tokenizer above it."""
+    """Start the process of a core; return an engine with a fake tokenizer on top of it."""
     engine = make_engine()  # for its text side
     core.start(lambda: None, progress)
     return Engine(core, engine.input_processor, engine.output_processor, time.monotonic)

@@ -1,4 +1,4 @@
-"""Reading the streams of an `AsyncLLM`."""
+"""Helpers that read the streams of an `AsyncLLM`."""
 
 from __future__ import annotations
 

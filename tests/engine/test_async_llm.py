@@ -21,7 +21,7 @@ def llm():
 
 
 async def until_free_blocks(llm, count: int, *, equal: bool = True) -> None:
-    """Ask between steps; the test's own time-out ends a wait in vain."""
+    """Poll between steps. The time limit of the test ends a wait in vain."""
     while (await free_blocks(llm) == count) is not equal:  # noqa: ASYNC110 - the engine has no event for it
         await asyncio.sleep(0)
 
@@ -43,7 +43,7 @@ def test_many_streams_at_once(llm):
 
 
 def test_a_fault_while_what_nobody_reads_is_counted_is_its_own(llm, caplog):
-    """It is told on the event loop, among the outputs of others."""
+    """The fault is reported on the event loop, next to outputs of other requests."""
 
     def fails(_output):
         raise RuntimeError("a fault")
@@ -74,7 +74,7 @@ def test_f22_leaving_a_stream_aborts_its_request(llm):
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "reads nothing"])
 def test_what_nobody_reads_is_told_of_all_the_same(leaves):
-    """Each token once: to the reader, or as one that nobody read."""
+    """Each token is reported once: to the reader, or as unread."""
     made = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)), max_unread_outputs=20)
 
     async def main():
@@ -85,7 +85,7 @@ def test_what_nobody_reads_is_told_of_all_the_same(leaves):
         if leaves:
             await stream.aclose()
         else:
-            await until_free_blocks(made, 256)  # it was ended
+            await until_free_blocks(made, 256)  # the request was aborted
             with pytest.raises(SlowReaderError):
                 read += [output async for output in stream]
         while not any(output.finished for output in unread):  # noqa: ASYNC110 - nobody tells of it but this
@@ -127,10 +127,10 @@ def test_a_refused_request_raises_for_its_caller_alone(llm):
 
 
 def test_who_leaves_before_it_is_accepted_is_aborted_at_once(monkeypatch):
-    """What is prepared for it, a grammar say, need not be."""
+    """Its preparation, for example of a grammar, is no longer needed."""
     engine = make_engine(FakeExecutor())
     submitted, aborted = threading.Event(), threading.Event()
-    monkeypatch.setattr(engine, "submit", lambda *_: submitted.set())  # and nothing more is heard of it
+    monkeypatch.setattr(engine, "submit", lambda *_: submitted.set())  # the engine never answers
     monkeypatch.setattr(engine, "abort_request", lambda request_id: request_id == "a" and aborted.set())
     llm = AsyncLLM(engine)
 
@@ -151,7 +151,7 @@ def test_who_leaves_under_an_id_that_is_in_use_ends_nobody_else(monkeypatch):
     async def main():
         first = asyncio.create_task(collect(llm, "hello", "a", max_tokens=500, ignore_eos=True))
         await until_free_blocks(llm, 256, equal=False)
-        monkeypatch.setattr(engine, "submit", lambda *_: submitted.set())  # it waits for its grammar, say
+        monkeypatch.setattr(engine, "submit", lambda *_: submitted.set())  # as if it waited for its grammar
         second = asyncio.create_task(collect(llm, "hello", "a"))
         assert await asyncio.to_thread(submitted.wait, 20)
         second.cancel()
@@ -170,7 +170,7 @@ def test_the_time_of_a_request_begins_when_it_is_asked():
         loop.call_at = lambda when, *rest, **options: timers.append(when) or call_at(when, *rest, **options)
         begin = loop.time()
 
-        async def wait(_processed):  # for room, say
+        async def wait(_processed):  # as if it waited for room
             reached.append(loop.time())
             await asyncio.sleep(0.01)
 
@@ -198,7 +198,7 @@ def test_the_engines_death_reaches_every_reader():
             await collect(llm, "hello", "later")
 
     run(main())
-    llm.shutdown()  # readers hear of it first, then the thread ends
+    llm.shutdown()  # readers get the error first, then the thread ends
     assert executor.is_shut_down
 
 
@@ -213,7 +213,7 @@ def test_a_request_that_the_engine_dies_of_hears_so_too(monkeypatch):
             await collect(llm, "hello", "a")
 
     run(main())
-    llm.shutdown()  # readers hear of it first, then the thread ends
+    llm.shutdown()  # readers get the error first, then the thread ends
     assert executor.is_shut_down
 
 

@@ -1,4 +1,4 @@
-"""Arguments of calls in a history: whatever a client sends back, the model sees what was written."""
+"""Arguments of calls in a history: in whatever form a client sends them back, the model sees its own text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_whole_arguments_are_an_object_or_none(text: str, value: dict[str, Any] 
         ('{"a": "x\ny"}', {"a": "x\ny"}),
         ('{"a": 1, "b": ["x', {"a": 1, "b": ["x"]}),
         ('{"a": "x', {"a": "x"}),
-        ('{"ci', {}),  # no argument has come
+        ('{"ci', {}),  # no argument is complete
         ("{", {}),
         *(
             (text, {UNREADABLE_KEY: text})

@@ -1,4 +1,4 @@
-"""Chat templates: the text of every conversation equals that of transformers' apply_chat_template."""
+"""Chat templates: the text of every conversation equals that of `apply_chat_template` in transformers."""
 
 import itertools
 import json
@@ -94,7 +94,7 @@ MISTRAL = """\
 {% endfor %}
 """
 
-# Walks through the parts of a message itself.
+# Iterates over the parts of a message itself.
 PARTS = """\
 {%- for message in messages %}
     {{- '<' + message.role + '>' }}
@@ -137,7 +137,7 @@ def oracle():
 
 
 def both(oracle, template, messages, **options):
-    """Return our text, after checking that it is that of transformers."""
+    """Return our text after checking that it equals that of transformers."""
     text = ChatTemplate(template, SPECIAL).render(messages, **options)
     options = {"add_generation_prompt": True} | options
     assert text == oracle.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
@@ -146,7 +146,7 @@ def both(oracle, template, messages, **options):
 
 @pytest.mark.parametrize(
     ("name", "conversation"),
-    # Mistral's refuses tools: see test_what_the_template_raises.
+    # Mistral's template refuses tools: see test_what_the_template_raises.
     [pair for pair in itertools.product(TEMPLATES, CONVERSATIONS) if pair != ("mistral", "calls")],
 )
 def test_equals_transformers(name, conversation, oracle):
@@ -328,8 +328,8 @@ LOOPS_OVER_TOOLS = "<tools>{% for tool in tools %}{{ tool.function.name }}{% end
 @pytest.mark.parametrize(
     ("source", "plain"),
     [
-        (LOOPS_OVER_TOOLS, "<tools></tools>Hello"),  # as Hermes' and Command R's templates for tools do
-        ("{{ tools is none }}{{ messages[0].content }}", "TrueHello"),  # as transformers gives it
+        (LOOPS_OVER_TOOLS, "<tools></tools>Hello"),  # like the tool templates of Hermes and Command R
+        ("{{ tools is none }}{{ messages[0].content }}", "TrueHello"),  # as in transformers
         ("{% if tools is defined %}{{ tools | length }}{% endif %}{{ messages[0].content }}", "0Hello"),
     ],
 )

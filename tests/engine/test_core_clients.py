@@ -1,4 +1,4 @@
-"""Both clients of the core keep one contract: a request is answered once and ends once, whatever comes between."""
+"""Both clients of the core answer each request once and end it once, in any order of messages and faults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUM_RUNS = 30
 
 
 class Preparing(FakeExecutor):
-    """Prepares every second request in the background, until the test ends a preparation or lets it fail."""
+    """Prepares every second request in the background, until the test completes the preparation or makes it fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Preparing(FakeExecutor):
 
 
 class Wire(list[bytes]):
-    """One direction between two processes, instead of a socket at either end."""
+    """One direction between two processes, in place of a socket on either side."""
 
     def recv(self, _flags: int = 0) -> bytes:
         if not self:
@@ -76,7 +76,7 @@ class Wire(list[bytes]):
 
 
 class Life:
-    """An engine process without a process: its `CoreServer` reads messages and steps when the test says so."""
+    """An engine process without a process: its `CoreServer` reads messages and steps when the test asks for it."""
 
     def __init__(self) -> None:
         self.requests, self.news, self.executor = Wire(), Wire(), Preparing()
@@ -107,7 +107,7 @@ class Life:
 
 @pytest.fixture
 def lives(monkeypatch: pytest.MonkeyPatch) -> list[Life]:
-    """All processes that were started."""
+    """Return the list of all processes that are started."""
     started: list[Life] = []
 
     def begin(*_: Any) -> Life:
@@ -129,7 +129,7 @@ def remote(lives: list[Life]) -> Iterator[RemoteCore]:
 
 
 class Driven:
-    """An engine above one of the clients; counts how often each request is answered and ends."""
+    """An engine on top of one of the clients; counts how often each request is answered and ends."""
 
     def __init__(self, client: CoreClient) -> None:
         text = make_engine()
@@ -185,7 +185,7 @@ def test_each_request_is_answered_once_and_ends_once_in_this_process(seed: int) 
 def test_each_request_is_answered_once_and_ends_once_across_the_border(
     seed: int, remote: RemoteCore, lives: list[Life]
 ) -> None:
-    """Messages cross late, requests are aborted between two of them, and the process dies and comes back."""
+    """Messages arrive late, requests are aborted between two messages, and the process dies and restarts."""
     rng = random.Random(seed)
     driven, names = Driven(remote), [f"r{index}" for index in range(rng.randrange(1, 12))]
     waiting = list(names)
@@ -224,7 +224,7 @@ def test_requests_that_a_dead_core_has_not_answered_are_refused_before_open_ones
     remote.wait()
     late = driven.engine.input_processor.process("late", "hello", SamplingParams())
     driven.engine.submit(late, lambda error: told.append(f"late: {type(error).__name__}"))
-    remote.step()  # takes what it heard; else that would be delivered before the process counts as over
+    remote.step()  # takes received messages, which would otherwise be delivered before the process counts as ended
     lives[0].why_over = "was killed"
     remote.wait()
     assert told == ["late: EngineRestartingError", "open ends"]
@@ -236,12 +236,12 @@ def test_a_core_in_another_process_cannot_be_touched() -> None:
         _ = core.core
     core.shutdown()
     core.shutdown()
-    core.wake()  # a late caller does no harm
+    core.wake()  # a late call does no harm
 
 
 def test_a_shut_down_refuses_what_is_held() -> None:
     core, answers = LocalCore(make_core(executor := Preparing())), list[Any]()
-    executor.prepare(None, "")  # the next one is held
+    executor.prepare(None, "")  # the next request is held
     processed = make_engine().input_processor.process("r", "hello", SamplingParams())
     core.add_request("r", processed.streams, answers.append)
     assert core.is_holding
@@ -257,7 +257,7 @@ def test_an_interrupt_while_a_request_is_prepared_leaves_its_id_free(monkeypatch
     def interrupt(_core: LocalCore) -> None:
         raise KeyboardInterrupt
 
-    executor.prepare(None, "")  # the next one is held
+    executor.prepare(None, "")  # the next request is held
     with monkeypatch.context() as patch:
         patch.setattr(LocalCore, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -289,7 +289,7 @@ def test_both_clients_have_the_signatures_of_the_protocol(client: type) -> None:
 
 
 def test_requests_are_prepared_and_added_at_one_place() -> None:
-    """Once there were three: in the engine, in its process and in the engine above that."""
+    """The package has one call of each, so that the rules exist once."""
     calls = {
         (path.name, node.func.attr)
         for path in Path(octavo.engine.__path__[0]).glob("*.py")

@@ -1,4 +1,4 @@
-"""Requests that the core's process holds until a grammar is compiled for them."""
+"""Requests that the core's process holds until their grammar is compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAIT_S = 30
 
 
 class _Mail:
-    """Both sockets of a core server, by their names; what it sends is read with `answer`."""
+    """Both sockets of a core server, under their names; read what the server sends with `answer`."""
 
     def __init__(self) -> None:
         self.requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -53,7 +53,7 @@ class _Mail:
 
 
 class _Preparing(FakeExecutor):
-    """Prepares what the test says it does."""
+    """Prepares as the test asks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Streams of tokens that are hard to stream: bytes that are no character, behind prompts that end within one."""
+"""Token streams that are hard to detokenize: invalid bytes, and prompts that end inside a character."""
 
 import random
 
@@ -22,7 +22,7 @@ def tokenizer(request):
 
 
 def byte_tokens(tokenizer, data):
-    """The token of each byte alone; letters of sentencepiece vocabularies are no bytes."""
+    """Return the token of each single byte; letters in sentencepiece vocabularies are not bytes."""
     spelled = [chr(byte) if chr(byte) in "ab" else f"<0x{byte:02X}>" for byte in data]
     if tokenizer.token_id("<0x00>") is None:
         alphabet = {tokenizer.piece(token_id): token_id for token_id in range(tokenizer.vocab_size)}
@@ -31,7 +31,7 @@ def byte_tokens(tokenizer, data):
 
 
 def some_tokens(tokenizer, draw):
-    """Characters whole and cut off, bytes that are none, words and special tokens."""
+    """Return complete and cut off characters, invalid bytes, words and special tokens."""
     ids = []
     for _ in range(draw.randrange(6)):
         data = draw.choice(PARTS).encode()
@@ -64,8 +64,8 @@ def test_behind_any_prompt_streamed_text_is_that_of_all(tokenizer, skip):
 @pytest.mark.parametrize(
     ("prompt", "answer", "text"),
     [
-        (b"a\xf0\x9f", b"\xa6\x9cb", "🦜b"),  # a character that the answer ends is the answer's
-        (b"a\xf0\x9f", b"b", "b"),  # one that it does not is the prompt's
+        (b"a\xf0\x9f", b"\xa6\x9cb", "🦜b"),  # a character that the answer completes belongs to the answer
+        (b"a\xf0\x9f", b"b", "b"),  # an incomplete character belongs to the prompt
         (b"a\xf0\x9f", b"", ""),
         (b"a\xef\xbf", b"\xbdb", "\ufffdb"),  # this is a character
         ("狐".encode(), "狸".encode(), "狸"),
@@ -87,14 +87,14 @@ def test_a_lone_byte_is_a_replacement_character_and_the_stream_goes_on():
 
 
 def test_bytes_of_every_token():
-    """They are what the library makes text of."""
+    """They are the bytes that the library decodes to text."""
     for make in BACKENDS.values():
         tokenizer = Tokenizer(make(), CONFIG)
         for token_id in range(tokenizer.vocab_size + 2):
             piece = tokenizer.piece(token_id)
             alone = tokenizer.decode([token_id], skip_special_tokens=False)
             text = piece.decode(errors="replace") if isinstance(piece, bytes) else piece
-            spaces = tokenizer.token(token_id).count("▁")  # of which the start of a text has fewer
+            spaces = tokenizer.token(token_id).count("▁")  # the start of a text has fewer of them
             assert text.replace(" ", "") == alone.replace(" ", "")
             assert len(alone) in {len(text), len(text) - 1, len(text) - spaces}
     tokenizer = Tokenizer(byte_level(), CONFIG)
@@ -128,7 +128,7 @@ def test_other_decoders(decoder):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_where_some_special_tokens_are_shown_the_others_are_as_if_they_were_not_there(backend):
-    """So a text behind hidden ones alone is one that begins, without the first word's space."""
+    """So text that only hidden tokens precede is the start of a text, without the space before the first word."""
     tokenizer = Tokenizer(BACKENDS[backend](), CONFIG)
     bos, end, marker = (tokenizer.token_id(each) for each in ("<s>", "</s>", "<|im_end|>"))
     some = SomeSpecialTokens(tokenizer, [marker])

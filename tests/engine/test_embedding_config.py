@@ -1,4 +1,4 @@
-"""How a checkpoint makes embeddings is read as sentence-transformers writes it, in its older and its newer form."""
+"""The embedding configuration of a checkpoint is read in the older and the newer form of sentence-transformers."""
 
 from __future__ import annotations
 

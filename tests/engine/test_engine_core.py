@@ -1,4 +1,4 @@
-"""In which order the engine core decides, hands over and takes in; and what becomes of steps that are given up."""
+"""The order in which the engine core schedules, submits and collects steps, and how it gives steps up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.errors import ExecutionError
 
 
 class Executor:
-    """Computes when it is asked for a result, and notes every call. fails: what `collect` raises, once."""
+    """Computes a step when its result is collected, and records every call. fails: raised by `collect`, once."""
 
     def __init__(self, core):
         self.core = core
@@ -72,8 +72,8 @@ def test_the_next_step_is_submitted_before_the_result_of_the_last_is_asked_for()
         ("collect", 1),
         ("submit", 3),
         ("collect", 2),
-        ("collect", 3),  # behind which nobody goes on
-        ("submit", 4),  # tells who ended
+        ("collect", 3),  # no request continues after it
+        ("submit", 4),  # reports the request that ended
         ("collect", 4),
     ]
 
@@ -123,7 +123,7 @@ def test_an_interrupt_while_the_next_step_is_decided_gives_up_the_one_that_is_co
 
 
 class Saving:
-    """A scheduler whose last transfer ends with its third step, and that has open requests for some steps."""
+    """A scheduler with open requests for some steps; its last transfer ends with its third step."""
 
     def __init__(self, num_open_steps=0):
         self.num_steps, self.num_open_steps = 0, num_open_steps

@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from metadata: ids of SentencePiece itself, of merged bytes, added tokens, and what is refused."""
+"""Tokenizers rebuilt from metadata: ids equal to SentencePiece and byte-level BPE, added tokens, and refused files."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def texts(count=300, seed=0):
 
 @pytest.fixture(scope="module")
 def pieces():
-    """A small model of SentencePiece's merges, with the tokens of bytes."""
+    """Return a small SentencePiece BPE model with byte tokens."""
     model = io.BytesIO()
     SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=600, model_type="bpe", byte_fallback=True,
@@ -44,7 +44,7 @@ def pieces():
 
 
 def metadata_of(pieces, **changes):
-    """As llama.cpp's conversion writes it (_create_vocab_sentencepiece)."""
+    """Return metadata as llama.cpp's conversion writes it (_create_vocab_sentencepiece)."""
     types = []
     for id_ in range(pieces.vocab_size()):
         kinds = ((pieces.is_unknown, 2), (pieces.is_control, 3), (pieces.is_unused, 5), (pieces.is_byte, 6))
@@ -131,13 +131,13 @@ def test_what_ends_an_answer_is_named_or_known_by_its_text():
     metadata = byte_vocabulary(288)
     assert GGUFVocabulary(PATH, metadata).eos_token_ids() == (0, 2)  # <|endoftext|>, and <|im_end|> by its text
     metadata["tokenizer.ggml.eot_token_id"] = 3
-    metadata["tokenizer.ggml.eom_token_id"] = 4096  # outside
+    metadata["tokenizer.ggml.eom_token_id"] = 4096  # out of range
     assert GGUFVocabulary(PATH, metadata).eos_token_ids() == (0, 2, 3)
 
 
 @pytest.mark.parametrize("kind", [1, 4, 5])
 def test_what_ends_a_turn_does_so_whatever_its_type(kind):
-    """Files of Gemma and of ChatML over Llama have it as a word of the user, or as any other."""
+    """Files of Gemma, and of ChatML on Llama, mark this token as user-defined or as a normal token."""
     metadata = byte_vocabulary(288)
     metadata["tokenizer.ggml.token_type"][2] = kind
     vocabulary = GGUFVocabulary(PATH, metadata)
@@ -155,7 +155,7 @@ def test_marks_of_html_among_the_words_of_the_user_end_nothing():
 
 
 def test_a_vocabulary_alike_in_every_kind_of_cut():
-    """Each known kind builds, and takes apart what it puts together again."""
+    """Each known pre-tokenizer builds, and encoded text is decoded to the same text."""
     for name in PRE_TOKENIZERS:
         tokenizer = build(byte_vocabulary(288) | {"tokenizer.ggml.pre": name, "tokenizer.ggml.eos_token_id": None})
         for text in texts(20):

@@ -1,4 +1,4 @@
-"""What a watcher makes of what it hears, second by second, without a process and without waiting."""
+"""The health that a watcher derives from beats, second by second, without a process and without waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE = Patience(frozen=3.0, dead=8.0, loading=120.0, stuck=60.0, endless=300
 
 
 class Watcher:
-    """Looks four times a second, and hears a beat with every second look."""
+    """Looks four times a second, and gets a beat with every second look."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -85,7 +85,7 @@ def test_a_load_may_be_silent_for_longer_and_must_get_further() -> None:
 def test_what_a_watcher_did_not_hear_while_it_did_not_run_says_nothing() -> None:
     watcher = ready().watch(5, advances=True)
     watcher.now += 1000
-    assert watcher.watch(0.25, beats=False).state == (True, None)  # before a message that waits is read
+    assert watcher.watch(0.25, beats=False).state == (True, None)  # before it reads the message in the queue
     assert watcher.watch(2.5, beats=False).state == (True, None)
     assert watcher.watch(0.5, beats=False).state == (False, None)
 

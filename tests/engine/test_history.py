@@ -1,4 +1,4 @@
-"""Histories that a chat template refuses or loses are told in another legal way."""
+"""Histories that a chat template refuses or loses are rewritten in another legal form."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHOWN = (
     "{% for c in m.tool_calls or [] %}[{{ c.id }}:{{ c.function.arguments.city }}{{ c.function.arguments | tojson }}]"
     "{% endfor %}"
 )
-# As Mistral's: ids of calls and of results are checked.
+# Like Mistral's: ids of calls and results are checked.
 IDS = """\
 {%- for m in messages -%}
     {%- for c in m.tool_calls or [] -%}
@@ -52,32 +52,32 @@ IDS = """\
     {%- endif -%}
     TURN{%- if m.role == 'tool' -%}({{ m.tool_call_id }}){%- endif -%}SHOWN
 {%- endfor -%}""".replace("TURN", TURN).replace("SHOWN", SHOWN)
-# As Llama 3.1's.
+# Like Llama 3.1's.
 SINGLE = """\
 {%- for m in messages -%}
     {%- if m.tool_calls and m.tool_calls | length != 1 -%}{{ raise_exception('only single tool-calls') }}{%- endif -%}
     TURNSHOWN
 {%- endfor -%}""".replace("TURN", TURN).replace("SHOWN", SHOWN)
-# As GPT-OSS's: the first call alone is shown.
+# Like GPT-OSS's: only the first call is shown.
 FIRST_CALL = SINGLE.replace("{{ raise_exception('only single tool-calls') }}", "").replace(
     "m.tool_calls or []", "(m.tool_calls or [])[:1]"
 )
 PLAIN = "{%- for m in messages -%}TURNSHOWN{%- endfor -%}".replace("TURN", TURN).replace("SHOWN", SHOWN)
-# As Qwen3.5's.
+# Like Qwen3.5's.
 SYSTEM_FIRST = PLAIN.replace(
     TURN,
     "{%- if m.role == 'system' and not loop.first -%}{{ raise_exception('at the beginning') }}{%- endif -%}" + TURN,
 )
-# As MiniMax's: a later system message is not shown.
+# Like MiniMax's: later system messages are not shown.
 SYSTEM_LOST = PLAIN.replace(TURN, "{%- if m.role != 'system' or loop.first -%}" + TURN + "{%- endif -%}")
-# As Gemma 2's, which is strict about turns, too.
+# Like Gemma 2's, which also checks turns.
 NO_SYSTEM = """\
 {%- if messages[0].role == 'system' -%}{{ raise_exception('System role not supported') }}{%- endif -%}
 {%- for m in messages -%}
     {%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('must alternate') }}{%- endif -%}
     TURN
 {%- endfor -%}""".replace("TURN", TURN)
-# As Mistral's: turns alternate, calls and results aside.
+# Like Mistral's: turns alternate, except for calls and results.
 ALTERNATING = """\
 {%- set ns = namespace(index=0) -%}
 {%- for m in messages -%}
@@ -97,7 +97,7 @@ def test_ids_are_renamed_if_the_template_demands_it(call_id: str) -> None:
     assert found[1] == found[2]
     assert render(IDS, USER, calling(call(call_id)), result(call_id), USER) == text
     shown = render(PLAIN, USER, calling(call(call_id)), result(call_id))
-    assert f"[{call_id}:Rome" in shown  # where it is not asked for, an id stays
+    assert f"[{call_id}:Rome" in shown  # not asked for: the id stays
 
 
 def test_ids_that_fit_are_kept() -> None:
@@ -223,7 +223,7 @@ def test_nothing_is_changed_in_place() -> None:
 
 
 def test_a_message_of_many_calls_takes_linear_time() -> None:
-    count = 20_000  # pairs of each with each would take minutes
+    count = 20_000  # comparing all pairs would take minutes
     calls = [call(f"call_{number}") for number in range(count)]
     results = [result(f"call_{number}", str(number)) for number in reversed(range(count))]
     told = with_single_calls(with_short_ids([calling(*calls), *results]))

@@ -1,4 +1,4 @@
-"""What goes between the processes arrives as it was meant."""
+"""Messages between the processes are decoded as they were encoded."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 
 def test_streams_of_a_request_share_what_form_they_must_have():
-    """So that its grammar is held as long as any of them waits."""
+    """So its grammar is held while any of the streams waits."""
     wanted = StructuredOutputsParams(regex="[ab]+")
     sent = [Request(f"r-{i}", [1, 2], SamplingParams(seed=i, structured_outputs=wanted)) for i in range(3)]
     message = ipc.decode_to_engine(ipc.encode(ipc.Add.of("r", sent)))

@@ -12,7 +12,7 @@ from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 
 def run(engine) -> dict[str, list]:
-    """All outputs of every request, in order."""
+    """Return all outputs of every request, in order."""
     outputs: dict[str, list] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():

@@ -1,4 +1,4 @@
-"""Long texts, cut into pieces, and ends of them: `==` what the whole text gives."""
+"""Long texts encoded in pieces, and ends of long texts, are equal (`==`) to those of the whole text."""
 
 from __future__ import annotations
 

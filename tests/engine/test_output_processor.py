@@ -1,4 +1,4 @@
-"""News of the core as outputs: texts, stop strings, log probabilities, metrics, and requests that fail alone."""
+"""News of the core become outputs: texts, stop strings, log probabilities, metrics, and failures of one request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = [104, 105]
 
 
 class Answering:
-    """A processor with one request `r`, whose streams are `r-0`, `r-1`, and a clock that counts the calls from 100."""
+    """A processor with one request `r` that has streams `r-0` and `r-1`. The clock counts its calls from 100."""
 
     def __init__(self, *, tokenizer=None, num_streams=1, **params):
         clock = itertools.count(100)
@@ -178,7 +178,7 @@ def test_a_stop_string_ends_an_answer_at_its_token(include, text):
 
 def test_a_stop_string_within_a_piece_cuts_off_what_is_after_it():
     class Long(ByteTokenizer):
-        """Its pieces are three characters long."""
+        """A tokenizer with pieces of three characters."""
 
         def incremental_detokenizer(self, prompt_token_ids, *, skip_special_tokens):
             inner = super().incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
@@ -277,7 +277,7 @@ def test_a_vector_comes_with_the_output():
 
 
 class Breaking(ByteTokenizer):
-    """Fails at the letter x, and for the text of the letter y."""
+    """Fails at the letter x, and when the letter y is decoded."""
 
     def incremental_detokenizer(self, prompt_token_ids, *, skip_special_tokens):
         inner = super().incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)

@@ -1,4 +1,4 @@
-"""The engine's own work in a step, counted in Python functions entered: no neighbour changes it."""
+"""The engine's work in a step, counted in Python function calls, which do not depend on the load of the machine."""
 
 import sys
 
@@ -13,12 +13,13 @@ pytestmark = [
     pytest.mark.performance,
     pytest.mark.skipif(not COMPILED, reason="plain torch enters Python for every operation"),
 ]
-# Of a step with one request, and of each one more that runs; in brackets what they were when this was written.
-BOUNDS = {"none": (189, 21), "suffix": (254, 55)}  # (188, 15), (224, 25): what is guessed comes true here, and is more
+# Bounds for a step with one request, and for each further running request. The comment has the counts when they were
+# set.
+BOUNDS = {"none": (189, 21), "suffix": (254, 55)}  # (188, 15), (224, 25): drafts are accepted here, and there are more
 
 
 def python_calls(call):
-    """Return how many Python functions a call enters."""
+    """Return the number of Python functions that a call enters."""
     count = 0
 
     def watch(_frame, event, _argument):
@@ -34,7 +35,7 @@ def python_calls(call):
 
 
 def calls_of_a_decode_step(engine):
-    """Return the fewest functions that a step of one request enters, and one of 32."""
+    """Return the fewest function calls of a step with one request, and of a step with 32."""
     counts = []
     for running in (1, 32):
         params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -57,7 +58,7 @@ def test_a_decode_step_enters_few_python_functions(method):
 
 
 class WantsNothing(MemoryStore):
-    """A store that is asked and offered, and never has anything."""
+    """A store that is asked and offered blocks, and never has any."""
 
     def __init__(self, block_bytes):
         super().__init__(GlobalKVPool(1), "nothing", block_bytes)

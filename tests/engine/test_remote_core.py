@@ -1,4 +1,4 @@
-"""An engine in a process of its own gives the same answers, and its death, however it comes, is heard and healed."""
+"""An engine in a child process gives the same answers, and any death of the process is noticed and repaired."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ENDLESS = {"max_tokens": None, "ignore_eos": True}
 
 @contextlib.contextmanager
 def running(patience=QUICK, once_ready=None, **options):
-    """once_ready: what the first process is allowed then; a busy machine may take long to start one."""
+    """once_ready: the patience after the first process is ready; on a busy machine the start may take long."""
     core = make_remote(patience, **options)
     llm = AsyncLLM(start_engine(core))
     try:
@@ -53,7 +53,7 @@ def running(patience=QUICK, once_ready=None, **options):
 
 @pytest.fixture(scope="module")
 def shared():
-    """One engine for the tests that leave it as it was; its server has a secret."""
+    """An engine for tests that do not change it; its server has a secret."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OCTAVO_API_KEY", "very-secret")
         with running() as llm:
@@ -68,37 +68,37 @@ def first_one():
 
 @pytest.fixture
 def lasting(first_one):
-    """One engine for the tests that leave it as it was, or have its process started again."""
+    """An engine for tests that do not change it, or that restart its process."""
     run(until(lambda: first_one.is_alive))
     return first_one
 
 
 @pytest.fixture(scope="module")
 def narrow():
-    """One engine with a seat for one, and chairs for three that wait, for the tests that leave it as it was."""
+    """An engine for tests that do not change it, with one running and three waiting requests at most."""
     with running(step_s=0.002, max_num_seqs=1, max_num_waiting=3) as llm:
         yield llm
 
 
 def lose_patience(llm, **seconds):
-    """Allow the process that is, which is in trouble now, but little. One that runs may be silent on a busy machine."""
+    """Give the current process, which is in trouble, little time. A healthy one may be silent on a busy machine."""
     llm.engine.client._life.health._patience = replace(QUICK, **seconds)
 
 
 def still_s(llm):
-    """For how long the process has got no further, as the watcher saw it last."""
+    """Return the seconds without progress of the process at the watcher's last look."""
     health = llm.engine.client._life.health
     return health._looked_at - health._moved_at
 
 
 async def until(condition) -> None:
-    """Ask again and again; the test's own time-out ends a wait in vain."""
+    """Poll a condition. The time limit of the test ends a wait in vain."""
     while not condition():  # noqa: ASYNC110 - another process has no event for it
         await asyncio.sleep(0.01)
 
 
 async def begin(llm, count=3):
-    """Start endless streams, and return their tasks when all of them have had tokens."""
+    """Start endless streams; return their tasks after each has received tokens."""
     tokens = dict.fromkeys(range(count), 0)
 
     async def read(index):
@@ -134,7 +134,7 @@ def test_answers_are_those_of_an_engine_in_this_process(shared):
     expected = run(all_of(local))
     local.shutdown()
     assert run(all_of(shared)) == expected
-    assert run(all_of(shared)) == expected  # ids of requests that ended are free again
+    assert run(all_of(shared)) == expected  # ids of ended requests are free again
 
 
 def test_the_thread_that_drives_the_engine_reads_the_socket_itself():
@@ -159,9 +159,9 @@ def test_refusals_reach_their_caller_alone(narrow):
         with pytest.raises(QueueFullError):
             refused.pop().result()
         await llm.call(lambda engine: engine.abort_request("good"))
-        text = (await good).rstrip("\N{REPLACEMENT CHARACTER}")  # of a character of which not all bytes came
+        text = (await good).rstrip("\N{REPLACEMENT CHARACTER}")  # of a character with missing bytes
         assert answer_text(5, 0, 2000).startswith(text)
-        await asyncio.gather(*crowd, return_exceptions=True)  # those that wait would fill the queue for the next one
+        await asyncio.gather(*crowd, return_exceptions=True)  # waiting requests would fill the queue for the next test
         assert await collect(llm, "hello", "good", max_tokens=40) == answer_text(5, 0, 40)
 
     run(main(narrow))
@@ -194,7 +194,7 @@ def test_what_cannot_be_sent_is_refused_and_nobody_else_hears_of_it(lasting):
 
 @pytest.mark.parametrize("accepted", [True, False])
 def test_f22_who_leaves_holds_no_seat(narrow, accepted):
-    """Also one who leaves while the engine has not answered yet."""
+    """This includes a client that disconnects before the engine has answered."""
 
     async def main(llm):
         if accepted:
@@ -231,7 +231,7 @@ def test_while_it_starts_again_requests_are_refused_at_once(tmp_path):
     flag = tmp_path / "crash"
 
     async def main(llm):
-        flag.touch()  # it does not succeed before it may
+        flag.touch()  # the restart may succeed from now on
         os.kill(llm.engine.client.pid, signal.SIGKILL)
         await until(lambda: not llm.is_alive)
         with pytest.raises(EngineRestartingError):
@@ -266,7 +266,7 @@ def test_an_engine_in_a_long_step_is_ready_until_it_takes_for_ever(tmp_path):
 
     async def main(llm):
         task = asyncio.create_task(collect(llm, "hello", "a", max_tokens=1))
-        await until(lambda: still_s(llm) > 1.0 and llm.is_alive)  # longer than `frozen`: its pulse goes on
+        await until(lambda: still_s(llm) > 1.0 and llm.is_alive)  # longer than `frozen`: the pulse continues
         lose_patience(llm, stuck=1.0, dead=60.0)
         await until(lambda: not llm.is_alive)
         assert not task.done()
@@ -292,7 +292,7 @@ def test_f7_a_step_that_never_ends_and_a_load_that_freezes_are_given_up(tmp_path
             await task
         await until(lambda: llm.engine.client.pid is not None)
         frozen = llm.engine.client.pid
-        os.kill(frozen, signal.SIGSTOP)  # in the midst of starting again
+        os.kill(frozen, signal.SIGSTOP)  # during a restart
         hang.unlink()
         goes_on.touch()
         lose_patience(llm, loading=1.0)
@@ -308,7 +308,7 @@ def test_f7_a_step_that_never_ends_and_a_load_that_freezes_are_given_up(tmp_path
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("fault", ["wedged", "hang_between_steps"])
 def test_f24_an_engine_whose_pulse_beats_and_that_gets_no_further_is_not_ready_and_then_killed(fault):
-    """A queue of which nothing is scheduled, and a main loop that hangs outside of a step."""
+    """One fault is a queue from which nothing is scheduled, the other a main loop that hangs outside a step."""
 
     async def main(llm):
         pid = llm.engine.client.pid
@@ -328,7 +328,7 @@ def test_f24_an_engine_whose_pulse_beats_and_that_gets_no_further_is_not_ready_a
 
 
 def test_an_engine_with_nothing_to_do_is_ready():
-    """It counts as progress that it looked for work; no request comes meanwhile."""
+    """A look for work counts as progress, and no request arrives meanwhile."""
 
     async def main(llm):
         health = llm.engine.client._life.health
@@ -379,7 +379,7 @@ def test_failed_starts_are_forgotten_when_one_succeeds(tmp_path):
         await until(lambda: llm.is_alive)
         assert llm.engine.client.num_failed_starts == 0
         num_restarts = llm.engine.client.num_restarts
-        os.kill(llm.engine.client.pid, signal.SIGKILL)  # it did take requests
+        os.kill(llm.engine.client.pid, signal.SIGKILL)  # this process did accept requests
         await until(lambda: llm.engine.client.num_restarts > num_restarts)
         await until(lambda: llm.is_alive)
         assert llm.engine.client.num_failed_starts == 0
@@ -389,8 +389,8 @@ def test_failed_starts_are_forgotten_when_one_succeeds(tmp_path):
 
 
 def test_who_is_not_accepted_yet_is_told_how_it_ends(lasting, monkeypatch):
-    """Aborted, shut down, or lost with the engine, while that does not answer."""
-    monkeypatch.setattr(remote_core, "_STOP_S", 0.5)  # which is all of the time that a stopped one takes
+    """The request is aborted, shut down, or lost with the engine, while the engine does not answer."""
+    monkeypatch.setattr(remote_core, "_STOP_S", 0.5)  # the full time that a stopped process takes
 
     async def main(llm, end):
         os.kill(llm.engine.client.pid, signal.SIGSTOP)
@@ -426,7 +426,7 @@ def test_f28_more_than_the_engine_can_take_in_a_step_are_refused_and_no_abort_is
     monkeypatch.setattr(remote_core, "_MAX_PENDING", 3000)
 
     async def main(llm):
-        os.kill(llm.engine.client.pid, signal.SIGSTOP)  # as in the midst of a long step: it reads no mail
+        os.kill(llm.engine.client.pid, signal.SIGSTOP)  # as during a long step: it reads no messages
         tasks = [asyncio.create_task(collect(llm, "hello", f"r{index}", **ENDLESS)) for index in range(3100)]
         await until(lambda: sum(task.done() for task in tasks) == 100 and len(llm.engine.client._pending) == 3000)
         await llm.call(lambda engine: engine.abort_request([f"r{index}" for index in range(3100)]))
@@ -453,7 +453,7 @@ def test_a_system_that_refuses_a_process_is_told_of(monkeypatch, tmp_path):
 
 
 def without_temporary_directory(monkeypatch, tmp_path, shared_memory):
-    """As root all are writable: let Python find none, and let shared memory be elsewhere."""
+    """For root all directories are writable: make Python find none, and move the shared memory."""
 
     def none_usable():
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']")
@@ -514,7 +514,7 @@ def test_f26_a_signal_to_all_processes_leaves_the_engine_to_its_server(lasting):
         (task,), pid = await begin(llm, 1), llm.engine.client.pid
         for kind in (signal.SIGTERM, signal.SIGINT):
             os.kill(pid, kind)
-        assert await collect(llm, "hello", "b", max_tokens=20) == answer_text(5, 0, 20)  # it has gone on with both
+        assert await collect(llm, "hello", "b", max_tokens=20) == answer_text(5, 0, 20)  # it continued both
         assert llm.engine.client.pid == pid
         assert not task.done()
         task.cancel()
@@ -524,9 +524,10 @@ def test_f26_a_signal_to_all_processes_leaves_the_engine_to_its_server(lasting):
 
 @contextlib.contextmanager
 def parent():
-    """Another process with an engine: it, its engine, its folder.
+    """Another process with an engine, the process id of its engine, and its temporary directory.
 
-    Asked by a line, a number of seconds that it is to believe it was stopped for, it tells how the engine is.
+    For each line with a number of seconds, it believes that it was stopped for this time, and prints the engine's
+    state.
     """
     program = f"""
 import sys, time; sys.path.insert(0, {str(SCRIPT.parent)!r}); sys.path.insert(0, {str(SCRIPT.parents[1])!r})
@@ -562,7 +563,7 @@ def test_f25_the_engine_ends_with_its_parent(is_frozen):
 
 
 def test_f24_a_parent_that_was_frozen_itself_keeps_its_engine():
-    """As when a container is paused: it has not heard of its engine for long then, which is not the engine's doing."""
+    """As when a container is paused: it got no beat for a long time, which is not the engine's fault."""
 
     def ask(stopped_s=0):
         print(stopped_s, file=process.stdin, flush=True)
@@ -578,7 +579,7 @@ def test_f24_a_parent_that_was_frozen_itself_keeps_its_engine():
 
     with parent() as (process, engine, _):
         engine.suspend()
-        until_looked(3)  # what was said before is read
+        until_looked(3)  # earlier messages have been read
         ask(stopped_s=1000)
         until_looked(3)
         engine.resume()
@@ -609,12 +610,12 @@ def test_last_words_are_heard_however_late_their_listener_looks(monkeypatch):
     look = Health.look
 
     def look_late(health, now):
-        if engine._life is not None and health is engine._life.health:  # the other engines of this file go on
-            engine._life.process.wait(30)  # it says why it fails, and ends, since the listener asked for news
+        if engine._life is not None and health is engine._life.health:  # the other engines of this file continue
+            engine._life.process.wait(30)  # it reports its failure and exits, since the listener asked for news
         look(health, now)
 
     monkeypatch.setattr(Health, "look", look_late)
-    monkeypatch.setattr(remote_core, "_POLL_MS", 1)  # it has said nothing yet when it is asked
+    monkeypatch.setattr(remote_core, "_POLL_MS", 1)  # it has sent nothing yet when it is asked
     with pytest.raises(ConfigError, match="nothing of this fits"):
         start_engine(engine)
     engine.shutdown()
@@ -632,7 +633,7 @@ def test_a_mistake_on_this_side_ends_the_process():
 
 
 def test_a_mistake_of_who_watches_the_process_ends_all_that_is_open(monkeypatch):
-    """Nobody else would notice: the engine was never ready again, nor dead, and requests waited for ever."""
+    """Without this the engine was never ready again, nor dead, and requests waited forever."""
 
     def fail(_core, _reason):
         raise AssertionError("a mistake")
@@ -642,7 +643,7 @@ def test_a_mistake_of_who_watches_the_process_ends_all_that_is_open(monkeypatch)
         monkeypatch.setattr(remote_core.RemoteCore, "_die", fail)
         psutil.Process(llm.engine.client.pid).kill()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(result) for result in results] == [EngineDeadError] * 3  # and none that says it is started again
+        assert [type(result) for result in results] == [EngineDeadError] * 3  # no error announces a restart
         assert llm.is_dead
 
     with running(step_s=0.002) as llm:
@@ -650,7 +651,7 @@ def test_a_mistake_of_who_watches_the_process_ends_all_that_is_open(monkeypatch)
 
 
 def test_f24_a_process_that_the_system_does_not_end_is_left_behind(monkeypatch, caplog):
-    """One that hangs in the system, on a disk perhaps, hears no signal; a new one is started all the same."""
+    """A process that hangs in a system call, for example on a disk, ignores signals; a new one is started anyway."""
     monkeypatch.setattr(remote_core, "_GIVE_BACK_S", 0.5)
     wait, poll, is_stuck = subprocess.Popen.wait, subprocess.Popen.poll, 0
 
@@ -701,7 +702,7 @@ def test_shutdown_ends_streams_process_and_folder():
 
 
 def test_who_sends_a_request_that_cannot_be_read_hears_of_it(shared):
-    """It waited for ever, and counted among those that the engine had not answered."""
+    """Otherwise the request waits forever, and counts as one that the engine has not answered."""
     message = msgspec.msgpack.encode({"type": "Add", "request_id": "odd", "prompt_token_ids": "x", "streams": []})
     assert ipc.request_id_of(message) == "odd"
     assert ipc.request_id_of(b"garbage") is None

@@ -1,4 +1,4 @@
-"""Who watches an engine hears every event once and in order, what is known of the past, and who holds which block."""
+"""A watcher of an engine gets every event once and in order, the known past, and the holders of all blocks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_newest_events_are_kept_by_their_weight():
 
 
 def serve_some(engine, rng, watch):
-    """Let random requests come, end and be aborted; watch() after each step."""
+    """Let random requests arrive, end and be aborted; call `watch` after each step."""
     names = iter(range(10**6))
     for _ in range(60):
         for _ in range(rng.randrange(3)):
@@ -84,7 +84,7 @@ def serve_some(engine, rng, watch):
 
 
 def check_blocks(engine, blocks):
-    """Compare a map with the pool and the block tables."""
+    """Compare a block map with the pool and the block tables."""
     scheduler = engine.core.scheduler
     pool, held = scheduler.kv_cache_manager.pool, Counter()
     for name, table in blocks.holders.items():
@@ -146,7 +146,7 @@ def test_who_missed_something_begins_anew():
 
 
 def queued(snapshots):
-    """Return which requests came."""
+    """Return the ids of the queued requests."""
     return [e.request_id for each in list(snapshots) for e in each.events if isinstance(e, RequestQueued)]
 
 
@@ -156,7 +156,7 @@ def test_an_engine_in_this_process_is_watched_as_well():
     engine.client.watch(seen.append)
     assert seen[0].is_first
     engine.generate("after")
-    while engine.has_unfinished_requests():  # the worker is to forget them
+    while engine.has_unfinished_requests():  # until the worker is notified of their end
         engine.step()
     assert queued(seen) == ["0", "1"]
     engine.client.watch(None)

@@ -15,7 +15,7 @@ ALPHABET = st.sampled_from("ab\n")
 
 
 def find_by_search(text: str, num_new_chars: int, stops: list[str]) -> tuple[int, str] | None:
-    """Where the text behind the stop string begins that ends first, and that string: of all, the longest."""
+    """Return the end of the stop string that ends first, and that string; of several, the longest."""
     best: tuple[int, int, str] | None = None
     for stop in stops:
         start = text.find(stop, max(len(text) - num_new_chars - len(stop) + 1, 0))
@@ -26,13 +26,13 @@ def find_by_search(text: str, num_new_chars: int, stops: list[str]) -> tuple[int
 
 
 def held_back_by_search(text: str, stops: list[str]) -> int:
-    """How many characters at the end of a text are the beginning of a stop string, and not all of it."""
+    """Return the length of the longest proper prefix of a stop string at the end of the text."""
     lengths = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
     return max(lengths, default=0)
 
 
 def stream(pieces: list[str], stops: list[str], *, include: bool = False) -> tuple[str, str, str | None]:
-    """Feed a text in pieces; return what was shown in all, the most shown before the end, and the stop."""
+    """Feed a text in pieces; return all text shown, the most shown before the end, and the stop string."""
     seen, shown, search = "", "", StopSearch(StopStrings(stops))
     for piece in pieces:
         seen += piece
@@ -54,7 +54,7 @@ def test_text_that_was_searched_before_is_not_searched_again():
     search = StopSearch(StopStrings(["STOP"]))
     assert search.add("STOP and", counts=False) is None
     assert search.add(" more") is None
-    assert search.add("xxSTO", counts=False) is None  # what begins where none counts
+    assert search.add("xxSTO", counts=False) is None  # begins before stop strings count
     assert search.add("Px").num_chars_behind == 1
 
 
@@ -69,7 +69,7 @@ def test_the_beginning_of_a_stop_string_is_held_back(text, stops, held):
 
 
 def test_a_stop_string_that_begins_a_longer_one_is_held_back_while_it_does_not_count():
-    """Before `min_tokens` a stop string ends nothing, but the longer one that begins with it may still come."""
+    """Before `min_tokens` a stop string ends nothing, but the longer one that begins with it may still match."""
     search = StopSearch(StopStrings(["ab", "abc"]))
     assert search.add("xab", counts=False) is None
     assert search.num_held_back_chars == 2
@@ -96,9 +96,9 @@ def test_any_cut_gives_the_same_text():
     stops=st.lists(st.text(ALPHABET, min_size=1, max_size=7), min_size=1, max_size=6),
 )
 def test_what_is_found_and_held_back_is_what_a_search_finds(pieces, stops):
-    """Of every piece of any text, those in which no stop string counts among them."""
+    """For every piece of any text, including pieces in which no stop string counts."""
     automaton = StopStrings(stops)
-    for _ in range(2):  # as far as the first text got into it, and as far as any did
+    for _ in range(2):  # with the states that the first text visited, and with all of them
         seen, search = "", StopSearch(automaton)
         for piece, counts in pieces:
             seen += piece
@@ -111,7 +111,7 @@ def test_what_is_found_and_held_back_is_what_a_search_finds(pieces, stops):
 
 
 def worst_cases() -> dict[str, tuple[list[str], str]]:
-    """As many and as long strings as there may be, and texts that get far into them without an end."""
+    """Return the most and longest stop strings allowed, and texts that match long prefixes of them without an end."""
     size, count = MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
     return {
         "one letter": (["a" * (size - index) + "b" for index in range(1, count + 1)], "a" * 40_000),
@@ -126,7 +126,7 @@ def worst_cases() -> dict[str, tuple[list[str], str]]:
 
 @pytest.fixture
 def no_garbage():
-    """A whole collection of garbage, of what other tests left, isn't what is measured."""
+    """Collect garbage of other tests first, so that it is not part of the measurement."""
     gc.collect()
     gc.disable()
     yield
@@ -136,7 +136,9 @@ def no_garbage():
 @pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("name", worst_cases())
 def test_the_worst_stop_strings_cost_little(name):
-    """Until a piece was searched for each of them alone it took up to 21 ms: now a token in a thousand takes 2 ms."""
+    """Searching each piece for every string separately took up to 21 ms; with the automaton one token in a thousand
+    takes 2 ms.
+    """
     stops, text = worst_cases()[name]
     times_s = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What a template wants of messages is found by rendering small ones, and conversations are brought into that form."""
+"""Small rendered messages show what form a template needs, and conversations are brought into that form."""
 
 import pytest
 
@@ -13,7 +13,7 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "abcdef123", "content": "sunny"}
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-# As Kimi K2's: a macro walks through the parts, by names of its own.
+# Like Kimi K2's: a macro iterates over the parts, with names of its own.
 MACRO = """\
 {%- macro render(body) -%}
     {%- if body is string -%}{{ body }}{%- else -%}
@@ -21,13 +21,13 @@ MACRO = """\
     {%- endif -%}
 {%- endmacro -%}
 {%- for m in messages -%}<{{ m.role }}>{{ render(m['content']) }}{%- endfor -%}"""
-# As Llama Guard's: text that is no part is lost.
+# Like Llama Guard's: text that is not a part is lost.
 GUARD = """\
 {%- for m in messages -%}
 <{{ m.role }}>{{ m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join(' ') }}
 {%- endfor -%}"""
 JSON = "{% for m in messages %}<{{ m.role }}>{{ m.content | tojson }}{% endfor %}"
-# Reads the parts of users alone, and says nothing of parts in their text.
+# Reads only the parts of users, and does not show parts in their text.
 USERS = """\
 {%- for m in messages -%}
 <{{ m.role }}>{% if m.role == 'user' and m.content is not string %}{{ m.content | map(attribute='text') | join('+') }}
@@ -75,7 +75,7 @@ LOOP = "{% for m in messages %}<{{ m.role }}>BODY{% endfor %}"
         ("{{ m.content if m.content is not none else '-' }}CALLS", "-", ""),  # null has a form of its own
         ("{{ m.content }}CALLS", "", ""),  # prints None
         ("{{ m.content | tojson }}CALLS", '""', '""'),  # prints null
-        ("{{ m['content'] + '' }}CALLS", "", ""),  # refuses null and what is absent
+        ("{{ m['content'] + '' }}CALLS", "", ""),  # refuses null and missing content
         ("{% if m.content is none %}CALLS{% else %}{{ m.content + '' }}{% endif %}", "", ""),  # loses others' calls
         ("{% if 'content' in m %}{{ m.content + '' }}{% else %}CALLS{% endif %}", "", ""),
     ],
@@ -102,7 +102,7 @@ def test_content_that_is_null_without_calls_is_empty():
         ("c.function.arguments | tojson", '{"city": "Röme"}'),
         ("c.function.arguments.city or c.function.arguments.items() | list | string", "Röme"),
         ("'' + c.function.arguments", '{"city": "Röme"}'),  # an object cannot be added to text
-        ("c.function.arguments", '{"city": "Röme"}'),  # of an object Python's form would be printed
+        ("c.function.arguments", '{"city": "Röme"}'),  # an object would be printed in Python's form
     ],
 )
 def test_arguments_are_what_the_template_reads(arguments, shown):
@@ -112,7 +112,7 @@ def test_arguments_are_what_the_template_reads(arguments, shown):
         assert render(template.replace("ARGS", arguments), [USER, message, RESULT]) == f"[{shown}]"
 
 
-# As Mistral's: who is neither a tool nor calls one takes turns.
+# Like Mistral's: messages that are neither calls nor results alternate.
 ALTERNATING = """\
 {%- set ns = namespace(index=0) -%}
 {%- for m in messages -%}
@@ -124,7 +124,7 @@ ALTERNATING = """\
     {%- endif -%}
     <{{ m.role }}>{{ m.content or '' }}
 {%- endfor -%}"""
-# As Gemma's: users and assistants, and nobody else.
+# Like Gemma's: users and assistants, and no other roles.
 TWO_ROLES = """\
 {%- for m in messages -%}
     {%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}
@@ -158,7 +158,7 @@ def test_text_behind_a_result_reaches_templates_that_demand_turns():
     loop = [*messages, {"role": "assistant", "content": "ok"}, USER]
     assert render(ALTERNATING, loop).endswith("hi<assistant>ok<user>hi")
     assert render(PLAIN, messages).endswith("<tool>sunny<user>one\ntwo<user>hi")
-    with pytest.raises(RequestError, match="must alternate"):  # which knows no results at all
+    with pytest.raises(RequestError, match="must alternate"):  # this template does not know results at all
         render(TWO_ROLES, messages)
 
 
@@ -208,7 +208,7 @@ def test_a_template_that_needs_tools_is_looked_at_with_one():
     template = "{{ tools | length }}" + MACRO
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     assert render(template, [{"role": "user", "content": PARTS}], tools=[tool]) == "1<user>onetwo"
-    assert render(template, [USER]).startswith("0<user>")  # an empty list is none, too
+    assert render(template, [USER]).startswith("0<user>")  # an empty list counts as no tools
 
 
 def test_a_templates_own_words_count_for_no_spelling():

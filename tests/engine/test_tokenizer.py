@@ -1,4 +1,4 @@
-"""Text to token ids and back, whole and token by token, over tokenizers of every kind the families use."""
+"""Text to token ids and back, whole and token by token, for every kind of tokenizer that the families use."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
 
 
 def byte_level():
-    """As in Qwen and Llama 3: every byte is a character, multi-byte ones fall apart into tokens."""
+    """As in Qwen and Llama 3: every byte is a character, and multi-byte characters are split into tokens."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def metaspace():
 
 
 def byte_fallback():
-    """As in Llama 2 and Mistral: what the vocabulary lacks becomes tokens of one byte."""
+    """As in Llama 2 and Mistral: characters that are not in the vocabulary become byte tokens."""
     letters = "▁abcdefghijklmnopqrstuvwxyzäöü."
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "▁▁", "▁th", "er"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
@@ -92,7 +92,7 @@ def stream(tokenizer, token_ids, cut=1, **options):
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 def test_streamed_text_of_random_tokens_is_the_whole_text(tokenizer, skip_special_tokens):
     draw = random.Random(0)
-    size = tokenizer.vocab_size + 3  # some ids that no token has: models pad their vocabulary
+    size = tokenizer.vocab_size + 3  # includes some ids without a token, because models pad their vocabulary
     seen_replacement = 0
     for _ in range(600):
         token_ids = [draw.randrange(size) for _ in range(draw.randrange(1, 40))]
@@ -104,7 +104,7 @@ def test_streamed_text_of_random_tokens_is_the_whole_text(tokenizer, skip_specia
 
 
 def test_streamed_text_of_random_bytes_is_the_whole_text():
-    """Runs of bytes, valid and not, between words: what byte fallback decodes as a whole."""
+    """Runs of valid and invalid bytes between words, which byte fallback decodes as a whole."""
     tokenizer = Tokenizer(byte_fallback(), CONFIG)
     draw = random.Random(1)
     byte = lambda value: tokenizer.backend.token_to_id(f"<0x{value:02X}>")  # noqa: E731
@@ -151,7 +151,7 @@ def test_text_behind_a_prompt_keeps_its_leading_space(tokenizer):
 
 
 def test_any_prompt_is_a_fine_start(tokenizer):
-    """Whatever the prompt ends with, its own text never shows up in the output."""
+    """For any end of the prompt, its text never appears in the output."""
     draw = random.Random(2)
     word = tokenizer.encode("der", add_special_tokens=False)
     for _ in range(300):
@@ -166,7 +166,7 @@ def test_bos_is_added_once(tokenizer):
     assert plain[0] == bos
     assert plain.count(bos) == 1
     assert tokenizer.encode("<s>der Deich").count(bos) == 1
-    assert tokenizer.encode("<s><s>der Deich").count(bos) == 2  # the second one is the user's own wish
+    assert tokenizer.encode("<s><s>der Deich").count(bos) == 2  # the second one was written by the user
     assert tokenizer.encode("der Deich", add_special_tokens=False).count(bos) == 0
     assert tokenizer.encode("<s>der Deich", add_special_tokens=False).count(bos) == 1
     assert tokenizer.encode("") == [bos]
@@ -293,7 +293,9 @@ def test_from_directory_equals_transformers(tmp_path):
 
 @pytest.mark.parametrize("has_decoder", [False, True])
 def test_special_tokens_of_older_checkpoints_are_those_of_transformers(has_decoder, tmp_path):
-    """Their special_tokens_map.json says what tokenizer_config.json may not; newer ones have only the latter."""
+    """Their special_tokens_map.json has entries that tokenizer_config.json may lack; newer ones have only the
+    latter.
+    """
     from transformers import AutoTokenizer
 
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<unk>"}
@@ -356,7 +358,7 @@ def test_generation_defaults(tmp_path):
     assert read_generation_defaults(tmp_path).eos_token_ids == ()
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
     assert read_generation_defaults(tmp_path).eos_token_ids == (5,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": -1}))  # stands for "none"
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": -1}))  # means "none"
     assert read_generation_defaults(tmp_path).eos_token_ids == (5,)
     values = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.05}
     ignored = {"do_sample": True, "pad_token_id": 1, "transformers_version": "4.43", "top_h": None}

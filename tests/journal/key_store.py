@@ -1,4 +1,4 @@
-"""A store of KV for recorded journals: it keeps keys and no bytes."""
+"""A KV store for recorded journals: it keeps keys and no bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from octavo.data.scheduler_output import TransferDirection, are_whole
 
 
 class Store:
-    """A store of KV, both halves: it keeps keys, moves no bytes, and answers some lookups late.
+    """A KV store, both halves: it keeps keys, moves no bytes, and answers some lookups late.
 
-    keys: the blocks that it has, each with whether it has their window part. Saves always end with the next step, so
-    that there is room for the next ones.
+    keys: the stored blocks, each with whether it has its window part. Saves always end with the next step, so that
+    there is room for further ones.
     """
 
     name = "made up"
@@ -40,7 +40,7 @@ class Store:
         """Do nothing."""
 
     def transfer_ended(self, transfer: Any, num_blocks: int | None) -> None:
-        """Forget what could not be loaded."""
+        """Forget the blocks that could not be loaded."""
         if transfer.direction is TransferDirection.LOAD and num_blocks is not None:
             for key in transfer.keys[num_blocks:]:
                 self.keys.pop(key, None)
@@ -49,11 +49,11 @@ class Store:
         """Do nothing."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return how many tokens it has, up to the last block that it has with its window part; or None for a while."""
+        """Return the number of stored tokens, up to the last block with its window part; or None for a while."""
         if self.rng.random() < 0.2:
             self.num_late += 1
             return None
-        if self.rng.random() < 0.2:  # another engine has saved the beginning of it
+        if self.rng.random() < 0.2:  # another engine has saved the beginning of the sequence
             for key in request.block_hashes[: self.rng.randint(1, 10)]:
                 self.keys.setdefault(key, self.rng.random() < 0.9)
         usable = 0
@@ -65,7 +65,7 @@ class Store:
         return usable * BLOCK_SIZE
 
     def keys_to_save(self, keys: Any, *, only_first_group: bool = False) -> set[bytes]:
-        """Choose most of the blocks that it lacks, or has without their window parts."""
+        """Choose most of the blocks that are not stored, or are stored without their window parts."""
         lacking = [key for key in keys if key not in self.keys or not (only_first_group or self.keys[key])]
         return {key for key in lacking if self.rng.random() < 0.8}
 
@@ -85,7 +85,7 @@ class Store:
         return ended
 
     def _delay_of_load(self) -> int:
-        """Return after how many steps a load ends; a few are given up before."""
+        """Return the number of steps until a load ends; a few loads are given up before that."""
         return 400 if self.rng.random() < 0.05 else self.rng.choice([0, 0, 1, 2])
 
     def _end(self, order: Any) -> EndedTransfer:

@@ -4,9 +4,9 @@
     python -m journal.record_decisions FOLDER               # all scenarios
     python -m journal.record_decisions FOLDER swap store    # some of them
 
-For each scenario FOLDER gets NAME.journal.gz, written by the recorder of the octavo that is imported, and
-NAME.decisions.gz, one row per step (see `decisions`). The requests, the sampled tokens and the store are made up from a
-seed. Raises `RecordingError` if what a scenario is for happened too seldom.
+For each scenario FOLDER gets NAME.journal.gz, written by the recorder of the imported octavo, and NAME.decisions.gz,
+one row per step (see `decisions`). The requests, the sampled tokens and the store are made up from a seed. Raises
+`RecordingError` if the events that a scenario is for happened too seldom.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ COUNTED = {  # events by name: an older octavo may lack some
 
 
 class RecordingError(Exception):
-    """A scenario in which something happened too seldom."""
+    """An event of a scenario happened too seldom."""
 
 
 def make_scheduler(scenario: Scenario, clock: RecordedClock, log: EventLog, store: Any) -> Scheduler:
-    """Make the scheduler that a scenario tries."""
+    """Make the scheduler of a scenario."""
     options = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "min_tokens_to_cache": 1, **scenario.scheduler}
     if store is not None:
         options |= {"kv_lookup_timeout_s": 0.2, "kv_transfer_timeout_s": 0.5}
@@ -82,7 +82,7 @@ def make_scheduler(scenario: Scenario, clock: RecordedClock, log: EventLog, stor
 
 
 class Run:
-    """A scheduler, its journal, and requests that come, go and share their beginnings."""
+    """A scheduler, its journal, and requests that arrive, end and share prefixes."""
 
     def __init__(self, scenario: Scenario, path: Path) -> None:
         self.scenario = scenario
@@ -103,7 +103,7 @@ class Run:
         self.num_added = 0
 
     def run(self) -> None:
-        """Run all steps, then until nothing is left to do."""
+        """Run all steps, then until no work remains."""
         for step in range(self.scenario.num_steps + 2000):
             is_over = step >= self.scenario.num_steps
             if is_over and not self.scheduler.has_work():
@@ -195,7 +195,7 @@ class Run:
             self._decide()
         scheduled = scheduler.in_flight
         if scheduled is None:
-            self.now += 0.05  # waits for a lookup or for memory that is elsewhere
+            self.now += 0.05  # waits for a lookup or for memory in use
             return
         self.now += STEP_BASE_S + self.scenario.token_s * scheduled.total_num_scheduled_tokens * rng.uniform(0.8, 1.2)
         transfers = [] if self.store is None else self.store.run(scheduled)
@@ -270,7 +270,7 @@ class Run:
     # --- counts -------------------------------------------------------------------------------------------------------
 
     def _count_events(self) -> None:
-        """Count what happened, by the event stream."""
+        """Count events of the event stream."""
         count = self.count
         count["late lookups"] = 0 if self.store is None else self.store.num_late
         for event in self.log.events:
@@ -296,7 +296,7 @@ class Run:
 
 
 def record(scenario: Scenario, folder: Path) -> Counter[str]:
-    """Record one scenario into a folder; return what happened how often. Raises `RecordingError`."""
+    """Record one scenario into a folder; return the number of occurrences of each event. Raises `RecordingError`."""
     path = folder / f"{scenario.name}.journal.gz"
     run = Run(scenario, path)
     run.run()
@@ -306,7 +306,7 @@ def record(scenario: Scenario, folder: Path) -> Counter[str]:
 
 
 def main() -> None:
-    """Record the scenarios that are named, or all."""
+    """Record the named scenarios, or all."""
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     folder.mkdir(parents=True, exist_ok=True)
     for scenario in SCENARIOS:

@@ -1,4 +1,4 @@
-"""The schedulers whose journals are recorded. All are so short of memory that requests are preempted."""
+"""The schedulers of the recorded journals. All have so little memory that requests are preempted."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ OFTEN = {"preempted": 6, "evicted": 100, "hits": 16, "copied": 2, "chunks": 10, 
 class Scenario:
     """A scheduler, and the requests that it gets.
 
-    draft_rate: share of steps after which drafts are proposed. pair_rate: share of requests of which another engine
-    computes the prompt, or the answer. token_s: seconds that a step takes per token. shows: the least number of times
-    that each of these must happen, by the names under which `Run` counts.
+    draft_rate: share of steps after which drafts are proposed. pair_rate: share of requests whose prompt or answer
+    another engine computes. token_s: seconds of a step per token. shows: the least number of occurrences of each event,
+    by the names under which `Run` counts.
     """
 
     name: str
@@ -52,7 +52,7 @@ SCENARIOS = [
             "waiting_served_ratio": 1.2,
             "max_waiting_tokens": 6,
         },
-        shows=OFTEN | {"preempted": 2, "blocked: it waits for others to start with": 5},  # only by force
+        shows=OFTEN | {"preempted": 2, "blocked: it waits for others to start with": 5},  # only when forced
     ),
     Scenario(
         "reservation_windows",

@@ -1,4 +1,4 @@
-"""A recorded run can be repeated, explained and drawn; recording it costs next to nothing and tells no text."""
+"""A recorded run can be repeated, explained and drawn; recording is cheap and the journal has no text."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ OPTIONS = [
     {"max_num_preemptions": 1},
     {"mixed_step_ms": 1500.0},
     {"async_scheduling": True},
-    {"preemption": "swap", "window": 6, "num_window_blocks": 12},  # of blocks of 4: few beside one request's and a step
+    {"preemption": "swap", "window": 6, "num_window_blocks": 12},  # few blocks of 4 tokens
 ]
 
 
 class Recorded:
-    """A core with a journal, on a clock that ticks with every call."""
+    """A core with a journal, and a clock that advances with every call."""
 
     def __init__(self, make_core, path, **options):
         self.core = make_core(**options)
@@ -135,11 +135,11 @@ def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):
 
 
 def compute(core, scheduled, rng):
-    """Sample with drafts checked at random, and an error now and then."""
+    """Sample tokens, verify drafts at random, and add an error now and then."""
     result = core.compute(scheduled)
     for request_id, drafts in scheduled.scheduled_spec_decode_tokens.items():
         result.sampled_token_ids[request_id] = [9] * (1 + rng.randint(0, len(drafts)))
-    may_postpone = not core.scheduler.config.async_scheduling  # there only of those who wait for each result
+    may_postpone = not core.scheduler.config.async_scheduling  # then only if they wait for each result
     for request_id in [each for each in result.sampled_token_ids if may_postpone and rng.random() < 0.05]:
         del result.sampled_token_ids[request_id]
         result.postponed.add(request_id)
@@ -150,7 +150,7 @@ def compute(core, scheduled, rng):
 
 
 def test_how_many_drafts_are_verified_is_decided_the_same_again(make_core, tmp_path, monkeypatch):
-    """It hangs on how long steps took, and nothing else in a journal does so here."""
+    """It depends on step times, and nothing else in a journal does so here."""
     rng = random.Random(5)
     times = itertools.accumulate(rng.choice([0.001, 0.02, 0.5]) for _ in itertools.count())
     recorded = Recorded(make_core, tmp_path / "run.journal", clock=lambda: next(times))
@@ -175,7 +175,7 @@ def test_how_many_drafts_are_verified_is_decided_the_same_again(make_core, tmp_p
 
 
 def test_how_many_drafts_are_computed_is_decided_the_same_again(make_core, tmp_path, monkeypatch):
-    """It hangs on what a drafting model took, besides."""
+    """It also depends on the times of the draft model."""
     rng = random.Random(6)
     times = itertools.accumulate(rng.choice([0.01, 0.02, 0.03]) for _ in itertools.count())
     recorded = Recorded(make_core, tmp_path / "run.journal", clock=lambda: next(times))
@@ -282,12 +282,12 @@ def test_a_journal_that_was_cut_off_is_read_as_far_as_it_goes(make_core, tmp_pat
 
 
 def real_run(path, num_requests):
-    """Answer with the built-in model, memory short, some of them aborted; return seconds of CPU in steps."""
+    """Run requests on the built-in model with little memory, some of them aborted; return CPU seconds of the steps."""
     from octavo.build import build_engine
 
     config = EngineConfig(
         model=ModelConfig(skip_tokenizer_init=True),
-        cache=CacheConfig(num_gpu_blocks=24),  # so few that some are preempted however long steps take
+        cache=CacheConfig(num_gpu_blocks=24),  # so few that some requests are preempted however long steps take
         scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256),
         record=path,
     )
@@ -318,7 +318,7 @@ def real_run(path, num_requests):
 def test_a_real_run_is_repeated(tmp_path, num_requests, record_testsuite_property):
     path = tmp_path / "run.journal"
     gc.collect()
-    gc.disable()  # collections fall on steps or on recording as they come
+    gc.disable()  # collections happen at random, in steps or in recording
     try:
         stats, seconds, recording = real_run(path, num_requests)
     finally:
@@ -334,7 +334,7 @@ def test_a_real_run_is_repeated(tmp_path, num_requests, record_testsuite_propert
     record_testsuite_property("journal_bytes_a_request", round(size / num_requests))
     record_testsuite_property("recording_share_of_cpu", round(recording / seconds, 4))
     assert size / num_requests < 2000
-    assert recording < 0.1 * seconds  # the share is a benchmark's business: benchmarks/recording.py
+    assert recording < 0.1 * seconds  # the exact share is measured by benchmarks/recording.py
     for life in intervals(done.log.events, done.end_time).values():
         assert all(a.end == b.start for a, b in itertools.pairwise(life))
 
@@ -344,7 +344,7 @@ def test_an_id_that_is_used_again_before_its_expiry_was_told(make_core, tmp_path
     core = recorded.core
     core.add("other", 3, max_tokens=6)
     core.add("a", [1, 2, 3], deadline=0.5, max_tokens=6)
-    scheduled = core.scheduler.schedule()  # "a" expires: its ending is told with the result
+    scheduled = core.scheduler.schedule()  # "a" expires: its end is reported with the result
     assert "a" not in core.scheduler.requests
     core.add("a", [4, 5, 6, 7], max_tokens=3)
     core.scheduler.update_from_output(scheduled, core.compute(scheduled))
@@ -593,7 +593,7 @@ def test_the_timeline_has_a_lane_for_every_request(make_core, tmp_path):
     assert set(lanes) == {"steps", "request r0", "request r1", "request r2", "request r3"}
     assert len(set(lanes.values())) == 5
     for pid, tid in list(lanes.values())[1:]:
-        assert tid not in {0, pid}  # what Perfetto folds into one lane, the main thread of a process
+        assert tid not in {0, pid}  # Perfetto merges these lanes with the main thread of a process
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert all(e["dur"] > 0 and e["ts"] >= 0 for e in spans)
     assert sum(e["name"].startswith("step") for e in spans) == len(recorded.core.log.of_type(StepScheduled)) > 0

@@ -1,4 +1,4 @@
-"""A run over a store of KV outside is recorded with what the store answered, so that it can be repeated."""
+"""A run with a KV store is recorded with the store's answers, so that it can be repeated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OF_TIERS = (
 
 
 def test_a_journal_of_an_engine_with_a_store_is_replayed_and_explained(tmp_path, monkeypatch):
-    """What the store answered is in the journal; loads, saves, and who waited for an answer come out alike."""
+    """The journal has the store's answers; loads, saves and waits for an answer are repeated equally."""
     monkeypatch.setattr("octavo.core.transfer_cost.TransferCost.is_worth_loading", lambda *_: True)
     now = [0.0]
     clock = RecordedClock(lambda: now[0])
@@ -94,7 +94,7 @@ def test_a_journal_of_an_engine_with_a_store_is_replayed_and_explained(tmp_path,
 
 
 def moved(order):
-    """How a transfer ends: of two tiers, but for one that lacks a block."""
+    """Return how a transfer ends: complete and from two tiers, except for one with a missing block."""
     count = len(order.keys) - (order.request_id == "r2")
     disk = TierMove("disk", count, 100 * count, 0.003)
     moves = (disk,) if count < 4 else (TierMove("memory", 2, 200, 0.001), TierMove("disk", 2, 200, 0.003))
@@ -102,7 +102,7 @@ def moved(order):
 
 
 class StoreOfSome(Store):
-    """Has 16 tokens of each other request, and thinks about it once; wants what it is offered."""
+    """Has 16 tokens of every other request, after one late answer; wants all offered blocks."""
 
     name = "disk"
 
@@ -120,7 +120,7 @@ class StoreOfSome(Store):
 
 
 def test_answers_to_aborts_and_failed_steps_are_recorded_in_their_place(tmp_path):
-    """The store is asked for saves when a request ends, also between steps."""
+    """The store is offered blocks when a request ends, also between steps."""
     now = itertools.count()
     clock, recorded = RecordedClock(lambda: float(next(now))), RecordedConnector(Store(num_tokens=0, wants=True))
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, min_tokens_to_cache=1)

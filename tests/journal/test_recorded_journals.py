@@ -1,4 +1,4 @@
-"""Journals of an earlier octavo, brought to the present format, replay with the decisions that it recorded."""
+"""Journals of an earlier octavo, converted to the present format, replay with the recorded decisions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = [each.name for each in SCENARIOS]
 def decide_again(path: Path) -> tuple[list[Row], str]:
     """Replay a journal of the present format; return its decisions, and the error that ended the replay or "".
 
-    A replay that takes another way than the recorded run may ask for what the journal does not have.
+    A replay that deviates from the recorded run may ask for inputs that the journal does not have.
     """
     header, lines = read_journal(path)
     player = Player(header, lines)
@@ -41,7 +41,7 @@ def decide_again(path: Path) -> tuple[list[Row], str]:
 
 
 def first_difference(name: str, folder: Path) -> str:
-    """Convert a recorded journal and replay it; say which decision is the first that differs, "" if none does."""
+    """Convert and replay a recorded journal; return a message about the first decision that differs, or ""."""
     path = folder / f"{name}.journal"
     convert(RECORDED / f"{name}.journal.gz", path)
     recorded = read_rows(RECORDED / f"{name}.decisions.gz")

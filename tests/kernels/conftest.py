@@ -1,4 +1,4 @@
-"""Backends as fixtures."""
+"""Kernel backends as fixtures."""
 
 import os
 
@@ -32,7 +32,7 @@ def kernels(request):
 
 @pytest.fixture(scope="session")
 def fastest():
-    """The compiled kernels as they serve, for what is too large to run on all."""
+    """The compiled kernels with default settings, for tests that are too large to run on every backend."""
     return compiled_kernels()
 
 

@@ -1,21 +1,21 @@
-"""How exact a result must be: measured beside plain torch, not guessed."""
+"""How exact a result must be: compared with measured errors of plain torch."""
 
 import torch
 
-LEAN = 0.25  # of an error's usual size: truncation leans by 1.7 of it, rounding to nearest by nothing
-NOISE = 4.0  # standard deviations of a sum of errors that lean nowhere
+LEAN = 0.25  # of an error's usual size: truncation has a bias of 1.7 of it, rounding to nearest has none
+NOISE = 4.0  # standard deviations of a sum of unbiased errors
 
 
 def assert_as_exact_as_torch(actual, plain, exact):
-    """Hold the errors of `actual` to twice those of plain torch in the same dtype.
+    """Check that the errors of `actual` are at most twice those of plain torch in the same dtype.
 
     exact: float64; the last dimension is a row. Three sizes are compared:
-    the norm of all errors;
-    the norm of the worst row's errors relative to its results, so that small rows are not lost beside large ones;
-    the sum of what results are too large by, away from zero: the errors of truncation have just twice the norm of those
-    of rounding to nearest, but all lean to one side.
+    - the norm of all errors;
+    - the norm of the worst row's errors relative to its results, so that small rows count as much as large ones;
+    - the sum of errors away from zero. Errors of truncation have only twice the norm of those of rounding to nearest,
+      but all have the same direction.
 
-    Where plain torch happens to hit few numbers exactly, one unit in the last place of the largest is allowed.
+    If plain torch happens to be exact for a few numbers, one unit in the last place of the largest is allowed.
     """
     _check(actual.dtype == plain.dtype, f"dtypes {actual.dtype} and {plain.dtype}")
     _check(actual.shape == plain.shape == exact.shape, f"shapes {actual.shape}, {plain.shape} and {exact.shape}")
@@ -36,6 +36,6 @@ def assert_as_exact_as_torch(actual, plain, exact):
 
 
 def _check(holds, what):
-    """Raise where something does not hold; an `assert` of this file would be gone under `python -O`."""
+    """Raise AssertionError unless a condition holds; `assert` in this file would be removed by `python -O`."""
     if not holds:
         raise AssertionError(what)

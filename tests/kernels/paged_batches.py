@@ -1,4 +1,4 @@
-"""Ragged batches over a paged cache whose unwritten slots hold NaN."""
+"""Ragged batches over a paged cache with NaN in its unwritten slots."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -13,13 +13,13 @@ from octavo.worker.kv_cache import PagedKVCache
 def paged_batch(sequences, block_size, num_kv_heads, head_dim, dtype, generator, history=None):
     """Return (batch, k_cache, v_cache) for sequences of (KV length, query length).
 
-    Blocks are scattered, and the caches are views of one block-major tensor as in the worker. history: per sequence the
-    keys and values [length, 2, num_kv_heads, head_dim] to put there, else random ones.
+    Blocks are scattered, and the caches are views of one block-major tensor as in the worker. history: for each
+    sequence the keys and values [length, 2, num_kv_heads, head_dim] to write; default random.
     """
     counts = [-(-length // block_size) for length, _ in sequences]
     order = torch.randperm(sum(counts) + 3, generator=generator)
     cache = torch.full((len(order), 2, num_kv_heads, block_size, head_dim), float("nan")).to(dtype)
-    tables = torch.full((len(sequences), max(counts) + 1), 2**30, dtype=torch.int32)  # past the end: never to be read
+    tables = torch.full((len(sequences), max(counts) + 1), 2**30, dtype=torch.int32)  # past the end: must not be read
     starts, positions, slots, used = [0], [], [], 0
     for i, (length, queries) in enumerate(sequences):
         table = order[used : used + counts[i]]
@@ -47,7 +47,7 @@ def paged_batch(sequences, block_size, num_kv_heads, head_dim, dtype, generator,
 
 
 def keys_and_values(batch, i, k_cache, v_cache):
-    """Keys and values of sequence i: [length, num_kv_heads, head_dim] each."""
+    """Return keys and values of sequence i: [length, num_kv_heads, head_dim] each."""
     position = torch.arange(int(batch.seq_lens[i]))
     block = batch.block_tables[i][position // batch.block_size].long()
     offset = position % batch.block_size
@@ -55,7 +55,7 @@ def keys_and_values(batch, i, k_cache, v_cache):
 
 
 def rounded_caches(*caches, dtype=torch.int8):
-    """Round caches of floats to int8 or float8_e4m3fn; what is NaN there has the scale NaN."""
+    """Round float caches to int8 or float8_e4m3fn; rows with NaN get the scale NaN."""
     num_blocks, num_kv_heads, block_size, head_dim = caches[0].shape
     made = PagedKVCache(
         KVLayout((KVShape(num_kv_heads, head_dim),) * 3),
@@ -71,12 +71,12 @@ def rounded_caches(*caches, dtype=torch.int8):
 
 
 def floats(cache):
-    """Return what a rounded cache stands for."""
+    """Return the dequantized values of a rounded cache."""
     return cache.float() * kv_scales(cache).unsqueeze(-1)
 
 
 def dense_attention(q, batch, k_cache, v_cache, scale, window, kind, softcap=None):
-    """Causal attention, sequence by sequence, in `kind`."""
+    """Compute causal attention, sequence by sequence, in the dtype `kind`."""
     parts = []
     for i in range(len(batch.seq_lens)):
         keys, values = keys_and_values(batch, i, k_cache, v_cache)
@@ -96,7 +96,9 @@ def dense_attention(q, batch, k_cache, v_cache, scale, window, kind, softcap=Non
 
 
 def assert_attention_is_as_exact(result, q, batch, caches, window, softcap=None):
-    """Hold attention with the usual scale to the errors of plain torch's float32, rounded to the dtype of `q`."""
+    """Check attention with the usual scale against the errors of plain torch in float32, rounded to the dtype of
+    `q`.
+    """
     exact, plain = (
         dense_attention(q, batch, *caches, q.shape[2] ** -0.5, window, kind, softcap)
         for kind in (torch.float64, torch.float32)

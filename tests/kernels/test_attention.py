@@ -1,4 +1,4 @@
-"""paged_attention: right, and the same bits whatever the chunks, neighbours, blocks and threads."""
+"""paged_attention is right, and has the same bits for all chunks, neighbours, block sizes and numbers of threads."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_several_partitions(kernels, generator, heads, window, dtype, int8):
 
 
 def test_large_scores(kernels, generator):
-    """The running maximum is taken off before the exponential: sharp attention neither overflows nor dies."""
+    """The running maximum is subtracted before the exponential: sharp attention neither overflows nor vanishes."""
     batch, k_cache, v_cache = paged_batch([(300, 5)], 16, 1, 64, torch.float32, generator)
     q = torch.randn(5, 2, 64, generator=generator) * 1000
     result = kernels.paged_attention(q, k_cache, v_cache, batch, 1.0, None)
@@ -62,7 +62,7 @@ def test_large_scores(kernels, generator):
 
 
 class Prompt:
-    """A sequence with queries at every position, run in any chunks, blocks and company."""
+    """A sequence with queries at every position, computed in any chunks and block sizes, with any other sequences."""
 
     def __init__(
         self, length, num_kv_heads, group, head_dim, dtype, generator, window=None, *, int8=False, softcap=None
@@ -73,7 +73,9 @@ class Prompt:
         self.history = torch.randn(length, 2, num_kv_heads, head_dim, generator=generator).to(dtype)
 
     def rows(self, kernels, first, last, block_size=16, others=()):
-        """Rows first .. last as one chunk, after `others` (KV length, query length); nothing later is written yet."""
+        """Compute rows first .. last as one chunk, after `others` (KV length, query length); later rows are not written
+        yet.
+        """
         strangers = [torch.randn(n, 2, self.num_kv_heads, self.head_dim, generator=self.generator).to(self.dtype)
                      for n, _ in others]  # fmt: skip
         batch, k_cache, v_cache = paged_batch(
@@ -119,7 +121,9 @@ FEW = [((32, 1, 16), None), ((64, 2, 7), 37), ((80, 1, 2), None), ((128, 2, 8), 
 @pytest.mark.parametrize(("heads", "window"), FEW, ids=str)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_few_rows_have_the_bits_of_many(compiled, generator, softcap, heads, window, block_size, int8):
-    """Sixteen rows and fewer are multiplied in another way by tiles, and by none with other keys beside them."""
+    """With tiles, up to sixteen rows use another product. Without tiles, they are not multiplied together with other
+    keys.
+    """
     head_dim, num_kv_heads, group = heads
     prompt = Prompt(150, num_kv_heads, group, head_dim, torch.bfloat16, generator, window, int8=int8, softcap=softcap)
     whole = prompt.rows(compiled, 0, 150)
@@ -149,10 +153,10 @@ def test_partitions_and_threads_do_not_change_a_bit(fastest, single_threaded, ge
     prompt = Prompt(2500, 1, 7, 64, torch.bfloat16, generator, int8=int8)
     chunk = prompt.rows(single_threaded, 2300, 2500)
     assert torch.equal(prompt.rows(fastest, 2300, 2500), chunk)
-    for first in (2300, 2499):  # few rows: partitions go to different threads
+    for first in (2300, 2499):  # few rows: partitions run on different threads
         assert torch.equal(prompt.rows(fastest, first, first + 1), chunk[first - 2300 :][:1])
         assert torch.equal(prompt.rows(single_threaded, first, first + 1), chunk[first - 2300 :][:1])
-    crowd = [(5, 1)] * 20  # many: they do not
+    crowd = [(5, 1)] * 20  # many rows: they do not
     assert torch.equal(prompt.rows(fastest, 2499, 2500, others=crowd), chunk[-1:])
 
 
@@ -160,7 +164,7 @@ def test_partitions_and_threads_do_not_change_a_bit(fastest, single_threaded, ge
 @KV
 @pytest.mark.parametrize("at", [50, 51, 70])
 def test_what_a_row_may_not_see_is_not_multiplied(compiled, generator, dtype, int8, at):
-    """An infinite value at a later position of the same chunk reaches no earlier row, nor one with a window past it."""
+    """An infinite value at a later position of a chunk affects no earlier row, and no row with a window after it."""
     prompt = Prompt(100, 1, 2, 64, dtype, generator, window=20, int8=int8)
     clean = prompt.rows(compiled, 0, 100)
     prompt.history[at] = float("inf")
@@ -168,7 +172,7 @@ def test_what_a_row_may_not_see_is_not_multiplied(compiled, generator, dtype, in
     for size in (100, 7, 1):
         result = prompt.in_chunks(compiled, size)
         assert torch.equal(result[:at], clean[:at])
-        assert torch.equal(result[at + 21 :], clean[at + 21 :])  # the window has moved past it
+        assert torch.equal(result[at + 21 :], clean[at + 21 :])  # the window is past it
         assert result[at + 1 : at + 21].isnan().all()
 
 

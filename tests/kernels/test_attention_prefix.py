@@ -1,4 +1,4 @@
-"""Sequences whose first positions stand in the same blocks have the bits they would have alone."""
+"""Sequences with the same blocks at their beginning have the bits that they have alone."""
 
 import itertools
 
@@ -17,7 +17,8 @@ HEADS = [(64, 2, 7), (128, 8, 2), (48, 1, 1), (80, 3, 2), (96, 1, 40), (20, 3, 1
 class Sharing:
     """A batch of sequences (KV length, query length), some of which share the blocks of an earlier one.
 
-    shared: for sequence i > 0 (j, positions): its first positions are those of sequence j, as far as blocks are whole.
+    shared: for sequence i > 0 (j, positions): it begins with these positions of sequence j, rounded down to whole
+    blocks.
     """
 
     def __init__(self, sequences, shared, heads, dtype, generator, *, block_size=16, int8=False):
@@ -46,7 +47,7 @@ class Sharing:
 
 
 def crowd(generator, count, least, most):
-    """Sequences that decode, with KV of least .. most positions."""
+    """Return decoding sequences with KV of least .. most positions."""
     return [(int(torch.randint(least, most, (), generator=generator)), 1) for _ in range(count)]
 
 
@@ -74,7 +75,7 @@ def test_blocks_of_any_size(compiled, generator, block_size):
 @pytest.mark.parametrize("positions", [1023, 1024, 1100, 2048, 2300])
 @pytest.mark.parametrize("count", [2, 30])
 def test_several_partitions(fastest, single_threaded, generator, positions, count, dtype, int8):
-    """Behind what is shared, few sequences have their partitions computed by different threads, many do not."""
+    """After the shared part, the partitions of few sequences run on different threads, those of many do not."""
     sequences = crowd(generator, count, 2310, 3400)
     shared = dict.fromkeys(range(1, count), (0, positions))
     sharing = Sharing(sequences, shared, (32, 1, 4), dtype, generator, int8=int8)
@@ -86,10 +87,10 @@ def test_several_partitions(fastest, single_threaded, generator, positions, coun
 @pytest.mark.parametrize("window", [None, 100, 1000])
 def test_prefixes_of_all_sorts_in_one_batch(compiled, generator, window):
     sequences = [
-        (600, 1), (700, 1), (650, 5), (640, 8), (640, 9),  # the last has too many tokens to join
+        (600, 1), (700, 1), (650, 5), (640, 8), (640, 9),  # the last one has too many tokens to join
         (200, 64),  # a chunk of a prompt
-        (400, 1), (420, 1), (129, 1), (128, 1),  # a deeper prefix within, and too short ones
-        (900, 1), (905, 1), (910, 1), (390, 1),  # one more that shares less than is lost by its joining
+        (400, 1), (420, 1), (129, 1), (128, 1),  # a deeper common prefix among them, and too short ones
+        (900, 1), (905, 1), (910, 1), (390, 1),  # one more sequence, which shares too little to gain from joining
         (33, 33), (40, 1),
     ]  # fmt: skip
     shared = {
@@ -115,7 +116,7 @@ def test_any_number_of_threads(single_threaded, generator, threads):
 
 @KV
 def test_what_one_of_them_may_not_see_reaches_no_other(compiled, generator, dtype, int8):
-    """Infinite values behind what is shared are those of one sequence alone."""
+    """Infinite values after the shared part belong to one sequence alone."""
     sequences = [(300, 1), (310, 1), (290, 1)]
     sharing = Sharing(sequences, {1: (0, 256), 2: (0, 256)}, (64, 2, 2), dtype, generator, int8=int8)
     clean = sharing.together(compiled)

@@ -1,4 +1,4 @@
-"""Weights in blocks: the numbers that llama.cpp means by them."""
+"""Weights in blocks have the numbers that llama.cpp reads from them."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_rows_of_another_length_are_refused(kind):
 
 @pytest.mark.parametrize("kind", BlockKind)
 def test_scales_that_are_no_finite_numbers_are_seen(generator, kind):
-    """Of rows of any bytes: those whose numbers are not all finite, by what they hold besides integers alone."""
+    """Rows of random bytes: rows with non-finite numbers are detected from their scales, without their integers."""
     size = 192 * 256 // kind.block_values * kind.block_bytes
     data = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
     weight = BlockWeight(kind, data.view(-1, kind.row_bytes(256)), 256)

@@ -1,4 +1,4 @@
-"""Weights in GGUF's blocks times int8 activations in groups of 32: the same bits everywhere, for every kind."""
+"""Weights in GGUF blocks times int8 activations in groups of 32: the same bits on every backend, for every kind."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ FLOATS = [torch.float32, torch.bfloat16]
 
 
 def depth_of(kind, depth):
-    """Return the next depth that is made of whole blocks."""
+    """Return the smallest depth of whole blocks that is at least `depth`."""
     return -(-depth // kind.block_values) * kind.block_values
 
 
@@ -61,7 +61,7 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, kind):
 
 @pytest.mark.parametrize("rows", [1, 40])
 def test_more_rows_than_are_multiplied_together(fastest, generator, rows):
-    """Blocks of rows are as many as stay in a cache."""
+    """Rows are divided into blocks that fit into a cache."""
     weights = [random_blocks(generator, BlockKind.Q4_K, 33, 65536)]
     x = random(generator, rows, 65536)
     assert torch.equal(fastest.linear(x, fastest.pack_linear(weights)), reference(x, weights))
@@ -80,7 +80,7 @@ def test_threads_do_not_change_a_bit(isa, generator):
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_sums_of_either_sign_do_not_overflow(compiled, kind, rows):
-    """Every byte of the values is the same, activations are of one sign or of both."""
+    """All bytes of the values are the same; activations have one sign or both."""
     generator = torch.Generator().manual_seed(1)
     x = torch.full((6, 256), 5.0)
     x[1] = -5.0
@@ -176,7 +176,7 @@ def test_nothing_behind_weight_or_result_is_touched(compiled, generator, kind, r
 
 
 def test_weights_in_a_file_are_packed_where_they_stand(fastest, generator):
-    """Rows may be views, and what is packed keeps nothing of them."""
+    """Rows may be views, and the packed weight keeps no reference to them."""
     weight = random_blocks(generator, BlockKind.Q4_K, 128, 256)
     packed = fastest.pack_linear([weight.select_rows(slice(32, 96)), weight.select_rows(slice(96, 128))])
     expected = weight.dequantize()[32:]
@@ -197,7 +197,7 @@ def test_rows_are_packed_in_parts_that_are_forgotten_one_by_one(compiled, genera
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_kept_is_the_same_weight(compiled, fastest, generator, kind):
-    """Whichever instruction set has packed it; with parts of two kinds, each with its bias."""
+    """It does not depend on the instruction set that packed it; with parts of two kinds, each with its bias."""
     other = BlockKind.Q8_0 if kind is not BlockKind.Q8_0 else BlockKind.Q6_K
     weights = [random_blocks(generator, kind, 64, 256), random_blocks(generator, other, 33, 256)]
     x, bias = random(generator, 3, 256), random(generator, 97)
@@ -223,14 +223,14 @@ def test_what_was_kept_is_the_same_weight(compiled, fastest, generator, kind):
     ids=str,
 )  # fmt: skip
 def test_numbers_that_kernels_must_not_be_given_are_refused(fastest, generator, changes):
-    """128 x 128 has as many bytes, but rows that are no whole blocks."""
+    """128 x 128 has as many bytes, but its rows are not whole blocks."""
     (kept,) = fastest.keep_linear(fastest.pack_linear([random_blocks(generator, BlockKind.Q4_K, 64, 256)]))
     with pytest.raises(ValueError, match="no packed weight"):
         fastest.restore_linear([replace(kept, numbers=kept.numbers | changes)])
 
 
 def test_a_kept_weight_names_its_type(fastest, generator):
-    """So that no file is read as another kind where their order has changed meanwhile."""
+    """So a file is never read as another kind, even if the order of the kinds changes."""
     weights = [random_blocks(generator, BlockKind.Q6_K, 64, 256)], [random_blocks(generator, BlockKind.Q8_0, 64, 256)]
     floats = random(generator, 64, 256)
     types = [part.numbers["type"] for w in (*weights, floats) for part in fastest.keep_linear(fastest.pack_linear(w))]

@@ -1,4 +1,4 @@
-"""XXH64 is that of others: published values, and the specification in Python for every way through it."""
+"""XXH64: published values, and the specification in Python for every code path."""
 
 import random
 

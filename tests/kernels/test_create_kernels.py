@@ -1,4 +1,4 @@
-"""Which backend serves, and that the compiled one is there where it must be."""
+"""The choice of the backend, and that the compiled one exists on machines that need it."""
 
 import errno
 import importlib.util
@@ -42,7 +42,7 @@ def test_without_compiled_kernels(monkeypatch):
         assert create_kernels(CPU).name == "reference"
     with pytest.raises(ConfigError, match="OCTAVO_REQUIRE_KERNELS"):
         create_kernels(CPU, "cpu")
-    assert create_kernels(CPU, "reference").name == "reference"  # what was asked for: no warning
+    assert create_kernels(CPU, "reference").name == "reference"  # requested explicitly: no warning
 
 
 def test_unknown_and_impossible_backends():

@@ -16,7 +16,7 @@ from octavo.models.kv_layout import KVLayout, KVShape
 from octavo.worker.kv_cache import PagedKVCache
 
 FLOATS = [torch.float32, torch.bfloat16]
-SHAPES = [(1, 1), (5, 123), (7, 1120), (130, 48)]  # wider than a program takes at a time, more rows than it takes
+SHAPES = [(1, 1), (5, 123), (7, 1120), (130, 48)]  # wider than one program's block, and more rows than it takes
 
 
 @pytest.mark.parametrize("rows", [[], [0], [6], [1, 2, 5], [*range(7)], [3] * 5000])
@@ -36,7 +36,7 @@ def test_take_rows(kernels, generator, dtype, rows):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rms_norm(kernels, generator, dtype, weight_dtype, shape):
     x = (torch.randn(shape, generator=generator) * 5).to(dtype)
-    x[0] *= 1e-4  # less than eps adds
+    x[0] *= 1e-4  # smaller than the effect of eps
     weight = torch.randn(shape[-1], generator=generator).to(weight_dtype)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
@@ -82,7 +82,7 @@ def test_what_is_added_is_scaled_in_float32(kernels, generator, dtype, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_divide(kernels, generator, shape):
     x = torch.randn(shape, generator=generator)
-    expected = x / torch.full_like(x, 0.3)  # by a number, torch may multiply instead
+    expected = x / torch.full_like(x, 0.3)  # for a Python number torch may multiply instead
     divide(kernels, x, 0.3)
     assert torch.equal(x, expected)
 
@@ -209,14 +209,16 @@ def test_rope_and_write_kv(kernels, generator, dtype, head_dim, block_size):
     for result, x in ((q, old_q), (k_cache[block, :, offset], old_k)):
         assert_as_exact_as_torch(result, rotated(x, torch.float32).to(dtype), rotated(x, torch.float64))
     assert torch.equal(v_cache[block, :, offset], v)
-    assert torch.equal(projection[:, 4 * head_dim :], before[:, 4 * head_dim :])  # k is rotated on its way only
-    for cache, old in ((k_cache, k_before), (v_cache, v_before)):  # no other slot is touched
+    assert torch.equal(projection[:, 4 * head_dim :], before[:, 4 * head_dim :])  # only the written k is rotated
+    for cache, old in ((k_cache, k_before), (v_cache, v_before)):  # all other slots are unchanged
         cache[block, :, offset] = old[block, :, offset]
         assert torch.equal(cache.nan_to_num(), old.nan_to_num())
 
 
 def turned_part(x, cos_sin, *, interleaved):
-    """The first dimensions of float64 heads [tokens, heads, size], as many as cos_sin [tokens, rotary_dim] turns."""
+    """Rotate the first dimensions of float64 heads [tokens, heads, size], as many as cos_sin [tokens, rotary_dim]
+    has.
+    """
     rotary_dim = cos_sin.shape[1]
     cosine, sine = cos_sin.double().unsqueeze(1).chunk(2, dim=-1)
     out = x.clone()
@@ -239,7 +241,7 @@ def turned_part(x, cos_sin, *, interleaved):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 40), (128, 96), (18, 6), (34, 34), (16, 0)])
 def test_a_part_of_a_head_turns(kernels, generator, dtype, scaled, interleaved, head_dim, rotary_dim):
-    """Halves or neighbours turn, the rest of the head stays; queries are scaled behind it."""
+    """Halves or neighbours are rotated, and the rest of the head is unchanged; queries are scaled after that."""
     batch, k_cache, v_cache = paged_batch([(9, 9), (30, 3), (1, 1)], 5, 2, head_dim, dtype, generator)
     rows = len(batch.positions)
     projection = torch.randn(rows, 8, head_dim, generator=generator).to(dtype)

@@ -1,4 +1,4 @@
-"""Weights, keys and values kept as fp8 in plain torch, which the kernels in Triton are compared with."""
+"""Weights, keys and values as fp8 in plain torch, the reference of the Triton kernels."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_rows_are_rounded_as_they_are_written(generator):
         assert torch.equal(written[0][block, :, offset].flatten(0, 1), values.view(torch.uint8))
         assert torch.equal(written[1][block, :, offset].flatten().nan_to_num(-1), scales.nan_to_num(-1))
         for now, old in zip(written, (old_bytes, old_scales), strict=True):
-            now[block, :, offset] = old[block, :, offset]  # no other slot is touched
+            now[block, :, offset] = old[block, :, offset]  # all other slots are unchanged
             assert torch.equal(now.nan_to_num(-1), old.nan_to_num(-1))
     assert scales.isnan().nonzero().flatten().tolist() == [10, 12]
     assert not values[[7, 8, 10, 12]].view(torch.uint8).any()
@@ -43,7 +43,7 @@ def test_attention_is_that_over_the_numbers_they_stand_for(generator, window):
 
 
 def test_each_value_is_kept_to_four_bits_beside_a_far_larger_one(generator):
-    """Where int8, whose steps are even, keeps nothing of the others."""
+    """int8 has even steps and would round the small values to zero."""
     rows = torch.rand(50, 64, generator=generator) + 0.1
     rows[:, 7] = 3000.0
     values, scales = round_kv_rows(rows, FP8)

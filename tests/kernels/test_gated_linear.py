@@ -1,4 +1,4 @@
-"""gated_linear: the bits of gate of linear, whichever kernel makes them and however many rows there are."""
+"""gated_linear has the bits of gate(linear), for every kernel and number of rows."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ FUSED = {
     "avx2": {"int8", "int4"},
     "portable": {"int8", "int4"},
 }
-ROWS = (0, 1, 2, 3, 14, 15, 16, 17, 32, 33, 65, 97, 257, 520)  # borders of tiles, of pairs of them and of blocks
+ROWS = (0, 1, 2, 3, 14, 15, 16, 17, 32, 33, 65, 97, 257, 520)  # boundaries of tiles, of pairs of tiles and of blocks
 
 
 def random(generator, *shape, dtype=torch.float32):
@@ -36,7 +36,7 @@ def apart(kernels, x, packed, activation="silu"):
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize(
     ("depth", "size"), [(64, 96), (90, 77), (931, 64), (931, 40)]
-)  # whole tiles and panels, and not
+)  # whole and partial tiles and panels
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_the_bits_are_those_of_the_two_apart(kernels, generator, activation, depth, size, stored, dtype, has_bias):
     weight = random(generator, 2 * size, depth) / depth**0.5
@@ -53,12 +53,12 @@ def test_the_bits_are_those_of_the_two_apart(kernels, generator, activation, dep
 
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("stored", FORMATS)
-@pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a last one that is not, panels that are long
+@pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a partial last tile, long panels
 def test_tasks_of_many_panels(fastest, single_threaded, generator, depth, stored):
-    size = 1056  # 33 panels of gates: the last task has fewer than the others
+    size = 1056  # 33 panels of gates: the last task has fewer than the other tasks
     weight = FORMATS[stored](random(generator, 2 * size, depth) / depth**0.5)
     bias, three = random(generator, 2 * size), compiled_kernels(num_threads=3)
-    x = random(generator, 520, depth + 8, dtype=torch.bfloat16)[:, :depth]  # no row stands on a cache line of its own
+    x = random(generator, 520, depth + 8, dtype=torch.bfloat16)[:, :depth]  # no row begins at a cache line
     sides = [(kernels, kernels.pack_linear(weight, bias)) for kernels in (single_threaded, fastest, three)]
     of_both = fastest.pack_linear(weight, bias)
     for rows in ROWS:

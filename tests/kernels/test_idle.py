@@ -1,4 +1,4 @@
-"""Threads that have nothing to do take no time from others."""
+"""Idle threads use no processor time."""
 
 import os
 import sys
@@ -10,11 +10,11 @@ import torch
 from kernel_backends import compiled_kernels
 
 IDLE_SECONDS = 1.0
-MOST_OF_IT = 0.05  # a thread that spun would take all of it; an interpreter at rest takes less than a thousandth
+MOST_OF_IT = 0.05  # a spinning thread would use all of it; an idle interpreter uses less than a thousandth
 
 
 def seconds_of_kernel_threads():
-    """The processor time of all threads of this process that aren't Python's own, which may have work of their own."""
+    """Return the processor time of all threads of this process except Python's own, which may have work."""
     pythons = {str(thread.native_id) for thread in threading.enumerate()}
     tasks = [task for task in Path("/proc/self/task").iterdir() if task.name not in pythons]
     fields = [(task / "stat").read_text().rpartition(")")[2].split() for task in tasks]
@@ -27,7 +27,7 @@ def test_threads_sleep_once_their_work_is_done(generator):
     packed = kernels.pack_linear(torch.randn(4096, 512, generator=generator).bfloat16())
     for rows in (1, 64):
         kernels.linear(torch.randn(rows, 512, generator=generator).bfloat16(), packed)
-    # What is waited for never comes: the waiting is what is measured.
+    # The wait never succeeds: its processor time is measured.
     num_threads, before = seconds_of_kernel_threads()
     assert num_threads
     assert not threading.Event().wait(IDLE_SECONDS)

@@ -1,4 +1,4 @@
-"""int4 weights in groups times int8 activations: exact sums over all groups, the same bits everywhere."""
+"""int4 weights in groups times int8 activations: exact sums over all groups, the same bits on every backend."""
 
 import contextlib
 import ctypes
@@ -25,12 +25,12 @@ SHAPES = [
     (130, 520, 65, 96),
     (300, 520, 65, 96),
     (257, 256, 40, 128),
-    (545, 960, 40, 32),  # more rows than meet a panel at once, more k than a piece of it has
+    (545, 960, 40, 32),  # more rows than meet a panel at a time, more k than a piece of it has
 ]
 
 
 def weight_of(generator, out_features, in_features, group_size, scale_dtype=torch.bfloat16, *, zeros=True):
-    """Return a weight whose values, scales and zero points are all drawn."""
+    """Return a weight with random values, scales and zero points."""
     num_groups = -(-in_features // group_size)
     return Int4Weight(
         torch.randint(0, 16, (out_features, in_features), generator=generator, dtype=torch.uint8),
@@ -80,7 +80,7 @@ def test_zero_points_between_whole_numbers(compiled, generator, x_dtype, shape):
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 def test_columns_in_an_order_of_their_own(compiled, generator, x_dtype, shape):
-    """Integers are summed up, so the bits are those of input features that stand in the weight's order."""
+    """Integers are summed, so the bits equal those of input features in the weight's order."""
     rows, depth, width, group_size = shape
     x = random(generator, rows, depth, dtype=x_dtype) * 10
     order = torch.randperm(depth, generator=generator)
@@ -120,7 +120,7 @@ def test_more_input_features_than_sums_hold_are_refused(compiled):
 
 
 def test_a_column_whose_groups_differ_much(compiled, generator):
-    """A group is off by half a unit of its column at most, however small it is."""
+    """The error of a group is at most half a unit of its column, however small the group's values are."""
     weight = weight_of(generator, 40, 256, 32, torch.float32)
     weight.scales.mul_(torch.logspace(0, -5, 8))
     x = random(generator, 20, 256)
@@ -171,7 +171,7 @@ def test_the_largest_weights_of_either_sign(compiled, rows, value, scale):
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("group_size", [128, 65536])
-@pytest.mark.parametrize("rows", [3, 33])  # many are another product on some processors
+@pytest.mark.parametrize("rows", [3, 33])  # many rows use another product on some processors
 def test_the_largest_sums_do_not_overflow(compiled, rows, group_size, sign):
     depth = 65536
     x = torch.full((rows, depth), 5.0)
@@ -191,7 +191,7 @@ def test_the_largest_sums_do_not_overflow(compiled, rows, group_size, sign):
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 40])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_the_largest_sums_of_some_of_a_word_do_not_overflow(compiled, rows, zeros):
-    """Where the first two of four products have a sum of their own, it is largest if the others have the other sign."""
+    """If the first two of four products have a sum of their own, it is largest if the other two have the other sign."""
     depth = 1024
     is_first = (torch.arange(depth) % 4 < 2).float()
     signs = [(1, 1), (1, -1), (-1, 1), (-1, -1)]
@@ -265,7 +265,7 @@ def test_nothing_behind_weight_or_result_is_touched(compiled, generator, depth, 
 
 @contextlib.contextmanager
 def memory_before_a_guard():
-    """Give a function that allocates right before a page that must not be read or written."""
+    """Return a function that allocates memory right before a page that must not be read or written."""
     size = 16 * mmap.PAGESIZE
     memory = mmap.mmap(-1, size + mmap.PAGESIZE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -287,7 +287,7 @@ def test_strided_rows_and_none(kernels, generator, rows):
 
 
 def rows_of(weight, ids, dtype):
-    """Return what an embedding of the weight gives: whole numbers of 16 bits times the row's unit, in float32."""
+    """Return the embedding rows of the weight: whole numbers of 16 bits times the row's unit, in float32."""
     whole, units = weight.whole_values()
     return (whole.float() * units.unsqueeze(1))[ids].to(dtype)
 
@@ -311,7 +311,7 @@ def test_embedding_gives_the_whole_values_times_their_units(
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 def test_the_rows_of_an_embedding_are_those_of_the_weight(kernels, generator, zeros):
-    """Scales are off by half a unit at most, values 16 from their zero points at most."""
+    """Scales have an error of at most half a unit, and values differ from their zero points by at most 16."""
     weight, ids = weight_of(generator, 70, 200, 32, zeros=zeros), torch.arange(70)
     rows = kernels.embedding(ids, kernels.pack_linear(weight), torch.float32)
     _, units = weight.whole_scales()
@@ -335,7 +335,7 @@ def test_an_embedding_has_zeros_large_and_broken_rows(kernels, generator):
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 def test_an_embedding_refuses_ids_outside_the_vocabulary(compiled, generator, zeros):
-    """Those of the panel's padding, too."""
+    """This includes the ids of the panel's padding."""
     packed = compiled.pack_linear(weight_of(generator, 33, 64, 32, zeros=zeros))
     for bad in (33, 63, 64, -1):
         with pytest.raises(IndexError, match="vocabulary"):

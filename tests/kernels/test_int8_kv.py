@@ -1,4 +1,4 @@
-"""Keys and values kept as int8: rounded row by row like activations, and read as the numbers that they stand for."""
+"""Keys and values as int8: rounded row by row like activations, and read as the numbers that they represent."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_rows_are_rounded_as_they_are_written(kernels, generator, dtype, head_di
         written = kv_scales(cache)[block, :, offset].flatten()
         assert torch.equal(written[finite], scales[finite])
         assert torch.equal(written.isnan(), ~finite)
-        cache[block, :, offset] = old_values[block, :, offset]  # no other slot is touched
+        cache[block, :, offset] = old_values[block, :, offset]  # all other slots are unchanged
         kv_scales(cache)[block, :, offset] = old_scales[block, :, offset]
         assert torch.equal(cache, old_values)
         assert torch.equal(kv_scales(cache).nan_to_num(), old_scales.nan_to_num())
@@ -54,7 +54,7 @@ def test_rows_are_rounded_as_they_are_written(kernels, generator, dtype, head_di
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_attention_is_that_over_the_numbers_they_stand_for(kernels, generator, heads, block_size, window):
-    """Bit for bit, so whatever holds of a cache of float32 holds of this one; but with pairs of bfloat16."""
+    """The bits are equal, so every property of a float32 cache holds for this one, except with pairs of bfloat16."""
     head_dim, num_kv_heads, group = heads
     sequences = [(1, 1), (70, 70), (150, 13), (64, 1), (129, 2), (1030, 2)]
     batch, k_cache, v_cache = paged_batch(sequences, block_size, num_kv_heads, head_dim, torch.float32, generator)
@@ -64,7 +64,7 @@ def test_attention_is_that_over_the_numbers_they_stand_for(kernels, generator, h
     assert not expected.isnan().any()
     assert torch.equal(kernels.paged_attention(q.float(), *int8, batch, head_dim**-0.5, window), expected)
     result = kernels.paged_attention(q, *int8, batch, head_dim**-0.5, window)
-    if getattr(kernels, "isa", None) in {"amx", "avx512_bf16"}:  # multiply bfloat16 with bfloat16, and int8 is both
+    if getattr(kernels, "isa", None) in {"amx", "avx512_bf16"}:  # int8 is exact in bfloat16
         assert_attention_is_as_exact(result, q, batch, [floats(cache) for cache in int8], window)
     else:
         assert torch.equal(result, expected.bfloat16())
@@ -73,7 +73,7 @@ def test_attention_is_that_over_the_numbers_they_stand_for(kernels, generator, h
 def test_instruction_sets_write_the_same_bytes(compiled, fastest, generator):
     batch, k_cache, v_cache = paged_batch([(40, 40)], 16, 2, 64, torch.bfloat16, generator)
     q, k, v = (torch.randn(40, 2, 64, generator=generator).bfloat16() for _ in range(3))
-    cos_sin = torch.cat([torch.ones(40, 32), torch.zeros(40, 32)], dim=1)  # no turn: k as it is
+    cos_sin = torch.cat([torch.ones(40, 32), torch.zeros(40, 32)], dim=1)  # no rotation: k is unchanged
     results = []
     for kernels in (compiled, fastest):
         int8 = rounded_caches(k_cache, v_cache)

@@ -1,4 +1,4 @@
-"""What holds the kernels to plain torch's errors lets sound computations through, and no wrong ones."""
+"""The accuracy check for kernels accepts right computations and rejects wrong ones."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 
 def product(generator, rows, depth, width, dtype):
-    """Return rows, weight, plain torch's product of them, and the exact one."""
+    """Return rows, weight, plain torch's product of them, and the exact product."""
     x, weight = (torch.randn(size, depth, generator=generator).to(dtype) for size in (rows, width))
     return x, weight, F.linear(x.float(), weight.float()).to(dtype), x.double() @ weight.double().T
 
@@ -68,7 +68,7 @@ def test_a_row_that_is_not_its_own_is_seen(generator, of_a_row, dtype):
 @FLOATS
 @pytest.mark.parametrize("length", [300, 2500])
 def test_attention_without_a_tile_of_positions_is_seen(generator, length, dtype):
-    """Of one token alone, among 40."""
+    """One of 40 tokens lacks the tile."""
     q, k, v = (torch.randn(2, rows, 128, generator=generator).to(dtype) for rows in (40, length, length))
     seen = torch.arange(length) <= torch.arange(length - 40, length).unsqueeze(1)
 

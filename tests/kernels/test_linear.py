@@ -1,4 +1,4 @@
-"""linear, embedding and the packed weights behind them."""
+"""linear, embedding and their packed weights."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_without_bias_and_with_strided_rows(kernels, generator):
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float16], ids=str)
-@pytest.mark.parametrize("heights", [(64, 32, 40), (64, 33, 32), (7,)], ids=str)  # whole panels, others, one part
+@pytest.mark.parametrize("heights", [(64, 32, 40), (64, 33, 32), (7,)], ids=str)  # whole and partial panels, one part
 @pytest.mark.parametrize("depth", [1, 31, 100, 256])
 def test_parts_of_a_weight_are_the_whole(kernels, generator, depth, heights, dtype):
     parts = [random(generator, height, 2 * depth, dtype=dtype)[:, :depth] for height in heights]
@@ -86,21 +86,21 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, weight_dty
     alone = torch.cat([compiled.linear(x[i : i + 1], packed, float32_out=True) for i in range(130)])
     for rows in (2, 3, 7, 8, 9, 12, 13, 16, 24, 25, 33, 130):
         assert torch.equal(compiled.linear(x[:rows], packed, float32_out=True), alone[:rows]), rows
-    # Not only the first rows: the last ones sit in other tiles.
+    # The last rows too, because they are in other tiles.
     assert torch.equal(compiled.linear(x[97:], packed, float32_out=True), alone[97:])
 
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("width", [200, 1024])  # so many that a task has several panels
-@pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a last one that is not, panels that are long
+@pytest.mark.parametrize("width", [200, 1024])  # so wide that a task has several panels
+@pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a partial last tile, long panels
 def test_a_row_does_not_depend_on_the_block_it_stands_in(compiled, generator, depth, width, quantized):
     weight = random(generator, width, depth, dtype=torch.bfloat16)
     packed = compiled.pack_linear(quantize_int8(weight) if quantized else weight, random(generator, width))
-    x = random(generator, 300, depth + 8, dtype=torch.bfloat16)[:, :depth]  # no row stands on a cache line of its own
+    x = random(generator, 300, depth + 8, dtype=torch.bfloat16)[:, :depth]  # no row begins at a cache line
     whole = compiled.linear(x, packed)
     assert torch.equal(compiled.linear(x.contiguous(), packed), whole)
-    for row in (0, 15, 16, 31, 32, 159, 160, 255, 256, 299):  # borders of tiles, of pairs of them and of blocks
+    for row in (0, 15, 16, 31, 32, 159, 160, 255, 256, 299):  # boundaries of tiles, of pairs of tiles and of blocks
         assert torch.equal(compiled.linear(x[row : row + 1], packed), whole[row : row + 1]), row
     for rows in (slice(17), slice(31, 95), slice(160, 290)):
         assert torch.equal(compiled.linear(x[rows], packed), whole[rows]), rows
@@ -109,7 +109,7 @@ def test_a_row_does_not_depend_on_the_block_it_stands_in(compiled, generator, de
 @pytest.mark.parametrize("rows", [513, 1300])
 @pytest.mark.parametrize("depth", [1024, 3072])
 def test_more_rows_than_stay_in_a_cache(fastest, generator, depth, rows):
-    """Some blocks of them meet all panels before the others do, and the last ones are fewer."""
+    """Some blocks of rows go through all panels before the rest, and the last block is smaller."""
     weight = random(generator, 192, depth, dtype=torch.bfloat16)
     x = random(generator, rows, depth, dtype=torch.bfloat16)
     for stored in (weight, quantize_int8(weight), quantize_int4(weight, 128)):
@@ -121,7 +121,7 @@ def test_more_rows_than_stay_in_a_cache(fastest, generator, depth, rows):
 
 @pytest.mark.sweep(3)
 def test_many_rows_of_many_features(compiled, generator):
-    """More than are packed at a time: the rest of them is another pass."""
+    """More features than are packed at a time: the rest needs another pass."""
     depth = 40000
     weight, x = (
         random(generator, 40, depth, dtype=torch.bfloat16),
@@ -152,7 +152,7 @@ def test_rows_of_groups_are_multiplied_with_their_own_weight(fastest, generator)
 @pytest.mark.parametrize("width", [896, 4864, 151936])
 def test_a_row_does_not_depend_on_its_neighbours_in_wide_layers(fastest, generator, width):
     few = (torch.rand(min(width, 1187), 896, generator=generator) - 0.5).to(torch.bfloat16)
-    weight = few.repeat(-(-width // len(few)), 1)[:width]  # of other places, which is what is asked
+    weight = few.repeat(-(-width // len(few)), 1)[:width]  # the same columns at other places, as tested here
     packed = fastest.pack_linear(weight)
     x = random(generator, 33, 896, dtype=torch.bfloat16)
     alone = fastest.linear(x[:1], packed, float32_out=True)
@@ -162,7 +162,7 @@ def test_a_row_does_not_depend_on_its_neighbours_in_wide_layers(fastest, generat
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("width", [333, 1056])  # so many that a task has several panels
+@pytest.mark.parametrize("width", [333, 1056])  # so wide that a task has several panels
 def test_threads_do_not_change_a_bit(compiled, generator, width, weight_dtype):
     weight, bias = random(generator, width, 500, dtype=weight_dtype), random(generator, width)
     sides = [(k, k.pack_linear(weight, bias)) for k in (compiled, compiled_kernels(compiled.isa, num_threads=1))]

@@ -1,4 +1,6 @@
-"""Threads by physical cores, affinity and quota, pinned where all cores are taken; memory by their caches."""
+"""The number of threads follows physical cores, affinity and quota; threads are pinned if they use all cores. Cache
+sizes decide how much memory is cold.
+"""
 
 import math
 import os
@@ -54,7 +56,7 @@ def test_a_machine_that_tells_nothing_of_siblings(host, monkeypatch):
     ],
 )
 def test_a_quota_of_any_cgroup_around_leaves_fewer_threads(host, files, quota, threads):
-    """Which are not pinned then: others with the same quota would be pinned to the same cores."""
+    """Then threads are not pinned, because processes with the same quota would be pinned to the same cores."""
     for name, text in files.items():
         (host / "cgroups" / name).write_text(text + "\n")
     assert cpu_quota() == quota
@@ -76,9 +78,9 @@ def test_a_quota_of_version_1(host, text, quota):
     ("caches", "mebibytes", "cold"),
     [
         ({}, 0, 192),
-        ({0: ("32768K", "0-3")}, 32, 192),  # cpu 1 tells nothing
+        ({0: ("32768K", "0-3")}, 32, 192),  # cpu 1 has no entry
         ({0: ("131072K", "0-3"), 1: ("131072K", "0-3")}, 128, 256),
-        ({0: ("98304K", "0,2"), 1: ("98304K", "1,3")}, 192, 384),  # one for each
+        ({0: ("98304K", "0,2"), 1: ("98304K", "1,3")}, 192, 384),  # one cache each
         ({0: ("491520K", "0-3"), 1: ("491520K", "0-3")}, 480, 512),
         ({0: ("98304K", ""), 1: ("much", "1,3")}, 96, 192),
     ],
@@ -101,7 +103,7 @@ def test_openmp_users_are_heard(host, monkeypatch):
 
 
 def affinities(before):
-    """Return the CPUs of each thread of this process that was not there before."""
+    """Return the CPUs of each thread of this process that is not in `before`."""
     tasks = {path.name for path in Path("/proc/self/task").iterdir()} - before
     return sorted(tuple(sorted(os.sched_getaffinity(int(name)))) for name in tasks)
 
@@ -118,4 +120,4 @@ def test_threads_are_pinned_where_there_is_one_for_each_core():
     pinned.set_num_threads(len(cores) + 1)
     assert affinities(before) == [tuple(sorted(mine))] * len(cores)
     pinned.shutdown()
-    assert os.sched_getaffinity(threading.get_native_id()) == mine  # the caller's is never touched
+    assert os.sched_getaffinity(threading.get_native_id()) == mine  # the caller's affinity never changes

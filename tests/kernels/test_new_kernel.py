@@ -1,4 +1,4 @@
-"""The kernel that CONTRIBUTING.md adds: one file for each backend, and one line."""
+"""The example kernel of CONTRIBUTING.md: one file for each backend, and one line."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_file_for_a_gpu(shift, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_compiled_file_and_its_line(shift, tmp_path):
-    """One instruction set is compiled, without optimization: it takes seconds."""
+    """Only one instruction set is compiled, without optimization; this takes seconds."""
     generator = torch.Generator().manual_seed(0)
     kernels = CpuKernels("portable", num_threads=2)
     kernels._module = build(tmp_path)
@@ -103,7 +103,7 @@ def test_the_compiled_file_and_its_line(shift, tmp_path):
 
 
 def build(folder):
-    """Return the module of kernels with the new one, compiled for the portable instruction set alone."""
+    """Return the kernel module with the new kernel, compiled for the portable instruction set alone."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -122,7 +122,7 @@ def build(folder):
         [
             compiler, "-shared", "-fPIC", "-fvisibility=hidden", "-std=c++17", "-O0", "-ffp-contract=off", "-w",
             "-Wno-psabi", f"-I{nanobind / 'include'}", f"-I{nanobind / 'ext/robin_map/include'}",
-            f"-I{sysconfig.get_path('include')}", "-DNB_DOMAIN=new_kernel",  # of types: not those that are loaded
+            f"-I{sysconfig.get_path('include')}", "-DNB_DOMAIN=new_kernel",  # types apart from the loaded module's
             *(str(sources / f"{name}.cpp") for name in ("bindings", "thread_pool", "kernels_portable", "other_sets")),
             str(nanobind / "src/nb_combined.cpp"), "-o", str(target), "-lpthread",
         ],

@@ -1,4 +1,4 @@
-"""octavo noise v1: the same bits everywhere, and really Gumbel."""
+"""octavo noise v1: the same bits on every backend, with a Gumbel distribution."""
 
 import math
 
@@ -21,7 +21,7 @@ def columns(*rows):
 
 
 def test_philox_is_the_published_one():
-    """Known answers of Random123 (kat_vectors): counter and key all zero; c = 0, lane 0 serves ids 0, 16, 32, 48."""
+    """Known answers of Random123 (kat_vectors): counter and key are zero; c = 0, lane 0 has the ids 0, 16, 32, 48."""
     words = philox_words(*columns((0, 0, 0)), 64)[0]
     assert [int(words[i]) for i in (0, 16, 32, 48)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
@@ -74,7 +74,7 @@ def test_words_become_noise_with_full_precision():
 
 
 def test_noise_is_gumbel():
-    """Chi-square over 64 cells of equal probability; fixed seeds, so it passes or fails for good."""
+    """Chi-square over 64 cells of equal probability. Seeds are fixed, so the result is always the same."""
     noise = gumbel_noise(*columns(*[(seed, 3, 0) for seed in range(8)]), 100_000).double().flatten()
     uniform = torch.exp(-torch.exp(-noise))
     counts = torch.histc(uniform, 64, 0.0, 1.0)

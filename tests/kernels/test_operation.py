@@ -1,4 +1,4 @@
-"""Operations: which backend computes them, and what the compiled kernels refuse."""
+"""Operations: which backend computes them, and inputs that the compiled kernels refuse."""
 
 import pytest
 import torch

@@ -29,7 +29,7 @@ def random(generator, *shape, dtype=torch.float32):
 
 
 def assert_same_bits(result, expected):
-    """Equal, the sign of a zero included; any NaN equals any other."""
+    """Compare bits, including the sign of zero; any two NaN are equal."""
     assert torch.equal(result.isnan(), expected.isnan())
     bits = torch.int32 if result.dtype == torch.float32 else torch.int16
     result, expected = (each.nan_to_num(nan=1.0).view(bits) for each in (result, expected))
@@ -57,7 +57,7 @@ def test_the_largest_sums_do_not_overflow(compiled, depth):
     x[2, ::2] = -5.0
     values = torch.full((40, depth), 127, dtype=torch.int8)
     values[1::3] = -127
-    values[2::3] = -128  # what other programs' checkpoints may hold
+    values[2::3] = -128  # checkpoints of other programs may have it
     weight = Int8Weight(values, torch.ones(40))
     expected = ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weight))
     assert torch.equal(compiled.linear(x, compiled.pack_linear(weight)), expected)

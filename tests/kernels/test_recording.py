@@ -1,4 +1,4 @@
-"""A recorded forward pass gives the bits of the model's own code; what it would leave out is not recorded."""
+"""A recorded forward pass has the bits of the model's own code, and a pass that it would change is not recorded."""
 
 import itertools
 import time
@@ -20,13 +20,13 @@ from octavo.models.weight_source import FolderWeights
 from octavo.worker.kv_cache import PagedKVCache
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 16, 24, 96
-# Tokens of each sequence that a step computes: decodes, chunks, both, the largest step.
+# Numbers of tokens of each sequence in a step: decodes, chunks, both, the largest step.
 STEPS = [[1], [1, 1, 1], [5], [20, 1, 7], [1] * 9, [40, 56], [3, 1, 30]]
 FORMATS = [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"), ("bfloat16", "int4_all")]
 
 
 def step_of(lengths, generator, starts):
-    """Token ids and batch of a step: sequence i continues at starts[i], in blocks of its own."""
+    """Return token ids and batch of a step: sequence i continues at starts[i], in its own blocks."""
     counts = torch.tensor(lengths)
     query_start = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
     first = torch.tensor(starts[: len(lengths)])
@@ -48,7 +48,7 @@ def step_of(lengths, generator, starts):
 
 
 def with_outputs(batch, counts):
-    """Want the last `counts[i]` rows of sequence i."""
+    """Return the batch with the last `counts[i]` rows of sequence i as outputs."""
     ends = batch.query_start[1:].tolist()
     rows = torch.tensor([end - count + i for end, count in zip(ends, counts, strict=True) for i in range(count)]).long()
     kept = [i for i, count in enumerate(counts) if count]
@@ -131,7 +131,7 @@ def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantizat
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_of_one_token_is_enough_to_record(name, tmp_path, compiled, generator):
-    """It has one row, and a stride of rows that torch does not tell of every view."""
+    """It has one row, and torch does not report the row stride of every view of it."""
     path = write_checkpoint(tmp_path, tiny_config(name, attention_bias=True), std=0.1)
     model = load(path, compiled, "bfloat16", None)
     plain, recorded = Cache(model), Cache(model)
@@ -183,7 +183,7 @@ def test_calls_are_measured_when_that_is_asked_for(tmp_path, compiled, generator
 
 
 def hold_views(kernels, weights):
-    """A forward pass that reads early results late, through views whose tensors it has let go."""
+    """A forward pass that reads early results late, through views of tensors that it has released."""
     wide, narrow, table, ones = weights
 
     def forward(ids, _batch):
@@ -241,7 +241,7 @@ def test_what_torch_computes_is_not_recorded(compute, compiled, generator):
     hidden, again = compiled.record_forward(forward, ids, batch, MAX_TOKENS)
     assert again is None
     assert torch.equal(hidden, forward(ids, batch))
-    assert torch.equal(forward(ids, batch), hidden)  # nothing of the recorder is left
+    assert torch.equal(forward(ids, batch), hidden)  # the recorder is removed completely
 
 
 def test_an_array_of_another_batch_is_refused(compiled, generator):
@@ -258,7 +258,7 @@ def test_an_array_of_another_batch_is_refused(compiled, generator):
 
 
 def test_rows_of_the_whole_batch_behind_those_that_are_taken_are_refused(tmp_path, compiled, generator):
-    """A pass that goes on with the batch it began with would be replayed with the right one."""
+    """A replay would use the right batch instead of the one that such a pass keeps."""
     model = load(write_checkpoint(tmp_path, tiny_config("Qwen2ForCausalLM"), std=0.1), compiled, "bfloat16", None)
     cache = Cache(model)
 
@@ -291,7 +291,9 @@ def test_output_rows_that_are_none_of_the_step_change_nothing(tmp_path, compiled
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
 def test_output_rows_behind_long_and_shared_contexts(tmp_path, compiled, generator, kv_dtype):
-    """Alone in the last layer, rows of chunks share prefixes and are cut into partitions, which chunks never are."""
+    """In the last layer, chunks compute only output rows, which share prefixes and are cut into partitions unlike
+    chunks.
+    """
     config = tiny_config("Qwen2ForCausalLM", num_attention_heads=4, num_key_value_heads=2)
     path = write_checkpoint(tmp_path, config, std=0.1)
     architecture = read_architecture(path)
@@ -300,7 +302,7 @@ def test_output_rows_behind_long_and_shared_contexts(tmp_path, compiled, generat
     cache = PagedKVCache(
         architecture.kv_layout, num_blocks=[120], block_size=BLOCK_SIZE, dtype=kv_dtype, device=torch.device("cpu"),
     )  # fmt: skip
-    long, shared = 1150, 160  # tokens of the first, and those that the others begin with as well
+    long, shared = 1150, 160  # tokens of the first sequence, and of the prefix that the rest shares with it
     tables = torch.zeros(4, 75, dtype=torch.int32)
     tables[0] = torch.arange(75)
     for i in range(1, 4):
@@ -327,7 +329,7 @@ def test_output_rows_behind_long_and_shared_contexts(tmp_path, compiled, generat
 
     with torch.inference_mode():
         model.forward(*step([long - 20], [0]), cache)
-        model.forward(*step([1, 1, 1, 3], [0, shared, shared, shared]), cache)  # the last one's own beginning
+        model.forward(*step([1, 1, 1, 3], [0, shared, shared, shared]), cache)  # the last sequence's own beginning
         ids, batch = step(lengths, starts)
         whole, again = compiled.record_forward(
             lambda ids, batch: model.forward(ids, batch, cache), ids, batch, MAX_TOKENS
@@ -352,7 +354,7 @@ def test_an_id_outside_the_vocabulary_changes_nothing(compiled, generator):
 
 
 def grouped(batch, num_groups):
-    """The batch with tables and slots of further KV groups: each has other blocks."""
+    """Return the batch with tables and slots of further KV groups, each with other blocks."""
 
     def group(of, index):
         tables = (of.block_tables + 6 * index) % NUM_BLOCKS
@@ -434,7 +436,7 @@ def test_other_backends_record_nothing(generator):
 
 
 def test_quantized_rows_stay_in_their_memory(fastest, generator):
-    """The largest step has many times the rows of the recorded one: nothing is written beyond a buffer."""
+    """The largest step has many times the rows of the recorded one: no write goes past the end of a buffer."""
     weight = fastest.pack_linear(quantize_int8(torch.randn(96, 64, generator=generator)))
     table = fastest.pack_linear(torch.randn(512, 64, generator=generator))
 

@@ -1,8 +1,8 @@
-"""Why there are kernels of our own: operations of plain torch whose rows depend on their neighbours.
+"""The reason for own kernels: in these operations of plain torch, a row's result depends on its neighbours.
 
-Each of these is expected to fail, strictly: the day one stops failing, this list says so. Those that are exact at the
-widths of real models, on one thread, stand below them and must stay so. bfloat16 products are left out, since whether
-they fail depends on the processor.
+Each of these is strictly expected to fail, so a fix in torch is noticed. The operations further below are exact for the
+widths of real models on one thread, and must stay exact. bfloat16 products are omitted, because their exactness depends
+on the processor.
 """
 
 import pytest
@@ -31,7 +31,7 @@ def test_float32_linear(generator, width):
 
 @pytest.mark.xfail(strict=True, reason="one row takes another path (a matrix-vector product) than many")
 def test_one_row_product_with_a_widened_weight(generator):
-    """What the reference does for logits: bfloat16 weights and activations, products in float32."""
+    """The reference computes logits so: bfloat16 weights and activations, products in float32."""
     kernels = ReferenceKernels()
     packed = kernels.pack_linear(torch.randn(160, 896, generator=generator).to(torch.bfloat16))
     x = torch.randn(2, 896, generator=generator).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""rejection_sample: which drafts came true."""
+"""rejection_sample: which drafts are accepted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 
 
 def rows_of(cases: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choices, inputs and bounds of requests with (choices, drafts); the input of a first row is an older token."""
+    """Return choices, inputs and bounds of requests with (choices, drafts); the input of a first row is an older
+    token.
+    """
     bounds = [0]
     for chosen, drafts in cases:
         assert len(chosen) == len(drafts) + 1
@@ -20,7 +22,7 @@ def rows_of(cases: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, tor
 
 
 def one_by_one(chosen: list[int], drafts: list[int]) -> list[int]:
-    """The definition."""
+    """The definition, for one request."""
     kept = []
     for token_id, draft in zip(chosen, [*drafts, None], strict=True):
         kept.append(token_id)

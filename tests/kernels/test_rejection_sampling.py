@@ -1,4 +1,4 @@
-"""rejection_sampling_batched: whatever is drafted, answers are distributed as without; wrong versions are seen."""
+"""rejection_sampling_batched: drafts do not change the distribution of answers, and wrong versions are detected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.kernels.rejection_sampling import draw, filtered_probs, rejection_sa
 NUM_ROWS = 200_000
 NUM_DRAFTS = 3
 LEAST_P = 1e-4
-START = 0  # the token before the first
+START = 0  # the token before the first one
 
 
 def rows_of(seed: torch.Tensor, position: torch.Tensor | int, **filters: float) -> SamplingRows:
@@ -40,9 +40,9 @@ def uniform(rows: SamplingRows, stream: Stream) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Chain:
-    """A target and a draft model whose next token hangs on the newest one alone: float64 [vocab, vocab] each.
+    """A target and a draft model; their next token depends only on the newest one: float64 [vocab, vocab] each.
 
-    believed: q as the verification is told, where that is another one. None: the likeliest token is drafted.
+    q: None drafts the likeliest token. believed: the q that the verification gets, if it is another one.
     """
 
     p: torch.Tensor
@@ -61,7 +61,7 @@ class Chain:
         return self.p[newest].argmax(dim=1) if self.q is None else draw(self.q[newest], uniform(rows, Stream.DRAFT))
 
     def overlap(self) -> torch.Tensor:
-        """Return the chance that a token is drafted and accepted, by the token before: [vocab, vocab]."""
+        """Return the probability that a token is drafted and accepted, by the token before: [vocab, vocab]."""
         if self.q is None:
             return torch.where(self.p == self.p.amax(dim=1, keepdim=True), self.p, 0.0)
         return torch.minimum(self.p, self.q)
@@ -70,7 +70,7 @@ class Chain:
 def step(
     chain: Chain, verify: Callable, newest: torch.Tensor, position: torch.Tensor, seed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft for each request and verify; return the tokens that stand, and how many."""
+    """Draft for each request and verify; return the kept tokens and their number."""
     inputs = [newest]
     for i in range(NUM_DRAFTS):
         inputs.append(chain.draft(inputs[-1], rows_of(seed, position + i)))
@@ -92,7 +92,7 @@ def step(
 
 
 def p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
-    """Return that of a chi-square test; cells where few are expected count as one."""
+    """Return the p-value of a chi-square test; cells with few expected counts are merged."""
     expected = probs.flatten().double() * counts.sum()
     counts = counts.flatten().double()
     assert counts[expected == 0].sum() == 0, "there are tokens that cannot be"
@@ -105,7 +105,7 @@ def p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
 
 
 def p_values(chain: Chain, verify: Callable = rejection_sampling_batched) -> dict[str, float]:
-    """Answer many requests; compare the first token, the first two, and how many drafts of a step are accepted."""
+    """Answer many requests; test the first token, the first two, and the number of accepted drafts in a step."""
     vocab = len(chain.p)
     pairs = torch.zeros(vocab * vocab, dtype=torch.int64)
     lengths = torch.zeros(NUM_DRAFTS + 1, dtype=torch.int64)
@@ -114,7 +114,7 @@ def p_values(chain: Chain, verify: Callable = rejection_sampling_batched) -> dic
         sampled, num_sampled = step(chain, verify, torch.full_like(seed, START), position, seed)
         lengths += torch.bincount(num_sampled.long() - 1, minlength=NUM_DRAFTS + 1)
         first, second = sampled[:, 0], sampled[:, 1].clone()
-        # Who got one token goes on behind it, at positions whose random numbers drafted in vain before.
+        # A request with one token continues after it, at positions with random numbers that rejected drafts have used.
         short = num_sampled == 1
         second[short] = step(chain, verify, first[short], position[short] + 1, seed[short])[0][:, 0]
         pairs += torch.bincount(first * vocab + second, minlength=vocab * vocab)
@@ -146,7 +146,7 @@ def test_answers_are_distributed_as_without_drafts(case):
 
 
 def rewritten(old: str, new: str) -> Callable:
-    """Return the function of a module in which one expression is another one."""
+    """Return the function of the module with one expression replaced."""
     source = inspect.getsource(rejection_sampling)
     assert source.count(old) == 1
     module = types.ModuleType("rewritten")
@@ -191,7 +191,7 @@ def test_wrong_distributions_of_drafts_are_seen(wrong):
 
 
 def test_top_p_of_the_target_alone_is_no_fault_where_it_is_known():
-    """Any q will do, as long as it is the one that was drawn from."""
+    """Any q is right if it is the one that drafts were drawn from."""
     assert min(p_values(replace(CASES["8"], p=Chain.make(8, top_p=0.8).p)).values()) > LEAST_P
 
 
@@ -215,7 +215,7 @@ def random_probs(n: int, vocab: int = 9) -> torch.Tensor:
 
 
 def test_requests_have_drafts_of_their_own_and_rows_stand_for_themselves():
-    """A request beside others, with room for more drafts than it has, gets what it gets alone."""
+    """A request in a batch that has room for more drafts gets the tokens that it gets alone."""
     generator = torch.Generator().manual_seed(1)
     cases, rows = [], 0
     for count in (0, 3, 1, 5, 2, 5, 0, 4):
@@ -253,7 +253,7 @@ def test_the_third_of_five_drafts_is_rejected():
 
 
 def test_tokens_of_a_step_are_those_of_the_formula():
-    """Drafts that are accepted with 0.8, five of them: (1 - 0.8^6) / (1 - 0.8) = 3.69 tokens a step."""
+    """Five drafts, each accepted with probability 0.8: (1 - 0.8^6) / (1 - 0.8) = 3.69 tokens a step."""
     requests = 50_000
     num_rows = 6 * requests
     _, num_sampled = rejection_sampling_batched(
@@ -287,7 +287,7 @@ def test_equal_distributions_accept_all_and_disjoint_ones_nothing(seed, count, v
 
 
 def test_rows_that_name_no_token():
-    """Where the target cannot choose nothing stands, and so it is where drafts before it are accepted."""
+    """If the target has no valid choice in a row, the step gives no token there, even after accepted drafts."""
     rows = rows_of(torch.arange(4), 0)
     logits = torch.zeros(4, 9)
     logits[1, 3] = torch.nan
@@ -305,9 +305,9 @@ def test_rows_that_name_no_token():
 
 
 def test_equal_distributions_but_for_rounding_name_a_token():
-    """A rejection that only rounding makes leaves nothing of p - q."""
+    """If only rounding causes a rejection, p - q has no positive part."""
     q = random_probs(1).expand(2, -1)
-    p = q * torch.tensor([[0.5], [1.0]])  # as an extreme case of it
+    p = q * torch.tensor([[0.5], [1.0]])  # an extreme case of it
     sampled, num_sampled = verify_rows([([0, 0], [token], p, q) for token in range(9)] * 3, 1)
     assert set(num_sampled.tolist()) == {1, 2}
     assert sampled[:, 0].min() >= 0

@@ -1,4 +1,4 @@
-"""Rows rotated before they are rounded: the transform, its order of additions, and what it is for."""
+"""Rows are rotated before they are rounded: the transform, its order of additions, and its purpose."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ BLOCKS = {1: 1, 33: 1, 70: 2, 36: 4, 40: 8, 48: 16, 96: 32, 576: 64, 896: 128, 1
 
 
 def hadamard(size):
-    """By Sylvester's rule, as float64."""
+    """Return the Hadamard matrix by Sylvester's rule, as float64."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -33,7 +33,7 @@ def test_blocks_are_multiplied_by_a_hadamard_matrix(in_features, block, generato
 @pytest.mark.parametrize("in_features", list(BLOCKS)[:-1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_are_rotated_in_the_order_of_the_reference(compiled, generator, dtype, in_features):
-    """The scales of rows and of weights have the last bits of their largest sums."""
+    """The scales of rows and weights depend on the last bits of their largest sums."""
     magnitudes = torch.logspace(-3, 3, 40).unsqueeze(1)
     weight, x = (random(generator, 40, in_features).mul(magnitudes).to(dtype) for _ in range(2))
     rounded = compiled.round_weight(weight, 8)
@@ -70,7 +70,7 @@ def test_features_that_stand_out_cost_little(fastest, generator, in_features):
 
 
 def test_rows_whose_sums_are_no_numbers_are_nan(kernels):
-    """float32 ends at 3.4e38: 32 values of 2e37 have no sum."""
+    """float32 ends at 3.4e38: the sum of 32 values of 2e37 overflows."""
     x = torch.full((2, 96), 2e37)
     x[1] *= 0.1
     result = kernels.linear(x, kernels.pack_linear(Int8Weight(torch.ones(33, 96, dtype=torch.int8), torch.ones(33))))
@@ -85,7 +85,7 @@ def test_embeddings_are_rotated_back(kernels, generator):
 
 
 def test_int4_meets_rows_as_they_are(generator):
-    """Its weights are not rotated: a checkpoint's integers stay what they are."""
+    """int4 weights are not rotated: a checkpoint's integers stay unchanged."""
     kernels, x = compiled_kernels("portable"), torch.zeros(1, 96)
     x[0, 3] = 1.0
     weight = random(generator, 40, 96)

@@ -1,4 +1,4 @@
-"""Weights rounded to integers: every instruction set gives the bits that torch gives; a version counts them."""
+"""Weights rounded to integers: every instruction set gives the bits of torch, and changes need a new version number."""
 
 import hashlib
 
@@ -13,7 +13,7 @@ SHAPES = [(1, 1), (5, 31), (3, 64), (70, 33), (33, 4864), (400, 896)]
 
 
 def weights(generator, shape, dtype):
-    """Rows of common sizes, of zeros, tiny, huge, tied, and with numbers that are none."""
+    """Return rows of usual sizes, zeros, tiny and huge values, ties, NaN and infinity."""
     weight = torch.randn(*shape, generator=generator) * 0.02
     weight[::5] *= 1e3
     weight[1::7] = 0
@@ -52,12 +52,12 @@ def test_int4(compiled, generator, dtype, shape, group_size):
 
 
 def on_a_grid(generator, out_features, in_features, dtype=torch.float32):
-    """Values of sixteen steps from a minimum on, in groups of 32: as some programs store them."""
+    """Return values of sixteen steps above a minimum, in groups of 32, as some programs store them."""
     groups = -(-in_features // 32)
     steps = torch.rand(out_features, groups, 1, generator=generator) * 0.1 + 0.02
     zeros = torch.rand(out_features, groups, 1, generator=generator) * 8 + 3.5
     values = torch.randint(0, 16, (out_features, groups, 32), generator=generator)
-    values[:, :, 3], values[:, :, 8] = 0, 15  # all of a group's range is used
+    values[:, :, 3], values[:, :, 8] = 0, 15  # each group uses its full range
     return ((values - zeros) * steps).flatten(1)[:, :in_features].to(dtype)
 
 
@@ -86,7 +86,7 @@ def test_minima_are_taken_where_they_halve_the_error(generator):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_minima_of_odd_rows(compiled, generator, dtype):
-    """Zeros, tiny, huge, tied and broken numbers: the bits of the reference with minima as without."""
+    """Rows of zeros, tiny, huge, tied and broken numbers have the bits of the reference, with minima as without."""
     weight = weights(generator, (70, 100), dtype)
     expected = quantize_int4(weight, minima=True)
     assert_equal(compiled.round_to_int4(weight, 32, minima=True), expected)
@@ -107,7 +107,7 @@ def test_the_reference_rounds_as_it_says(generator):
 
 @pytest.mark.parametrize(("bits", "digest"), [(8, "178d843c3c8afae3"), (4, "240049daaa033d85")])
 def test_rounded_bytes_change_with_the_version_only(kernels, bits, digest):
-    """Kept weights on disk are told from older ones by the version alone."""
+    """Only the version distinguishes kept weights on disk from older ones."""
     weight = ((torch.arange(96 * 70, dtype=torch.int64) * 7919 % 2003 - 1001).float() / 512).view(96, 70).bfloat16()
     rounded = kernels.round_weight(weight, bits)
     found = hashlib.blake2b(rounded.values.numpy().tobytes(), digest_size=8)

@@ -11,7 +11,7 @@ from octavo.kernels.reference import ReferenceKernels
 
 
 def rows_of(n, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
-    """SamplingRows from numbers or tensors [n]; row i has seed + i."""
+    """Return SamplingRows from numbers or tensors [n]; row i has seed + i."""
 
     def column(value, dtype):
         return (torch.zeros(n) + value).to(dtype)
@@ -58,7 +58,7 @@ def one_by_one(logits, rows):
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
 def test_sample_is_its_definition(kernels, generator, vocab, spread):
     n = 48
-    logits = (torch.randn(n, vocab, generator=generator) * spread * 4).round() / 4  # ties abound
+    logits = (torch.randn(n, vocab, generator=generator) * spread * 4).round() / 4  # many ties
     uniform = torch.rand(4, n, generator=generator)
     rows = rows_of(
         n,

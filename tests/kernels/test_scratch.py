@@ -1,4 +1,4 @@
-"""What attention allocates for itself is within what the worker counts for it."""
+"""The memory that attention allocates is within the worker's plan."""
 
 import json
 import subprocess
@@ -47,7 +47,7 @@ print([resident() - before - result.nbytes, bound])
     ids=["behind a prefix", "in partitions"],
 )
 def test_attention_takes_no_more_than_is_counted(batch, request):
-    """Each in a process of its own, whose allocator has nothing left over to give."""
+    """Each batch runs in its own process, with an allocator that has no free memory to reuse."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *batch],
         cwd=request.path.parent, check=True, capture_output=True, text=True, timeout=120,

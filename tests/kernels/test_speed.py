@@ -1,9 +1,9 @@
-"""Speed that must not be lost unseen: shares of what the same registers and the same memory give in the same run.
+"""Performance guards: shares of the speed that the same registers and memory have in the same run.
 
-No second is compared with a number. Run alone (`make guard`): a neighbour on this machine's cores slows the one and not
-the other. Neighbours outside of it come and go, so a share that is too small is measured again for a while: the best
-times of both sides are kept, which only come closer to what the kernels can do. What a kernel has lost does not come
-back with patience.
+No absolute time is compared. Run these tests alone (`make guard`), because other processes on the machine's cores slow
+down only one side. Load from outside the machine varies, so a share that is too small is measured again for a while:
+the best times of both sides are kept, which approach the real speed of the kernels. A real regression does not
+disappear with more measurements.
 """
 
 import time
@@ -18,12 +18,12 @@ from octavo.kernels.machine import cold_bytes
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 
 pytestmark = pytest.mark.performance
-ROUNDS = 15  # between two looks at the share
+ROUNDS = 15  # between two checks of the share
 PATIENCE = 40.0  # seconds that a disturbance may last
 ROUND_WORDS = 1 << 15  # of the register loops
-COPIES_BYTES = cold_bytes()  # weights are cycled through so much memory: no cache keeps them
+COPIES_BYTES = cold_bytes()  # weights are cycled through this much memory: no cache keeps them
 
-# What each kind of weight must reach of the register loop at 512 rows: two thirds of what it did when this was written.
+# Least share of the register loop for each kind of weight at 512 rows: two thirds of the measured share.
 LEAST_SHARES = {
     "amx": {"bf16": 0.24, "int8": 0.2, "int4": 0.1},
     "avx512_bf16": {"bf16": 0.6, "int8": 0.52, "int4": 0.31},
@@ -32,29 +32,30 @@ LEAST_SHARES = {
     "avx2": {"bf16": 0.57, "int8": 0.55, "int4": 0.52},
 }
 LEAST_BANDWIDTH = {"bf16": 0.6, "int8": 0.6, "int4": 0.5}  # of the streaming read, at one row
-# What 8 and 32 rows must reach by tiles of the speed of one row, whose time goes into reading the weight: half of what
-# it was.
+# With tiles, least share of 8 and 32 rows of the speed of one row, which is bound by reading the weight: half of the
+# measured share.
 LEAST_OF_ONE_ROW = {"bf16": (0.48, 0.37), "int8": (0.42, 0.34), "int4": (0.34, 0.16)}
-# And without tiles, of the streaming read or of 512 rows, whichever takes longer for as many rows: two thirds.
+# Without tiles, least share of the streaming read or of 512 rows, whichever takes longer for this many rows: two
+# thirds.
 LEAST_OF_MEMORY_OR_MANY_ROWS = {
     "avx512_bf16": {"bf16": (0.62, 0.62), "int8": (0.6, 0.64), "int4": (0.62, 0.56)},
     "avx512_vnni": {"bf16": (0.64, 0.62), "int8": (0.6, 0.64), "int4": (0.62, 0.6)},
     "avx2": {"bf16": (0.39, 0.56), "int8": (0.63, 0.65), "int4": (0.55, 0.63)},
 }
-# Attention in the heads of qwen3-0.6b, bfloat16: a token behind each of 4 x 4,096 positions beside the streaming read,
-# half of what it did; 256 tokens at once beside the register loop, two thirds.
+# Attention with the heads of qwen3-0.6b in bfloat16. decode: one token after each of 4 x 4,096 positions, compared with
+# the streaming read, half of the measured share. chunk: 256 tokens, compared with the register loop, two thirds.
 LEAST_ATTENTION = {
     "amx": {"decode": 0.34, "chunk": 0.09},
     "avx512_bf16": {"decode": 0.24, "chunk": 0.55},
     "avx512_vnni": {"decode": 0.2, "chunk": 0.4},
     "avx2": {"decode": 0.12, "chunk": 0.47},
 }
-# Attention with scores so far apart that nearly all weights are zero, beside the same with scores of ordinary ones: its
-# running maximum rises more often.
+# Attention with scores so far apart that nearly all weights are zero, compared with ordinary scores: the running
+# maximum rises more often.
 LEAST_OF_EVEN_WEIGHTS = 0.7
-# 16 tokens, each behind 1,088 positions of which 1,024 are the same: how many times as fast they are by tiles as when
-# none is, and without tiles what they must reach of the speed of 16 tokens of one sequence, which compute as much: in
-# both three quarters of what it was.
+# 16 tokens, each after 1,088 positions of which 1,024 are the same. With tiles: the least speedup compared with no
+# shared positions. Without tiles: the least share of the speed of 16 tokens of one sequence, which compute as much.
+# Both are three quarters of the measured value.
 LEAST_GAIN_OF_PREFIX = 4.0
 LEAST_OF_ONE_SEQUENCE = {"avx512_bf16": 0.63, "avx512_vnni": 0.66, "avx512": 0.62, "avx2": 0.66}
 
@@ -67,23 +68,19 @@ def stored(precision):
 
 
 def cold_weights(kernels, precision):
-    """Return so many copies of a weight that none is in a cache when its turn comes."""
+    """Return so many copies of a weight that each is evicted from the caches before it is used again."""
     weight = stored(precision)
     first = kernels.pack_linear(weight)
     return [first, *(kernels.pack_linear(weight) for _ in range(COPIES_BYTES // first.num_bytes))]
 
 
 def best_share(ours, reference, work, least):
-    """Return how fast `ours` does its work beside how fast `reference` does its own, each at its best.
+    """Return the speed of `ours` relative to that of `reference`, each at its best.
 
-    Args:
-        ours: The call that is looked at.
-        reference: The call that does nothing else than what the machine is best at.
-        work: The amount of work of the two calls, in the same unit.
-        least: The share that is enough: once it is seen, no more rounds are run.
+    ours: the call that is tested. reference: a call that only does what the machine is best at. work: the amounts of
+    work of the two calls, in the same unit. least: the sufficient share; once it is reached, no more rounds run.
 
-    Rounds of the two are interleaved, so that a disturbance falls on both.
-
+    Rounds of the two are interleaved, so that a disturbance affects both.
     """
     best = [float("inf"), float("inf")]
     end = time.perf_counter() + PATIENCE
@@ -130,7 +127,7 @@ def test_products_of_one_row_are_near_the_bandwidth(precision):
 
 
 def multiply_all(kernels, copies, rows):
-    """Return a call that multiplies so many rows with each of some weights."""
+    """Return a call that multiplies `rows` rows with each of the weights."""
     x = torch.randn(rows, 896).bfloat16()
     return lambda: [kernels.linear(x, packed) for packed in copies]
 
@@ -195,7 +192,7 @@ def test_attention_is_near_what_it_needs(isa, kind, sequences):
 
 @pytest.mark.parametrize("isa", LEAST_ATTENTION)
 def test_weights_that_vanish_take_no_longer(isa):
-    """Underflow in microcode makes them three times as slow."""
+    """Underflow handled in microcode would make them three times as slow."""
     kernels = compiled_kernels(isa, num_threads=1)
     generator = torch.Generator().manual_seed(0)
     batch, k_cache, v_cache = paged_batch([(1280, 256)], 16, 8, 128, torch.bfloat16, generator)
@@ -210,7 +207,7 @@ def attend_all(kernels, q, k_cache, v_cache, batch):
 
 
 def tokens_behind_a_common_prefix(generator):
-    """Return queries, keys and values of 16 tokens, and their batch with 1,024 positions in common and without."""
+    """Return queries, keys and values of 16 tokens, and their batch with 1,024 common positions and without."""
     apart, k_cache, v_cache = paged_batch([(1088, 1)] * 16, 16, 8, 128, torch.bfloat16, generator)
     shared = replace(apart, block_tables=apart.block_tables.clone())
     shared.block_tables[1:, :64] = apart.block_tables[0, :64]

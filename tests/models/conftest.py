@@ -1,4 +1,4 @@
-"""What tests of models share: one sequence through a model without an engine, on one thread."""
+"""Shared by tests of models: one sequence through a model without an engine, on one thread."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from octavo.kernels.interface import AttentionBatch
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Steps of tiny models are faster on one thread, many times so on a busy machine."""
+    """Steps of tiny models are faster on one thread, especially on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -16,7 +16,7 @@ def one_thread():
 
 
 class OneSequenceCache:
-    """KV blocks of one sequence, in an order of their own."""
+    """KV blocks of one sequence, in an arbitrary order."""
 
     def __init__(self, model, num_blocks, block_size):
         architecture = model.architecture
@@ -32,7 +32,7 @@ class OneSequenceCache:
 def prompt_logits():
     """Return a function: (model, token ids, tokens a step) -> logits of every position, float32 [len, vocab].
 
-    cache: with as many blocks as the tokens need; None for one of its own.
+    cache: with as many blocks as the tokens need; None for a new one.
     """
 
     def compute(model, token_ids, step=10**9, block_size=16, cache=None):

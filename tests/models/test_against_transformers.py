@@ -1,4 +1,4 @@
-"""The tokens of octavo are those of transformers: random weights, float32, greedy, many prompts at once."""
+"""octavo gives the tokens of transformers: random weights, float32, greedy, many prompts in a batch."""
 
 import copy
 import inspect
@@ -19,7 +19,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.sweep(6)
 @every_case
 def test_tokens_equal(case, tmp_path):
-    """The oracle reads each prompt with octavo's answer behind it and must choose every token of the answer itself."""
+    """The oracle reads each prompt followed by octavo's answer, and must choose every token of the answer itself."""
     path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
     prompts = make_prompts(case.seed)
     oracle = load_oracle(path)
@@ -38,9 +38,10 @@ def test_tokens_equal(case, tmp_path):
 @pytest.mark.sweep(28)
 @every_case
 def test_tokens_equal_those_generated_one_by_one(case, tmp_path):
-    """The same with nothing of octavo's before the oracle's eyes: it generates by itself, with its own KV cache.
+    """The oracle generates by itself, with its own KV cache, without octavo's answer.
 
-    Fewer tokens: 24 prompts one by one take long, and what another place or window does is seen by all 64 of above.
+    There are fewer tokens, because 24 prompts one by one take long. The effect of another position or window is visible
+    in the 64 tokens of the test above.
     """
     path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
     prompts = make_prompts(case.seed)
@@ -49,7 +50,7 @@ def test_tokens_equal_those_generated_one_by_one(case, tmp_path):
 
 
 def generate_staggered(path, prompts, num_tokens=NUM_TOKENS, max_model_len=None):
-    """Send a prompt or two at each step, into batches too small to hold them all, and collect the tokens."""
+    """Add one or two prompts at each step, into batches too small for all of them; return the tokens."""
     engine = LLMEngine(
         model_config=ModelConfig(
             model=str(path), dtype="float32", skip_tokenizer_init=True, max_model_len=max_model_len
@@ -77,7 +78,7 @@ def load_oracle(path):
 
 @torch.inference_mode()
 def greedy(model, prompt, num_tokens=NUM_TOKENS):
-    """Generate one by one with transformers' own KV cache; asserts that no choice is close."""
+    """Generate one by one with the KV cache of transformers; asserts that no choice is close."""
     is_renamed = "cache" in inspect.signature(model.forward).parameters  # since transformers 5.24
     name = "cache" if is_renamed else "past_key_values"
     ids, cache, tokens = torch.tensor([prompt]), None, []
@@ -92,7 +93,7 @@ def greedy(model, prompt, num_tokens=NUM_TOKENS):
 
 @torch.inference_mode()
 def follows(model, prompt, tokens, *, min_gap=None):
-    """Whether greedy generation gives these tokens: by induction, each is the choice behind those before it.
+    """Return whether greedy generation gives these tokens: by induction, each is the choice after those before it.
 
     min_gap: asserts that no choice is closer.
     """
@@ -104,7 +105,7 @@ def follows(model, prompt, tokens, *, min_gap=None):
 
 
 def with_config(model, **changes):
-    """Return the same weights under another configuration."""
+    """Return the same weights with another configuration."""
     config = copy.deepcopy(model.config)
     for key, value in changes.items():
         setattr(config, key, value)
@@ -136,7 +137,7 @@ def with_swapped_layer_types(model):
 
 @torch.no_grad()
 def with_weights(model, changed, change):
-    """Return a copy whose parameters of such names are changed."""
+    """Return a copy in which the parameters with these names are changed."""
     altered = copy.deepcopy(model)
     for name, parameter in altered.named_parameters():
         if name.endswith(changed):
@@ -145,7 +146,7 @@ def with_weights(model, changed, change):
 
 
 def with_other_grouping(model):
-    """Let each group of query heads read the keys and values of the next group's."""
+    """Make each group of query heads read the keys and values of the next group."""
     heads = model.config.num_key_value_heads
     names = tuple(f"{p}_proj.{kind}" for p in "kv" for kind in ("weight", "bias"))
     return with_weights(model, names, lambda p: p.unflatten(0, (heads, -1)).roll(1, 0).flatten(0, 1))
@@ -164,7 +165,7 @@ def with_embeddings_of_another_scale(model):
 
 
 def with_other_grouping_of_fused(model):
-    """The same where a matrix holds queries, keys and values."""
+    """The same for a matrix of queries, keys and values."""
     config, changed = model.config, ("qkv_proj.weight",)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
 
@@ -177,7 +178,7 @@ def with_other_grouping_of_fused(model):
 
 
 def with_other_pairs(model):
-    """Let other dimensions of a head turn together."""
+    """Rotate other pairs of dimensions of a head."""
     size, names = model.config.head_dim, ("q_proj.weight", "k_proj.weight")
     return with_weights(model, names, lambda p: p.unflatten(0, (-1, size)).roll(1, 1).flatten(0, 1))
 
@@ -187,7 +188,7 @@ def with_rope_of(model, kind, **changes):
 
 
 def without(model, *norms):
-    """Let the norms of what parts give give nothing."""
+    """Make the norms of these parts' outputs return zeros."""
     return with_weights(model, tuple(f"{norm}.weight" for norm in norms), torch.zeros_like)
 
 

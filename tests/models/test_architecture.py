@@ -1,4 +1,4 @@
-"""config.json of all families, old and new keys: what is read, what is computed from it, what is refused."""
+"""config.json of all families with old and new keys: values read, values computed from them, and refusals."""
 
 import dataclasses
 import json
@@ -77,7 +77,7 @@ OWN_SCALING = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_new_style_equals_old_style(name, tmp_path):
-    """transformers 5 writes `dtype` and `rope_parameters` where it used to write other keys."""
+    """transformers 5 writes `dtype` and `rope_parameters` in place of older keys."""
     scaling = OWN_SCALING.get(name, {"rope_type": "linear", "factor": 2.0})
     old = tiny_config(name, rope_theta=5e5, rope_scaling=scaling, torch_dtype="bfloat16")
     del old["dtype"], old["rope_parameters"]
@@ -174,14 +174,14 @@ PHI4_MINI = {
 def test_published_layers_without_rope(tmp_path):
     architecture = read_architecture(write(tmp_path, SMOLLM3_3B))
     assert [layer.attention.rope is None for layer in architecture.layers] == [False, False, False, True] * 9
-    assert architecture.num_parameters == 3_075_098_624  # the hub's 3.08B; embeddings are tied unless the file says no
+    assert architecture.num_parameters == 3_075_098_624  # 3.08B on the hub; embeddings are tied by default
     assert read_architecture(write(tmp_path, SMOLLM3_3B | {"no_rope_layers": None})) == architecture
 
 
 def test_published_longrope(tmp_path):
     architecture = read_architecture(write(tmp_path, PHI4_MINI))
     attention = architecture.layers[0].attention
-    assert architecture.num_parameters == 3_836_021_760  # the hub's 3.84B
+    assert architecture.num_parameters == 3_836_021_760  # 3.84B on the hub
     assert (attention.head_dim, attention.rope.rotary_dim(128), attention.window) == (128, 96, 262144)
     assert architecture.max_context_tokens == 131072
     for length, factor in ((4096, 1.0), (4097, 2.0)):

@@ -1,4 +1,4 @@
-"""bfloat16 rounds no worse than transformers does: both against float64 on the same weights."""
+"""bfloat16 errors are no larger than those of transformers, both against float64 with the same weights."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Embeddings are those of transformers, and of checkpoints that were saved for nothing else."""
+"""Embeddings equal those of transformers, also for checkpoints that were saved only for embeddings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_that_was_saved_without_its_head(checkpoint, tmp_path):
 
 
 def without_head(checkpoint, directory, *, prefix):
-    """Write a checkpoint anew as models of embeddings are saved whose config.json does not tie the weights."""
+    """Write a copy of a checkpoint like embedding models, with untied weights in config.json and no head."""
     shutil.copytree(checkpoint, directory)
     config = json.loads((checkpoint / "config.json").read_text()) | {"tie_word_embeddings": False}
     (directory / "config.json").write_text(json.dumps(config))
@@ -73,7 +73,7 @@ def without_head(checkpoint, directory, *, prefix):
 
 
 def test_untied_and_without_a_head_gives_embeddings_and_no_tokens(checkpoint, tmp_path):
-    """As Qwen3-Embedding-8B is, whose smaller sisters are tied."""
+    """As in Qwen3-Embedding-8B; its smaller variants are tied."""
     llm = make(without_head(checkpoint, tmp_path / "bare", prefix=""))
     for one, other in zip(embed(make(checkpoint)), embed(llm), strict=True):
         assert one.tolist() == other.tolist()
@@ -92,7 +92,7 @@ def test_a_head_that_got_lost_is_missed_where_nothing_says_that_it_is_for_embedd
 
 @pytest.mark.parametrize("folder", [None, "1_Pooling", "own"])
 def test_a_quantized_copy_makes_embeddings_as_its_source(checkpoint, tmp_path, folder):
-    """folder: that modules.json names; None for no such file."""
+    """folder: the one named by modules.json; None for no such file."""
     source = without_head(checkpoint, tmp_path / "bare", prefix="")
     if folder is not None:
         modules = [{"type": "sentence_transformers.models.Pooling", "path": folder}]
@@ -122,7 +122,7 @@ def test_a_quantized_copy_makes_embeddings_as_its_source(checkpoint, tmp_path, f
     ],
 )
 def test_only_folders_of_the_checkpoint_are_copied(checkpoint, tmp_path, text):
-    """Whatever modules.json says: another folder's config.json is none of the copy."""
+    """A config.json in another folder is not copied, whatever modules.json says."""
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
     (tmp_path / "config.json").write_text("{}")

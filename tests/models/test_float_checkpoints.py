@@ -1,4 +1,4 @@
-"""Checkpoints of FP8 and MXFP4: expanded as those who write them mean it, bit for bit, and every refusal."""
+"""Checkpoints of FP8 and MXFP4: expanded bit for bit as their writers do, and every refusal."""
 
 import json
 import logging
@@ -20,9 +20,9 @@ FP8_ACTIVATIONS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy"
 
 
 def rewritten(path, config, store):
-    """Store each linear layer's weight of a random checkpoint anew; return what is meant by it.
+    """Store each linear layer's weight of a random checkpoint again; return the represented weights by module.
 
-    store(weight, generator) -> ({name: tensor}, the weight that they stand for)
+    store(weight, generator) -> ({name: tensor}, the weight that the tensors represent)
     """
     plain_checkpoint(path, dtype="bfloat16")
     generator = torch.Generator().manual_seed(7)
@@ -35,7 +35,7 @@ def rewritten(path, config, store):
 
 
 def fp8(weight, blocks):
-    """Return E4M3 values and a float32 scale per block, rows and columns at the end perhaps fewer."""
+    """Return E4M3 values and a float32 scale per block; blocks at the end may have fewer rows and columns."""
     rows, columns = (size if block is None else block for size, block in zip(weight.shape, blocks, strict=True))
     padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
     tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
@@ -46,7 +46,7 @@ def fp8(weight, blocks):
 
 
 def block_checkpoint(path, blocks=(32, 32), **config):
-    """As DeepSeek writes it."""
+    """Write a checkpoint in DeepSeek's format."""
 
     def store(weight, _):
         values, scales, meant = fp8(weight, blocks)
@@ -79,7 +79,7 @@ def assert_weights(path, meant, **options):
 
 
 def assert_blocks(path, meant, prompt_logits):
-    """Weights of MXFP4 are multiplied as they are; where they are to be rounded they are expanded first."""
+    """Check that weights of MXFP4 are multiplied as stored, and are expanded if they are to be rounded."""
     model = assert_weights(path, {module: weight.float() for module, weight in meant.items()}, dtype="bfloat16")
     assert model.layers[0].mlp.down.num_bytes == model.architecture.block_bytes["model.layers.0.mlp.down_proj.weight"]
     quantize_checkpoint(path, path / "rounded", "int4")
@@ -87,7 +87,7 @@ def assert_blocks(path, meant, prompt_logits):
     assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(now, PROMPT))
 
 
-# --- what other programs mean
+# --- formats of other programs
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -222,7 +222,7 @@ def test_layers_that_are_left_as_they_are(tmp_path):
     assert_weights(tmp_path, meant, dtype="bfloat16")
 
 
-# --- what octavo makes of it
+# --- octavo's use of them --
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4_all"])
@@ -239,7 +239,7 @@ def test_tokens_and_bytes_are_those_of_the_expanded_checkpoint(quantization, tmp
 
 
 class KeepsFp8(ReferenceKernels):
-    """Plain torch, which is told to multiply weights of FP8 as they are stored, as kernels in Triton are."""
+    """Plain torch that multiplies weights of FP8 as they are stored, as the Triton kernels do."""
 
     multiplies_fp8 = True
 
@@ -272,7 +272,7 @@ def test_fp8_stays_so_where_it_is_multiplied_so(blocks, quantization, tmp_path, 
 
 
 def test_fp8_is_expanded_where_its_blocks_are_narrow_or_a_part_is_none(tmp_path):
-    """Or where it is to be rounded to integers."""
+    """Also if it is to be rounded to integers."""
     meant = block_checkpoint(tmp_path / "narrow")
     assert_weights(tmp_path / "narrow", meant, kernels=KeepsFp8(), dtype="bfloat16")
     meant = block_checkpoint(tmp_path / "mixed", (32, 64), modules_to_not_convert=["q_proj"])
@@ -320,7 +320,7 @@ def test_dummy_weights_of_a_checkpoint_of_small_floats(tmp_path):
     assert load(tmp_path, load_format="dummy").layers[0].mlp.down.storage.dtype == torch.float32
 
 
-# --- what is refused
+# --- refusals ------
 
 
 def refused(path, changed, *words):

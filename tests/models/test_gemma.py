@@ -1,4 +1,4 @@
-"""config.json of the three generations of Gemma as published: what files leave to their class, what is refused."""
+"""Published config.json of three generations of Gemma: defaults of the class, and refusals."""
 
 import json
 

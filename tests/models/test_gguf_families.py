@@ -1,4 +1,4 @@
-"""What llama.cpp's conversion writes of each family's config.json is read as that config.json is."""
+"""The metadata that llama.cpp's conversion writes for a family's config.json is read like that config.json."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "Gemma": "gemma", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "Granite": "granite",
     "SmolLM3": "smollm3", "Olmo2": "olmo2", "Olmo3": "olmo2", "Glm4": "glm4",
 }  # fmt: skip
-# Of those that transformers is asked of, the ones that a GGUF file can say.
+# The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
     "qwen2-tied-3-per-kv", "qwen2-yarn-head-48", "qwen3-head-80", "llama-linear", "llama-biases-tied",
     "mistral-7-per-kv-head-20", "gemma-head-96-tied", "gemma2-window-tied", "phi3-short-factors",
@@ -38,7 +38,7 @@ _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_paramete
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }}  # fmt: skip
-CONFIGS["gemma2-window-tied"] |= {"query_pre_attn_scalar": 32}  # no file says another one than head_dim
+CONFIGS["gemma2-window-tied"] |= {"query_pre_attn_scalar": 32}  # files have no other value than head_dim
 CONFIGS |= {
     "gemma3-scaled": tiny_config("Gemma3ForCausalLM", **heads(192, 6, 2, 32), **TIED | {"num_hidden_layers": 7})
     | _GEMMA3 | {"layer_types": None},
@@ -57,7 +57,7 @@ def config_of(file):
 
 
 def converted(config):
-    """Return the file that llama.cpp's conversion would write, without its numbers; and the factors of longrope."""
+    """Return the file that llama.cpp's conversion would write, without weights; and the factors of longrope."""
     expected = architecture_of(ConfigFile(PATH, config))
     name = config["architectures"][0].removesuffix("ForCausalLM")
     architecture = ARCHITECTURES[name]
@@ -96,7 +96,7 @@ def converted(config):
 
 
 def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
-    """Return what set_gguf_parameters of the family's conversion adds."""
+    """Return the keys that set_gguf_parameters of the family's conversion adds."""
     match name:
         case "Gemma2":
             keys = {key: config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")}
@@ -174,7 +174,9 @@ def test_yarn_keys_that_conversion_writes_for_olmo3_give_its_rotary_embedding(ca
 @pytest.mark.parametrize("attn_factor", [None, 0.8])
 @pytest.mark.parametrize("name", ["qwen2-yarn-head-48", "ministral3-7-per-kv", "mistral-7-per-kv-head-20"])
 def test_yarn_is_computed_as_llama_cpp_does(name, attn_factor, log_multiplier, caplog):
-    """Only its mistral3 reads the betas and the log multiplier; nothing reads yarn_attn_factor and yarn_ext_factor."""
+    """Only llama.cpp's mistral3 reads the betas and the log multiplier; no family reads yarn_attn_factor and
+    yarn_ext_factor.
+    """
     reads = "istral" in name
     said = {"type": "yarn", "factor": 4.0, "original_context_length": 256, "yarn_ext_factor": 0.5, "yarn_beta_slow": 2}
     said |= {"yarn_attn_factor": 7.0, "yarn_beta_fast": 20.0}

@@ -1,4 +1,4 @@
-"""GGUF files: all that they say as the package `gguf` reads it, split ones, and every kind of broken or hostile one."""
+"""GGUF files: the same values as the package `gguf` reads, split files, and every kind of broken or hostile file."""
 
 import random
 import struct
@@ -29,7 +29,7 @@ def small(checkpoint, tmp_path_factory):
 
 
 def file_of(*fields, num_tensors=0, tensors=b"", num_keys=None, version=3, magic=b"GGUF"):
-    """Return the bytes of a file: fields are (key, code of the type, bytes of the value)."""
+    """Return the bytes of a file. fields: (key, code of the type, bytes of the value) of each."""
     head = magic + struct.pack("<IQQ", version, num_tensors, len(fields) if num_keys is None else num_keys)
     for key, code, value in fields:
         head += text(key) + struct.pack("<I", code) + value

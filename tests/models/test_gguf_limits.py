@@ -1,4 +1,4 @@
-"""What a GGUF file may say at most, and every type of value and every alignment that it may have."""
+"""The limits of a GGUF file, and every type of value and every alignment that it may have."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tensor(name, shape=(1,), offset=0, code=0):
 
 @pytest.fixture
 def read(tmp_path):
-    """Write a file of fields, descriptions of tensors and the bytes after them; read it."""
+    """Return a function that writes a file of fields, descriptions of tensors and further bytes, and reads it."""
 
     def write_and_read(*fields, tensors=(), end=b"", version=3, num_keys=None, num_tensors=None, name="a.gguf"):
         head = struct.pack(
@@ -109,7 +109,7 @@ def test_an_offset_is_a_multiple_of_the_alignment(read):
 
 
 def test_tensors_may_touch_and_not_overlap(read):
-    """They are compared in the order of their places, whatever the order in which they are described."""
+    """They are compared in the order of their offsets, not of their descriptions."""
     assert len(read(tensors=[tensor("u", offset=32), tensor("t", (8,))], end=bytes(200)).tensors) == 2
     with pytest.raises(ModelError, match=r"tensors t and u overlap"):
         read(tensors=[tensor("u", offset=32), tensor("t", (9,))], end=bytes(200))

@@ -1,4 +1,4 @@
-"""Pieces of a GGUF file that was cut by bytes: how they are recognised, and what the message says."""
+"""Pieces of a GGUF file that was cut by bytes: how they are recognised, and the message."""
 
 import re
 

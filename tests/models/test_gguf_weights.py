@@ -1,4 +1,4 @@
-"""Weights and numbers of GGUF files are those of the checkpoint they were made of; what they cannot be is refused."""
+"""Weights and metadata of GGUF files equal those of the original checkpoint; impossible files are refused."""
 
 import json
 from dataclasses import replace
@@ -73,12 +73,12 @@ def test_architecture_and_weights_are_those_of_the_folder(case, tmp_path):
 
 @pytest.mark.parametrize("kind", [each.name for each in TensorType if each.name not in {"F32", "F16", "BF16"}])
 def test_blocks_are_what_the_package_makes_of_them(kind, tmp_path):
-    """Of random bytes: each kind is read as it stands, also those that the package cannot write."""
+    """With random bytes: each kind is read as stored, also kinds that the package cannot write."""
     stored, rng = TensorType[kind], np.random.default_rng(0)
     _, path = make(tmp_path, config={"hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
     read = GGUFFile.read(path)
     blocks = rng.integers(0, 256, (64 * 256 // stored.block_values, stored.block_bytes), np.uint8)
-    with np.errstate(all="ignore"):  # random scales are infinite, too, which are refused
+    with np.errstate(all="ignore"):  # some random scales are infinite, and refused
         is_finite = np.isfinite(gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])).all(axis=1)
     blocks = blocks[is_finite][: 8 * 256 // stored.block_values]
     theirs = gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])
@@ -102,7 +102,7 @@ def test_rows_of_rotated_pairs_are_put_in_order_whatever_holds_them(kind, tmp_pa
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 def test_blocks_are_handed_on_as_they_stand(kind, tmp_path):
-    """Rows of rotated pairs in order; vectors and floats are no blocks."""
+    """Rows of rotated pairs are in order; vectors and floats are not blocks."""
     directory, path = make(tmp_path, kind=kind)
     weights = GGUFWeights(GGUFFile.read(path))
     tensors, sizes = weights.open(), weights.block_bytes()
@@ -118,7 +118,7 @@ def test_blocks_are_handed_on_as_they_stand(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K", "IQ4_NL"])
 def test_a_scale_that_is_no_number_is_refused_by_the_tensors_name(kind, tmp_path):
-    """As blocks, and as numbers, which kinds are expanded to that are not multiplied as they are."""
+    """As blocks, and as numbers, to which kinds are expanded that are not multiplied as stored."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     _, path = make(tmp_path, config=sizes, kind="Q8_0" if kind == "IQ4_NL" else kind)
     read = GGUFFile.read(path)
@@ -174,7 +174,7 @@ def test_halves_of_heads_undo_the_conversion():
 
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_names_are_those_of_llama_cpp(name):
-    """Each part's name in Hugging Face's layout is what llama.cpp's own conversion calls so."""
+    """The name of each part in Hugging Face's layout equals the one in llama.cpp's own conversion."""
     theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], 4)
     writes = gguf.MODEL_TENSORS[gguf.MODEL_ARCH[name.upper()]]
     parts = {gguf.TENSOR_NAMES[each].split(".")[-1] for each in writes if "{bid}" in gguf.TENSOR_NAMES[each]}

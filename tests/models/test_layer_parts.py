@@ -1,4 +1,4 @@
-"""Layers of one model that differ in every part: what parts combine to, beside the same in plain torch."""
+"""A model with layers that differ in every part, compared with the same model in plain torch."""
 
 from dataclasses import replace
 
@@ -83,13 +83,13 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_each_part_matters(other):
-    """What plain torch gives of other parts is another thing, so that the test above would notice these."""
+    """Plain torch with another part gives other logits, so the test above would notice it."""
     expected, altered = plain_logits(MIXED), plain_logits(OTHERS[other])
     assert (altered - expected).norm() > 1e-3 * expected.norm()
 
 
 def test_all_that_is_declared_is_taken(tmp_path):
-    """Bytes that are told of while a model is loaded are those of its tensors: none is left, none is taken twice."""
+    """The bytes reported during a load are those of its tensors: each is loaded exactly once."""
     told = []
     load_model(
         FolderWeights(tmp_path), MIXED, create_kernels(CPU, "reference"), dtype="float32", device=CPU, max_model_len=64,
@@ -100,7 +100,7 @@ def test_all_that_is_declared_is_taken(tmp_path):
 
 
 def plain_logits(architecture):
-    """Logits of every position in float64, of weights as `load_format="dummy"` makes them."""
+    """Return logits of every position in float64, with the weights of `load_format="dummy"`."""
     shapes = MIXED.tensor_shapes() | architecture.tensor_shapes()
     source = RandomWeights(shapes, torch.float32, seed=3, norm_mean=1.0 - MIXED.norm_offset)
     weights = lambda name: source.tensor(f"{name}.weight").double()  # noqa: E731

@@ -26,12 +26,12 @@ from octavo.models.weight_source import FolderWeights
 CPU = torch.device("cpu")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 BIASED = {"attention_bias": True, "mlp_bias": True}
-# Granite multiplies scores by 1 unless told otherwise: such a softmax picks one token, and rounding another one.
+# Granite multiplies scores by 1 by default: such a softmax picks one token, and rounding may pick another one.
 SCALED = {"GraniteForCausalLM": {"attention_multiplier": 0.25}}
 
 
 class CosineSizes(TorchFunctionMode):
-    """Records how many elements each call of torch's cosine computes."""
+    """Records the number of elements of each call of torch's cosine."""
 
     def __init__(self):
         self.sizes = []
@@ -49,7 +49,7 @@ def load(path, dtype="float32", **options):
 
 
 def packed_bytes(model):
-    """Bytes of everything a model keeps: linear layers, norms."""
+    """Return the bytes of all weights that a model keeps: linear layers, norms."""
     linears, norms = [model.embed_tokens], [model.first_norm]
     if model.lm_head is not model.embed_tokens:
         linears.append(model.lm_head)
@@ -82,7 +82,9 @@ def test_bytes_computed_are_bytes_allocated(name, tied, dtype, quantization, tmp
 
 
 def test_first_cosine_is_computed_on_one_thread(tmp_path):
-    """MKL chooses its code at the first call, unlocked: several threads could get the wrong one for a rotary table."""
+    """MKL chooses its code at the first call without a lock: several threads could get wrong code for a rotary
+    table.
+    """
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"))
     with CosineSizes() as cosines:
         load(path)
@@ -93,7 +95,9 @@ def test_first_cosine_is_computed_on_one_thread(tmp_path):
 @pytest.mark.skipif(not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels")
 @pytest.mark.parametrize("quantization", [None, "int4_all"])
 def test_bytes_allocated_by_the_compiled_kernels(tmp_path, quantization):
-    """They pad rows to panels of 32 and keep biases in float32; with dimensions that fit, only the biases differ."""
+    """The kernels pad rows to panels of 32 and keep biases in float32; with these dimensions, only the biases
+    differ.
+    """
     cpu = pytest.importorskip("octavo.kernels.cpu")
     config = tiny_config("Qwen3ForCausalLM", hidden_size=64, intermediate_size=160, vocab_size=512)
     path = write_checkpoint(tmp_path, config)
@@ -191,7 +195,7 @@ def test_progress_counts_packed_bytes(tmp_path):
 
 
 def test_peak_memory_of_loading(tmp_path):
-    """Private memory grows by the packed weights and little more: originals are dropped as they are packed."""
+    """Private memory grows by little more than the packed weights: originals are released as they are packed."""
     config = tiny_config(
         "LlamaForCausalLM", hidden_size=512, intermediate_size=1536, num_hidden_layers=12, head_dim=64,
         num_attention_heads=8,
@@ -234,7 +238,7 @@ def checkpoint_of_150_mb(tmp_path_factory):
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_all"])
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="reads /proc; plain torch works in float64")
 def test_memory_while_loading_and_serving(checkpoint_of_150_mb, quantization):
-    """The files' pages count, too: the peak of loading is near what stays, which is weights and KV beside libraries."""
+    """The files' pages count too: the peak of loading is close to the final memory of weights, KV and libraries."""
     path = checkpoint_of_150_mb
     code = """
 import json, pathlib, sys
@@ -378,7 +382,7 @@ def test_of_a_hub_id_of_gguf_files_one_is_to_be_named(monkeypatch, tmp_path):
         ModelError, match=r"some-owner/x-GGUF has neither config.json .*: hf download some-owner/x-GGUF "
     ):
         resolve_model_path("some-owner/x-GGUF")
-    (tmp_path / "tokenizer.json").write_text("{}")  # which may be all that is asked for
+    (tmp_path / "tokenizer.json").write_text("{}")  # maybe the only requested file
     assert resolve_model_path("some-owner/x-GGUF") == tmp_path
 
 
@@ -414,7 +418,7 @@ def test_hub_download_takes_no_weights_for_other_programs(monkeypatch, tmp_path)
 
 @pytest.mark.parametrize("error", [httpx.ProxyError("no way\nthrough"), httpx.InvalidURL("no way"), OSError("no way")])
 def test_hub_errors_are_one_line(error, monkeypatch):
-    """Not all that the hub's client raises is an OSError."""
+    """The hub's client also raises errors other than OSError."""
     hub = pytest.importorskip("huggingface_hub")
 
     def fail(*_, **__):

@@ -1,4 +1,4 @@
-"""Logits and greedy tokens of octavo are those of transformers: random weights, float32, of every length."""
+"""octavo gives the logits and greedy tokens of transformers: random weights, float32, all lengths."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from octavo.models.random_weights import write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.models.weight_source import FolderWeights
 
-LENGTH = 301  # around windows of 37 and blocks of 16, and past what each rope was made for
+LENGTH = 301  # longer than windows of 37, blocks of 16, and the original length of each rope
 STEP = 23
 
 
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)
 def test_logits_equal(case, prompt_logits, tmp_path):
-    """Row p has the logits behind p + 1 tokens; computed in steps, so that most rows read keys of earlier ones."""
+    """Row p has the logits after p + 1 tokens; several steps are computed, so most rows read keys of earlier steps."""
     path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
     token_ids = next(prompt for prompt in make_prompts(case.seed) if len(prompt) == LENGTH)
     cpu, architecture = torch.device("cpu"), read_architecture(path)
@@ -44,14 +44,15 @@ NUM_TOKENS = 24
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: case.name)
 def test_tokens_equal(case, tmp_path):
-    """Of many prompts in a batch; behind a choice that is too close to tell, an answer is not looked at."""
+    """Of many prompts in a batch. After a choice that is too close, the rest of an answer is not compared."""
     path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
     longest = max(make_prompts(case.seed), key=len)
     prompts = [longest[:length] for length in LENGTHS]
     answers = generate_staggered(path, prompts, NUM_TOKENS, case.max_model_len)
     oracle, compared = load_oracle(path), 0
     for prompt, answer in zip(prompts, answers, strict=True):
-        # Behind it stands what makes it long enough for the factors of long sequences; nothing looks ahead.
+        # The tokens after the answer make the sequence long enough for the factors of long sequences; no row reads
+        # ahead.
         token_ids = torch.tensor([prompt + answer + longest[:40]])
         with torch.inference_mode():
             best = oracle(input_ids=token_ids).logits[0, len(prompt) - 1 : -41].topk(2)
@@ -63,5 +64,5 @@ def test_tokens_equal(case, tmp_path):
 
 
 def apart(ours, theirs):
-    """The largest difference, of the largest logit."""
+    """Return the largest difference, relative to the largest logit."""
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()

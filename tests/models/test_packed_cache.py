@@ -1,4 +1,4 @@
-"""Packed weights on disk: the same bits as packing anew, made again where anything does not agree, within a limit."""
+"""Packed weights on disk have the same bits as new ones, are replaced on any mismatch, and stay within a limit."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def packs(monkeypatch):
-    """Count the weights that are packed, not read."""
+    """Count the weights that are packed instead of read."""
     cpu = pytest.importorskip("octavo.kernels.cpu")
     counts = []
     pack = cpu.CpuKernels.pack_linear
@@ -61,7 +61,7 @@ def packs(monkeypatch):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Note the files that are read whole; what has just been written is known by its times at once."""
+    """Record the files that are read completely; times of new files are trusted immediately."""
     monkeypatch.setattr(weight_hashes, "_SETTLED_NS", -(10**9))
     files = []
     hash_file = weight_hashes.hash_file
@@ -89,7 +89,7 @@ def load_gguf(path, cache, isa="auto"):
 
 
 def make_gguf(tmp_path, kind, *, tied=False, **options):
-    """A Qwen2, which has biases, with rows that are whole blocks of every kind."""
+    """Return a GGUF file of a Qwen2, which has biases, with rows that are whole blocks of every kind."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 288}
     config = tiny_config("Qwen2ForCausalLM", tie_word_embeddings=tied, **sizes)
     return write_gguf(
@@ -120,7 +120,9 @@ def test_what_is_read_is_what_was_packed(dtype, quantization, checkpoint, cache,
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int4_all"])
 def test_what_one_instruction_set_packed_is_right_for_the_others(checkpoint, cache, prompt_logits, quantization):
-    """Some share a file and some do not: each computes what it does without the cache, whichever process wrote it."""
+    """Some share a file and some do not: each computes the same as without the cache, whichever process wrote the
+    file.
+    """
     formats = "bfloat16", quantization
     alone = {isa: prompt_logits(load(checkpoint, None, *formats, isa), PROMPT) for isa in INSTRUCTION_SETS}
     for order in (INSTRUCTION_SETS, INSTRUCTION_SETS[::-1]):
@@ -132,7 +134,7 @@ def test_what_one_instruction_set_packed_is_right_for_the_others(checkpoint, cac
 
 @pytest.mark.parametrize("kind", [each.name for each in BlockKind])
 def test_blocks_of_a_gguf_file_are_kept(kind, tmp_path, cache, packs, prompt_logits):
-    """Queries, keys and values are of two kinds here, and one matrix is of floats."""
+    """Queries, keys and values are of two kinds here, and one matrix has floats."""
     tied, other = kind in {"Q8_0", "Q4_K"}, "Q6_K" if kind != "Q6_K" else "Q8_0"
     path = make_gguf(tmp_path, kind, tied=tied, kinds={"attn_v": other, "ffn_down": "F16"})
     expected = prompt_logits(load_gguf(path, None), PROMPT)
@@ -155,7 +157,7 @@ def test_blocks_that_one_instruction_set_packed_are_right_for_the_others(tmp_pat
 
 
 def test_groups_of_another_size_are_other_weights(checkpoint, cache, prompt_logits):
-    """What was kept for one size is not taken for another, whose logits are its own."""
+    """Weights kept for one group size are not used for another one, which has other logits."""
     found = {
         size: [prompt_logits(load(checkpoint, kept, "bfloat16", "int4", group_size=size), PROMPT) for kept in stores]
         for size, stores in ((32, (None, cache)), (64, (None, cache, cache)), (32, (None, cache, cache)))
@@ -192,7 +194,7 @@ def change_config(checkpoint):
 
 
 def change_weights(checkpoint):
-    """Other weights of the same size and time."""
+    """Other weights with the same size and time."""
     file = checkpoint / "model.safetensors"
     stat = file.stat()
     data = bytearray(file.read_bytes())
@@ -202,7 +204,7 @@ def change_weights(checkpoint):
 
 
 def replace_weights(checkpoint):
-    """Other weights of the same size and time, moved into the place of the first ones."""
+    """Other weights with the same size and time, moved over the first file."""
     file, other = checkpoint / "model.safetensors", checkpoint / "other"
     shutil.copy2(file, other)
     data = bytearray(other.read_bytes())
@@ -255,7 +257,7 @@ def no_numbers(file):
 
 
 def one_column_less(file):
-    """Panels of 32 columns hold 63 as well as 64: the bytes do not tell."""
+    """Panels of 32 columns hold 63 as well as 64: the size in bytes does not differ."""
     file.write_bytes(file.read_bytes().replace(b'\\"out_features\\": 64', b'\\"out_features\\": 63'))
 
 
@@ -270,7 +272,7 @@ def test_a_damaged_file_is_told_and_made_again(damage, checkpoint, cache, packs,
     assert torch.equal(prompt_logits(load(checkpoint, cache), PROMPT), expected)
     assert packs
     assert "packed again" in caplog.text
-    for _ in range(2):  # one start may be needed to write what the damaged file had served in part
+    for _ in range(2):  # a second start may be needed to write the weights that the damaged file had served in part
         packs.clear()
         assert torch.equal(prompt_logits(load(checkpoint, cache), PROMPT), expected)
     assert packs == []
@@ -278,7 +280,7 @@ def test_a_damaged_file_is_told_and_made_again(damage, checkpoint, cache, packs,
 
 
 def forge(file, change):
-    """Change what a file says, and make its checksum fit, as who may write there can."""
+    """Change the content of a file and correct its checksum, as an attacker with write access could."""
     content = file.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
@@ -323,7 +325,7 @@ def test_a_file_of_somebody_else_is_told_and_made_again(change, tmp_path, cache,
     assert packs == []
     forge(file, lambda *_: None)
     load_gguf(path, cache)
-    assert packs == []  # what is refused above is not the forging itself
+    assert packs == []  # the forging itself is not the reason for the refusals above
 
 
 @pytest.mark.parametrize("offsets", [[8, 65], [-8, 0], [16, 16], [24, 16], [4, 16], [8.0, 16], [8, True], [8, None]])
@@ -345,7 +347,7 @@ def test_the_longest_unused_go_first(tmp_path, cache, packs):
     for index, path in enumerate(paths[:3]):
         load(path, small)
         os.utime(small.path(path, layout, "bfloat16", "int8", DEFAULT_GROUP_SIZE), (index + 1, index + 1))
-    load(paths[0], small)  # used: now it is the youngest
+    load(paths[0], small)  # used: now it is the newest
     load(paths[3], small)
     packs.clear()
     for index in (0, 2, 3):
@@ -405,7 +407,7 @@ def interrupt(done, _total):
 
 
 def test_who_multiplies_belongs_to_the_layout():
-    """What was packed on one machine must not decide which kernel serves on another that shares the directory."""
+    """Weights packed on one machine must not decide the kernel on another machine that shares the directory."""
     from octavo.kernels.cpu import CpuKernels
 
     own = {"amx", "avx512_bf16"} & set(INSTRUCTION_SETS)
@@ -434,7 +436,7 @@ def test_what_cannot_be_kept_harms_nothing(checkpoint, cache, tmp_path, prompt_l
     load(checkpoint, cache)
     assert kept_files(cache) == []
     monkeypatch.undo()
-    load(checkpoint, cache)  # below the least size
+    load(checkpoint, cache)  # smaller than the least size
     assert kept_files(cache) == []
 
 
@@ -478,7 +480,7 @@ def test_the_same_weights_under_another_time_are_not_packed_again(checkpoint, ca
 
 
 def test_files_are_read_whole_once(checkpoint, cache, reads):
-    """Not before there is something to compare them with, and not by the starts that come after."""
+    """Not before there is a file to compare them with, and not in later starts."""
     load(checkpoint, None)
     assert reads == []
     load(checkpoint, cache)
@@ -490,7 +492,7 @@ def test_files_are_read_whole_once(checkpoint, cache, reads):
 
 
 def test_files_of_the_hub_are_links(checkpoint, cache, tmp_path, packs, reads):
-    """A snapshot's links lead to files that are named by what they hold; one that leads elsewhere is another file."""
+    """A snapshot's links lead to files that are named by their content; a link to another place is another file."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()
     snapshot.mkdir()
@@ -528,7 +530,7 @@ def test_weights_that_change_while_they_are_loaded_are_not_kept(checkpoint, cach
 
 
 def test_writing_the_file_is_told_as_progress(checkpoint, cache):
-    """The watcher of a load knows that it goes on, though the disk is slow."""
+    """The watcher of a load sees that it continues, even if the disk is slow."""
     told, of_packing = [], []
     load(checkpoint, cache, progress=lambda done, total: told.append((done, total)))
     load(checkpoint, None, progress=lambda done, total: of_packing.append((done, total)))
@@ -536,5 +538,5 @@ def test_writing_the_file_is_told_as_progress(checkpoint, cache):
         num_tensors = len(list(file.keys()))
     done, total = told[-1]
     assert done == total
-    num_files = 2  # are read whole
+    num_files = 2  # are read completely
     assert told == of_packing + [(total, total)] * (num_files + num_tensors)

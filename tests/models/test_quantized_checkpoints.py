@@ -1,4 +1,4 @@
-"""Checkpoints of integers: those of other programs read as they mean them, ours read by others, and every refusal."""
+"""Checkpoints of integers: those of other programs are read as intended, ours are read by them, and every refusal."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def linear_names(tensors):
 
 
 def rewrite(path, tensors, quantization_config):
-    """Replace a checkpoint's tensors and say how they are stored."""
+    """Replace a checkpoint's tensors, and set its quantization_config."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = quantization_config
@@ -51,7 +51,9 @@ def rewrite(path, tensors, quantization_config):
 
 
 def weight_of(model, module):
-    """What the engine multiplies with, dequantized: the part of a fused weight that belongs to `module`."""
+    """Return the weight that the engine multiplies with, dequantized: the part of a fused weight that belongs to
+    `module`.
+    """
     layer = model.layers[int(module.split(".")[2])]
     part = module.rpartition(".")[2]
     fused, names = {
@@ -69,7 +71,7 @@ def weight_of(model, module):
     return dict(zip(names, wide.split(sizes), strict=True))[part]
 
 
-# --- what other programs write
+# --- formats of other programs
 
 
 def scheme_of(bits, group_size, *, symmetric):
@@ -130,7 +132,7 @@ def test_what_compressed_tensors_writes_is_read_as_it_means_it(bits, group_size,
 
 
 def pack_words(values, dim, order=range(8)):
-    """Eight values of 0 .. 15 along `dim` in one int32; value order[i] stands in bits 4 i and up."""
+    """Pack eight values of 0 .. 15 along `dim` into one int32; value order[i] is in the bits from 4 i on."""
     values = values.long() if dim == 1 else values.long().T
     words = sum(values[:, each::8] << 4 * i for i, each in enumerate(order))
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
@@ -138,7 +140,7 @@ def pack_words(values, dim, order=range(8)):
 
 
 def grouped(weight, group_size, generator, *, zeros=True):
-    """Values, scales and zero points to store, drawn."""
+    """Return random values, scales and zero points to store."""
     groups = weight.shape[1] // group_size
     return (
         torch.randint(0, 16, weight.shape, generator=generator),
@@ -150,7 +152,9 @@ def grouped(weight, group_size, generator, *, zeros=True):
 
 
 def gptq_checkpoint(path, generator, *, sym=False, checkpoint_format="gptq", **config):
-    """As GPTQModel writes it: words along in_features, scales [groups, out_features], zero points less one."""
+    """Write a checkpoint as GPTQModel does: words along in_features, scales [groups, out_features], zero points less
+    one.
+    """
     plain_checkpoint(path)
     tensors, meant = load_file(path / "model.safetensors"), {}
     for module in linear_names(tensors):
@@ -170,7 +174,7 @@ def gptq_checkpoint(path, generator, *, sym=False, checkpoint_format="gptq", **c
 
 
 def awq_checkpoint(path, generator, **config):
-    """As AutoAWQ writes it: words along out_features, whose columns stand in the order 0 2 4 6 1 3 5 7."""
+    """Write a checkpoint as AutoAWQ does: words along out_features, with columns in the order 0 2 4 6 1 3 5 7."""
     plain_checkpoint(path)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     tensors, meant = load_file(path / "model.safetensors"), {}
@@ -213,7 +217,7 @@ def test_words_of_nibbles():
     assert torch.equal(words, pack_words(torch.nn.functional.pad(values, (0, 4)), 1))
 
 
-# --- what octavo writes
+# --- octavo's own copies
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -264,7 +268,7 @@ def test_every_family_is_copied_whole(name, tmp_path, prompt_logits):
 
 
 def test_a_copy_of_int8_gives_the_tokens_of_what_it_holds(tmp_path, prompt_logits):
-    """Others read it, so it is not rotated; when it is loaded it is, and rounded again."""
+    """The copy is not rotated, because other programs read it; a load rotates it and rounds again."""
     source = plain_checkpoint(tmp_path / "plain", tie_word_embeddings=True, attention_bias=True)
     quantize_checkpoint(source, tmp_path / "rounded", "int8", max_shard_bytes=20_000)
     rounded = load(tmp_path / "rounded", quantization="int8")
@@ -333,7 +337,7 @@ def test_dummy_weights_of_a_quantized_checkpoint(tmp_path, generator):
     assert model.layers[0].mlp.down.storage.group_size == 32
 
 
-# --- what is refused
+# --- refusals ------
 
 
 @pytest.mark.parametrize(
@@ -422,10 +426,10 @@ def test_schemes_that_octavo_does_not_compute_are_refused_by_name(keys, value, w
 
 
 def reordered_checkpoint(path, generator):
-    """As GPTQModel writes act-order: rows stand in their order, and g_idx says the group of each."""
+    """Write a checkpoint as GPTQModel writes act-order: rows in their order, and g_idx with the group of each row."""
     gptq_checkpoint(path, generator, desc_act=True)
     tensors, meant = load_file(path / "model.safetensors"), {}
-    # The place of each feature by its importance, and so its group.
+    # The place of each feature by importance, and so its group.
     groups_of = {size: (torch.randperm(size, generator=generator) // 32).int() for size in (64, 160)}
     for module in [name.removesuffix(".g_idx") for name in tensors if name.endswith(".g_idx")]:
         groups = tensors[f"{module}.g_idx"] = groups_of[len(tensors[f"{module}.g_idx"])].clone()
@@ -446,7 +450,9 @@ def test_act_order_is_read_as_it_is_meant(tmp_path, generator):
 
 
 def test_tokens_of_act_order_are_those_of_a_model_whose_features_stand_in_order(tmp_path, generator, prompt_logits):
-    """The hidden features of an MLP have no order of their own: what makes them can be turned instead."""
+    """The hidden features of an MLP have no order of their own: the matrices that compute them can be permuted
+    instead.
+    """
     tensors, _ = reordered_checkpoint(tmp_path / "reordered", generator)
     before = prompt_logits(load(tmp_path / "reordered"), PROMPT)
     for layer in range(2):
@@ -478,7 +484,7 @@ def test_orders_that_differ_are_refused(tmp_path, generator):
 
 
 def test_act_order_of_compressed_tensors(tmp_path, generator):
-    """As its versions up to 0.12 read it: columns stand in their order, weight_g_idx gives the group of each."""
+    """As its versions up to 0.12 read it: columns in their order, weight_g_idx with the group of each column."""
     path = plain_checkpoint(tmp_path)
     scheme = scheme_of(4, 32, symmetric=True)
     scheme.weights.actorder = "group"
@@ -634,7 +640,7 @@ def test_quantize_writes_no_rounded_vocabulary(tmp_path):
 
 
 def test_quantize_into_an_empty_directory_that_exists(tmp_path, monkeypatch):
-    """It may be a mount point: nothing can be renamed into it from outside."""
+    """It may be a mount point: a directory cannot be renamed to it."""
     source = plain_checkpoint(tmp_path / "plain")
     for name in ("tf_model.h5", "pytorch_model.bin", "pytorch_model.bin.index.json", "flax_model.msgpack"):
         (source / name).write_text("weights of others")

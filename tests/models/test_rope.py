@@ -1,4 +1,4 @@
-"""The rotary table against transformers' own frequencies, for every kind and both key styles of config.json."""
+"""The rotary table compared with the frequencies of transformers, for every kind and both key styles of config.json."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ LONGROPE = {
     "short_factor": [1.0 + 0.03 * index for index in range(24)],
     "long_factor": [1.5 + 0.9 * index for index in range(24)],
 }
-# rope kind, its numbers
+# rope kind, its parameters
 KINDS = [
     ("default", {}),
     ("linear", {"factor": 2.5}),
@@ -32,13 +32,13 @@ KINDS = [
     ("llama3", LLAMA3 | {"original_max_position_embeddings": 100, "factor": 32.0}),
     ("llama3", LLAMA3 | {"low_freq_factor": 1.5}),
     ("yarn", YARN),
-    ("yarn", YARN | {"beta_fast": 128.0, "beta_slow": 100.0}),  # a ramp without length
+    ("yarn", YARN | {"beta_fast": 128.0, "beta_slow": 100.0}),  # a ramp of length zero
     ("yarn", YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}),
     ("yarn", YARN | {"mscale": 0, "mscale_all_dim": 0.7}),
     ("yarn", YARN | {"attention_factor": 1.25, "truncate": False}),
     ("yarn", YARN | {"beta_fast": 20.0, "beta_slow": 3.0}),
     ("yarn", {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_slow": 1e-3}),  # a ramp beyond the pairs
-    ("yarn", {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_slow": 1e-9}),  # and beyond the dimensions
+    ("yarn", {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_slow": 1e-9}),  # and past the dimensions
     ("yarn", {"factor": 4.0}),  # the original length is then max_position_embeddings
     ("yarn", {"factor": None, "original_max_position_embeddings": 512}),
 ]
@@ -73,7 +73,7 @@ def test_table_equals_transformers(kind, numbers, style, tmp_path):
     cosine, sine = embedding(torch.zeros(1), torch.arange(2000)[None])
     table = make_cos_sin(attention.rope, attention.head_dim, 2000)
     half = attention.head_dim // 2
-    # Equal angles, bit for bit; cosines may differ in their last bit by the length of the vector they were computed in.
+    # Angles are equal bit for bit; the last bit of a cosine may depend on the length of the vector it was computed in.
     torch.testing.assert_close(table[:, :half], cosine[0, :, :half], rtol=0, atol=2e-7)
     torch.testing.assert_close(table[:, half:], sine[0, :, :half], rtol=0, atol=2e-7)
 
@@ -158,7 +158,9 @@ print((peak() - before) / table.nbytes)
 
 
 def phi3_table(directory, style, kind, num_positions):
-    """Our table and that of transformers over so many positions, of a Phi-3 that rotates a part of each head."""
+    """Return our table and that of transformers for `num_positions` positions of a Phi-3 that rotates part of each
+    head.
+    """
     config = tiny_config("Phi3ForCausalLM", hidden_size=256, head_dim=64)
     config |= {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 512}
     del config["rope_parameters"]
@@ -177,7 +179,7 @@ def phi3_table(directory, style, kind, num_positions):
 @pytest.mark.parametrize("style", [old_style, new_style])
 @pytest.mark.parametrize("num_positions", [512, 513, 2000])
 def test_longrope_equals_transformers(num_positions, style, tmp_path):
-    """The longest sequence decides on the factors: within the original 512 positions, or beyond."""
+    """The longest sequence decides about the factors: within the original 512 positions, or longer."""
     ours, theirs = phi3_table(tmp_path, style, "longrope", num_positions)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-7)
 

@@ -1,4 +1,4 @@
-"""Seams that no family uses yet, each tried by a stub: an MLP that sees the batch, and weights by group of rows."""
+"""Extension points that no family uses yet, tried with stubs: an MLP that reads the batch, and weights by row group."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,10 +30,10 @@ class AdaptedTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaptedConfig:
-    """A gated MLP to which each sequence adds the product with its own adapter: the i-th sequence has the i-th one."""
+    """A gated MLP that adds each sequence's product with its own adapter: sequence i has adapter i."""
 
     base: GatedMLPConfig
-    reverses: bool = False  # the i-th sequence has the i-th adapter from the end
+    reverses: bool = False  # sequence i has the i-th adapter from the end
 
     @property
     def intermediate_size(self):
@@ -97,7 +97,7 @@ def load(checkpoint, kernels, **options):
 
 
 def logits(model, prompts, wanted=None):
-    """Return the logits of prompts of at most a block, computed in one step. wanted: the rows whose logits are."""
+    """Return the logits of prompts of at most a block, computed in one step. wanted: rows with logits; None for all."""
     lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
     starts = torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32)
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])

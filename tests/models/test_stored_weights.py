@@ -1,4 +1,4 @@
-"""The loader asks once for each weight, and looks a family up once."""
+"""The loader asks once for each weight, and looks up a family once."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The text part of a model of text and images: configurations as published, names in either order, what is left out."""
+"""The text part of models of text and images: published configurations, names in either order, and ignored parts."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ from octavo.startup.launch import ServedModel, make_processors
 
 CPU = torch.device("cpu")
 IDS = [(31 * i + 7) % 512 for i in range(60)]
-GEMMA3_4B = {  # as published, but for what says nothing of the text
+GEMMA3_4B = {  # as published, without keys that do not concern text
     "architectures": ["Gemma3ForConditionalGeneration"],
     "eos_token_id": [1, 106],
     "model_type": "gemma3",
@@ -47,7 +47,7 @@ def write_config(directory, config):
 
 
 def write_whole(directory, part, rename, prefix=""):
-    """Write a checkpoint of text and images around that of its text part."""
+    """Write a checkpoint of text and images around a checkpoint of its text part."""
     directory.mkdir()
     text_config = json.loads((part / "config.json").read_text())
     tie = text_config.pop("tie_word_embeddings")
@@ -136,7 +136,7 @@ def test_who_serves_it_is_told_that_images_are_refused(tmp_path, caplog):
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "patch_size": 14}
 MROPE = {"mrope_section": [4, 2, 2]}
-WHOLES = {  # text parts of other models, and what stands around them; the numbers of their ropes are as on the hub
+WHOLES = {  # text parts of other models, and the configurations around them; rope parameters are as on the hub
     "mistral": (
         "Mistral3ForConditionalGeneration",
         tiny_config("MistralForCausalLM"),
@@ -209,7 +209,7 @@ WHOLES = {  # text parts of other models, and what stands around them; the numbe
 
 @pytest.mark.parametrize("name", WHOLES)
 def test_logits_are_those_of_transformers_for_the_whole_model(name, tmp_path, prompt_logits):
-    """A checkpoint as transformers writes it, pictures and all, asked about text alone."""
+    """A complete checkpoint as transformers writes it, including the vision part, is used for text alone."""
     whole, text_config, around = WHOLES[name]
     config = transformers.AutoConfig.for_model(
         **around, text_config=text_config, tie_word_embeddings=text_config["tie_word_embeddings"]
@@ -232,7 +232,7 @@ def test_logits_are_those_of_transformers_for_the_whole_model(name, tmp_path, pr
 
 
 def test_keys_of_text_among_those_of_the_whole(tmp_path):
-    """Qwen2.5-VL as it is published."""
+    """Qwen2.5-VL as published."""
     config = tiny_config("Qwen2ForCausalLM") | {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",

@@ -1,4 +1,4 @@
-"""Hashes of weight files: over every byte, made once, and again when anything says that a file may have changed."""
+"""Hashes of weight files cover every byte, are computed once, and again if the file may have changed."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def hashed(monkeypatch):
-    """Note what is read; what has just been written is known by its times at once."""
+    """Record the files that are read; times of new files are trusted immediately."""
     monkeypatch.setattr(weight_hashes, "_SETTLED_NS", -(10**9))
     paths = []
     original = hash_file
@@ -29,12 +29,12 @@ def hashed(monkeypatch):
 
 
 def of(hashes, path):
-    """Ask for a file as it is now."""
+    """Return the hash of a file as it is now."""
     return hashes.sha256(path, FileState.of(path), lambda: None)
 
 
 def start(tmp_path, path):
-    """What one start of octavo does: ask, and keep."""
+    """Ask for the hash and keep it, as one start of octavo does."""
     hashes = FileHashes(tmp_path / "kept" / "hashes.json")
     digest = of(hashes, path)
     hashes.keep()
@@ -82,7 +82,9 @@ def test_other_bytes_of_the_same_size_and_time_have_another_hash(change, file, t
 
 
 def wait_for_the_clock(path):
-    """Until the file system's clock has moved on since the file was changed: `hashed` trusts its times at once."""
+    """Wait until the file system's clock has advanced since the file was changed, because `hashed` trusts its times
+    immediately.
+    """
     probe = path.with_name("clock")
     while True:
         probe.write_bytes(b"")
@@ -123,7 +125,7 @@ def test_hard_links_and_other_names_of_one_file(file, tmp_path, hashed):
 
 
 def test_what_was_changed_a_moment_ago_is_not_known_by_its_times(file, tmp_path):
-    """A second change within the same tick of the clock would leave no trace."""
+    """A second change within the same tick of the clock would have the same time."""
     start(tmp_path, file)
     assert not (tmp_path / "kept" / "hashes.json").exists()
 

@@ -1,7 +1,7 @@
-"""Configurations on which octavo must give the tokens of transformers, and ways to alter what the oracle computes.
+"""Configurations for which octavo must give the tokens of transformers, and changes of the oracle's computation.
 
-Both key styles of config.json occur. Seeds are picked (by trying 0, 1, 2, ...) so that no step of any prompt has its
-two best logits closer than the test allows and no long prompt falls into a short loop.
+Both key styles of config.json occur. Seeds are picked (by trying 0, 1, 2, ...) so that in every step of every prompt
+the two best logits are at least as far apart as the test requires, and no long prompt gets a short loop.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def make_prompts(seed: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. `altered` names the features that, altered in the oracle, must change its tokens."""
+    """One configuration. altered: names of features that must change the tokens if they are altered in the oracle."""
 
     name: str
     family: str
     seed: int
     config: dict[str, Any]
     altered: tuple[str, ...]
-    altered_logits: tuple[str, ...] = ()  # that change no greedy token
+    altered_logits: tuple[str, ...] = ()  # features that change the logits but no greedy token
     max_model_len: int | None = None
 
     @property
@@ -55,7 +55,7 @@ def heads(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) ->
     }
 
 
-# Wide enough that the next token is not mostly the last one again, which tied random weights tend to.
+# Wide enough that the next token is rarely the last one again, as tied random weights tend to choose.
 TIED = {"tie_word_embeddings": True, "intermediate_size": 512, "num_hidden_layers": 3}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 256}
 LLAMA3 = {
@@ -87,7 +87,7 @@ SCALED_QUERIES = {
 
 
 def longrope(num_pairs: int, original: int, **numbers: float) -> dict[str, Any]:
-    """Factors of each pair, of two kinds that differ much."""
+    """Return two kinds of factors for each pair, which differ much."""
     return {
         "original_max_position_embeddings": original,
         "rope_parameters": {
@@ -248,7 +248,7 @@ CASES = (
     Case("mistral-7-per-kv-head-20", "Mistral", 4, heads(112, 7, 1, 20) | {"num_hidden_layers": 3}, ("theta",)),
 )
 
-# Their seeds are not picked: choices that are too close are left out where tokens are compared.
+# Their seeds are not picked: comparisons of tokens skip choices that are too close.
 MORE_CASES = (
     Case(
         "gemma-head-96-tied",

@@ -1,7 +1,7 @@
-"""Judge mutants of rooms; print those that live, and a table for each room.
+"""Judge mutants of rooms; print those that survive, and a table for each room.
 
-Exit 1 when a room's share of killed mutants is too low, or when an entry of its list of equivalent mutants is no mutant
-or is seen by a test.
+Exit 1 if a room's share of killed mutants is too low, or if an entry of its list of equivalent mutants is not a mutant
+or fails a test.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Read the command line, choose and judge."""
+    """Read the command line, choose mutants and judge them; return the exit code."""
     args = _parser().parse_args()
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads do not survive a fork
@@ -100,7 +100,7 @@ def _task(room: Room, paths: list[Path], args: argparse.Namespace) -> _Task:
 
 
 def _in_a_process(task: _Task, jobs: int, limit_s: float, min_killed: float | None) -> int:
-    """Judge in a process of its own, which alone imports the room. Return its exit code."""
+    """Judge in a separate process, because only that one may import the room. Return its exit code."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:

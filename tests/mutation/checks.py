@@ -1,7 +1,7 @@
-"""What judges a mutant: the tests of its room, and worlds of the simulation for the core. Each runs in this process.
+"""The checks that judge a mutant: the tests of its room, and worlds of the simulation for the core.
 
-The tests are collected by pytest once. To judge a mutant a process forks, changes the function, and runs those checks
-that reach the changed line: nothing is imported again.
+pytest collects the tests once, in this process. To judge a mutant, a process forks, changes the function, and runs the
+checks that reach the changed line: nothing is imported again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORLD_STEPS = 60
 _OPTIONS = ("-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-s", "-o", "addopts=")
 _FAST = "not slow and not performance and not real"
 _WHOLE_SWEEPS = (
-    "(sweep or not(slow)) and not performance and not real"  # "not slow" has tests/conftest.py leave cases out
+    "(sweep or not(slow)) and not performance and not real"  # with "not slow", tests/conftest.py omits cases
 )
 
 
@@ -45,9 +45,9 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What a check executed of the code as it is, by module.
+    """The lines of the unchanged code that a check executed, by module.
 
-    seconds: the processor time that took; wall_s: the time until it ended.
+    seconds: its processor time; wall_s: the time until it ended.
     """
 
     seconds: float
@@ -57,11 +57,10 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Judges:
-    """Which tests and worlds judge.
+    """The tests and worlds that judge.
 
-    paths: files and folders of tests. left_out: prefixes of the names of tests that do not judge.
-    conftest: the folder above which no conftest.py is loaded.
-    whole_sweeps: cases of sweeps that are not drawn judge, too.
+    paths: files and folders of tests. left_out: prefixes of the names of tests that do not judge. conftest: the folder
+    above which no conftest.py is loaded. whole_sweeps: cases of sweeps that are not drawn judge too.
     """
 
     paths: tuple[str, ...]
@@ -73,7 +72,7 @@ class Judges:
     def collect(self, use: Callable[[list[Check]], None]) -> bool:
         """Import the tests, and call `use` with them and the worlds; return False if they cannot be imported.
 
-        Hypothesis draws the same examples each time, so that a check reaches what it was measured to reach.
+        Hypothesis draws the same examples each time, so that a check reaches the lines that were measured.
         """
         settings.register_profile("mutants", derandomize=True, database=None)
         settings.load_profile("mutants")
@@ -88,7 +87,7 @@ class Judges:
 
 
 class _Session:
-    """A plugin of pytest that hands over the collected tests instead of running them."""
+    """A pytest plugin that returns the collected tests instead of running them."""
 
     def __init__(self, use: Callable[[list[Check]], None], num_worlds: int) -> None:
         self._use = use
@@ -96,7 +95,7 @@ class _Session:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Hand over tests and worlds; nothing if a file of tests cannot be imported."""
+        """Return tests and worlds; none if a test file cannot be imported."""
         if session.testsfailed:
             return True
         tests = [Check(item.nodeid, lambda item=item: _passes(item)) for item in session.items]
@@ -125,7 +124,7 @@ def _worlds(count: int) -> list[Check]:
 
 
 class Trace:
-    """Notes the lines of functions of some modules that are executed, by all threads, while it runs.
+    """Records the executed lines of functions of some modules, in all threads.
 
     lines: by the name of the module.
     """
@@ -155,7 +154,7 @@ class Trace:
 
 
 def reach_of(check: Check, modules: list[Module]) -> Reach | None:
-    """Run a check over the code as it is; return None if it fails."""
+    """Run a check on the unchanged code; return None if it fails."""
     trace = Trace(modules)
     start, start_wall = time.process_time(), time.monotonic()
     trace.start()
@@ -167,7 +166,7 @@ def reach_of(check: Check, modules: list[Module]) -> Reach | None:
 
 
 def _noting(code: CodeType, lines: set[int]) -> Any:
-    """Note the lines of a function that are executed, while there are others left."""
+    """Record the executed lines of a function until all have been executed."""
     rest = {line for _, _, line in code.co_lines() if line is not None}
 
     def note(frame: FrameType, event: str, _argument: object) -> Any:

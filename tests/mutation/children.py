@@ -1,4 +1,4 @@
-"""Forked processes that each do one thing and say what came of it, under limits of time and memory."""
+"""Forked processes that each do one thing and report its result, under limits of time and memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-MEMORY_BYTES = 2 << 30  # beside what the process has mapped when it is forked
+MEMORY_BYTES = 2 << 30  # in addition to the memory that the process has mapped when it is forked
 _TICK_S = 0.25
-_BUSY_TICK_S = 0.002  # processor time of a tick in which something was done
+_BUSY_TICK_S = 0.002  # processor time of a tick that did some work
 
 
 def in_children(items: Iterable[Any], jobs: int, act: Callable[[Any], object]) -> Iterator[tuple[Any, str]]:
-    """Act on each item in a process of its own, `jobs` at a time; yield what each says, as JSON, as they end.
+    """Call `act` on each item in a process of its own, `jobs` at a time; yield the answers, as JSON, as processes end.
 
-    A process that is ended by a signal answers with the signal's name and 0. Each has a temporary folder and a process
-    group of its own: the folder is removed and the group killed when it ends.
-    Raises RuntimeError for a process that fails otherwise.
+    The answer of a process that is killed by a signal is the signal's name and 0. Each process has a temporary folder
+    and a process group of its own: when it ends, the folder is removed and the group killed. Raises RuntimeError for a
+    process that fails otherwise.
     """
     running: dict[int, tuple[Any, Path]] = {}
     rest = iter(items)
@@ -44,7 +44,7 @@ def in_children(items: Iterable[Any], jobs: int, act: Callable[[Any], object]) -
                     is_more = False
                     break
                 folder = Path(tempfile.mkdtemp(prefix="mutant-"))
-                folder.chmod(0o755)  # some tests let another user in
+                folder.chmod(0o755)  # some tests give another user access
                 pid = os.fork()
                 if not pid:
                     _say(act, item, folder)
@@ -83,7 +83,7 @@ def _say(act: Callable[[Any], object], item: object, folder: Path) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     most = psutil.Process().memory_info().vms + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    gc.disable()  # it would touch, and so copy, what is shared with the parent
+    gc.disable()  # it would touch, and so copy, memory shared with the parent
     IDLENESS.watch()
     code = 1
     try:
@@ -98,11 +98,11 @@ def _say(act: Callable[[Any], object], item: object, folder: Path) -> None:
 
 
 class _Idleness:
-    """Ends this process when it only waits, which no limit of processor time does.
+    """Ends this process if it only waits, which no limit on processor time does.
 
-    Ticks are counted in which the process was given the processor and used it for nothing but the tick: a busy machine
-    delays ticks, it does not make them idle. A process that waits for ever may have threads that work now and then, so
-    that it is never idle: all ticks have a limit, too.
+    A tick counts as idle if the process got the processor and used it only for the tick. A busy machine delays ticks,
+    but does not make them idle. A process that waits forever may have threads that work now and then, so it is never
+    idle: therefore the number of all ticks has a limit too.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class _Idleness:
         self._used_s = 0.0
 
     def allow(self, idle_s: float, all_s: float) -> None:
-        """Begin anew: the process may be idle for `idle_s` without a pause, and live for `all_s`."""
+        """Start again: the process may be idle for `idle_s` in a row, and live for `all_s`."""
         self._limits_s = idle_s, all_s
         self._idle_s = self._all_s = 0.0
 

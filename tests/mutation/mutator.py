@@ -1,9 +1,9 @@
-"""Every mutant of a module: its syntax tree with one thing changed.
+"""Every mutant of a module: its syntax tree with one change.
 
-Statements are removed, conditions negated, operands dropped, operators swapped, numbers and bounds moved by one. The
+Statements are removed, conditions negated, operands dropped, operators swapped, numbers and bounds changed by one. The
 same source gives the same mutants in the same order. Not changed: annotations, decorators, imports, strings, `del` of
-names (a note to the linter), and what guards against bugs that are not there: an assertion is negated but not removed,
-and `strict` of zip stays.
+names (a note to the linter), and guards against bugs that do not exist: an assertion is negated but not removed, and
+`strict` of zip stays.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _UNTOUCHED = {"annotation", "returns", "decorator_list", "ctx", "type_params", "
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a node stands in a tree."""
+    """The place of a node in a tree."""
 
     parent: ast.AST
     field: str
     index: int | None = None
 
     def put(self, node: Any) -> Any:
-        """Put another node there; return the one that was there."""
+        """Put another node there; return the previous one."""
         if self.index is None:
             present = getattr(self.parent, self.field)
             setattr(self.parent, self.field, node)
@@ -81,9 +81,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One thing changed in the statement at `lines` of a module. before, after: that statement, normalised.
+    """One change in the statement at `lines` of a module. before, after: that statement, normalised.
 
-    function: the qualified name of the function that holds it, "" for what runs when the module is imported.
+    function: the qualified name of the function that contains it, "" for code that runs when the module is imported.
     """
 
     module: Module
@@ -95,7 +95,7 @@ class Mutant:
     node: Any
 
     def compiled(self) -> CodeType:
-        """Compile the whole module with it."""
+        """Compile the whole module with the change."""
         return self._compiled(lambda: self.module.tree)
 
     def _compiled(self, tree: Callable[[], ast.Module]) -> CodeType:
@@ -106,7 +106,7 @@ class Mutant:
             self.place.put(present)
 
     def function_object(self) -> Any:
-        """Return the function in this process, where its module is imported."""
+        """Return the function in this process, which must have imported its module."""
         return _function_in(vars(importlib.import_module(self.module.name)), self.function)
 
     def patch(self) -> None:
@@ -121,14 +121,14 @@ class Mutant:
 
     @property
     def title(self) -> str:
-        """The place in words."""
+        """The place as text."""
         return f"{self.module.file}:{self.lines.start} {self.function or 'module'}"
 
 
 class Module:
     """A module, by its name.
 
-    file: its path in `folder`, by default the folder that it lies in.
+    file: its path in `folder`, by default the folder that contains it.
     """
 
     def __init__(self, name: str, source: str | None = None, folder: Path | None = None) -> None:
@@ -139,7 +139,7 @@ class Module:
         self.tree = ast.parse(self.path.read_text() if source is None else source)
 
     def mutants(self) -> list[Mutant]:
-        """Return all of them, from the top to the bottom."""
+        """Return all mutants, from the top of the file to the bottom."""
         return list(self._of_block(self.tree, "body", "", "", holds_functions=True))
 
     def _of_block(
@@ -168,7 +168,7 @@ class Module:
         yield self._mutant(statement, function, place, ast.Pass(), "pass")
 
     def _of_expressions(self, node: ast.AST, statement: ast.stmt, function: str) -> Iterator[Mutant]:
-        """Yield the mutants of a node's expressions and of theirs, but not those of the statements within it."""
+        """Yield the mutants of a node's expressions, including nested ones, but not those of statements within it."""
         if isinstance(node, ast.AugAssign):
             yield from self._of_place(Place(node, "op"), statement, function, _swaps(node.op))
         for field, value in ast.iter_fields(node):
@@ -200,12 +200,12 @@ class Module:
             end = max(_first_line(statement.cases[0]), first + 1)
         else:
             end = (statement.end_lineno or first) + 1
-        lines = range(first, end)  # of a function, whose defaults change, all of them
+        lines = range(first, end)  # of a function whose defaults change, all lines
         return Mutant(self, function, lines, _header(statement), after, place, node)
 
 
 def _variants(node: ast.expr) -> Iterator[ast.expr]:
-    """Yield what an expression may become, wherever it stands."""
+    """Yield the replacements of an expression that are possible at any place."""
     match node:
         case ast.Compare(left, ops, comparators):
             for index, op in enumerate(ops):
@@ -231,7 +231,7 @@ def _variants(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def _variants_there(node: ast.expr, parent: ast.AST, field: str) -> Iterator[ast.expr]:
-    """Yield what an expression may become because of where it stands: as a condition, or as a bound."""
+    """Yield the replacements of an expression that its place allows: as a condition, or as a bound."""
     if field in {"test", "ifs", "guard"} and not isinstance(node, ast.Compare) and not _is_not(node):
         yield ast.UnaryOp(ast.Not(), node)
     is_bound = field in {"lower", "upper"} or (field == "args" and _is_call_of(parent, "range"))
@@ -260,7 +260,7 @@ def _returns_none(statement: ast.stmt) -> bool:
 
 
 def _is_without_effect(statement: ast.stmt) -> bool:
-    """Docstrings, `...`, declarations without a value, and `del` of names."""
+    """Return True for docstrings, `...`, declarations without a value, and `del` of names."""
     match statement:
         case ast.Expr(ast.Constant()):
             return True
@@ -291,9 +291,9 @@ def _header(statement: Any) -> str:
 
 
 def _alone(tree: ast.Module, qualified_name: str, *, holds_class: bool) -> ast.Module:
-    """Return a module that has one function only, in its class: it compiles sooner, and to the same code.
+    """Return a module that has only one function, in its class: it compiles faster, and to the same code.
 
-    holds_class: the function is compiled with a cell for its class, also if the mutant no longer calls `super()`.
+    holds_class: compile the function with a cell for its class, even if the mutant no longer calls `super()`.
     """
     *classes, name = qualified_name.split(".")
     nodes = [tree]
@@ -311,7 +311,7 @@ def _alone(tree: ast.Module, qualified_name: str, *, holds_class: bool) -> ast.M
 
 
 def _function_in(names: Mapping[str, Any], qualified_name: str) -> Any:
-    """Return the function that a name stands for, without what its decorators made of it."""
+    """Return the function with this qualified name, without its decorators."""
     first, *rest = qualified_name.split(".")
     found = names[first]
     for name in rest:

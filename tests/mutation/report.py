@@ -1,4 +1,4 @@
-"""What is printed of a sweep: the mutants that live, and a table."""
+"""The output of a sweep: surviving mutants, and a table."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """Prints what matters as it comes, and counts.
+    """Prints results as they arrive, and counts them.
 
-    known: the mutants that no test can see, of the list named `list_name`.
+    known: the equivalent mutants, from the list named `list_name`.
     """
 
     def __init__(self, known: dict[Key, str], list_name: str) -> None:
@@ -28,7 +28,7 @@ class Report:
         self.exit_code = 0
 
     def tell_stale(self, keys: set[Key], files: set[str] | None) -> None:
-        """Print which entries of the list, of these files or of all, are no mutants of the code as it is."""
+        """Print the entries of the list, of these files or of all, that are not mutants of the present code."""
         for file, function, before, after in sorted(self._known.keys() - keys):
             if files is not None and file not in files:
                 continue
@@ -36,7 +36,7 @@ class Report:
             print(f"{self._list_name}: no longer a mutant: {file} {function}\n  - {before}\n  + {after}")
 
     def add(self, verdict: Verdict) -> None:
-        """Count, and tell of one that lives."""
+        """Count a verdict, and print a surviving mutant."""
         mutant, key = verdict.mutant, key_of(verdict.mutant)
         file = mutant.module.file
         if verdict.killed_by is not None:
@@ -52,9 +52,9 @@ class Report:
             print(f"{mutant.title}, {reached}\n  - {mutant.before}\n  + {mutant.after}", flush=True)
 
     def print_table(self, num_chosen: int, seconds: float, min_killed: float) -> None:
-        """Print how many of each file were killed, and which of the equivalent ones a test sees.
+        """Print the number of killed mutants of each file, and the equivalent ones that fail a test.
 
-        Too few are a failure: less than so many percent of those that make a difference, or none judged at all.
+        The exit code is 1 if less than `min_killed` percent of the relevant mutants are killed, or if none was judged.
         """
         for key in sorted(self._known.keys() & self._seen.keys() - self._live):
             self.exit_code = 1

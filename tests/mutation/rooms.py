@@ -1,4 +1,4 @@
-"""The rooms whose code is mutated, and the tests that judge each of them."""
+"""The rooms with mutated code, and the tests that judge each of them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ EQUIVALENT = Path(__file__).with_name("equivalent")
 class Room:
     """Modules that are judged together.
 
-    package: the package that holds them, with its subpackages.
+    package: the package that contains them, with its subpackages.
     modules: their paths in the package; empty for all of them.
-    elsewhere: paths of modules that run in processes of their own, where no mutant reaches them: they are not judged.
+    elsewhere: paths of modules that run in child processes, which no mutant reaches: they are not judged.
     tests: files and folders below `tests/` that judge them, in this process and within seconds.
     left_out: prefixes of test names that do not judge: they start processes, or measure time or the whole process.
     conftest: the folder below `tests/` above which no conftest.py is loaded.
-    num_worlds: number of worlds of the simulation that judge, too.
+    num_worlds: number of worlds of the simulation that judge too.
     whole_sweeps: all cases of sweeps judge, not only those that are drawn for the day.
-    min_killed: the percentage of judged mutants, without the equivalent ones, that has to be killed.
+    min_killed: the percentage of judged mutants, without the equivalent ones, that must be killed.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Room:
 
     @property
     def equivalent(self) -> Path:
-        """The list of mutants that no test can see."""
+        """The path of the list of equivalent mutants."""
         return EQUIVALENT / f"{self.name}.toml"
 
     def paths(self) -> list[Path]:
@@ -57,7 +57,7 @@ class Room:
         return sorted({*([self.folder / name for name in self.modules] or self.folder.rglob("*.py"))} - left_out)
 
     def read_modules(self, paths: Iterable[Path] | None = None) -> list[Module]:
-        """Parse the modules, or those at `paths` alone."""
+        """Parse the modules, or only those at `paths`."""
         return [Module(_name_of(path), folder=self.folder) for path in (self.paths() if paths is None else paths)]
 
 
@@ -128,7 +128,7 @@ BY_NAME = {room.name: room for room in ROOMS}
 
 
 def room_of_day(day: str) -> Room:
-    """Return the room of a day, written as `date +%Y-%j` does: each in its turn, by the number of the day.
+    """Return the room of a day, written as in `date +%Y-%j`: rooms take turns by the number of the day.
 
     Raises `ValueError` for any other text.
     """
@@ -139,9 +139,9 @@ def room_of_day(day: str) -> Room:
 
 
 def paths_named(rooms: Iterable[Room], files: Iterable[str]) -> list[tuple[Room, list[Path]]]:
-    """Return each room that has one of these files, with their paths; all rooms and paths when no file is named.
+    """Return each room that has one of these files, with their paths; all rooms and paths if no file is named.
 
-    A file is the end of a path: `limiter.py`, `http/limiter.py`. Raises `ValueError` for one that no room has.
+    A file is the end of a path: `limiter.py`, `http/limiter.py`. Raises `ValueError` for a file in no room.
     """
     found = [(room, room.paths()) for room in rooms]
     wanted = [Path(file).parts for file in files]

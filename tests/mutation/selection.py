@@ -1,4 +1,4 @@
-"""Which mutants are judged, and which of them are known to change nothing."""
+"""The choice of mutants to judge, and the list of equivalent ones."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Key = tuple[str, str, str, str]
 
 
 def key_of(mutant: Mutant) -> Key:
-    """Name a mutant by what it changes, not by where that stands: other lines of the file may change."""
+    """Return a key of a mutant that does not depend on its line number, because other lines of the file may change."""
     return mutant.module.file, mutant.function, mutant.before, mutant.after
 
 
 def read_equivalent(text: str) -> dict[Key, str]:
-    """Read the mutants that no test can see, each with its reason."""
+    """Read the equivalent mutants, each with its reason."""
     return {
         (entry["file"], entry["function"], entry["before"], after): entry["reason"]
         for entry in tomllib.loads(text).get("mutant", [])
@@ -34,7 +34,7 @@ def read_equivalent(text: str) -> dict[Key, str]:
 
 
 def of_changed_lines(mutants: Iterable[Mutant], diff: str) -> list[Mutant]:
-    """Return those of statements of which a diff without context adds or changes a line."""
+    """Return the mutants of statements with a line that a diff without context adds or changes."""
     changed: defaultdict[str, set[int]] = defaultdict(set)
     name = ""
     for line in diff.splitlines():
@@ -51,9 +51,9 @@ def _path_in_git(mutant: Mutant) -> str:
 
 
 def diff_since(revision: str, folder: Path) -> str | None:
-    """Return what changed in a folder since the work tree branched off a revision; None if git cannot say.
+    """Return the diff of a folder since the work tree branched off a revision; None if git does not know it.
 
-    On that revision itself: since the commit before. None means that any statement may have changed.
+    On that revision itself: since the previous commit. None means that any statement may have changed.
     """
     head, base = _git("rev-parse", "HEAD"), _git("merge-base", revision, "HEAD")
     if base == head:

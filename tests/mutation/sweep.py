@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 IMPORT_S = 20.0  # of one core
 MAX_FAILED_SHARE = 0.02
-MOST_S = 20.0  # of checks, as they were measured, that a mutant may survive before it counts as alive
+MOST_S = 20.0  # measured time of the checks that a mutant survives before it counts as alive
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a mutant. killed_by: the check that saw it, or how its process ended; None where it lives."""
+    """The result of a mutant. killed_by: the check that failed, or how its process ended; None if it survives."""
 
     mutant: Mutant
     killed_by: str | None
@@ -36,10 +36,10 @@ class Verdict:
 
 
 class Sweep:
-    """Judges mutants of `modules` on `jobs` processes.
+    """Judges mutants of `modules` with `jobs` processes.
 
-    tell: is called with each verdict as it comes. limit_s: no mutant is begun after so many seconds, in which the
-    measuring of the checks does not count.
+    tell: called with each verdict as it arrives. limit_s: no mutant is started after so many seconds, not counting the
+    measurement of the checks.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Sweep:
         self._kills: Counter[tuple[str, str, str]] = Counter()  # by module, function and check
 
     def judge(self, mutants: Sequence[Mutant]) -> list[Verdict]:
-        """Judge them: first those that need an import of their own, then those of functions.
+        """Judge mutants: first those that must be imported, then those of functions.
 
-        Under a limit of time imports have the part of it that is their part of the mutants.
+        Under a time limit, the time for imports is proportional to their share of the mutants.
         """
         verdicts: list[Verdict] = []
         libraries = self._measure()
@@ -84,7 +84,7 @@ class Sweep:
         return verdicts
 
     def _measure(self) -> list[str]:
-        """Run every check over the code as it is, in processes that import octavo; this one must not.
+        """Run every check on the unchanged code, in processes that import octavo; this process must not import it.
 
         Return the modules of other packages that the checks import.
         """
@@ -125,14 +125,18 @@ class Sweep:
         return libraries
 
     def _tell_failed(self, failed: list[str]) -> None:
-        """Leave out tests that fail over the code as it is: traced, a test of times may. Many of them are an error."""
+        """Exclude tests that fail on the unchanged code: under tracing, a test of times may fail. Many of them are an
+        error.
+        """
         for name in failed:
             print(f"{name} fails without any mutant: it does not judge", flush=True)
         if len(failed) > MAX_FAILED_SHARE * (len(failed) + len(self._reach)):
             raise RuntimeError(f"{len(failed)} tests fail without any mutant: {', '.join(failed)}")
 
     def _needs_import(self, mutant: Mutant) -> bool:
-        """Whether a mutant is seen only when its module is imported: if so, patching its function comes too late."""
+        """Return True if a mutant is visible only when its module is imported, so that patching its function is too
+        late.
+        """
         name = mutant.module.name
         return not mutant.function or (
             not self._at_import[name].isdisjoint(mutant.lines)
@@ -140,7 +144,7 @@ class Sweep:
         )
 
     def _judged(self, mutants: list[Mutant], act: Callable[[Mutant], object], end: float) -> Iterator[Verdict]:
-        """Judge mutants until a moment of the monotonic clock."""
+        """Judge mutants until a time of the monotonic clock."""
         for mutant, said in in_children((each for each in mutants if time.monotonic() < end), self._jobs, act):
             verdict = Verdict(mutant, *json.loads(said))
             self._kills[mutant.module.name, mutant.function, verdict.killed_by or ""] += 1
@@ -150,7 +154,7 @@ class Sweep:
     def _try_patched(self, mutant: Mutant, checks: list[Check]) -> object:
         try:
             mutant.patch()
-        except SyntaxError:  # a name that an inner function binds by nonlocal is gone, say
+        except SyntaxError:  # for example a name that an inner function binds by nonlocal is gone
             return "compilation", 0
         return self._try(mutant, checks)
 
@@ -162,10 +166,11 @@ class Sweep:
         return answers[0] if answers else ("import", 0)
 
     def _try(self, mutant: Mutant, checks: list[Check]) -> tuple[str | None, int]:
-        """Run the checks that reach a mutant until one fails: first those that saw others of its function.
+        """Run the checks that reach a mutant until one fails, starting with those that killed mutants of the same
+        function.
 
-        What runs at import is reached by all; those that execute functions of its module come first. The quickest come
-        before others, and what is left after MOST_S seconds of them is not run.
+        Code that runs at import is reached by all checks; those that execute functions of its module come first,
+        ordered by time. Checks after a total of MOST_S seconds are not run.
         """
         name, kills, reach = mutant.module.name, self._kills, self._reach
         reached = [check for check in checks if self._reaches(check, mutant)]
@@ -188,14 +193,14 @@ class Sweep:
         return None, len(reached)
 
     def _reaches(self, check: Check, mutant: Mutant) -> bool:
-        reach = self._reach.get(check.name)  # None for a check that was not there to be measured
+        reach = self._reach.get(check.name)  # None for a check that was not measured
         return reach is not None and (
             self._needs_import(mutant) or not reach.lines[mutant.module.name].isdisjoint(mutant.lines)
         )
 
 
 class _MutantFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Imports a mutant in the place of its module."""
+    """Imports a mutant in place of its module."""
 
     def __init__(self, mutant: Mutant) -> None:
         self._mutant = mutant
@@ -225,7 +230,7 @@ def _libraries() -> list[str]:
 
 
 def _import_all(names: list[str]) -> None:
-    """Import modules of other packages once, so that the processes that import a mutant need not."""
+    """Import modules of other packages once, so that processes that import a mutant need not."""
     for name in names:
         with suppress(Exception):
             importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""What becomes of a piece of code, which of it is judged, and that a sweep tells the killed from the living."""
+"""The mutants of some code, the choice of mutants to judge, and that a sweep finds out which are killed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_function_of_the_core_is_patched(monkeypatch):
     from octavo.core.kv.host_block_pool import HostBlockPool
 
     function = ContentPool.take
-    monkeypatch.setattr(function, "__code__", function.__code__)  # put back behind the test
+    monkeypatch.setattr(function, "__code__", function.__code__)  # restored after the test
     module = Module("octavo.core.kv.content_pool")
     [mutant] = [
         each
@@ -137,7 +137,7 @@ def test_changed_lines_choose_the_statements_they_are_part_of():
     diff = "--- a/stop.py\n+++ b/src/octavo/core/stop.py\n@@ -3,0 +3 @@ def f\n+            b):\n@@ -9,2 +9,0 @@\n"
     assert {each.before for each in of_changed_lines(mutants, diff)} == {"if a and b:"}
     assert of_changed_lines(mutants, diff.replace("stop.py", "policy.py")) == []
-    assert of_changed_lines(mutants, diff.replace("core", "router")) == []  # another file of that name
+    assert of_changed_lines(mutants, diff.replace("core", "router")) == []  # another file with that name
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
@@ -216,5 +216,5 @@ def test_a_sweep_tells_the_killed_from_the_living(tmp_path):
         killed_by, num_checks, function, after = line.split(" | ")
         outcomes[function, after] = (killed_by.rpartition("::")[2], int(num_checks))
     assert outcomes["ContentPool.take", "if count <= self.num_free_blocks:"] == ("test_take", 1)
-    assert outcomes["ContentPool.take", "if count >= self.num_free_blocks:"] == ("None", 1)  # lives
+    assert outcomes["ContentPool.take", "if count >= self.num_free_blocks:"] == ("None", 1)  # survives
     assert outcomes["ContentPool.cached_blocks", "pass"] == ("None", 0)  # is not reached

@@ -1,5 +1,5 @@
-"""The core in virtual time, against a model that would show any wrong token.
+"""The core in virtual time, with a model that shows any wrong token.
 
-Scheduler, KV cache manager and policies are the real ones; the worker is a hash function, the clock a number, and
-faults come from a seed. `python -m simulation` from the tests folder, or `make simulate`.
+Scheduler, KV cache manager and policies are the real ones. The worker is a hash function, the clock a number, and
+faults come from a seed. Run it with `python -m simulation` in the tests folder, or `make simulate`.
 """

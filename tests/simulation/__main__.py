@@ -1,6 +1,6 @@
-"""Run worlds until so many steps are done; print one line of JSON for each seed. Exit 1 at the first world that fails.
+"""Run worlds up to a number of steps; print one line of JSON for each seed. Exit 1 at the first world that fails.
 
-A failing world is made as small as it can be, and printed as a line for corpus.jsonl.
+A failing world is shrunk, and printed as a line for corpus.jsonl.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DRAWS: dict[str, Draw] = {
 
 
 def main() -> int:
-    """Read the command line and run."""
+    """Read the command line and run; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
     parser.add_argument("--steps", type=int, default=20_000, help="steps that schedule tokens, over a seed's worlds")
     parser.add_argument("--seed", type=int, default=0)
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def report_failure(name: str, error: str | None, totals: Totals, *, draw: Draw, shrinks: bool) -> int:
-    """Print what is wrong with a world, and the smallest one that shows it."""
+    """Print the failure of a world, and the smallest world found that still fails; return the exit code."""
     if error is None:
         print(totals)
         return 0
@@ -93,7 +93,7 @@ def report_failure(name: str, error: str | None, totals: Totals, *, draw: Draw, 
 
 
 def shrunk(name: str, draw: Draw) -> tuple[WorldConfig, str]:
-    """Make a failing world smaller."""
+    """Shrink a failing world; return its name and configuration."""
     from simulation.shrink import shrink
 
     return shrink(name, draw(random.Random(name)))
@@ -107,7 +107,7 @@ def print_coverage(totals: Totals) -> None:
 
 
 def rarest(totals: Totals) -> int:
-    """Return how often the rarest combination of three features occurred."""
+    """Return the number of occurrences of the rarest combination of three features."""
     return min(totals.combinations[triple] for triple in itertools.combinations(FEATURES, 3))
 
 

@@ -1,4 +1,4 @@
-"""Long runs: the worlds of several seeds, kept in a file, so that what was interrupted goes on where it was."""
+"""Long runs: the worlds of several seeds. Progress is kept in a file, so an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ SAVE_EVERY_S = 20.0
 
 @dataclass(slots=True)
 class Run:
-    """The worlds of one seed so far. seconds: of one core. failed: the name of the world that failed, and how."""
+    """The finished worlds of one seed. seconds: of one core. failed: the name of the world that failed, and the
+    error.
+    """
 
     seed: int
     num_worlds: int = 0
@@ -37,20 +39,20 @@ class Run:
     failed: tuple[str, str] | None = None
 
     def report(self) -> dict[str, Any]:
-        """Return what is printed of it."""
+        """Return the figures to print."""
         figures = {each.name: getattr(self.totals, each.name) for each in fields(Totals) if each.name != "combinations"}
         speed = round(self.totals.steps / self.seconds) if self.seconds else 0
         return {"seed": self.seed, **figures, "worlds": self.num_worlds, "steps_per_second": speed}
 
     def to_json(self) -> dict[str, Any]:
-        """Return it in full."""
+        """Return all fields for the file."""
         totals = {each.name: getattr(self.totals, each.name) for each in fields(Totals)}
         totals["combinations"] = {"+".join(names): count for names, count in self.totals.combinations.items()}
         return {"seed": self.seed, "num_worlds": self.num_worlds, "seconds": self.seconds, "totals": totals}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Run:
-        """Read what `to_json` gave."""
+        """Read the result of `to_json`."""
         totals = Totals()
         counts = {tuple(names.split("+")): count for names, count in saved["totals"].pop("combinations").items()}
         faults = saved["totals"].pop("faults")
@@ -61,7 +63,7 @@ class Run:
 
 
 def source_digest() -> str:
-    """Return a digest of the code that decides what a world does: figures of other code must not be added up."""
+    """Return a digest of the code that decides a world's course: figures of different code must not be added up."""
     digest = hashlib.sha256()
     source = TESTS.parent / "src" / "octavo"
     for path in (
@@ -74,7 +76,7 @@ def source_digest() -> str:
 
 
 class RunFile:
-    """Runs kept at `path`, or nowhere when it is None. Raises SystemExit for a file that other code has written."""
+    """Runs kept at `path`, or in memory only if it is None. Raises SystemExit for a file written by other code."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -87,7 +89,7 @@ class RunFile:
             self.runs = {run["seed"]: Run.from_json(run) for run in saved["runs"]}
 
     def save(self) -> None:
-        """Replace the file, in one move."""
+        """Replace the file atomically."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +99,7 @@ class RunFile:
 
 
 def run_one(name: str, draw: Draw = draw_config) -> tuple[str | None, Totals, float]:
-    """Run the world of that name; return what is wrong with it, its figures, and seconds of one core."""
+    """Run the world with this name; return its error or None, its figures, and seconds of one core."""
     start = time.process_time()
     try:
         totals = run_world(name, draw(random.Random(name)))
@@ -107,7 +109,7 @@ def run_one(name: str, draw: Draw = draw_config) -> tuple[str | None, Totals, fl
 
 
 def run_seed(seed: int, num_steps: int, jobs: int, file: RunFile, draw: Draw = draw_config) -> Run:
-    """Run worlds of a seed until so many steps are done or one fails, from where the file says it stands."""
+    """Run worlds of a seed until `num_steps` steps are done or one fails, starting from the progress in the file."""
     run = file.runs.setdefault(seed, Run(seed))
     if run.totals.steps >= num_steps:
         return run

@@ -1,7 +1,7 @@
-"""Small worlds without chance: every interleaving of up to three requests over four blocks, with aborts.
+"""Small deterministic worlds: every interleaving of up to three requests over four blocks, with aborts.
 
 Each request arrives before one of the first steps, is aborted before a later one or never, and ends after one to three
-tokens: together every order of arrivals, aborts and completions that steps can tell apart.
+tokens. Together these are all orders of arrivals, aborts and completions that steps can distinguish.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPTS = (
     [1, 2, 3, 4],
     [1, 2, 4],
     [1, 2, 3, 4, 5],
-)  # block size 2: all share a block, and the first ends on the last's
+)  # block size 2: all share a block, and the first prompt ends in the last one's
 CONFIGS = tuple(
     {"policy": policy, "admission": admission, "preemption": preemption, "batching": batching, **others}
     for policy, admission, preemption, batching, others in (
@@ -33,7 +33,7 @@ CONFIGS = tuple(
         ("priority", "optimistic", "swap", "prefill_first", {}),
         ("fair", "reservation", "recompute", "mixed", {}),
         ("deadline", "reservation", "recompute", "prefill_first", {}),
-        ("fcfs", "optimistic", "swap", "mixed", {"window": 2, "max_num_batched_tokens": 3}),  # over three window blocks
+        ("fcfs", "optimistic", "swap", "mixed", {"window": 2, "max_num_batched_tokens": 3}),  # with three window blocks
         ("fair", "reservation", "recompute", "mixed", {"window": 3, "max_num_batched_tokens": 3}),
     )
 )
@@ -41,7 +41,7 @@ CONFIGS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """When each request comes and is aborted (before which step), and how many tokens it gets."""
+    """The steps before which each request arrives and is aborted, and the number of its tokens."""
 
     arrivals: tuple[int, ...]
     aborts: tuple[int, ...]
@@ -65,7 +65,7 @@ def all_stories(
 
 
 def live(story: Story) -> None:
-    """Live through a story. Raises `SimulationError` with the story in it."""
+    """Run a story. Raises `SimulationError` that names the story."""
     options = CONFIGS[story.config]
     config = WorldConfig(
         num_blocks=4,
@@ -92,7 +92,7 @@ def live(story: Story) -> None:
 
 
 def add(world: World, name: str, prompt: list[int], max_tokens: int) -> None:
-    """Send a request; reservation refuses none of these."""
+    """Add a request; reservation refuses none of these."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     world.scheduler.add_request(Request(name, prompt, params, priority=len(prompt) % 2, tenant=name))
     world.worker.identities[name] = 0
@@ -106,7 +106,7 @@ def run_all(
     jobs: int = 1,
     configs: Sequence[int] = range(len(CONFIGS)),
 ) -> int:
-    """Live through all stories under these of `CONFIGS`, on so many processes; return how many there were."""
+    """Run all stories with these of `CONFIGS` in `jobs` processes; return their number."""
     stories = all_stories(num_arrival_steps, num_abort_steps, max_length, configs)
     if jobs == 1:
         return sum(1 for _ in map(live, stories))

@@ -1,11 +1,13 @@
-"""A worker whose tokens show any wrong, stale, swapped, unwritten or too early shared KV slot.
+"""A worker whose tokens reveal any wrong, stale, swapped, unwritten or prematurely shared KV slot.
 
-The content of slot i hashes the content of slot i - 1, read through the block table, with token i, i and the identity
-of the weights; within a span, with the span's content, too. The next token is a position-mixed sum over slots 0 .. i, all read through the block table when it is
-sampled. Freed blocks are poisoned. The oracle computes the same from the list of tokens alone.
+The content of slot i is a hash of the content of slot i - 1, read through the block table, with token i, i and the
+identity of the weights; within a span, also with the span's content. The next token is a position-mixed sum over slots
+0 .. i, all read through the block table when it is sampled. Freed blocks are poisoned. The oracle computes the same
+from the list of tokens alone.
 
-With further KV groups each slot has a content in a block of each group. The first content also hashes those of the slots
-that the group's kind says its row reads, through the group's block table when it is computed.
+With further KV groups, each slot has a content in a block of each group. The content in the first group then also
+hashes the contents that the row reads in the further groups, by the kind of the group and through its block table at
+the time of the computation.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ POISON = -1
 
 
 def slot_content(previous: int, token: int, position: int, identity: int) -> int:
-    """Content of one slot; Python's hash of integers is the same in every process."""
+    """Return the content of one slot; Python's hash of integers is the same in every process."""
     return hash((previous, token, position, identity)) & _MASK
 
 
 def identity_at(identity: int, spans: Sequence[ContentSpan], position: int) -> int:
-    """Return what the content of a slot depends on beside tokens and slots: the weights, and the span that has it."""
+    """Return what a slot's content depends on in addition to tokens and slots: the weights, and the span around it."""
     for span in spans:
         if span.first <= position < span.end:
             return hash((identity, int(span.key), position - span.first))
@@ -43,12 +45,12 @@ def identity_at(identity: int, spans: Sequence[ContentSpan], position: int) -> i
 
 
 def read_content(contents: list[int], position: int) -> int:
-    """Mix what the row at a position reads in a further group: its own content last."""
+    """Mix the contents that the row at a position reads in a further group, its own content last."""
     return hash((position, *contents)) & _MASK
 
 
 class Oracle:
-    """The tokens a request has to get, whatever the schedule. kinds: of the KV groups after the first."""
+    """The tokens that a request must get in every schedule. kinds: of the KV groups after the first."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class Oracle:
         self.contents.append(self._content)
 
     def _next_content(self, content: int, token: int, position: int, more_contents: list[list[int]]) -> int:
-        """Return the content of the next slot, and append those of further groups."""
+        """Return the content of the next slot, and append the contents of further groups."""
         identity = identity_at(self.identity, self.spans, position)
         for index, (kind, contents) in enumerate(zip(self.kinds, more_contents, strict=True)):
             contents.append(slot_content(content, token, position, ~identity - index))
@@ -83,22 +85,22 @@ class Oracle:
         return slot_content(content, token, position, identity)
 
     def block_contents(self, size: int) -> list[list[int]]:
-        """Return what a store has of each full block: the contents of each group, in their order."""
+        """Return the contents of each full block as a store keeps them: those of each group, in the order of groups."""
         starts, groups = range(0, self.length // size * size, size), (self.contents, *self.more_contents)
         return [[content for contents in groups for content in contents[i : i + size]] for i in starts]
 
     def next_token(self) -> int:
-        """Return the token that follows."""
+        """Return the next token."""
         return self._sum % VOCAB_SIZE
 
     def accept(self, token: int) -> None:
-        """Go on behind it."""
+        """Append a token."""
         self._append(token)
 
     def guess(self, count: int, error_rate: float, rng: random.Random, sampled: Sequence[int] = ()) -> list[int]:
-        """Return the next tokens as a draft model would: each wrong with probability `error_rate`.
+        """Return the next tokens as a draft model would: each is wrong with probability `error_rate`.
 
-        sampled: tokens that follow what it has accepted, and come before the guess.
+        sampled: tokens after the accepted ones and before the draft.
         """
         content, total, length = self._content, self._sum, self.length
         more_contents = [contents[:] for contents in self.more_contents]
@@ -119,7 +121,7 @@ class Oracle:
 
 @dataclass(slots=True)
 class Row:
-    """What the worker knows of a request."""
+    """The worker's state of a request."""
 
     tokens: list[int]
     tables: list[list[int]]
@@ -129,10 +131,10 @@ class Row:
 
 
 class HashWorker:
-    """Keeps blocks, tables and tokens exactly as told by the scheduler's outputs.
+    """Keeps blocks, tables and tokens exactly as the scheduler's outputs say.
 
-    memory, host: contents by KV group, block and slot, on the device and in host memory.
-    kinds: of the groups after the first.
+    memory, host: contents by KV group, block and slot, on the device and in host memory. kinds: of the groups after the
+    first.
     """
 
     def __init__(
@@ -160,7 +162,7 @@ class HashWorker:
         return ModelOutput(scheduled.step, sampled)
 
     def take_back(self, request_id: str, count: int) -> None:
-        """Know no more of so many tokens that were sampled last: they are postponed."""
+        """Forget the last `count` sampled tokens of a request, because they are postponed."""
         del self.rows[request_id].tokens[-count:]
 
     def _copy(self, scheduled: SchedulerOutput) -> None:
@@ -190,7 +192,7 @@ class HashWorker:
                 self.rows[request_id].tables[group] += block_ids
 
     def _compute(self, row: Row, count: int, drafts: list[int]) -> list[int]:
-        """Write `count` slots; return the model's own choices, as far as they confirm the drafts, and one more."""
+        """Write `count` slots; return the model's own choices as far as they confirm the drafts, and one more."""
         size, blocks, table = self.block_size, self.memory[0], row.tables[0]
         start, tokens = row.computed, row.tokens + drafts
         content = blocks[table[(start - 1) // size]][(start - 1) % size] if start else 0
@@ -215,7 +217,7 @@ class HashWorker:
         return sampled
 
     def _read(self, row: Row, index: int, kind: KVGroupKind, content: int, token: int, position: int) -> int:
-        """Write a slot's content in a further group; mix those that its row reads, through the group's table."""
+        """Write a slot's content in a further group; mix the contents that its row reads, through the group's table."""
         size, blocks, table = self.block_size, self.memory[index + 1], row.tables[index + 1]
         if table[position // size] < 0:
             raise IndexError(f"position {position} has no block in {table}")
@@ -225,7 +227,7 @@ class HashWorker:
         return read_content([blocks[table[i // size]][i % size] for i in read], position)
 
     def poison(self, block_ids: list[list[int]], host_block_ids: list[int]) -> None:
-        """Overwrite blocks that nothing holds, on the device by KV group, and in host memory."""
+        """Overwrite blocks without a holder, on the device by KV group, and in host memory."""
         blank = [POISON] * self.block_size
         for memory, ids in zip(self.memory, block_ids, strict=True):
             for block_id in ids:

@@ -1,4 +1,4 @@
-"""Steps that were decided and are not collected yet, as a world sees them: in order, computed early or late."""
+"""Steps in flight of a simulated world: they are collected in order, and computed early or late."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ EXPECTED_TOKEN = -7
 
 @dataclass(slots=True)
 class Submitted:
-    """A step. free: blocks of each KV group, and host blocks, that nothing held before it was decided.
+    """A step in flight. free: blocks of each KV group, and host blocks, that had no holder before it was decided.
 
-    requests: who is computed in it, and how often each had been preempted.
+    requests: the requests of the step, each with its number of preemptions at that time.
     """
 
     scheduled: SchedulerOutput
@@ -38,7 +38,7 @@ class Submitted:
     result: ModelOutput | None = None
 
     def alive(self) -> list[Request]:
-        """Return who still waits for what is computed."""
+        """Return the requests that still wait for the result of this step."""
         return [
             request
             for request, num_preemptions in self.requests.values()
@@ -48,7 +48,7 @@ class Submitted:
 
 @dataclass(slots=True)
 class Pipeline:
-    """Hands steps to a worker and to a store, at once or when their results are asked for."""
+    """Passes steps to a worker and to a store, when they are submitted or when their results are needed."""
 
     worker: HashWorker
     store: SimulatedStore
@@ -56,13 +56,13 @@ class Pipeline:
     steps: deque[Submitted] = field(default_factory=deque)
 
     def submit(self, step: Submitted) -> None:
-        """Take a step; half of them are computed before anything else is decided."""
+        """Add a step; half of the steps are computed before the next decision."""
         self.steps.append(step)
         if self.rng.random() < 0.5:
             self.run(step)
 
     def run(self, last: Submitted) -> ModelOutput:
-        """Compute all steps up to this one; return its result."""
+        """Compute all steps up to `last`; return its result."""
         for step in self.steps:
             if step.result is None:
                 self.worker.poison(*step.free)
@@ -72,7 +72,7 @@ class Pipeline:
                 break
         if last.result is None:
             raise LookupError(f"step {last.scheduled.step} was not submitted")
-        for step in self.steps:  # what moves KV waits for nobody: what ended meanwhile is told with the oldest result
+        for step in self.steps:  # transfers wait for no step: all that ended are reported with the oldest result
             if step.result is not None and step is not last:
                 last.result.kv_transfers.extend(step.result.kv_transfers)
                 step.result.kv_transfers.clear()
@@ -80,7 +80,7 @@ class Pipeline:
 
     @contextmanager
     def expected(self) -> Iterator[set[str]]:
-        """Let requests look as they will when all steps but the newest are collected; yield who has ended then."""
+        """Change requests to their state after all steps but the newest; yield the requests that have ended by then."""
         ending, changed = set(), []
         for step in list(self.steps)[:-1]:
             counts = step.scheduled.num_scheduled_tokens

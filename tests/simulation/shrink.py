@@ -1,4 +1,4 @@
-"""Make a failing world as small as it can be, so that somebody can read it."""
+"""Shrink a failing world to a readable size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def failure_of(seed: str, config: WorldConfig) -> str | None:
-    """Return what is wrong with a world, or None."""
+    """Return the error of a world, or None."""
     try:
         run_world(seed, config)
     except SimulationError as error:
@@ -21,7 +21,7 @@ def failure_of(seed: str, config: WorldConfig) -> str | None:
 
 
 def simpler(config: WorldConfig) -> Iterator[WorldConfig]:
-    """Yield configurations that are simpler in one thing: shorter first, then without a fault or a feature."""
+    """Yield configurations that are simpler in one respect: shorter ones first, then without a fault or a feature."""
     for num_steps in (config.num_steps // 2, config.num_steps * 9 // 10, config.num_steps - 1):
         if 0 < num_steps < config.num_steps:
             yield replace(config, num_steps=num_steps)
@@ -39,7 +39,7 @@ def simpler(config: WorldConfig) -> Iterator[WorldConfig]:
 
 
 def shrink(seed: str, config: WorldConfig) -> tuple[WorldConfig, str]:
-    """Return the simplest configuration found that still fails with this seed, and how it fails."""
+    """Return the simplest configuration found that still fails with this seed, and its error."""
     error = failure_of(seed, config)
     if error is None:
         raise ValueError(f"world {seed} does not fail")

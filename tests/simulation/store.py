@@ -1,8 +1,8 @@
-"""A store of KV outside, both halves: it keeps what was in the blocks when they were read, and is not to be trusted.
+"""An unreliable KV store, both halves: it keeps the content that blocks have when they are read.
 
-Bytes move slot by slot over several steps, so a block that is given to others meanwhile is saved with their content.
-Each record carries a checksum over its key and content, which is looked at when it is loaded, as is its length. What
-has lost its part in the second KV group is saved without it, under a key of its own, as real stores do.
+Bytes move slot by slot over several steps, so a block that is reused meanwhile is saved with the new content. Each
+record has a checksum over its key and content; checksum and length are checked on load. As in real stores, a block that
+lost its part in the second KV group is saved without it, under its own key.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from simulation.hash_model import HashWorker
 
 _UNREAD = -2
-_LEASE_STEPS = 3  # for so long a donor keeps blocks for a load that it does not hear of
-_MAX_ASKED = 40  # so often a lookup waits for what another engine saves
+_LEASE_STEPS = 3  # a donor keeps blocks for so many steps without news of the load
+_MAX_ASKED = 40  # a lookup waits for another engine's saves up to so many questions
 RECORD_FAULTS = ("tampered", "truncated", "stale", "of another block", "lost")
-_HALVED = "halved, with a checksum"  # of models with two groups: what is left is right
+_HALVED = "halved, with a checksum"  # for models with two groups: the remaining half is right
 
 
 @dataclass(slots=True)
@@ -38,23 +38,24 @@ class Record:
 
     @classmethod
     def of(cls, key: bytes, contents: list[int]) -> Record:
-        """Make a record that is whole."""
+        """Make a valid record."""
         return cls(contents, checksum(key, contents))
 
 
 def checksum(key: bytes, contents: list[int]) -> int:
-    """Sum up a record and what it is of."""
+    """Return the checksum of a record and its key."""
     return hash((key, *contents))
 
 
 @dataclass(slots=True)
 class Donor:
-    """A prefill engine with one prompt, whose blocks are there one after another, in part, or never.
+    """A prefill engine with one prompt. Its blocks arrive one after another, some of them or none.
 
     contents: of each block.
 
-    is_direct: a load gets them while they are computed; else they go into the store. num_ever: then it is gone.
-    leased_until: the step in which it uses their memory for something else; None: nobody has asked for them yet.
+    is_direct: a load gets the blocks while they are computed; otherwise they go into the store. num_ever: the number of
+    blocks after which the engine is gone. leased_until: the step in which it reuses their memory; None: no load has
+    asked for them yet.
     """
 
     keys: list[bytes]
@@ -68,15 +69,15 @@ class Donor:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes."""
+        """Return True if no more blocks will arrive."""
         return self.num_there >= self.num_ever
 
 
 @dataclass(slots=True)
 class Moving:
-    """A transfer under way. due: the step in which it ends; outcome: done, failed, lost. read: what was saved so far.
+    """An open transfer. due: the step in which it ends; outcome: done, failed, lost. read: the content saved so far.
 
-    donor: whose blocks it waits for; records: those that are there.
+    donor: the engine whose blocks it waits for; records: the blocks that have arrived.
     """
 
     order: KVTransfer
@@ -88,17 +89,17 @@ class Moving:
 
     @property
     def waits(self) -> bool:
-        """Whether more blocks may come from a donor."""
+        """Return True if more blocks may arrive from a donor."""
         if self.donor is None or self.records is None:
             return False
         return not self.donor.is_over and self.order.keys[-1] not in self.records
 
 
 class SimulatedStore:
-    """Both halves of a store, with delays, failures, faults of what is stored, and late, lost and double completions.
+    """Both halves of a store, with delays, failures, corrupt records, and late, lost and double completions.
 
-    It is also what prefill engines hand over. breaches: what it was told out of order, and what a donor let go although
-    it was waited for. rate: how often it offers what it has. checks: whether records are believed only with their checksum.
+    It also plays the prefill engines. breaches: calls in a wrong order, and blocks that a donor released while a load
+    waited for them. rate: how often the store offers blocks. checks: records are used only if their checksum is right.
     """
 
     name = "simulated"
@@ -115,14 +116,14 @@ class SimulatedStore:
         self.late: list[tuple[int, int, int]] = []
         self.faults: dict[str, int] = {}
         self.donors: dict[str, Donor] = {}  # by request
-        self.known: dict[str, int] = {}  # requests, and how often each was added
+        self.known: dict[str, int] = {}  # number of times that each request was added
         self.ordered: set[int] = set()
         self.num_handed_over = 0
         self.num_parts = Counter[str]()  # blocks with the first group only that were saved, and loaded
         self.breaches: list[str] = []
 
     def hand_over(self, name: str, keys: list[bytes], contents: list[list[int]]) -> None:
-        """Let another engine begin to compute a request's prompt."""
+        """Start the computation of a request's prompt by another engine."""
         num_ever = self.rng.choice([len(keys), len(keys), len(keys), self.rng.randint(0, len(keys))])
         if num_ever < len(keys):
             self._count("a prefill engine that is gone")
@@ -130,7 +131,7 @@ class SimulatedStore:
         self.donors[name] = Donor(keys, contents, self.rng.random() < 0.5, pace, num_ever)
 
     def _record(self, donor: Donor, index: int) -> Record:
-        """Return a block of a donor, which may lie."""
+        """Return the record of a donor's block, which may be corrupt."""
         contents = donor.contents[index]
         record = Record.of(donor.keys[index], contents)
         if self.faulty and self.rng.random() < 0.05:
@@ -139,7 +140,7 @@ class SimulatedStore:
         return record
 
     def _advance(self) -> None:
-        """Let donors compute for a step; what goes through the store is there at once."""
+        """Advance donors by a step; a block that goes through the store is available immediately."""
         for donor in self.donors.values():
             if donor.is_over or self.rng.random() >= donor.pace:
                 continue
@@ -149,13 +150,13 @@ class SimulatedStore:
             donor.num_there += 1
 
     def _renew(self, step: int) -> None:
-        """Tell donors what is still waited for."""
+        """Renew the leases of donors that open transfers wait for."""
         for moving in self.moving.values():
             if moving.donor is not None:
                 moving.donor.leased_until = step + _LEASE_STEPS
 
     def publish(self, keys: Sequence[bytes], contents: list[list[int]]) -> None:
-        """Take in what another engine saved, block by block, of some the first group only."""
+        """Add blocks that another engine saved, some of them with the first group only."""
         for key, block in zip(keys, contents, strict=True):
             if self.worker.kinds and self.rng.random() < 0.3:
                 name = key_of_first_group(key)
@@ -166,11 +167,11 @@ class SimulatedStore:
     # --- the scheduler's half -----------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
-        """Note it."""
+        """Record the request."""
         self.known[request.request_id] = self.known.get(request.request_id, 0) + 1
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Offer what it has of some requests, and sometimes more than that; or think about it."""
+        """Offer the stored tokens of some requests, sometimes too many; or return None for a later answer."""
         if not self.known.get(request.request_id):
             self.breaches.append(f"asked for {request.request_id}, of which it was never told")
         donor = self.donors.get(request.request_id)
@@ -187,7 +188,7 @@ class SimulatedStore:
         return count * size
 
     def _num_found(self, keys: list[bytes], first: int, num_tokens: int) -> int:
-        """Return how many of a sequence's blocks from the `first` on are there, as far as one can go on behind them."""
+        """Return how many blocks of a sequence, from the `first` on, are stored and allow it to resume after them."""
         worker, is_whole = self.worker, list[bool]()
         for key in keys:
             if key not in self.records and not (worker.kinds and key_of_first_group(key) in self.records):
@@ -201,7 +202,7 @@ class SimulatedStore:
         return num_usable(is_whole, first, num_tokens, worker.block_size, worker.kinds)
 
     def _expected(self, donor: Donor, request: Request, num_computed_tokens: int) -> int | None:
-        """Offer what a donor computes; what goes through the store is waited for."""
+        """Offer the blocks that a donor computes; None while those that go through the store are awaited."""
         first = num_computed_tokens // self.worker.block_size
         keys = donor.keys[first:]
         if donor.is_direct:
@@ -213,13 +214,13 @@ class SimulatedStore:
         return count * self.worker.block_size
 
     def lookup_given_up(self, request: Request) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Nothing to note: the order comes with the step."""
+        """Do nothing: the order comes with the step."""
 
     def keys_to_save(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
-        """Want what it has not, of most of them."""
+        """Want most of the blocks that are not stored."""
         if not self.rate:
             return set()
         lacking = (key for key in keys if key not in self.records)
@@ -228,11 +229,11 @@ class SimulatedStore:
         return {key for key in lacking if self.rng.random() < 0.8}
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Note it: it comes with the step."""
+        """Record the transfer: it comes with the step."""
         self.ordered.add(transfer.transfer_id)
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Offer no more what could not be loaded."""
+        """Forget the blocks that could not be loaded."""
         if transfer.transfer_id not in self.ordered:
             self.breaches.append(f"the end of transfer {transfer.transfer_id}, which was never ordered")
         self.ordered.discard(transfer.transfer_id)
@@ -242,7 +243,7 @@ class SimulatedStore:
                 self.records.pop(key_of_first_group(key), None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Keep nothing of it."""
+        """Forget the request."""
         name = request.request_id
         self.known[name] = self.known.get(name, 0) - 1
         if self.known[name] < 0:
@@ -293,7 +294,7 @@ class SimulatedStore:
         return moving
 
     def _receive(self, moving: Moving, step: int) -> None:
-        """Take what a donor has by now, unless it has let it go."""
+        """Take the blocks that a donor has computed, unless it has released them."""
         donor = moving.donor
         if donor is None or moving.records is None:
             return
@@ -307,13 +308,13 @@ class SimulatedStore:
         moving = self.moving.pop(transfer_id, None)
         if moving is None:
             return
-        self._move(moving, is_over=False)  # it was on its way: nothing is written after this step
+        self._move(moving, is_over=False)  # slots on their way still arrive: nothing is written after this step
         if self.faulty and self.rng.random() < 0.5:
             self._count("late completion")
             self.late.append((step + self.rng.randint(0, 3), transfer_id, len(moving.order.keys)))
 
     def _move(self, moving: Moving, *, is_over: bool) -> int:
-        """Move some slots, or where it is over all that are left; return how many blocks it moved in all."""
+        """Move some slots, or if it is over all remaining ones; return the number of blocks moved in all."""
         is_load = moving.order.direction is TransferDirection.LOAD
         is_whole = is_over and moving.outcome == "done"
         return (self._load if is_load else self._save)(moving, is_whole=is_whole)
@@ -332,7 +333,7 @@ class SimulatedStore:
         return len(moving.order.keys) if is_whole else 0
 
     def _load(self, moving: Moving, *, is_whole: bool) -> int:
-        """Write what arrived; a record that is gone or not whole ends the load where it is."""
+        """Write arrived blocks; a missing or invalid record ends the load there."""
         for index, key in enumerate(moving.order.keys):
             records = self.records if moving.records is None else moving.records
             places = self._places(moving.order, index)
@@ -340,7 +341,7 @@ class SimulatedStore:
             name = self._name(key, records, needs_all=needs_all)
             record, length = records.get(name), len(places) if name == key else self.worker.block_size
             if record is not None:
-                for (block, slot), content in zip(places, record.contents, strict=False):  # it may be cut short
+                for (block, slot), content in zip(places, record.contents, strict=False):  # it may be truncated
                     if block is not None and (is_whole or self.rng.random() < 0.3):
                         block[slot] = content
             is_right = record is not None and checksum(name, record.contents) == record.checksum
@@ -355,7 +356,7 @@ class SimulatedStore:
         return len(moving.order.keys) if is_whole else 0
 
     def _name(self, key: bytes, records: dict[bytes, Record], *, needs_all: bool) -> bytes:
-        """Return the key of a block's record: that of the first group only if no row reads the other groups."""
+        """Return the key of a block's record: the one for the first group only, if no row reads the other groups."""
         if needs_all or key in records:
             return key
         return key_of_first_group(key)
@@ -368,7 +369,7 @@ class SimulatedStore:
         return [(block, slot) for block in blocks for slot in slots]
 
     def _spoil(self) -> None:
-        """Do something to one of the records that are stored."""
+        """Corrupt one of the stored records."""
         key = self.rng.choice(list(self.records))
         faults = (*RECORD_FAULTS, _HALVED) if self.worker.kinds else RECORD_FAULTS
         record, fault = self.records[key], self.rng.choice(faults)
@@ -385,7 +386,7 @@ class SimulatedStore:
             self.records[key] = Record.of(key, record.contents[: len(record.contents) // 2])
         elif fault == "truncated":
             self.records[key] = Record(record.contents[:-1], record.checksum)
-        elif fault == "stale":  # the block was used again, and its name was not
+        elif fault == "stale":  # the block was reused, but not its key
             contents = [content ^ 1 for content in record.contents]
             self.records[key] = Record.of(bytes(32), contents)
         elif other is not record:

@@ -1,4 +1,4 @@
-"""Faults that caches in host memory are known for, done on purpose, are seen by the simulation: else it proves nothing."""
+"""The simulation detects known faults of caches in host memory, each injected on purpose."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_WORLDS = 30
 
 
 def run_worlds() -> int:
-    """Run worlds with small caches in which few texts come again and again; return how often host memory had them."""
+    """Run worlds with small caches and few recurring texts; return the number of hits in host memory."""
     num_hits = 0
     for index in range(NUM_WORLDS):
         config = draw_config(random.Random(index), 200)
@@ -30,7 +30,7 @@ def run_worlds() -> int:
 
 
 def find_more(agrees):
-    """Let lookups find content in host memory that agrees in something, whatever its hash."""
+    """Return a patch: lookups in host memory compare only the fields in `agrees`, not the hash."""
 
     def patch_lookups(patch: pytest.MonkeyPatch) -> None:
         look_up = PrefixCache._find_in_host
@@ -58,7 +58,7 @@ def believe_the_hash(block: HostBlock, wanted: HostBlock) -> bool:
 
 
 def overwrite_what_is_copied_from(patch: pytest.MonkeyPatch) -> None:
-    """What is to be copied back makes room for what is evicted in the same step."""
+    """A block that is about to be copied back is overwritten by one evicted in the same step."""
     lend = HostBlockPool.lend
     patch.setattr(
         HostBlockPool, "lend", lambda self, ids: lend(self, [each for each in ids if each not in self._cached])
@@ -66,7 +66,7 @@ def overwrite_what_is_copied_from(patch: pytest.MonkeyPatch) -> None:
 
 
 def free_what_is_copied_from(patch: pytest.MonkeyPatch) -> None:
-    """KV of a preempted request that resumes makes room for what is evicted in the same step."""
+    """KV of a resumed request makes room for blocks evicted in the same step."""
     lend = HostBlockPool.lend
 
     def hasty(self, block_ids):
@@ -80,7 +80,7 @@ def free_what_is_copied_from(patch: pytest.MonkeyPatch) -> None:
 
 
 def copy_what_was_given_away(patch: pytest.MonkeyPatch) -> None:
-    """Evicted blocks are copied one step later, when others have written into them."""
+    """Evicted blocks are copied one step later, after other requests have written into them."""
     take_copies = KVCacheManager.take_copies
 
     def late(self):
@@ -98,7 +98,7 @@ def believe_a_step_that_failed(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_what_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """New weights leave host memory as it was, and are not part of names."""
+    """New weights keep the content of host memory, and are not part of hashes."""
     patch.setattr(HostBlockPool, "reset", lambda _self: None)
     advance = KVCacheManager.advance_weights_epoch
 
@@ -111,7 +111,7 @@ def keep_what_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     disturb = World._disturb
 
     def restless(self):
-        """There are new weights whenever nobody is there."""
+        """Change the weights whenever no request exists."""
         if not (self.scheduler.requests or self.scheduler.has_work()):
             self.epoch += self.scheduler.kv_cache_manager.advance_weights_epoch()
         disturb(self)

@@ -1,4 +1,4 @@
-"""The simulation itself: worlds without a wrong token, worlds that failed once, and proof that it sees faults."""
+"""The simulation itself: worlds without a wrong token, worlds that failed once, and proof that it detects faults."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_no_world_whose_steps_are_decided_ahead_has_a_wrong_token_or_a_leak(seed
 
 
 def draw_crowded(rng):
-    """Draw a world whose requests are often preempted, in either way, and often find KV outside and in host memory."""
+    """Draw a world with many preemptions of both kinds, and many hits in the store and in host memory."""
     return replace(
         draw_config(rng),
         preemption="auto",
@@ -99,7 +99,7 @@ def draw_crowded(rng):
 
 @pytest.mark.slow
 def test_every_three_features_meet():
-    """Among worlds as they are drawn are few that have a store, host memory, and both kinds of preemption."""
+    """Few of the drawn worlds have a store, host memory and both kinds of preemption."""
     counts = dict.fromkeys(itertools.combinations(FEATURES, 3), 0)
     for num_steps, draw in ((100_000, draw_config), (60_000, draw_crowded)):
         run = run_seed("coverage", num_steps, 2, RunFile(None), draw)
@@ -168,12 +168,12 @@ FAULTS_OF_SPANS = [
 
 
 def draw_spans(rng):
-    """Draw a world in which many prompts differ in nothing but what parts of them stand for."""
+    """Draw a world with many prompts that differ only in the content of their spans."""
     return replace(draw_config(rng, 150), block_size=3, hash_bits=None, enable_prefix_caching=True, span_rate=1.0)
 
 
 def draw_short(rng):
-    """Draw a world of short prompts and of blocks that have one of two names."""
+    """Draw a world of short prompts, with only two possible block hashes."""
     return replace(draw_config(rng, 100), block_size=7, hash_bits=1, short_prompt_rate=0.7)
 
 
@@ -202,7 +202,7 @@ def test_worlds_see_a_fault_without_any_unit_test(monkeypatch, draw, module, fun
     mutants = Module(f"octavo.core.{module}").mutants()
     mutant = next(each for each in mutants if (each.function, each.before, each.after) == (function, before, after))
     original = mutant.function_object()
-    monkeypatch.setattr(original, "__code__", original.__code__)  # put back behind the test
+    monkeypatch.setattr(original, "__code__", original.__code__)  # restored after the test
     mutant.patch()
     assert any(fails(f"fault:{index}", draw) for index in range(40))
 

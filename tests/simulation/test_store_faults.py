@@ -1,4 +1,4 @@
-"""Faults that stores of KV are known for, done on purpose, are seen by the simulation: else it would prove nothing."""
+"""The simulation detects known faults of KV stores, each injected on purpose."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from simulation.store import SimulatedStore
 from simulation.world import SimulationError, World, draw_config, draw_stored, run_world
 
 NUM_WORLDS = 15  # of each kind
-SEED = "f"  # of worlds that are few, and show each fault
+SEED = "f"  # a seed with which a few worlds show each fault
 
 
 def run_worlds() -> int:
-    """Run worlds in which much is stored and fetched; return how many loads came through."""
+    """Run worlds with many saves and loads; return the number of loads that succeeded."""
     num_loads = 0
     for index in range(NUM_WORLDS):
         config = draw_config(random.Random(index), 200)
         config = replace(config, remote_rate=1.0, hash_bits=None, enable_prefix_caching=True, min_tokens_to_cache=1)
         config = replace(config, mixed_step_ms=None, neighbour_rate=0.0, eviction_rate=0.5)
-        if index % 2:  # much is given up
+        if index % 2:  # many transfers are given up
             config = replace(config, neighbour_rate=0.5, arrival_rate=0.8, abort_rate=0.2, freeze_rate=0.1)
-        else:  # few short texts come again and again, and are soon forgotten here
+        else:  # few short texts recur, and are soon evicted here
             config = replace(config, num_blocks=12, block_size=2, longest_prompt=8, longest_output=8, num_host_blocks=0)
             config = replace(config, max_num_waiting=None, max_num_waiting_tokens=None)
         num_loads += run_world(f"{SEED}store:{index}", config).loads
@@ -34,7 +34,7 @@ def run_worlds() -> int:
 
 
 def run_pairs() -> int:
-    """Run worlds of prefill and decode engines; return how many prompts came from another one directly."""
+    """Run worlds of prefill and decode engines; return the number of prompts that arrived directly."""
     num_handed_over = 0
     for index in range(NUM_WORLDS):
         config = draw_config(random.Random(index), 150)
@@ -57,7 +57,7 @@ def believe_everything(patch: pytest.MonkeyPatch) -> None:
 
 
 def release_what_is_saved(patch: pytest.MonkeyPatch) -> None:
-    """The blocks are given to others while they are read, which takes its time."""
+    """Blocks are reused while they are being read, which takes several steps."""
     patch.setattr(SimulatedStore, "max_steps", 20)
     offer = KVTransfers._offer_all
 
@@ -71,7 +71,7 @@ def release_what_is_saved(patch: pytest.MonkeyPatch) -> None:
 
 
 def release_what_is_cancelled(patch: pytest.MonkeyPatch) -> None:
-    """The blocks of a transfer that is given up are given to others before the worker was told."""
+    """Blocks of a transfer that is given up are reused before the worker is notified."""
     cancel = KVTransfers._cancel
 
     def hasty(self, pending, outcome):
@@ -82,7 +82,7 @@ def release_what_is_cancelled(patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_out(name: str):
-    """Name blocks as if all requests had the same salt, or adapter."""
+    """Return a patch: block hashes ignore the salt, or the adapter."""
 
     def patch_chain(patch: pytest.MonkeyPatch) -> None:
         chain = BlockChains.of
@@ -101,7 +101,7 @@ def leave_out(name: str):
 
 
 def count_what_did_not_arrive(patch: pytest.MonkeyPatch) -> None:
-    """A load that ended early counts as whole."""
+    """A load that ended early counts as complete."""
     end = KVTransfers.num_computed_tokens
     patch.setattr(KVTransfers, "num_computed_tokens", lambda self, load, _: end(self, load, len(load.order.keys)))
 
@@ -129,17 +129,17 @@ def test_a_fault_is_seen(fault, monkeypatch):
 
 
 def renew_no_lease(patch: pytest.MonkeyPatch) -> None:
-    """Who waits for blocks does not tell their donor, which lets them go."""
+    """A load does not renew the lease of its donor, which then releases the blocks."""
     patch.setattr(SimulatedStore, "_renew", lambda *_: None)
 
 
 def forget_newcomers(patch: pytest.MonkeyPatch) -> None:
-    """A prefill engine hears of its transfers when they are scheduled, or never."""
+    """A prefill engine is notified of its transfers when they are scheduled, or never."""
     patch.setattr(KVTransfers, "request_added", lambda *_: None)
 
 
 def hide_orders(patch: pytest.MonkeyPatch) -> None:
-    """A prefill engine does not hear what is on its way to those who wait."""
+    """A prefill engine is not notified of transfers to waiting requests."""
     order = KVTransfers._order
 
     def silent(self, *args):
@@ -174,7 +174,7 @@ def test_a_fault_of_a_pair_is_seen(fault, monkeypatch):
 
 
 def run_windows(num_worlds: int) -> int:
-    """Run worlds of models with windows; return how many blocks were loaded without their window parts."""
+    """Run worlds of models with windows; return the number of blocks loaded without their window parts."""
     return sum(
         run_world(f"{SEED}window:{index}", draw_stored(random.Random(index), 150)).parts_loaded
         for index in range(num_worlds)
@@ -182,13 +182,13 @@ def run_windows(num_worlds: int) -> int:
 
 
 def load_parts_into_windows(patch: pytest.MonkeyPatch) -> None:
-    """A block without its window part is good enough for who sees that."""
+    """A block without its window part is used even if a row reads that part."""
     name = SimulatedStore._name
     patch.setattr(SimulatedStore, "_name", lambda self, key, records, **_: name(self, key, records, needs_all=False))
 
 
 def save_other_window_parts(patch: pytest.MonkeyPatch) -> None:
-    """What has lost its window part is saved with whatever stands in another one."""
+    """A block that lost its window part is saved with the content of another one."""
     id_at = BoundedGroup.id_at
 
     def guess(self, sequence, index):
@@ -199,7 +199,7 @@ def save_other_window_parts(patch: pytest.MonkeyPatch) -> None:
 
 
 def go_on_without_windows(patch: pytest.MonkeyPatch) -> None:
-    """A load that ended early is believed, whatever the next row sees."""
+    """A load that ended early is used, even if the next row lacks parts."""
     patch.setattr(BoundedGroup, "has_read_blocks", lambda *_: True)
 
 

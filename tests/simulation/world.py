@@ -1,4 +1,4 @@
-"""One world: a small random configuration, requests, faults; then faults heal, and everything must finish."""
+"""One world: a small random configuration, requests, faults; then faults stop, and all requests must finish."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ MAX_DRAIN_STEPS = 5000
 
 
 class SimulationError(Exception):
-    """Something went wrong in the core; the message says what."""
+    """The core did something wrong; the message describes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorldConfig:
-    """All that decides a world besides its seed. Rates are per step unless said otherwise."""
+    """All that determines a world except its seed. Rates are per step unless stated otherwise."""
 
     num_blocks: int = 12
     block_size: int = 4
@@ -126,9 +126,9 @@ class WorldConfig:
 
 
 def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
-    """Draw a configuration, extremes included: caches of 1 to 20 blocks, budgets of one token a request.
+    """Draw a configuration, including extremes: caches of 1 to 20 blocks, budgets of one token per request.
 
-    Of window blocks there are few beside what a single request needs, or so many that nobody waits for them.
+    There are only a few more window blocks than one request needs, or so many that no request waits for them.
     """
     block_size = rng.choice([1, 2, 3, 4, 7])
     max_num_seqs = rng.randint(1, 6)
@@ -185,7 +185,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
 
 
 def draw_async(rng: random.Random, num_steps: int = 300) -> WorldConfig:
-    """Draw one whose steps are decided ahead where that can be: seldom with drafts, with which they are not."""
+    """Draw a configuration with steps decided ahead if possible: seldom with drafts, which prevent it."""
     config = draw_config(rng, num_steps)
     return replace(
         config,
@@ -198,20 +198,20 @@ def draw_async(rng: random.Random, num_steps: int = 300) -> WorldConfig:
 
 
 def draw_windowed(rng: random.Random, num_steps: int = 300) -> WorldConfig:
-    """Draw one whose model has windows."""
+    """Draw a configuration of a model with windows."""
     config = draw_config(rng, num_steps)
     return config if config.window else replace(config, window=draw_window(rng, config.block_size))
 
 
 def draw_two_windows(rng: random.Random, num_steps: int = 300) -> WorldConfig:
-    """Draw a configuration of a model whose layers have two different windows."""
+    """Draw a configuration of a model with two different windows."""
     config = rng.choice([draw_windowed, draw_stored])(rng, num_steps)
     second_window = draw_window(rng, config.block_size)
     return replace(config, second_window=second_window + (second_window == config.window))
 
 
 def draw_stored(rng: random.Random, num_steps: int = 300) -> WorldConfig:
-    """Draw one in which much of a model with short windows is stored outside, of many blocks without window parts."""
+    """Draw a configuration with short windows and a busy store, which has many blocks without window parts."""
     config = draw_config(rng, num_steps)
     size = rng.choice([1, 2, 2, 3])
     return replace(
@@ -245,7 +245,7 @@ def draw_window(rng: random.Random, size: int) -> int:
 
 @dataclass(slots=True)
 class Tracked:
-    """What the world knows of a request that the core must not know better."""
+    """The world's own record of a request, which is compared with the core."""
 
     oracle: Oracle
     max_tokens: int
@@ -257,7 +257,7 @@ class Tracked:
 
 @dataclass(slots=True)
 class Totals:
-    """What a simulation reports."""
+    """The figures that a simulation reports."""
 
     steps: int = 0
     requests: int = 0
@@ -299,7 +299,7 @@ class Totals:
     combinations: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
     def add(self, other: Totals) -> None:
-        """Sum up."""
+        """Add the figures of `other`."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if isinstance(mine, Counter):
@@ -310,7 +310,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Whether prompts and answers share a step: what must be and what may be learned of it."""
+    """Whether prompts and answers share a step, and what the core may or must learn from it."""
 
     limit: int
     may_be: bool
@@ -322,7 +322,7 @@ NOTHING_SHARED = Sharing(0, may_be=False, must_be=False, is_short=False)
 
 
 class World:
-    """The core, a hash model, and whatever can go wrong between them."""
+    """The core, a hash model, and all faults that may occur between them."""
 
     def __init__(self, seed: str, config: WorldConfig) -> None:
         self.rng = random.Random(seed)
@@ -339,7 +339,7 @@ class World:
             config.num_host_blocks,
             config.kinds,
         )
-        # Keys that collide are no keys: what a store has under one is not compared token by token.
+        # Colliding keys are not allowed with a store, which does not compare tokens.
         rate = config.remote_rate if config.hash_bits is None else 0.0
         self.store = SimulatedStore(self.worker, random.Random(seed + "store"), rate)
         self.sample_rng = random.Random(seed + "samples")
@@ -364,7 +364,9 @@ class World:
 
     @property
     def bounded_groups(self) -> list[KVGroupSpec]:
-        """The further KV groups: at least as many blocks as a single request needs, and no more than the first has."""
+        """The further KV groups: at least as many blocks as a single request needs, and at most as many as the first
+        has.
+        """
         config, size = self.config, self.config.block_size
         num_more = -(-(config.max_num_batched_tokens - 1) // size) + config.num_spare_window_blocks
         return [
@@ -394,13 +396,13 @@ class World:
             sink=self,
             connector=self.store,
         )
-        if c.hash_bits is not None:  # names that collide must not matter (CVE-2025-25183)
+        if c.hash_bits is not None:  # colliding hashes must not matter (CVE-2025-25183)
             chains, mask = scheduler.kv_cache_manager.prefix_cache.chains, (1 << c.hash_bits) - 1
             chains.hash_function = lambda *args: bytes([hash_block_tokens(*args)[0] & mask])
         return scheduler
 
     def _watch_releases(self) -> None:
-        """Tails are given back before heads: else heads would be evicted first."""
+        """Check that tails are released before heads: otherwise heads would be evicted first."""
         pool = self.scheduler.kv_cache_manager.pool
         release = pool.release
 
@@ -416,7 +418,7 @@ class World:
         pool.release = watched  # type: ignore[method-assign]
 
     def _watch_lookups(self) -> None:
-        """9: a lookup leaves one token to compute, and no more where the cache has the others."""
+        """Check invariant 9: a lookup leaves at least one token to compute, and finds all other cached tokens."""
         manager = self.scheduler.kv_cache_manager
         look_up = manager.get_computed_blocks
 
@@ -431,9 +433,9 @@ class World:
         manager.get_computed_blocks = watched  # type: ignore[method-assign]
 
     def _num_in_cache(self, request: Request) -> int:
-        """Tokens at the beginning of a request that are cached, in host memory behind the device's, as is all they see.
+        """Return how many tokens at the beginning of a request are cached, including all parts that the next row reads.
 
-        One is always left. They are found without any hash.
+        Blocks on the device come first, then blocks in host memory. At least one token is not counted. No hash is used.
         """
         manager, size, token_ids = self.scheduler.kv_cache_manager, self.config.block_size, request.sequence.token_ids
         if not (manager.prefix_cache.is_enabled and request.reads_prefix_cache):
@@ -455,14 +457,14 @@ class World:
         return max(end for end in ends if self._has_all_seen(end, has_part))
 
     def _has_all_seen(self, num_tokens: int, has_part: list[bool]) -> bool:
-        """Return whether the row after so many tokens would find all parts that it reads."""
+        """Return whether the row after `num_tokens` tokens would find all parts that it reads."""
         first = min((kind.first_position(num_tokens) for kind in self.config.kinds), default=num_tokens)
         return all(has_part[position // self.config.block_size] for position in range(first, num_tokens))
 
-    # --- the story ----------------------------------------------------------------------------------------------------
+    # --- the course of a world ----------------------------------------------------------------------------------------
 
     def run(self) -> Totals:
-        """Live through it. Raises `SimulationError` at the first thing that is wrong."""
+        """Run the world. Raises `SimulationError` at the first error."""
         for _ in range(self.config.num_steps):
             self._disturb()
             self._step()
@@ -490,7 +492,7 @@ class World:
                 raise SimulationError(f"{name} ended {tracked.num_endings} times")
 
     def _step(self) -> None:
-        """One step of the engine, with what may happen while the worker computes."""
+        """Do one step of the engine, with events that may happen while the worker computes."""
         self.now += self.rng.random() * 0.2
         steps = self.pipeline.steps
         if not steps:
@@ -508,9 +510,9 @@ class World:
         self.free = self._find_free()
 
     def _find_free(self) -> tuple[list[list[int]], list[int]]:
-        """Return the blocks of each group and the host blocks that nothing holds and nothing is to be copied from.
+        """Return the blocks of each group and the host blocks that have no holder and are not the source of a copy.
 
-        What was forced out while a step was computed is copied with the next one.
+        Blocks evicted while a step is computed are copied with the next step.
         """
         manager = self.scheduler.kv_cache_manager
         copied = {(group, block) for group, block, _ in manager._copies.swap_out}
@@ -518,7 +520,7 @@ class World:
         return free, manager.host.free_block_ids()
 
     def _decide(self) -> None:
-        """Have a step decided, look at it, and hand it over if there is anything to do."""
+        """Decide a step, check it, and submit it unless it is empty."""
         scheduler, steps = self.scheduler, self.pipeline.steps
         self.num_stalled = 0
         self.admitted.clear()
@@ -532,7 +534,7 @@ class World:
         requests = {name: scheduler.requests[name] for name in scheduled.num_scheduled_tokens}
         preempted = {name: (request, request.num_preemptions) for name, request in requests.items()}
         step = Submitted(scheduled, start, NOTHING_SHARED, self.free, preempted)
-        self.free = self.nothing_free  # what the next one finds free was not, or was poisoned
+        self.free = self.nothing_free  # for the next step, these blocks are used or already poisoned
         steps.append(step)
         with self.pipeline.expected() as self.ending:
             self._check_output(scheduled)
@@ -549,7 +551,7 @@ class World:
             self.pipeline.submit(step)
 
     def _count_windows(self, scheduled: SchedulerOutput) -> None:
-        """Count what is done with window blocks, and the requests of a step that have let any go."""
+        """Count uses of window blocks, and the requests that have released some."""
         totals, copies = self.totals, scheduled.copies
         totals.window_copies += sum(group > 0 for group, _, _ in copies.block_copies)
         totals.window_swaps_out += sum(group > 0 for group, _, _ in copies.swap_out)
@@ -563,7 +565,7 @@ class World:
         totals.behind_window += sum(any(request.sequence.first_held) for request in self.scheduler.running)
 
     def _collect(self, step: Submitted) -> None:
-        """Take in the result of the oldest step, or hear that it failed."""
+        """Process the result of the oldest step, or its failure."""
         scheduled = step.scheduled
         if self.config.mixed_step_ms:  # time passes while the worker computes
             self.now += self.config.step_base_s + STEP_S * scheduled.total_num_scheduled_tokens
@@ -617,7 +619,7 @@ class World:
         self.last = scheduled, replace(result, kv_transfers=[])
 
     def _miscount(self, step: Submitted, result: ModelOutput) -> str | None:
-        """Let a request, one with drafts if there is any, get no token, or one more than it has rows; return its id."""
+        """Give a request, preferably one with drafts, no token or one more than it has rows; return its id, or None."""
         drafts, sampled = step.scheduled.scheduled_spec_decode_tokens, result.sampled_token_ids
         rng, alive = self.sample_rng, step.alive()
         due = [
@@ -639,9 +641,9 @@ class World:
         return request_id
 
     def _postpone(self, step: Submitted, result: ModelOutput, miscounted: str | None) -> dict[str, int]:
-        """Let some requests wait for their tokens; return how many each has, of those that run and do not fail.
+        """Postpone the tokens of some requests; return the number of tokens of each that runs and does not fail.
 
-        Where steps are decided ahead these are of those that wait for each result.
+        If steps are decided ahead, only requests that wait for each result are postponed.
         """
         places, waiting = {}, [request.request_id for request in step.alive() if request.awaits_results]
         for request_id in list(result.sampled_token_ids):
@@ -660,7 +662,9 @@ class World:
     def _check_postponed(
         self, places: dict[str, int], outputs: list[EngineCoreOutput], drafts: dict[str, list[int]]
     ) -> None:
-        """They run on as they were, with one token to compute and new drafts only, and nothing is told of a token."""
+        """Check that postponed requests keep running with one token to compute and only new drafts, and report no
+        token.
+        """
         for output in outputs:
             if output.request_id in places and (output.new_token_ids or output.finish_reason):
                 raise SimulationError(f"{output.request_id}: a token that was postponed came: {output}")
@@ -672,15 +676,15 @@ class World:
                 raise SimulationError(f"{request} was postponed and keeps drafts")
 
     def _check_miscounted(self, request_id: str | None, outputs: list[EngineCoreOutput]) -> None:
-        """It ends at once, and believes none of the tokens."""
+        """Check that the request ends with an error immediately, and reports none of the tokens."""
         told = [output for output in outputs if output.request_id == request_id]
         if request_id is not None and [(each.finish_reason, each.new_token_ids) for each in told] != [("error", [])]:
             raise SimulationError(f"{request_id}: a wrong number of tokens is no error: {told}")
 
     def _fail_step(self, step: Submitted) -> None:
-        """The worker fails before it did anything, or after everything; what it was fetching is lost.
+        """Make the worker fail before or after the whole step; its loads are lost.
 
-        What was decided behind that step is not done: who is in it alone starts again.
+        Steps decided after it are discarded: a request that is only in those starts again.
         """
         self._count("failed step")
         scheduled, steps = step.scheduled, self.pipeline.steps
@@ -745,7 +749,7 @@ class World:
                     self.totals.combinations[first, second, third] += 1
 
     def _check_cut(self, request_id: str, tracked: Tracked) -> None:
-        """14: only a request that fills the whole cache ends before it has what it asked for."""
+        """Check invariant 14: a request ends early only if it fills the whole cache."""
         capacity = self.config.num_blocks * self.config.block_size
         if tracked.oracle.length < capacity + 1:
             raise SimulationError(f"{request_id}: cut at {tracked.oracle.length} of {capacity} tokens")
@@ -795,15 +799,15 @@ class World:
             self._add(prompt, salt, adapter)
 
     def _replace(self, name: str) -> None:
-        """A request is aborted while a step runs, and another comes under its name."""
+        """Abort a request while a step runs, and add another one with the same id."""
         self._count("id used again while a step runs")
         self._take(self.scheduler.abort_request(name))
         self._add([self.rng.randrange(VOCAB_SIZE)], None, None, name)
 
     def _with_spans(self, prompt: list[int]) -> tuple[list[int], tuple[ContentSpan, ...]]:
-        """Let parts of some prompts stand for one of two contents, all with the same tokens.
+        """Make parts of some prompts represent one of two contents, all with the same tokens.
 
-        Prompts that begin alike have them at the same places, so that they agree in tokens and differ in contents.
+        Prompts with equal beginnings have them at the same places, so they have equal tokens and different contents.
         """
         spans, prompt = list[ContentSpan](), list(prompt)
         if self.span_rng.random() >= self.config.span_rate:
@@ -827,7 +831,7 @@ class World:
         if config.admission == "reservation" and rng.random() < 0.9:
             max_tokens = max(min(max_tokens, config.num_blocks * config.block_size - len(prompt)), 1)
         pair = self._draw_pair(name)
-        if pair is not None and pair.is_prefill:  # its answer is for nobody
+        if pair is not None and pair.is_prefill:  # no client reads its answer
             max_tokens = 1
         deadline = self.now + rng.random() * 20 if rng.random() < config.deadline_rate else None
         identity = hash((ord(salt or "-"), ord(adapter or "-"), self.epoch))
@@ -871,7 +875,9 @@ class World:
             tracked.features.add("priority")
 
     def _draw_pair(self, name: str) -> KVTransferParams | None:
-        """Let some requests have their prompts computed elsewhere, and compute those of others."""
+        """Give some requests a pairing: another engine computes their prompt, or this one computes it for another
+        engine.
+        """
         if not self.config.pair_rate or self.rng.random() >= self.config.pair_rate:
             return None
         return KVTransferParams(name, is_prefill=self.rng.random() < 0.3)
@@ -882,7 +888,7 @@ class World:
         self._take(self.scheduler.abort_request(request_id))
 
     def _compute_drafts(self, scheduled: SchedulerOutput, result: ModelOutput) -> ModelOutput:
-        """Let time pass for the passes of a drafting model, as many as the scheduler thinks worth while."""
+        """Let time pass for the passes of a draft model, as many as the scheduler allows."""
         bounds, pass_s, most = scheduled.max_drafts, self.config.pass_s, self.config.max_drafts
         if not bounds.keys() <= scheduled.num_scheduled_tokens.keys() or min(bounds.values(), default=0) < 0:
             raise SimulationError(f"bounds of nobody, or below 0: {bounds}")
@@ -891,7 +897,7 @@ class World:
         self.totals.bounded += len(bounds)
         names = frozenset(
             name for name in result.sampled_token_ids if self.rng.random() < 0.8
-        )  # of the others it is found
+        )  # the drafts of the rest are looked up
         num_passes = max((min(bounds.get(name, most), most) for name in names), default=0)
         if pass_s is None or not num_passes:
             return result
@@ -902,7 +908,7 @@ class World:
         return replace(result, drafting_s=drafting_s, num_drafting_passes=num_passes, computed_drafts=names)
 
     def _draft(self, scheduled: SchedulerOutput, result: ModelOutput) -> dict[str, list[int]]:
-        """Return drafts that follow the tokens of a result, for requests that decode and for others."""
+        """Return drafts that follow the tokens of a result, for running requests whether they decode or not."""
         config, rng = self.config, self.rng
         drafts: dict[str, list[int]] = {}
         if not config.max_drafts or rng.random() >= config.draft_rate:
@@ -916,7 +922,7 @@ class World:
         return drafts
 
     def _check_kept(self, drafts: dict[str, list[int]], before: dict[str, list[int]]) -> None:
-        """A request has the first of the drafts that were guessed for it, or those that it had."""
+        """Check that each request has the first of its new drafts, or its earlier ones."""
         for request in self.scheduler.running:
             if request.request_id not in drafts:
                 continue
@@ -925,10 +931,10 @@ class World:
                 raise SimulationError(f"{request.request_id} has drafts that nobody guessed: {kept}, not {guessed}")
             self.totals.withheld += len(guessed) - len(kept)
 
-    # --- watching -----------------------------------------------------------------------------------------------------
+    # --- observation --------------------------------------------------------------------------------------------------
 
     def emit(self, event: events.Event) -> None:
-        """Read the event stream: what happened to whom."""
+        """Read the event stream: count events and check them."""
         kind = type(event)
         if kind is events.StepScheduled or kind is events.StepCompleted:
             return
@@ -983,7 +989,7 @@ class World:
                 self.tracked[event.request_id].features.add("host")
 
     def _check_dropped(self, event: events.KVSavesDropped) -> None:
-        """Check that no room was left for a block that was not saved."""
+        """Check that saves were dropped only because the limits on pinned or saved blocks were reached."""
         transfers = self.scheduler.transfers
         orders = [each.order for each in transfers._pending.values() if each.request is None]
         num_pinned = sum(len(order.keys) for order in orders)
@@ -1003,14 +1009,16 @@ class World:
         self.tracked[event.request_id].features.add("speculation")
         self.totals.drafted += event.num_drafted
         self.totals.accepted += event.num_accepted
-        # A guess that is never wrong is accepted whole, and one that always is, not at all.
+        # Drafts that are never wrong are all accepted, and drafts that are always wrong are all rejected.
         least = event.num_drafted if self.config.draft_error == 0 else 0
         most = 0 if self.config.draft_error == 1 else event.num_drafted
         if not least <= event.num_accepted <= most:
             raise SimulationError(f"{least} to {most} drafts were to be accepted: {event}")
 
     def _check_victim(self, request_id: str) -> None:
-        """16: the least important falls, never the most important, nobody more often than agreed."""
+        """Check invariant 16: the victim is the least important one, never the most important, and not preempted too
+        often.
+        """
         if request_id in self.forced:
             return
         scheduler = self.scheduler
@@ -1024,7 +1032,7 @@ class World:
             raise SimulationError(f"{request_id} was preempted, and others are less important")
 
     def _check_output(self, scheduled: SchedulerOutput) -> None:
-        """13: the step keeps its limits; a prompt that is cut is noted."""
+        """Check invariant 13: the step keeps its limits. Also record which prompts are cut."""
         config = self.config
         total = sum(scheduled.num_scheduled_tokens.values())
         if total != scheduled.total_num_scheduled_tokens or total > config.max_num_batched_tokens:
@@ -1042,7 +1050,7 @@ class World:
                 if count < len(request.sequence.token_ids) - request.num_computed_tokens:
                     self.tracked[request_id].features.add("chunk")
             elif request_id not in fresh:
-                decodes += 1  # one that resumes with all but one token saved is as good as either
+                decodes += 1  # a request that resumes with all but one token saved may count as prefill or decode
         if config.batching == "prefill_first" and prefills and decodes:
             raise SimulationError("a step mixes prompts and answers")
         if scheduled.step != self.preemption_step:  # a victim had tokens of the budget
@@ -1050,15 +1058,17 @@ class World:
 
     @property
     def _going_on(self) -> list[Request]:
-        """Who runs, but for those who end with a result that is not in."""
+        """The running requests, except those that end with a result that is not collected yet."""
         return [request for request in self.scheduler.running if request.request_id not in self.ending]
 
     def _check_cost(self, scheduled: SchedulerOutput) -> None:
-        """13: tokens cost no more than a step has, and nobody is cut short who could have had one more."""
+        """Check invariant 13: the cost of tokens is within the budget, and no request is cut that could have had a
+        token more.
+        """
         config, budget = self.config, self._budget()
         is_cut, cut_weight = False, 0.0
         is_full = self._check_prompt_tokens(scheduled)
-        least = most = 0.0  # a single token is given even if it costs more than there is left; costs are rounded up
+        least = most = 0.0  # a single token may cost more than the rest of the budget; costs are rounded up
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request, weight = self.scheduler.requests[request_id], 1.0
             if is_prefill(request) or request_id in self.admitted:
@@ -1079,7 +1089,9 @@ class World:
             raise SimulationError(f"somebody was cut short in a step of {budget}, of which {most} were spent")
 
     def _check_prompt_tokens(self, scheduled: SchedulerOutput) -> bool:
-        """13: prompts take no more than `max_batch_prefill_tokens` of a step. Return whether they take all of it."""
+        """Check invariant 13: prompts get at most `max_batch_prefill_tokens` of a step. Return whether they get all of
+        it.
+        """
         limit = self.config.max_batch_prefill_tokens
         if limit is None:
             return False
@@ -1090,7 +1102,7 @@ class World:
         return taken == limit
 
     def _budget(self) -> int:
-        """What the tokens of a step may cost: less for prompts beside answers."""
+        """Return the cost that the tokens of a step may have: less for prompts in steps with answers."""
         limit, most = self._prefill_limit(), self.config.max_num_batched_tokens
         older = [request for request in self._going_on if request.request_id not in self.admitted]
         answers = sum(request.num_tokens - request.num_computed_tokens for request in older if not is_prefill(request))
@@ -1099,7 +1111,9 @@ class World:
         return min(most, answers + max(limit, prompts)) if is_limited else most
 
     def _prefill_limit(self) -> int:
-        """Prompts get what is asked for beside answers, or what was learned, which has bounds."""
+        """Return the limit on prompt tokens in steps with answers: the configured one, or the learned one within its
+        bounds.
+        """
         most, whole = self.config.max_num_mixed_prefill_tokens, self.config.max_num_batched_tokens
         if not self.config.mixed_step_ms or self.config.batching != "mixed":
             return most
@@ -1110,7 +1124,7 @@ class World:
         return limit
 
     def _look_at_sharing(self, scheduled: SchedulerOutput) -> Sharing:
-        """Find what prompts and answers share in a step."""
+        """Describe how prompts and answers share a step."""
         requests, counts = self.scheduler.requests, scheduled.num_scheduled_tokens
         wanted = {name: requests[name].num_tokens - requests[name].num_computed_tokens for name in counts}
         prompts = [name for name in counts if name in self.admitted or is_prefill(requests[name])]
@@ -1125,7 +1139,7 @@ class World:
         )
 
     def _check_learned(self, shared: Sharing, seconds: float) -> None:
-        """A step that prompts and answers share, and no other, changes what prompts get beside answers, as far as it may."""
+        """Check that only a shared step changes the limit on prompt tokens, within the allowed range."""
         config, before, step_s = self.config, shared.limit, (self.config.mixed_step_ms or 0.0) / 1000
         if not step_s or not shared.may_be or config.batching != "mixed":
             self._expect_limit(before, before, "though no step was shared")
@@ -1135,7 +1149,7 @@ class World:
         fewest = min(most, max(whole // 8, 1))
         factor = (
             min(max(step_s / seconds, 0.5), 1.25) if seconds else 1.25
-        )  # both of these are whole numbers of a limit that is none
+        )  # both values are rounded from a limit that is not whole
         least = largest = float(before)
         if factor < 1:
             least = factor * before
@@ -1150,7 +1164,9 @@ class World:
             raise SimulationError(f"{limit} tokens beside answers, not {least} to {most}, {when}")
 
     def _check_order(self, scheduled: SchedulerOutput) -> None:
-        """No running prompt gets of the budget for which a more important newcomer waits, or is overtaken by another."""
+        """Check that no running prompt gets budget for which a more important request waits, or is overtaken in
+        admission.
+        """
         scheduler, config = self.scheduler, self.config
         if config.policy == "fair":
             return

@@ -1,4 +1,4 @@
-"""How much is kept and looked up, what is dropped again, and whose drafts are whose after that."""
+"""Limits on stored tokens and lookups, eviction, and the owners of drafts after it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TestSuffixIndex:
         assert propose(index, [1, 2, 3]) == ([9], 0.5)
 
     def test_matches_of_the_2_longest_lengths_are_compared(self):
-        """The third one's draft would have the best score."""
+        """The draft of the third match would have the best score."""
         index = index_of([1, 2, 3, 7, 7, 7], [1, 2, 3, 7, 7, 7], [0, 1, 2, 3, 8], [4, 0, 1, 2, 3, 9])
         assert propose(index, [5, 4, 0, 1, 2, 3], min_probability=0.9) == ([9], 1.0)
 
@@ -160,7 +160,9 @@ class TestSuffixProposer:
         assert set(proposer._indices._kept) == {"b"}
 
     def test_answers_are_no_worse_than_the_requests_own_text(self):
-        """Its own text goes on in two ways; without an answer under its salt the newest is taken."""
+        """The request's own text continues in two ways. Without an answer under its salt, the newest continuation is
+        taken.
+        """
         proposer = suffix_proposer()
         proposer.finish([EndedRequest("x", np.array([7, 8, 9, 1], dtype=np.int32), 0, "salt")])
         assert proposer.propose([task("a", [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2, 3], max_drafts=1)]) == [[5]]
@@ -191,7 +193,7 @@ class TestNgramProposer:
     def test_what_no_longer_fits_is_forgotten_and_has_room_again_later(self):
         proposer = NgramProposer(num_speculative_tokens=1, prompt_lookup_min=2, prompt_lookup_max=2, max_tokens=10)
         assert proposer.propose([task("a", [1, 2, 3, 1, 2])]) == [[3]]
-        assert proposer.propose([task("b", [1, 2, 3, 1, 2])]) == [[3]]  # exactly the room that there is
+        assert proposer.propose([task("b", [1, 2, 3, 1, 2])]) == [[3]]  # exactly the available room
         assert proposer.propose([task("a", [1, 2, 3, 1, 2, 3])]) == [[]]
         assert proposer.propose([task("a", [1, 2, 3, 1, 2])]) == [[3]]
 

@@ -1,4 +1,4 @@
-"""Who is asked: what can be looked up is taken as it is, and a model goes on with the others, as far as it pays."""
+"""Drafts found by lookup are used as they are; a draft model is asked for the other requests while it pays off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.speculative.none import NoProposer
 
 
 class Counting:
-    """A model that goes on with 1, 2, 3 ..., and stops where it is told to."""
+    """A draft model that continues with 1, 2, 3 ..., up to a given number of tokens."""
 
     max_model_len = 100
 
@@ -33,7 +33,7 @@ class Counting:
 
 
 class Found(NoProposer):
-    """Finds seven tokens behind the requests that it knows."""
+    """Finds seven tokens for the requests that it knows."""
 
     num_speculative_tokens = 8
 

@@ -1,4 +1,4 @@
-"""Prompt lookup by an index is what a search finds."""
+"""Prompt lookup by an index finds the drafts that a search finds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_longest_suffix_counts_most():
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 3), (2, 5), (4, 4)])
 @pytest.mark.parametrize("vocab_size", [2, 3, 30])
 def test_it_is_what_a_search_finds(lengths, vocab_size):
-    """Token 0 among them; as the text grows by some tokens at a time."""
+    """The tokens include 0; the text grows by a few tokens at a time."""
     rng = random.Random(vocab_size)
     proposer, text = make_proposer(4, lengths), []
     for _ in range(120):
@@ -80,7 +80,7 @@ def test_requests_do_not_see_each_other():
 
 
 def test_indices_have_room_for_so_many_tokens():
-    """Who comes when it is full gets no drafts until others have ended."""
+    """A request that arrives when the room is used up gets no drafts until other requests have ended."""
     proposer = make_proposer(max_tokens=12)
     text = [1, 2, 1, 2, 1, 2]
     assert propose(proposer, text, "a") == propose(proposer, text, "b") == [1, 2, 1]

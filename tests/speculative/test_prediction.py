@@ -1,4 +1,4 @@
-"""What follows in a prediction, and that it is preferred to what is not more."""
+"""Drafts from a prediction, and that they are preferred to other drafts that are not longer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def follow(predicted: list[int], answer: list[int], most: int = 4) -> list[int]:
         ([1, 2, 3, 4, 5, 6], [1, 2, 3], [4, 5, 6]),
         ([1, 2, 3], [1, 2, 3], []),  # its end
         ([1, 2], [1, 2, 3], []),
-        ([1, 2, 3], [2], []),  # too few tokens are the same
+        ([1, 2, 3], [2], []),  # too few tokens match
         ([1, 2, 3, 4, 5, 6, 7], [9, 2, 3], []),
         ([1, 2, 3, 4, 5, 6, 7], [9, 2, 3, 4], [5, 6, 7]),
         ([1, 2, 3, 4, 5, 6, 7], [9, 5, 6, 7], []),  # nothing follows
-        (CYCLE, [9, 1, 2, 3, 4], [10, 1, 2, 3]),  # as long everywhere: the place most like that in the answer
+        (CYCLE, [9, 1, 2, 3, 4], [10, 1, 2, 3]),  # equally long matches: the place nearest to that in the answer
         (CYCLE, [9] * 6 + [1, 2, 3, 4], [11, 1, 2, 3]),
         (CYCLE, [9] * 90 + [1, 2, 3, 4], [12]),
         (CYCLE, [9, 10, 1, 2, 3, 4], [11, 1, 2, 3]),  # the longest
@@ -55,7 +55,7 @@ def test_a_match_as_long_as_counts_is_not_followed_further():
 
 
 class Fixed(NoProposer):
-    """Finds so many tokens for everyone."""
+    """Finds a fixed number of tokens for every request."""
 
     num_bytes, num_speculative_tokens = 7, 8
 

@@ -1,4 +1,4 @@
-"""Indices of running requests share one bound."""
+"""Indices of running requests share one limit."""
 
 from octavo.speculative.request_indices import RequestIndices
 

@@ -1,4 +1,4 @@
-"""Drafts from a request's own tokens and from answers before: whose they are, and what they take."""
+"""Drafts from a request's own tokens and from earlier answers: which tenants share them, and their memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_was_asked_is_kept_only_to_recognise_an_answer_by():
     proposer = make_proposer()
     prompt = list(range(1000, 1100))
     finish(proposer, [*prompt, *ANSWER], len(prompt))
-    finish(proposer, list(range(2000, 2100)), 100)  # ended before it had a token
+    finish(proposer, list(range(2000, 2100)), 100)  # ended before its first token
     assert propose(proposer, prompt[:50], "b") == []
     assert propose(proposer, prompt[-40:], "b") == ANSWER
     assert propose(proposer, [2050, 2051, 2052], "c") == []
@@ -68,7 +68,7 @@ def test_what_was_asked_is_kept_only_to_recognise_an_answer_by():
 
 @pytest.mark.parametrize("salts", [("alice", "bob"), ("alice", None), (None, "alice"), ("", "x")])
 def test_what_one_tenant_wrote_is_never_drafted_for_another(salts):
-    """Neither an answer nor a prompt, whether by the answer's middle or by the prompt's end."""
+    """Neither an answer nor a prompt, matched by the middle of the answer or by the end of the prompt."""
     owner, other = salts
     proposer = make_proposer()
     finish(proposer, [*PROMPT, *ANSWER], salt=owner)
@@ -122,7 +122,7 @@ def test_no_answers_are_kept_where_none_are_asked_for():
 
 
 def test_own_indices_have_room_for_so_many_tokens(monkeypatch):
-    """A request that has outgrown it keeps its newest tokens; who comes when it is full has none."""
+    """A request that outgrows the room keeps its newest tokens; one that arrives when no room remains gets none."""
     monkeypatch.setattr(suffix, "_LEAST_ROOM", 4)
     proposer = make_proposer(30, 1)
     text = list(range(20))
@@ -175,7 +175,7 @@ def three_from(first: int) -> array[int]:
 
 
 def test_the_bytes_said_are_not_exceeded():
-    """A salt for each answer, so many requests that run that there is no more room."""
+    """Each answer has its own salt, and running requests use up the room."""
     num_answers, max_bytes = 1000, 1 << 19
     proposer = make_proposer(
         1000,

@@ -1,4 +1,4 @@
-"""The index finds what a search finds, within its bytes, and in texts of the same owner alone."""
+"""The index finds the drafts that a search finds, within its memory, and only in texts of the same owner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def propose(index: SuffixIndex, suffix: list[int], most: int = 8, **options) -> 
 
 
 class Search:
-    """The definition: all that was written stands in one list, of which the newest `capacity` tokens are there."""
+    """The definition: one list of all written tokens, of which the newest `capacity` are searched."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -94,7 +94,9 @@ TEXTS = st.lists(st.tuples(TOKENS, st.integers(0, 2)), max_size=12)
     least=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
 )
 def test_it_is_what_a_search_finds(texts, last, asked, owner, capacity, most, factor, least):
-    """In closed texts for any suffix, and in an open one for its own end; written in parts, and overwritten."""
+    """In closed texts for any suffix, and in an open text for its own end; texts are written in parts and
+    overwritten.
+    """
     index, search = SuffixIndex(capacity), Search(capacity)
     options = {"owner": owner, "factor": factor, "min_probability": least}
     old_steps, suffix_index._MAX_STEPS = suffix_index._MAX_STEPS, 10**6
@@ -141,7 +143,9 @@ def test_nothing_reaches_across_the_end_of_a_text():
 
 
 def test_a_ring_that_is_shorter_than_the_suffix():
-    """A match ends where the ring does, whatever stood there before; what is found is read around its end."""
+    """A match ends at the end of the ring, whatever the ring held before; tokens after it are read across the ring's
+    end.
+    """
     index = SuffixIndex(8)
     suffix = [9] * MAX_MATCH + [1, 2, 3]
     index.extend([*suffix, 5, 6, 7])

@@ -1,4 +1,4 @@
-"""Which decode steps become graphs, and that their memory is set aside before the KV cache is sized."""
+"""Which decode steps become graphs, and that their memory is reserved before the KV cache is sized."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 class GraphKernels(ReferenceKernels):
-    """Plain torch that says it captures graphs, or that it cannot; asked: of which heads and dtypes."""
+    """Plain torch kernels that claim to capture graphs, or not. asked: the heads and dtypes of the questions."""
 
     def __init__(self, *, can_capture=True):
         self.can_capture, self.asked, self.decodes = can_capture, [], None
@@ -84,7 +84,7 @@ def test_kernels_are_asked_about_the_model_itself(planned, checkpoint):
 
 def test_what_is_planned_grows_with_graphs_rows_and_tables(planned, checkpoint):
     architecture = read_architecture(checkpoint)
-    more, fewer = (planned(max_num_seqs=count) for count in (4, 3))  # as many graphs
+    more, fewer = (planned(max_num_seqs=count) for count in (4, 3))  # the same number of graphs
     assert more.num_bytes > fewer.num_bytes
     assert planned(max_num_seqs=8).num_bytes > more.num_bytes + len(architecture.layers) * BYTES_PER_LAYER
     assert planned(num_rows=(1, 2)).num_bytes > more.num_bytes + 3 * len(architecture.layers) * BYTES_PER_LAYER

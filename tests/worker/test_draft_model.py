@@ -1,4 +1,4 @@
-"""A model that drafts: what its passes compute, which of its keys and values count as there, what a fault costs."""
+"""Draft models: what their passes compute, which of their keys and values count as present, and what a fault costs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ITSELF = {"method": "draft_model", "model": str(built_in_model_path())}
 SMALLER = {"method": "draft_model", "model": BUILT_IN_DRAFT}
 QUANTIZED = {"method": "quantized"}
 BLOCK = 16
-PROMPT = [7 + i * 31 % 900 for i in range(10 * BLOCK + 3)]  # the answer does not repeat itself
+PROMPT = [7 + i * 31 % 900 for i in range(10 * BLOCK + 3)]  # its answer does not repeat itself
 DRAFTS = 4
 
 
 class Watched:
-    """An engine whose passes are counted: the rows of each pass of the model that drafts, and what came of drafts."""
+    """An engine that records the rows of each pass of the draft model, and counts its drafts and accepted drafts."""
 
     def __init__(
         self, monkeypatch, speculative: dict[str, str], budget: int = 512, kv_store=None, **cache: object
@@ -73,13 +73,13 @@ class Watched:
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def step(self) -> list[int]:
-        """Step once; return the rows of the passes that drafted."""
+        """Step once; return the numbers of rows of the drafting passes."""
         first = len(self.rows)
         self.outputs = self.engine.step()
         return self.rows[first:]
 
     def finish(self) -> dict[str, list[int]]:
-        """Step until everybody is done; return the tokens."""
+        """Step until no request remains; return the tokens."""
         tokens = {}
         while self.engine.has_unfinished_requests():
             self.step()
@@ -92,7 +92,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def right() -> list[int]:
-    """What follows the prompt."""
+    """Return the tokens that follow the prompt."""
     engine = LLMEngine(
         ModelConfig(),
         SchedulerConfig(max_num_seqs=1),
@@ -104,13 +104,13 @@ def right() -> list[int]:
 
 
 def test_a_pass_has_what_the_model_has_not_seen(monkeypatch, right):
-    """The prompt once; then what came since, all of whose drafts came true but the one that was never fed back."""
+    """First the prompt, then the tokens since then. All drafts are accepted, and the last one was never fed back."""
     watched = Watched(monkeypatch, ITSELF)
     watched.add("a")
     assert watched.step() == [len(PROMPT) + 1, 1, 1, 1]
     assert watched.step() == [2, 1, 1, 1]
     assert watched.step() == [2, 1, 1, 1]
-    # Those behind the block that was the last one then are not kept: they stood in a block of nobody.
+    # Rows after the request's last block at that time are computed again: they were written into scratch blocks.
     assert watched.step() == [3, 1, 1, 1]
     assert watched.finish() == {"a": right}
     assert watched.accepted == watched.drafted
@@ -139,14 +139,14 @@ def test_a_shared_prompt_is_computed_once(monkeypatch, right):
 
 
 def test_what_a_shared_block_lacks_is_computed(monkeypatch, right):
-    """A request that nothing is guessed for has no keys and values of the model that drafts."""
+    """A request without drafts has no keys and values of the draft model."""
     watched = Watched(monkeypatch, ITSELF)
     watched.add("a", num_speculative_tokens=0)
     watched.finish()
     assert watched.rows == []
     watched.add("b")
     assert watched.step()[0] == len(PROMPT) + 1
-    watched.add("c")  # and while it did so, another one learned of it
+    watched.add("c")  # another request learned from it meanwhile
     assert watched.step()[0] == 2 + 2
     assert watched.finish() == {"b": right, "c": right}
     assert watched.accepted == watched.drafted
@@ -168,7 +168,7 @@ def test_a_swapped_request_has_its_keys_and_values_again(monkeypatch, right):
     watched.step()
     watched.engine.core.scheduler.faults.preempt(["a"])
     watched.step()
-    watched.drafts.kv.cache.groups[0].blocks.fill_(torch.nan)  # nothing is left of it but on the host
+    watched.drafts.kv.cache.groups[0].blocks.fill_(torch.nan)  # only the copy on the host remains
     watched.drafts.kv._filled[:] = 0
     assert watched.step()[0] <= BLOCK
     assert watched.finish() == {"a": right}
@@ -177,7 +177,7 @@ def test_a_swapped_request_has_its_keys_and_values_again(monkeypatch, right):
 
 
 def test_what_a_store_had_of_a_prompt_is_computed_by_the_model_that_drafts(monkeypatch, right):
-    """It has the target's keys and values only; the blocks they go into held others of the one that drafts."""
+    """The store has only the target's keys and values; the loaded blocks held stale ones of the draft model."""
     pool = GlobalKVPool(500)
     first = Watched(monkeypatch, ITSELF, kv_store=functools.partial(MemoryStore, pool, "a"), num_gpu_blocks=128)
     first.add("a")
@@ -197,7 +197,7 @@ def test_what_a_store_had_of_a_prompt_is_computed_by_the_model_that_drafts(monke
 
 
 def test_what_is_lacking_is_made_up_for_as_steps_have_room(monkeypatch, right):
-    """Who has little to catch up with comes first, and others draft once they have caught up."""
+    """Requests that lack the least come first, and each drafts once it has caught up."""
     watched = Watched(monkeypatch, ITSELF, budget=64)
     watched.add("a", PROMPT[:3])
     watched.step()
@@ -216,7 +216,7 @@ def test_room_goes_to_who_needs_least():
 def test_who_needs_no_more_drafts_is_in_no_more_passes(monkeypatch):
     watched = Watched(monkeypatch, QUANTIZED)
     watched.add("a", [5, 6, 7])
-    watched.add("b", [5, 6, 8], max_tokens=3)  # of which a draft can be one
+    watched.add("b", [5, 6, 8], max_tokens=3)  # only one of these tokens can be a draft
     watched.add("c", [5, 6, 9], num_speculative_tokens=2)
     watched.add("d", [5, 6, 10], num_speculative_tokens=0)
     assert watched.step() == [3, 2, 1, 1]
@@ -266,7 +266,7 @@ def test_what_the_built_in_models_guess_mostly_comes_true(monkeypatch, speculati
 
 
 def test_drafts_that_reach_over_a_requests_blocks_harm_nobody(monkeypatch):
-    """Blocks of two tokens: most drafts stand in blocks of nobody, behind those that requests have."""
+    """Blocks of two tokens: most drafts are in scratch blocks, after the blocks of their requests."""
     alone = [PROMPT[i : i + 3] for i in range(4)]
     for speculative in (ITSELF, QUANTIZED):
         expected = {}
@@ -303,7 +303,7 @@ def test_a_model_that_fails_costs_no_request(monkeypatch, caplog, right, specula
 
 @pytest.mark.parametrize("speculative", [SMALLER, QUANTIZED], ids=["draft_model", "quantized"])
 def test_keys_and_values_that_are_no_numbers_harm_no_target(monkeypatch, right, speculative):
-    """Of the model's own all are broken; of the target's those that are written while something is guessed."""
+    """All keys and values of the draft model become NaN, and those of the target that are written while it drafts."""
     watched = Watched(monkeypatch, speculative)
     choose = watched.drafts.choose_next
 
@@ -337,7 +337,7 @@ def test_a_model_for_shorter_texts_drafts_as_long_as_they_are_that_short(monkeyp
 
 
 def test_the_first_pass_is_made_as_the_engine_starts_though_something_is_looked_up(monkeypatch, right):
-    """It is recorded, and captured on a GPU: who asks first does not wait for that."""
+    """The first pass is recorded, and captured on a GPU, so that the first request does not wait for it."""
     asked = []
     with monkeypatch.context() as patch:
         patch.setattr(SuffixProposer, "propose", lambda _self, tasks: asked.extend(tasks) or [[0] for _ in tasks])
@@ -350,7 +350,7 @@ def test_the_first_pass_is_made_as_the_engine_starts_though_something_is_looked_
 
 
 def test_drafts_that_a_lookup_finds_cost_no_pass_of_the_model(monkeypatch, right):
-    """The lookup is scripted: whether a real one finds anything rests on the tokens of one instruction set."""
+    """The lookup is scripted: a real one depends on the tokens of one instruction set."""
     watched = Watched(monkeypatch, {"method": "suffix", "model": str(built_in_model_path())})
 
     def find(_self, tasks):
@@ -385,7 +385,7 @@ def test_rejection_sampling_accepts_what_the_target_would_draw(monkeypatch, righ
 
 
 def test_a_draft_that_ends_a_request_is_verified_by_rejection_sampling_as_any_other(monkeypatch, right):
-    """Else whether a draft is verified would hang on which token it is."""
+    """Otherwise verification would depend on which token the draft is."""
     stop = right[3]
     for verification, expected in ({}, [right[1:3]]), (REJECTION, [right[1:4]]):
         watched = Watched(monkeypatch, ITSELF | verification)

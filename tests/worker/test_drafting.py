@@ -1,4 +1,4 @@
-"""Drafts of a step: what is asked for, what is cut off, and what becomes of a row that fails."""
+"""Drafts of a step: the tasks of the proposer, cut off drafts, and rows that fail."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.structured_output.grammars import Matcher
 from octavo.worker import grammar_walks
 
-PROMPT = {"prompt_token_ids": [203, 202, 201]}  # the answer does not repeat itself
+PROMPT = {"prompt_token_ids": [203, 202, 201]}  # its answer does not repeat itself
 
 
 class Told:
-    """Proposes what it is told to, and keeps what it was asked."""
+    """A proposer with fixed drafts; keeps its tasks."""
 
     num_speculative_tokens = 4
     num_bytes = 0
@@ -58,7 +58,7 @@ def start(llm, drafts: list[int], **asked) -> tuple[Told, list[list[int]]]:
 
 @pytest.fixture(autouse=True)
 def _grammars_are_waited_for(monkeypatch):
-    """Each step waits for its grammars, however full the machine is."""
+    """Each step waits for its grammars, even on a busy machine."""
     monkeypatch.setattr(grammar_walks, "_LEAST_S", 60.0)
 
 
@@ -109,7 +109,7 @@ def test_a_proposer_that_cannot_take_in_an_answer_ends_nothing(llm, monkeypatch,
 
 
 def test_all_of_an_answer_is_handed_over_however_it_ends(llm):
-    """Its last tokens come with no task."""
+    """The last tokens arrive without a task."""
     told, _ = start(llm, [], max_tokens=3)
     outputs = [llm.llm_engine.step()[0] for _ in range(2)]
     llm.llm_engine.step()
@@ -162,7 +162,7 @@ def test_the_scheduler_bounds_what_a_model_computes_and_nothing_else(llm, monkey
 
 
 def test_what_guessing_took_is_told(llm, monkeypatch):
-    """As well where nothing was found."""
+    """This holds even if nothing was found."""
     engine, results = llm.llm_engine, []
     take = engine.core.scheduler.update_from_output
 
@@ -199,7 +199,7 @@ def test_what_a_grammar_forbids_is_cut_before_it_is_computed(llm, drafts, left):
 
 
 def test_a_grammar_that_fails_behind_drafts_ends_the_request_where_it_would_have_without(llm, monkeypatch):
-    """It fails in the row of the second draft: what is before that is told first."""
+    """It fails in the row of the second draft: the tokens before it are reported first."""
     a = token_of(llm, "a")
     asked = {"structured_outputs": StructuredOutputsParams(regex="a{9}"), "ignore_eos": False}
     _, drafts = start(llm, [a, a, a], **asked)

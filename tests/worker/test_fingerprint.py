@@ -1,4 +1,4 @@
-"""A start that computes other numbers than an earlier one is refused; one that computes the same is not."""
+"""A start that computes other numbers than an earlier one is refused; a start with the same numbers is not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = needs_kernels
 
 @pytest.fixture(autouse=True)
 def cache_home(tmp_path, monkeypatch):
-    """Give each test a cache directory of its own."""
+    """Give each test its own cache directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "octavo"
 
@@ -52,7 +52,7 @@ def checkpoint(tmp_path):
 
 
 def start(path, **options):
-    """Start an engine and return its fingerprint."""
+    """Start an engine; return its fingerprint."""
     options = {"skip_tokenizer_init": True, "max_model_len": 96} | options
     return LLM(str(path), **options).llm_engine.capacity.fingerprint
 
@@ -63,14 +63,14 @@ def flip_a_bit(data):
 
 
 def unchecked(reading):
-    """Return a tensor of a kept file whatever its checksum is."""
+    """Return a tensor of a kept file without checking its checksum."""
     for task in reading.tasks:
         task.result()
     return reading.data
 
 
 def break_loading(monkeypatch, breaks):
-    """Let breaks(model) change each model in memory after it was loaded."""
+    """Make breaks(model) change each model in memory after it is loaded."""
     load = worker.load_model
 
     def load_broken(*args, **options):
@@ -133,7 +133,9 @@ def test_flipped_bit_in_a_draft_model_is_found(monkeypatch):
 
 
 def test_flipped_bit_in_the_kept_weights_is_found(checkpoint, monkeypatch, caplog, cache_home):
-    """One that the file's own checksum sees is repaired from the checkpoint; one that it does not see is refused."""
+    """If the file's own checksum detects the bit, the file is repaired from the checkpoint; otherwise the start is
+    refused.
+    """
     monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
     first = start(checkpoint, quantization="int8")
     (kept,) = (cache_home / "packed").glob("*.safetensors")
@@ -209,7 +211,7 @@ def test_copy_of_a_checkpoint_whose_kv_is_shared_is_the_same_engine(checkpoint, 
 
 
 def test_copy_of_a_checkpoint_that_was_not_hashed_is_another_engine(checkpoint, tmp_path, cache_home):
-    """To read a large checkpoint only for this would cost every start its time."""
+    """Reading a large checkpoint only for this would slow down every start."""
     for path in (checkpoint, shutil.copytree(checkpoint, tmp_path / "copy"), checkpoint):
         start(path)
     assert num_engines(cache_home) == 2
@@ -250,7 +252,7 @@ def test_plain_torch_has_no_checksums(checkpoint, cache_home):
 
 
 def test_engines_share_kv_only_if_their_numbers_agree(checkpoint, monkeypatch):
-    """Whether a store is found by another engine depends on the keys of blocks: a table that differs changes them."""
+    """Block keys depend on the tables: another engine with a different table does not find the blocks."""
     pool, prompt = GlobalKVPool(), list(range(5, 70))
 
     def loaded(name, max_model_len=96):
@@ -276,7 +278,7 @@ def test_engines_share_kv_only_if_their_numbers_agree(checkpoint, monkeypatch):
 
 @pytest.mark.parametrize(("model_len", "row"), [(96, 48), (900, 450), (2048, 1024)])
 def test_wrong_row_of_a_rotary_table_refuses_the_first_start(checkpoint, monkeypatch, model_len, row):
-    """Keys of KV name the first rows only, so no later row of an engine that starts may be wrong."""
+    """KV keys cover only the first rows, so an engine with a wrong later row must not start."""
     break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.cos_sin))
     with pytest.raises(FingerprintError, match=f"row {row} of a rotary table with {model_len} rows.*start again"):
         start(checkpoint, max_model_len=model_len, packed_cache_bytes=0)
@@ -342,7 +344,7 @@ def test_first_start_is_kept_and_compared(tmp_path):
 
 @pytest.fixture
 def next_process(monkeypatch):
-    """Return a function that makes the next start one of another process."""
+    """Return a function that makes the next start look like one of another process."""
     names = iter(range(100))
 
     def begin():

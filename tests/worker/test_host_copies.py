@@ -1,4 +1,4 @@
-"""Arrays of steps in flight on their way to a device that makes its copies late, and back."""
+"""Arrays of steps in flight, copied to and from a device that copies late."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARRAYS = [
     np.arange(6, dtype=np.int32).reshape(3, 2)[:, ::-1],  # not contiguous
     np.array([True, False]),
     np.zeros((0, 3), dtype=np.float32),
-    np.arange(40_000, dtype=np.float32),  # of more bytes than a set has at first
+    np.arange(40_000, dtype=np.float32),  # more bytes than a set has at first
     np.arange(9, dtype=np.float64),
 ]
 

@@ -25,7 +25,7 @@ def new_data(
 
 
 def told(batch, req_ids, sampled, new_block_ids, num_computed, *more_block_ids):
-    """What is new of requests once the batch knows what was sampled of them."""
+    """Report sampled tokens to the batch; return the requests' changes for the next step."""
     batch.append_sampled(dict(zip(req_ids, sampled, strict=True)))
     return CachedRequestData(req_ids, [new_block_ids, *more_block_ids], num_computed)
 
@@ -72,9 +72,9 @@ def test_prepare_inputs_new_requests(batch):
     assert inputs.attention.block_tables[0].tolist() == [3, 5]
     assert inputs.attention.block_tables[1, 0] == 0
     assert inputs.sampled == [0, 1]
-    assert inputs.logits_indices is None  # these are all rows of hidden states
+    assert inputs.logits_indices is None  # all rows of hidden states are used
     outputs = inputs.attention.outputs
-    assert outputs.rows.tolist() == [4, 6]  # what is sampled is looked at
+    assert outputs.rows.tolist() == [4, 6]  # the sampled rows are used
     assert outputs.attention.positions.tolist() == [4, 1]
     assert outputs.attention.slot_mapping.tolist() == [20, 1]
     assert outputs.attention.query_start.tolist() == [0, 1, 2]
@@ -143,14 +143,14 @@ def test_prepare_inputs_mixed(batch):
     assert inputs.attention.positions.tolist() == [4, 5, 6, 2]
     assert inputs.attention.slot_mapping.tolist() == [20, 21, 22, 6]
     assert [request.request_id for request in inputs.requests] == ["b", "a"]
-    assert inputs.sampled == [1]  # b's prompt is not computed to its end
+    assert inputs.sampled == [1]  # b's prompt is not fully computed
     assert inputs.sampled_rows.tolist() == [batch.requests["a"].row]
     assert inputs.logits_indices is None
     assert inputs.attention.outputs.rows.tolist() == [3]
 
 
 def test_drafts_stand_behind_the_newest_token_of_their_step(batch):
-    """A request without drafts, one with two and one with one, beside a prompt of which all rows are looked at."""
+    """Requests with zero, two and one draft, and a prompt with logprobs for all rows."""
     new = [new_data("a", [10, 11], [1]), new_data("b", [20, 21, 22], [2]), new_data("c", [30], [3])]
     batch.update(make_output(new, counts={"a": 2, "b": 3, "c": 1}))
     scored = new_data("d", [40, 41, 42], [4], params=SamplingParams(prompt_logprobs=0))
@@ -169,7 +169,7 @@ def test_drafts_stand_behind_the_newest_token_of_their_step(batch):
     rows = [batch.requests[name].row for name in "bbbdcca"]
     assert inputs.sampled_rows.tolist() == rows
     assert inputs.num_known.tolist() == [4, 5, 6, 3, 2, 3, 3]
-    assert inputs.logits_indices.tolist() == [0, 1, 2, 5, 6, 7, 8]  # of d's rows only the last
+    assert inputs.logits_indices.tolist() == [0, 1, 2, 5, 6, 7, 8]  # only the last of d's rows
     assert batch.input_tokens(inputs).tolist() == [23, 24, 25, 42, 31, 32, 12]
     assert batch.known_tokens(batch.requests["b"]).tolist() == [20, 21, 22, 23], "drafts are not known"
 
@@ -241,7 +241,7 @@ def test_window_blocks_may_come_in_other_steps_than_blocks(windowed):
 
 
 def test_window_blocks_of_too_few_requests_are_an_error(windowed):
-    """A table that stayed as it was would be read as if it were right."""
+    """A table that is not updated would be read as if it were right."""
     batch = windowed
     new = [new_data(name, [10, 11, 12], [2 + row], more_block_ids=([row],)) for row, name in enumerate("ab")]
     batch.update(make_output(new, counts={"a": 3, "b": 3}))
@@ -259,7 +259,7 @@ def test_without_windows_there_is_one_table(batch):
 
 
 def test_guesses_stand_behind_the_blocks_of_their_request(windowed):
-    """A cache of a draft model's own has no window blocks; one that is shared has them of nobody, too."""
+    """A separate cache of the draft model has no window blocks; a shared one uses scratch window blocks."""
     batch = windowed
     batch.update(make_output([new_data("a", [10, 11, 12], [2, 9], more_block_ids=([1],))], counts={"a": 3}))
     rows = np.array([batch.requests["a"].row])

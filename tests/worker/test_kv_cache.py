@@ -1,4 +1,4 @@
-"""Copies between blocks and host blocks keep every bit, and happen in the order that a step needs."""
+"""Copies between blocks and host blocks keep every bit, and run in the order that a step needs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def cache():
         device=CPU,
         num_host_blocks=3,
     )
-    cache.groups[0].blocks.view(torch.int16).random_(generator=torch.Generator().manual_seed(1))  # NaNs and all
+    cache.groups[0].blocks.view(torch.int16).random_(generator=torch.Generator().manual_seed(1))  # including NaNs
     return cache
 
 
 @pytest.fixture
 def windowed():
-    """Two layers in blocks of 256 bytes, one in window blocks of 384."""
+    """Two layers in blocks of 256 bytes, and one layer in window blocks of 384 bytes."""
     shapes = (KVShape(1, 8), KVShape(3, 8, window=6), KVShape(1, 8))
     cache = PagedKVCache(
         KVLayout(shapes), num_blocks=[6, 4], block_size=4, dtype=torch.bfloat16, device=CPU,
@@ -152,7 +152,7 @@ def test_a_rounded_block_is_one_object_with_its_scales(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_layers_of_other_shapes_stand_side_by_side(dtype):
-    """Each layer has a part of a block of its own, and together they are all of it."""
+    """Each layer has its own part of a block, and the parts together are the whole block."""
     shapes = (KVShape(2, 16, 37), KVShape(1, 24), KVShape(2, 16, 37), KVShape(3, 8))
     layout, kind = KVLayout(shapes), str(dtype).removeprefix("torch.")
     assert layout.specs == {shapes[0]: (0, 2), shapes[1]: (1,), shapes[3]: (3,)}
@@ -178,7 +178,9 @@ def test_layers_of_other_shapes_stand_side_by_side(dtype):
 
 
 def test_layers_alike_stand_where_stores_expect_them():
-    """[layers, 2, num_kv_heads, block_size, head_dim], whose bytes stores keep under keys with this version."""
+    """The shape is [layers, 2, num_kv_heads, block_size, head_dim]; stores keep these bytes under keys with this
+    version.
+    """
     layout = KVLayout((KVShape(3, 8),) * 2)
     cache = PagedKVCache(layout, num_blocks=[2], block_size=4, dtype=torch.float32, device=CPU)
     assert LAYOUT_VERSION == 1

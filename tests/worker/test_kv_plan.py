@@ -1,4 +1,4 @@
-"""What is planned fits, wastes nothing, and is enough for a sequence that is alone."""
+"""The planned memory fits, wastes nothing, and suffices for a single sequence."""
 
 import random
 from dataclasses import replace
@@ -17,7 +17,7 @@ from octavo.worker.memory import decide_kv_size, largest_batch
 from octavo.worker.worker import Worker
 
 GIB = 1 << 30
-# Gemma 3 270M: 3 of 18 layers see all, the others 512 tokens; one head of 256 in bfloat16.
+# Gemma 3 270M: 3 of 18 layers see all positions, 15 see 512 tokens; one head of 256 in bfloat16.
 GEMMA3_270M = KVPlan(
     block_bytes=(3 * 16 * 1024, 15 * 16 * 1024), max_num_seqs=64, blocks_of_sequence=(34,), blocks_of_step=32,
 )  # fmt: skip
@@ -29,7 +29,7 @@ def test_a_published_model_keeps_three_times_as_many_tokens_behind_its_window():
     assert 16 * size.num_blocks == 762_656
     assert size.blocks_of_groups[1] == 7943
     assert 0 <= 4 * GIB - GEMMA3_270M.num_bytes(size) < GEMMA3_270M.bytes_of_all
-    # Short sequences, of which all is seen: the best for them alone are 233,008 tokens. Long ones: 4 GiB of blocks.
+    # The best plan for short sequences alone, which see all positions, has 233,008 tokens. Long ones: 4 GiB of blocks.
     assert size.blocks_of_groups[1] / (233_008 / 16) == pytest.approx(762_656 / (16 * 4 * GIB / (3 * 16 * 1024)), 1e-3)
 
 
@@ -76,7 +76,7 @@ def test_without_windows_there_are_blocks_alone():
 
 
 def test_blocks_of_no_bytes_are_as_many_as_sequences_can_use():
-    """Mistral 7B v0.1 in bfloat16: all 32 layers see 4096 tokens, a window block takes 2 MiB."""
+    """Mistral 7B v0.1 in bfloat16: all 32 layers see 4096 tokens, a window block has 2 MiB."""
     plan = KVPlan(
         block_bytes=(0, 2 << 20), max_num_seqs=64, blocks_of_sequence=(258,), blocks_of_step=32,
     )  # fmt: skip
@@ -109,7 +109,7 @@ def make_worker(path, max_model_len=2048, **cache):
     )  # fmt: skip
     worker.load()
     worker.plan()
-    assert not hasattr(worker, "kv_cache")  # nothing is reserved yet
+    assert not hasattr(worker, "kv_cache")  # nothing is allocated yet
     worker.allocate()
     return worker
 
@@ -158,7 +158,7 @@ def test_a_model_of_windows_alone_has_the_blocks_that_its_memory_can_use(tmp_pat
 
 
 def test_steps_leave_room_for_the_window_blocks_that_they_take(path, monkeypatch):
-    """Of a cache of so many blocks, larger steps make the window blocks more."""
+    """In a cache of a given size, larger steps increase the number of window blocks."""
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 40 << 20)
     architecture, cpu = read_architecture(path), torch.device("cpu")
     formats = {"dtype": "float32", "kv_dtype": "float32", "device": cpu}

@@ -1,4 +1,4 @@
-"""The worker's half of a store: bytes are right or not there, and after a cancel nothing touches a block."""
+"""The worker's side of a store: bytes are right or missing, and after a cancel no block is touched."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Moved:
         return KVTransfer(self.num_orders, direction, list(keys), [list(block_ids)])
 
     def move(self, direction, keys, block_ids):
-        """Carry out one transfer; return how many blocks it moved."""
+        """Carry out one transfer; return the number of moved blocks."""
         order = self.order(direction, keys, block_ids)
         self.begin(order)
         transfer_id, count, *_ = self.ended.get(timeout=10)
@@ -63,7 +63,7 @@ class Moved:
         return count
 
     def content(self, key):
-        """What stands under a key, in this cache and in any other."""
+        """Return the bytes that belong to a key, the same in every cache."""
         size = self.cache.block_bytes
         data = b"".join(hashlib.sha256(key + bytes([part])).digest() for part in range(-(-size // 32)))
         return torch.frombuffer(bytearray(data[:size]), dtype=torch.uint8)
@@ -82,7 +82,7 @@ def keys_of(count, first=0):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Two blocks a piece, so that transfers have several."""
+    """Two blocks a piece, so that transfers have several pieces."""
     monkeypatch.setattr(kv_transfers, "_PIECE_BYTES", 1)
     monkeypatch.setattr(kv_transfers, "piece_blocks", lambda _: 2)
 
@@ -113,7 +113,7 @@ def test_a_load_ends_before_the_first_block_that_is_not_whole():
     moved.bytes[:] = SENTINEL
     assert moved.move(LOAD, keys, range(7)) == 3
     assert [moved.holds(key, block) for block, key in enumerate(keys)] == [True] * 3 + [False] * 4
-    assert bool((moved.bytes[3:] == SENTINEL).all())  # not even with what was refused
+    assert bool((moved.bytes[3:] == SENTINEL).all())  # not even refused bytes
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -162,14 +162,14 @@ def test_after_a_cancel_a_block_is_neither_written_nor_told_of(direction):
     moved.begin(order)
     assert stores[0].entered.wait(10)
     moved.begin(cancels=[order.transfer_id, 999])
-    moved.bytes[:] = SENTINEL  # somebody else has the blocks now
+    moved.bytes[:] = SENTINEL  # the blocks belong to another request now
     stores[0].release_unread.set()
     moved.threads._threads[direction].submit(lambda: moved.ended.put("behind it"))
     moved.threads._threads[direction].submit(lambda: moved.ended.put("behind it"))
     assert {moved.ended.get(timeout=10), moved.ended.get(timeout=10)} == {"behind it"}
     moved.threads.shutdown()
     assert bool((moved.bytes == SENTINEL).all())
-    if direction is SAVE:  # what was copied out before is right, and may be kept
+    if direction is SAVE:  # blocks copied out before the cancel are right, and may be kept
         assert all(
             moved.store.pool._nodes["a"][key].kv_data[32:] == moved.content(key).numpy().tobytes() for key in keys
         )
@@ -207,7 +207,7 @@ def test_a_second_shutdown_and_orders_behind_it_change_nothing():
 
 
 class Fuzz:
-    """Random transfers over a store full of faults, while blocks are given to others as soon as they may be."""
+    """Random transfers with a faulty store, while blocks are reused as soon as this is allowed."""
 
     def __init__(self, seed):
         self.rng = random.Random(seed)
@@ -252,7 +252,7 @@ class Fuzz:
         transfer_id, count, *_ = ended
         order = self.open.pop(transfer_id, None)
         if order is None:
-            return  # it was cancelled when it had ended
+            return  # the transfer ended before the cancel
         self.num_ended += 1
         if order.direction is LOAD:
             loaded = list(zip(order.keys, order.block_ids[0], strict=True))[:count]
@@ -262,7 +262,7 @@ class Fuzz:
         self.give_back(order)
 
     def give_back(self, order):
-        """Nothing may be written into these any more."""
+        """From now on, no byte of these blocks may be written."""
         for block in order.block_ids[0]:
             self.moved.bytes[block] = SENTINEL
         self.free += order.block_ids[0]
@@ -273,17 +273,17 @@ class Fuzz:
 )
 @pytest.mark.usefixtures("small_pieces")
 def test_of_many_faulty_transfers_none_puts_a_wrong_byte_into_a_block(num_faults):
-    """Whatever a load said it moved is compared with what was saved, byte by byte: every spoilt record is found out."""
+    """Each block that a load reports as moved is compared with the saved bytes: every corrupt record is detected."""
     fuzz = Fuzz(7)
     fuzz.run(num_faults)
     store = fuzz.moved.store
-    assert store.stats().num_corrupt > store.num_spoilt / 2  # others were dropped before they were looked at again
+    assert store.stats().num_corrupt > store.num_spoilt / 2  # the rest was evicted before it was read again
     assert min(store.faults.values()) > 0
     assert fuzz.num_ended > num_faults / 10
 
 
 def test_a_record_that_is_believed_unseen_is_found_by_the_fuzz(monkeypatch):
-    """The fuzz itself: without a checksum it fails."""
+    """This checks the fuzz itself: it fails without checksums."""
     monkeypatch.setattr("octavo.kv_transfer.memory._checksum", lambda key, content: bytes(32))
     with pytest.raises((AssertionError, queue.Empty)):
         Fuzz(7).run(3000)

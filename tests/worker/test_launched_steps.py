@@ -1,4 +1,4 @@
-"""Steps that are launched before the one before them is collected, against the same ones by one: outputs are `==`."""
+"""Steps launched before the previous one is collected give outputs that are equal (`==`) to those of single steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NUM_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE
 
 @pytest.fixture(scope="module")
 def kernels():
-    """Kernels whose rows do not depend on the batch; plain torch's may, in the last bit, on some processors."""
+    """Kernels with rows that do not depend on the batch; plain torch may differ in the last bit on some processors."""
     return compiled_kernels("portable", num_threads=1) if COMPILED else ReferenceKernels()
 
 
@@ -54,7 +54,7 @@ def model(tmp_path_factory, kernels):
 
 @pytest.fixture
 def make_runner(model, kernels, monkeypatch):
-    """Return a function that makes a runner on a device that makes its copies late; it has its `queue`."""
+    """Return a function that makes a runner on a device that copies late; the device has the queue `queue`."""
 
     def make(**options):
         queue = LateQueue()
@@ -73,14 +73,14 @@ def make_runner(model, kernels, monkeypatch):
 
 @dataclass
 class Core:
-    """What decides the steps: a request has a third of the blocks from its beginning on."""
+    """Decides the steps: each request has a third of the blocks from its start."""
 
     steps: list[SchedulerOutput] = field(default_factory=list)
     num_computed: dict[str, int] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
 
     def decide(self, counts, new=(), finished=(), **more):
-        """new: (id, prompt, params) of who is new in this step."""
+        """new: (id, prompt, params) of each new request of this step."""
         for name in finished:
             self.places.pop(name), self.num_computed.pop(name)
         data = []
@@ -107,7 +107,9 @@ def one_by_one(runner, steps):
 
 
 def ahead(runner, steps, queue):
-    """Launch each step before the last one is collected, where it may be; return the outputs, and how often it was."""
+    """Launch each step before the previous one is collected, if allowed; return the outputs, and the number launched
+    ahead.
+    """
     outputs, launched, num_ahead = [], None, 0
     for step in steps:
         if launched is not None and runner.needs_sampled_tokens(step):
@@ -141,7 +143,7 @@ def params_of(asked):
 
 
 def decodes(asked, number=8):
-    """Three requests that decode; the first is of the kind that is asked about."""
+    """Three requests that decode; the first one has the parameters `asked`."""
     core = Core()
     first = ("a", [3, 4, 5, 6, 8], params_of(asked))
     others = [("b", [9, 8], params_of({"temperature": 1.0})), ("c", [20, 21, 22], params_of({"temperature": 0.0}))]
@@ -163,7 +165,7 @@ def test_tokens_are_fed_on_the_device_before_the_host_knows_them(make_runner, as
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_second_rank_continues_with_the_tokens_that_the_first_broadcasts(make_runner, is_ahead):
-    """A stub of ranks; the second one would choose other tokens, as its requests have other seeds."""
+    """A stub of ranks. The second rank alone would choose other tokens, because its requests have other seeds."""
     steps, sent = decodes({"temperature": 1.0}), deque()
 
     def send(token_ids):
@@ -184,7 +186,7 @@ def test_second_rank_continues_with_the_tokens_that_the_first_broadcasts(make_ru
 
 
 def test_a_decode_step_copies_to_the_device_once(make_runner):
-    """And once more where other requests are sampled than in the step before."""
+    """It copies once more if other requests are sampled than in the step before."""
     core = Core()
     requests = [(name, [3, 4, number], params_of({"temperature": 1.0})) for number, name in enumerate("abc")]
     core.decide({"a": 3, "b": 2, "c": 3}, requests)  # b's prompt is cut
@@ -227,7 +229,7 @@ def test_who_looks_at_tokens_waits_for_them(make_runner, monkeypatch, asked):
 
 
 def test_which_steps_wait(make_runner):
-    """A request waits only for what is its own, and no longer than it is here."""
+    """A request waits only for its own needs, and not after its end."""
     runner, _ = make_runner()
     form = params_of({"structured_outputs": StructuredOutputsParams(regex="a+")})
     penalized = params_of({"repetition_penalty": 2.0})
@@ -261,7 +263,9 @@ def test_which_steps_wait(make_runner):
 
 
 def test_a_row_goes_on_to_another_request_while_its_last_step_is_computed(make_runner):
-    """a ends, and is computed in vain once more; its row and its id are others' before that is read."""
+    """a ends and is computed once more in vain. Its row and its id belong to other requests before that result is
+    read.
+    """
     greedy = params_of({"temperature": 0.0})
     core = Core()
     core.decide({"a": 4, "b": 2}, [("a", [3, 4, 5, 6], greedy), ("b", [9, 8], greedy)])
@@ -269,7 +273,7 @@ def test_a_row_goes_on_to_another_request_while_its_last_step_is_computed(make_r
     core.decide({"b": 1, "d": 2}, [("d", [11, 12, 13], greedy)], finished=["a"])
     core.decide({"a": 3, "b": 1, "d": 1}, [("a", [30, 31, 32], greedy)])
     core.decide({"a": 1, "d": 1})
-    core.decide({"a": 1, "b": 1, "d": 1})  # b was left out of a step
+    core.decide({"a": 1, "b": 1, "d": 1})  # b was not in the step before
     core.decide({"b": 1, "e": 2}, [("e", [40, 41], greedy)], finished=["a", "d"])
     core.decide({"e": 1, "b": 1})
     expected = one_by_one(make_runner()[0], core.steps)
@@ -278,13 +282,13 @@ def test_a_row_goes_on_to_another_request_while_its_last_step_is_computed(make_r
     assert num_ahead == len(core.steps) - 1
     for output, names in ((expected[1], ["a"]), (expected[5], ["a", "d"])):
         for name in names:
-            del output.sampled_token_ids[name]  # in vain
+            del output.sampled_token_ids[name]  # computed in vain
     assert outputs == expected
     assert runner.batch.num_awaited.tolist() == [0, 0, 0]
 
 
 def test_behind_a_row_without_a_token_nothing_comes_of_its_request(make_runner):
-    """b's logits are no numbers in the third step. It is computed once more, in vain, behind token 0."""
+    """b's logits are NaN in the third step. It is computed once more, in vain, after token 0."""
     steps = decodes({"temperature": 1.0, "logprobs": 1}, number=6)
 
     def broken():
@@ -320,7 +324,7 @@ def test_behind_a_row_without_a_token_nothing_comes_of_its_request(make_runner):
 
 
 def test_embeddings_are_those_of_their_own_steps(make_runner):
-    """Hidden states stand in memory that the next step writes."""
+    """Hidden states are in memory that the next step overwrites."""
     core = Core()
     mean, last = (SamplingParams(max_tokens=1, pooling=pooling) for pooling in ("mean", "last"))
     prompt = np.arange(20, 40).tolist()

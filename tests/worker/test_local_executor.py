@@ -1,4 +1,4 @@
-"""How the executor of this process computes steps, and waits for KV from a store outside; its worker is a stand-in."""
+"""How the local executor computes steps, and waits for KV from a store; its worker is a stub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from octavo.worker.step_modes import ComputesInBackground, LaunchesAhead
 
 
 class Loading:
-    """An engine core whose request "loading" waits for KV; a step that only waits does so for `wait_s`."""
+    """An engine core with a request "loading" that waits for KV; a step without tokens waits for `wait_s`."""
 
     def __init__(self, monkeypatch, wait_s):
         self.core = Core(connector=Store(prefix="loading"), clock=time.monotonic, kv_transfer_timeout_s=1000.0)
@@ -112,7 +112,9 @@ def step(number):
 
 
 class Gate:
-    """A worker that computes a step once it is let; computed: which it began, in order. fails: at which it breaks."""
+    """A worker that computes a step when it is allowed. computed: the begun steps, in order. fails: the step that
+    raises.
+    """
 
     def __init__(self, fails=None):
         self.gate, self.begun, self.computed, self.fails = threading.Event(), threading.Event(), [], fails
@@ -127,9 +129,9 @@ class Gate:
 
 
 class Device:
-    """A worker that launches steps and collects them; done: what it did, in order. fails: at what of that it breaks.
+    """A worker that launches and collects steps. done: its calls, in order. fails: the call that raises.
 
-    needs: steps whose launch needs the tokens of those before.
+    needs: steps that need the tokens of earlier steps to be launched.
     """
 
     def __init__(self, fails=None, needs=()):
@@ -157,7 +159,7 @@ class Device:
 
 @pytest.fixture
 def in_background():
-    """Make an executor with a thread of its own, around a worker; it is shut down behind the test."""
+    """Return a function that makes an executor with a thread of its own; executors are shut down after the test."""
     executors = []
 
     def make(worker):
@@ -259,7 +261,7 @@ def test_a_step_that_cannot_be_launched_costs_the_one_before_nothing():
 @pytest.mark.parametrize("needs", [(), (2,)])
 @pytest.mark.parametrize("fails", ["launch 1", "collect 1"])
 def test_behind_a_step_that_failed_on_its_device_nothing_is_read_until_that_is_heard(fails, needs):
-    """It fails where it is launched, or later: the device tells of that when somebody waits for it."""
+    """The step fails at its launch, or later: the device raises when a thread waits for it."""
     worker = Device(fails, needs)
     executor = LocalExecutor(worker, mode=LaunchesAhead)
     for number in (1, 2):

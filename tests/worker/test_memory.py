@@ -50,7 +50,7 @@ engine.generate_batch([{"prompt_token_ids": list(range(2, 68))} for _ in range(1
 print(json.dumps(status_bytes("VmHWM:") - status_bytes("RssFile:") - before))
 """
 
-# The same with a store: prompts are saved one by one, and loaded all at once.
+# The same with a store: prompts are saved one by one, and all loaded at the same time.
 MEASURE_STORE = MEASURE[: MEASURE.index("engine = ")] + """
 engine = LLMEngine(ModelConfig(model=sys.argv[1], skip_tokenizer_init=True),
                    cache_config=CacheConfig(num_gpu_blocks=224),
@@ -79,8 +79,8 @@ def checkpoint(tmp_path_factory):
 
 
 def measure(program, *arguments):
-    """Return what a program prints."""
-    # glibc learns from what is freed to keep large blocks (0 to 80 MB here); told a threshold, it gives them back.
+    """Return the output of a program."""
+    # glibc adapts its threshold and keeps large freed blocks (0 to 80 MB here); with a fixed threshold it returns them.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", program, *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240, env=environment)
@@ -93,7 +93,7 @@ def test_bytes_computed_are_the_peak_measured(checkpoint):
     kv = 128 * block_bytes(architecture, 16, "float32")
     computed = weights + kv + activation_bytes(architecture, 1024, 16, "float32")
     measured = measure(MEASURE, checkpoint)
-    # Above: what the first step imports and builds. Below: the bound is a bound.
+    # Above: what the first step imports and builds. Below: the bound must not be much too large.
     assert 0.75 * computed < measured < computed + 20e6, (measured / 1e6, computed / 1e6)
 
 
@@ -113,7 +113,7 @@ def test_bytes_computed_with_a_store_are_the_peak_measured(tmp_path):
 
 
 def make_engine(**options):
-    """Return an engine of the built-in model, with stores of KV as `KVTransferConfig` states them."""
+    """Return an engine of the built-in model, with KV stores as in `KVTransferConfig`."""
     return LLMEngine(
         ModelConfig(dtype="float32"),
         SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=128),
@@ -198,12 +198,12 @@ def test_a_step_whose_activations_leave_the_cache_no_room_is_lowered_to_what_fit
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=found)
     sizes = {"max_model_len": 10**6, "scratch_bytes": 1000 * found}
     num_blocks = decide_kv_size(architecture, CacheConfig(), scheduler, **formats, **sizes).num_blocks
-    assert found <= 16 * num_blocks < 1.02 * found  # the cache holds a whole step, and one more token would not fit
-    asked = CacheConfig(kv_cache_memory_bytes=900 << 20)  # that stays, and a step gets what is left
+    assert found <= 16 * num_blocks < 1.02 * found  # the cache holds a whole step, and not one token more
+    asked = CacheConfig(kv_cache_memory_bytes=900 << 20)  # this size is kept, and a step gets the rest
     found = find(asked, 10**6)
     step = activation_bytes(architecture, found, 8, "float32") + 1000 * found
     assert 0 <= (1 << 30) - (900 << 20) - step < 100_000
-    assert find(CacheConfig(num_gpu_blocks=10**9), 512) == 8  # never fewer than requests; that this is too much says:
+    assert find(CacheConfig(num_gpu_blocks=10**9), 512) == 8  # at least one token per request; the error:
     with pytest.raises(ConfigError, match="only 1,073,741,824 are free"):
         decide_kv_size(architecture, CacheConfig(num_gpu_blocks=10**9), scheduler, **formats, **sizes)
 
@@ -223,7 +223,7 @@ def test_rows_of_drafts_and_what_a_proposer_keeps_are_in_the_plan(checkpoint, mo
 
     of_cache = block_bytes(architecture, 1, "float32")
     without = find(SpeculativeConfig(method="none"))
-    for method, num_drafts, num_rows in (("ngram", 2, 64 * 3), ("suffix", 7, 256)):  # no more rows than tokens
+    for method, num_drafts, num_rows in (("ngram", 2, 64 * 3), ("suffix", 7, 256)):  # at most as many rows as tokens
         speculative = SpeculativeConfig(method=method, num_speculative_tokens=num_drafts)
         sizes = {"max_num_seqs": 64, "max_model_len": architecture.max_context_tokens}
         needed = create_proposer(speculative, **sizes).num_bytes
@@ -234,7 +234,7 @@ def test_rows_of_drafts_and_what_a_proposer_keeps_are_in_the_plan(checkpoint, mo
 
 @pytest.mark.parametrize("method", ["draft_model", "quantized"])
 def test_what_a_model_that_drafts_takes_is_in_the_plan(monkeypatch, caplog, method):
-    """Its own keys and values with each block, on the host, too; blocks of nobody, and what its passes take."""
+    """Its keys and values for each block, also on the host, its scratch blocks, and the memory of its passes."""
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 80 << 20)
     caplog.set_level("INFO")
 

@@ -1,4 +1,4 @@
-"""Hidden states of a prompt as one vector: sums go on over steps, and begin anew where the prompt does."""
+"""Hidden states of a prompt as one vector: sums continue over steps, and restart when the prompt does."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HIDDEN = torch.from_numpy(np.random.default_rng(1).normal(size=(24, 8)).astype(n
 
 
 def pool(pooler: Pooler, position: int, count: int, *, pooling: str | None = "mean", is_complete: bool = False) -> dict:
-    """One step of one request."""
+    """Pool one step of one request."""
     request = SimpleNamespace(request_id="a", row=0, sampling_params=SamplingParams(max_tokens=1, pooling=pooling))
     inputs = SimpleNamespace(requests=[request], output_start=np.array([0, count]), sampled=[0] if is_complete else [])
     batch = SimpleNamespace(num_computed_tokens=np.array([position]))
     errors: dict[str, str] = {}
     hidden = HIDDEN[position : position + count].clone()
     taken = pooler.take(inputs, hidden, batch, SharedMemory(), errors)  # type: ignore[arg-type]
-    hidden.fill_(np.nan)  # as the next step may, which is launched before this one is read
+    hidden.fill_(np.nan)  # as the next step may do, which is launched before this one is read
     return pooler.pool(taken, errors) | errors
 
 
@@ -54,7 +54,7 @@ def test_a_prompt_that_is_computed_anew_begins_anew(caplog):
     whole = pool(Pooler(), 0, 24, is_complete=True)
     pooler = Pooler()
     pool(pooler, 0, 9)
-    assert pool(pooler, 0, 24, is_complete=True) == whole  # preempted, its KV dropped
+    assert pool(pooler, 0, 24, is_complete=True) == whole  # preempted, its KV released
     pool(pooler, 0, 5)
     pooler.forget(["a"])
     assert pool(pooler, 5, 3) == {"a": ErrorCode.REQUEST_FAILED}

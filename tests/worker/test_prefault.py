@@ -21,7 +21,7 @@ NUM_BYTES = 96 << 20
 
 
 def touched_bytes(data: torch.Tensor) -> int:
-    """How much memory the system has given for a mapping."""
+    """Return the resident bytes of a mapping."""
     for each in psutil.Process().memory_maps(grouped=False):
         first, last = (int(bound, 16) for bound in each.addr.split("-"))
         if first <= data.data_ptr() < last:
@@ -31,7 +31,7 @@ def touched_bytes(data: torch.Tensor) -> int:
 
 @pytest.fixture
 def memory():
-    """Memory that nothing else is mapped into."""
+    """Memory in a mapping of its own."""
     with mmap.mmap(-1, NUM_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
         data = torch.frombuffer(mapped, dtype=torch.uint8)
         yield data
@@ -40,7 +40,7 @@ def memory():
 
 
 def held_up(monkeypatch):
-    """Let touching begin, and not end before it may: (it has begun, it may go on)."""
+    """Hold up touching after its start. Returns two events: it has begun, it may continue."""
     begun, goes_on = threading.Event(), threading.Event()
 
     def touch(address, num_bytes, stop):
@@ -89,7 +89,7 @@ def test_it_can_be_stopped(memory, monkeypatch):
     stopper = threading.Thread(target=touching.stop)
     stopper.start()
     stopper.join(0.2)
-    assert stopper.is_alive()  # as the memory must not go before
+    assert stopper.is_alive()  # because the memory must not be freed before
     goes_on.set()
     stopper.join(10)
     assert not stopper.is_alive()
@@ -97,7 +97,7 @@ def test_it_can_be_stopped(memory, monkeypatch):
 
 
 def test_it_can_be_stopped_while_torch_is_watched(memory, monkeypatch):
-    """As a finalizer does, which may run while another model is recorded."""
+    """A finalizer does this, and may run while another model is recorded."""
     begun, goes_on = held_up(monkeypatch)
     touching = Prefault(memory)
     assert begun.wait(10)
@@ -110,7 +110,7 @@ def test_it_can_be_stopped_while_torch_is_watched(memory, monkeypatch):
 @needs_kernels
 def test_a_stop_is_seen_on_the_way():
     data, stop = torch.zeros(4096, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
-    touch_pages(data.data_ptr(), 1 << 60, stop.data_ptr())  # beyond it is nothing that could be touched
+    touch_pages(data.data_ptr(), 1 << 60, stop.data_ptr())  # no address beyond it could be touched
 
 
 @needs_kernels
@@ -127,7 +127,7 @@ def test_an_engine_takes_what_was_asked_for_alone(monkeypatch):
     config = {"method": "draft_model", "model": BUILT_IN_DRAFT}
     LLM(device="cpu", kv_cache_memory_bytes=8 << 20, max_num_seqs=2, speculative_config=config)
     assert len(taken) == 4, "that of a draft model, too"
-    assert 7 << 20 < sum(taken[2:]) <= (8 << 20) + (1 << 19)  # with blocks of nobody
+    assert 7 << 20 < sum(taken[2:]) <= (8 << 20) + (1 << 19)  # includes scratch blocks
 
 
 def test_its_thread_ends_with_the_engine(monkeypatch):

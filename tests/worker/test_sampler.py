@@ -20,7 +20,7 @@ BACKENDS = ["reference", *(["cpu"] if COMPILED else [])]
 
 @dataclass(frozen=True)
 class Request:
-    """A request, as the worker knows it."""
+    """A request as the worker knows it."""
 
     params: SamplingParams
     seed: int
@@ -30,7 +30,7 @@ class Request:
 
 
 class RequestSampler:
-    """Puts requests into columns and samples a row of logits for each, those that ask for more with a task."""
+    """Puts requests into columns and samples a row of logits for each; requests with special parameters get a task."""
 
     def __init__(self, backend: str) -> None:
         self.sampler = Sampler(create_kernels(torch.device("cpu"), backend))
@@ -81,7 +81,7 @@ def test_who_asks_for_more_than_the_kernel_is_no_plain_row(asked):
     assert columns.is_plain.tolist() == [True, False]
     reads = any("penalty" in name or name == "structured_outputs" for name in asked)
     assert columns.reads_tokens.tolist() == [False, reads]
-    columns.set(1, SamplingParams(), 0, 0)  # the next request of that row
+    columns.set(1, SamplingParams(), 0, 0)  # the next request in that row
     assert columns.is_plain.all()
     assert not columns.reads_tokens.any()
 
@@ -209,7 +209,7 @@ def test_samples_follow_the_filtered_distribution(sampler, params, keep):
     assert counts[expected == 0].sum() == 0
     kept = expected > 0
     chi_square = ((counts[kept] - draws * expected[kept]) ** 2 / (draws * expected[kept])).sum().item()
-    # 23 degrees of freedom: above 50 one time in a thousand, and the seeds are fixed.
+    # 23 degrees of freedom: above 50 once in a thousand, and the seeds are fixed.
     assert chi_square < 50
 
 
@@ -236,7 +236,7 @@ def test_a_token_is_a_pure_function_of_row_seed_index_and_position(sampler):
         return sampler.sample(row.clone(), [request_of(temperature=2.0, **{**base, **changes})]).token_ids[0]
 
     assert draw() == draw()
-    assert draw(known=(7, 8, 9)) == draw()  # the position counts, not what stands before it
+    assert draw(known=(7, 8, 9)) == draw()  # the position counts, not the tokens before it
     assert len({draw(seed=seed) for seed in range(20)}) > 10
     assert len({draw(known=range(length), num_prompt=1) for length in range(1, 20)}) > 10
     assert draw(seed=2**64 - 1) == draw(seed=-1)

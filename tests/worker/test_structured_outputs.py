@@ -1,4 +1,4 @@
-"""Answers have the form that was asked for, whatever the schedule; a grammar's trouble is its own request's alone."""
+"""Answers have the requested form in every schedule, and a failing grammar affects only its own request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = sorted(HARD)
 
 @pytest.fixture(scope="module")
 def llm():
-    # Without drafts, for which a matcher is asked besides: here faults are told by the number of calls.
+    # Without drafts, because they would call matchers too: faults are scheduled here by the number of calls.
     return LLM(kv_cache_memory_bytes=64 << 20, max_num_seqs=16, speculative_config={"method": "none"})
 
 
@@ -80,7 +80,7 @@ def test_any_object(llm):
     output = llm.generate(
         "Once upon a time", sampled(StructuredOutputsParams(json_object=True), temperature=0.0), use_tqdm=False
     )[0].outputs[0]
-    text = output.text.rstrip("\\")  # any object may be one without end: else this must be the beginning of one
+    text = output.text.rstrip("\\")  # any object is allowed: an incomplete one must be the beginning of one
     endings = itertools.product(("", '"', "null", ": null", '": null'), ("", "]", "]]"), ("", "}", "}}", "}}}", "}}}}"))
     assert any(is_json(text + "".join(ending)) for ending in endings), text[-100:]
 
@@ -103,7 +103,7 @@ def test_n_answers_walk_apart(llm):
 
 
 def test_the_same_alone_in_a_crowd_and_after_preemption():
-    """Eight requests of which half have a form; so few blocks that they throw each other out."""
+    """Eight requests, half of them with a form, and so few blocks that they preempt each other."""
     names = ["a matrix", "many properties", "formats", "deep"]
     params = []
     for index, name in enumerate(names):
@@ -177,7 +177,7 @@ def test_a_grammar_that_fails_on_its_way_ends_its_own_request_alone(llm, monkeyp
     def failing(self):
         count[0] += 1
         if count[0] == 5:
-            self._matcher.consume_token(0)  # an error that it never leaves
+            self._matcher.consume_token(0)  # an error state for good
         return allowed(self)
 
     monkeypatch.setattr(Matcher, "allowed", failing)
@@ -226,7 +226,7 @@ def test_a_request_that_leaves_takes_its_walk_along(llm, monkeypatch):
     engine.abort_request(["first", "second"])
     while engine.core.has_work():
         engine.step()
-    assert [walk.result.cancelled() for walk in walks] == [False, True]  # the first one was under way
+    assert [walk.result.cancelled() for walk in walks] == [False, True]  # the first one was running
     may_go_on.set()
     assert walks[0].result.result(60).error is None
 
@@ -259,8 +259,8 @@ def test_what_somebody_waits_for_is_not_compiled_again(llm, monkeypatch):
             compiler.compile(wanted)
     for number in range(1, 2 * grammars._MAX_KEPT):
         compiler.compile(StructuredOutputsParams(regex=f"d{{{number}}}"))
-    gc.collect()  # of what other tests left
-    until = time.monotonic() + 10  # a thread may hold what it did last for a moment
+    gc.collect()  # garbage of other tests
+    until = time.monotonic() + 10  # a thread may hold its last task for a moment
     while len(compiler._known) != len(compiler._kept) + len(waiting):
         assert time.monotonic() < until
     num_held = len(compiler._waited_for)
@@ -275,7 +275,9 @@ def test_what_somebody_waits_for_is_not_compiled_again(llm, monkeypatch):
 
 
 def test_no_step_does_what_was_prepared(llm, monkeypatch):
-    """Of 2,000 names a schema's text takes 4 ms, and the mask of its beginning 20, which each copy would compute."""
+    """With 2,000 names, a schema's text takes 4 ms and the mask of its beginning 20 ms, which each copy would
+    compute.
+    """
     compiler = llm.llm_engine.core.executor.worker.grammars
     found = []
     monkeypatch.setattr("octavo.structured_output.grammars.Matcher", lambda matcher, *_: found.append(matcher))
@@ -284,7 +286,7 @@ def test_no_step_does_what_was_prepared(llm, monkeypatch):
     monkeypatch.setattr("octavo.structured_output.grammars._structure_text", None)
     compiler.compile(wanted)
     gc.collect()
-    gc.disable()  # a whole collection isn't what is measured
+    gc.disable()  # a full collection is not measured
     try:
         start = time.thread_time()
         found[0].compute_bitmask()

@@ -1,4 +1,4 @@
-"""Typical sampling against the warpers of transformers, which TGI's are made of."""
+"""Typical sampling compared with the warpers of transformers, which TGI's are built on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_those_remain_that_remain_with_transformers(monkeypatch, kernels, first_
 
 
 def test_the_likeliest_token_may_be_too_little_of_a_surprise(kernels):
-    """That is what it is for: the others hold most of the probability."""
+    """This is the purpose of typical sampling: the other tokens have most of the probability."""
     row = torch.tensor([0.30, *[0.07] * 10]).log()
     keep_typical(row, SamplingParams(temperature=1.0, typical_p=0.6), kernels)
     assert (row > -math.inf).tolist() == [False, *[True] * 10]

@@ -1,7 +1,7 @@
-"""Layers with a window find what they see in window blocks, and never look at what has fallen behind it.
+"""Layers with a window find the positions they see in window blocks, and never read blocks before the window.
 
-In place of the core stands `Steps`: what no later row sees is taken away after each step and filled with NaN, and
-tables name blocks there that do not exist.
+`Steps` replaces the core: after each step, it takes away blocks that no later row reads, fills them with NaN, and
+replaces their table entries by blocks that do not exist.
 """
 
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,7 @@ def one_thread():
 
 @dataclass
 class Running:
-    """What the core knows of a request."""
+    """The core's view of a request."""
 
     tokens: list[int]
     block_ids: list[int]
@@ -46,7 +46,9 @@ class Running:
 
 
 class Steps:
-    """A runner, and the window blocks of its requests; frees_blocks: they are taken away behind the window."""
+    """A runner, and the window blocks of its requests. frees_blocks: take blocks away once they are before the
+    window.
+    """
 
     def __init__(self, model, kernels, kv_dtype, *, frees_blocks):
         layout = model.architecture.kv_layout
@@ -72,7 +74,7 @@ class Steps:
         self.most_held = 0
 
     def start(self, name, tokens, block_ids, num_computed=0, like=None):
-        """Take up a request; like: whose window blocks it finds what is computed of it in."""
+        """Add a request. like: a request with window blocks that hold the computed tokens of this one."""
         window_ids = [[] for _ in self.kinds]
         self.requests[name] = Running([*tokens], block_ids, num_computed, window_ids)
         if like is not None:
@@ -86,7 +88,7 @@ class Steps:
         return kind.first_position(num_computed) // BLOCK_SIZE
 
     def step(self, new=(), **counts):
-        """Compute so many tokens of each; return hidden states and what is sampled."""
+        """Compute the given number of tokens of each request; return hidden states and the requests to sample."""
         cached = CachedRequestData([], [[], *([] for _ in self.kinds)], [])
         for name, count in counts.items():
             request = self.requests[name]
@@ -133,7 +135,7 @@ class Steps:
             request.window_ids[group][:behind] = [-1] * behind
             row = self.runner.batch.requests[name].row
             tables = self.runner.batch.block_tables[group + 1]
-            tables[row, : max(behind - 1, 0)] = NOWHERE  # the last of them stays as it was
+            tables[row, : max(behind - 1, 0)] = NOWHERE  # the last of them stays unchanged
         for index in held - self.held(group):
             self.cache.groups[group + 1].blocks[index].view(torch.uint8).fill_(0xFF)
             self.free[group].append(index)
@@ -161,7 +163,7 @@ def architecture_of(kind, path):
 @pytest.mark.parametrize("kind", ["mixed", "last", "all", "two"])
 @pytest.mark.parametrize("name", ["reference", *ISAS])
 def test_blocks_behind_windows_are_never_read(name, kind, kv_dtype, tmp_path):
-    """The same bits as where every block stays; those are of the model's own code, these of its recording."""
+    """The bits equal those of a run in which every block stays, with the model's own code instead of its recording."""
     kernels = ReferenceKernels() if name == "reference" else compiled_kernels(name)
     architecture = architecture_of(kind, tmp_path)
     model = load_model(
@@ -185,7 +187,7 @@ def test_blocks_behind_windows_are_never_read(name, kind, kv_dtype, tmp_path):
     both([start("a", tokens[0][:150], list(range(12)))], a=40)
     both([start("b", tokens[1][:20], list(range(12, 20)))], a=43, b=20)
     both(a=13, b=1)
-    # Another one finds a's first 96 tokens, of which its layers with a window see the last 36.
+    # Another request finds a's first 96 tokens, of which its layers with a window see the last 36.
     both([start("c", tokens[0][:96] + tokens[2][:9], [*range(6), *range(20, 30)], 96, like="a")], a=1, b=1, c=5)
     both(a=53, b=1, c=4)
     for _ in range(20):

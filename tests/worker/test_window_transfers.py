@@ -1,4 +1,4 @@
-"""Of a block in a store there are two parts, which go to a block and to a window block, or to the block alone."""
+"""A block in a store has two parts: they go to a block and a window block, or to the block alone."""
 
 import queue
 
@@ -49,7 +49,7 @@ class Moved:
         return self.ended.get(timeout=10).num_blocks
 
     def numbers(self):
-        """Return what each block and each window block holds."""
+        """Return the number in each block and each window block."""
         for blocks in self.cache.memory:
             assert bool((blocks == blocks[:, :1]).all())
         return [[int(row[0]) if len(row) else None for row in each] for each in self.pieces]
@@ -102,7 +102,7 @@ def test_a_load_that_ends_early_leaves_both_parts_of_the_rest_alone(monkeypatch)
 
 
 def test_layers_that_all_have_windows(monkeypatch):
-    """A block is then a number and nothing more."""
+    """A block is then only a number, without bytes."""
     moved = Moved(monkeypatch, (NEAR, NEAR), torch.bfloat16)
     assert moved.cache.block_bytes == 0
     moved.cache.groups[1].blocks[3] = 13
@@ -114,6 +114,6 @@ def test_layers_that_all_have_windows(monkeypatch):
 
 
 def test_a_block_that_one_of_two_groups_reads_is_loaded_whole_or_not_at_all():
-    """The window of one group ends before the block, that of the other one does not."""
+    """The window of one group ends before the block, the window of the other group does not."""
     assert need_parts([[5, 6, 7], [-1, -1, 2], [7, -1, 3]]) == [True, False, True]
     assert are_whole([[5, 6, 7], [-1, -1, 2], [7, -1, 3]]) == [False, False, True]

@@ -1,4 +1,4 @@
-"""A device's steps: what torch's own threads do meanwhile, and whose logits leave no token."""
+"""Steps of a device: torch's own threads during a step, and logits without a valid token."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_torch_computes_alone_in_a_step_and_as_before_after_it(two_threads, monk
 
 
 def test_logits_that_leave_no_token_end_their_own_request_alone():
-    """In one step: a row of no numbers, one whose request excludes all there is, and one that is as it should be."""
+    """One step has a row of NaN, a request that excludes every token, and a valid one."""
     engine = LLM(max_num_seqs=4).llm_engine
     asked = {
         "broken": {},
@@ -84,7 +84,7 @@ def test_logits_that_leave_no_token_end_their_own_request_alone():
 
 @pytest.mark.parametrize(("name", "expected"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", [])])
 def test_a_gpu_is_the_current_one_before_kernels_are_made_for_it(monkeypatch, name, expected):
-    """Triton compiles for the current device and launches on it, wherever tensors are."""
+    """Triton compiles for the current device and launches on it, regardless of the tensors' device."""
     used = []
 
     def create_kernels(*_arguments):

@@ -1,4 +1,4 @@
-"""Under which names a request's blocks are found, and what is kept of them."""
+"""The hashes that a request's blocks have, and how long they are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chain of names: each is that of its tokens, behind the one before it."""
+"""Hash chains: the hash of a block depends on its tokens and on the hash of the block before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of a pool alone: where each of them is, what is forgotten, and who is found."""
+"""The block pool alone: free, cached and held blocks, eviction and lookups."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_second_block_of_one_content_stays_private_and_names_the_first():
     assert pool.register(second, b"a", (1,), None) is first
     assert second.hash is None
     assert second.canonical == first.link
-    assert pool.register(third, b"a", (2,), None) is third  # another content of one hash: the first one stays
+    assert pool.register(third, b"a", (2,), None) is third  # equal hashes with different tokens: the first block stays
     assert third.hash is None
     assert third.canonical is None
     pool.release([second])
@@ -81,7 +81,7 @@ def test_a_second_block_of_one_content_stays_private_and_names_the_first():
 
 
 def orphan(pool):
-    """Return a findable block whose parent was given to other content, held."""
+    """Return a held, findable block; its parent was evicted."""
     parent = filled(pool, b"p", 1)
     child = filled(pool, b"c", 2, parent.link)
     pool.release([parent])
@@ -131,7 +131,7 @@ def test_renewed_is_only_what_is_cached_and_still_the_same():
     first, second, third = (filled(pool, b"%d" % index, index) for index in range(3))
     link = first.link
     pool.release([first, second])
-    pool.renew(third.link)  # held
+    pool.renew(third.link)  # no effect, because it is held
     pool.renew((first.block_id, first.generation - 1))
     assert pool.cached_blocks() == [first, second]
     pool.renew(link)

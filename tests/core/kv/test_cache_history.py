@@ -1,4 +1,4 @@
-"""What is remembered of blocks that could be found, and for how long."""
+"""The history of evicted blocks: what it remembers, and for how long."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def history():
     [
         (0, ROOT, b"root", None, ("salt:a",), Miss(MissReason.EVICTED)),
         (0, ROOT, b"root of b", None, ("salt:b",), Miss(MissReason.OTHER_SALT)),
-        (1, ROOT, b"elsewhere", None, ("salt:b",), Miss(MissReason.EVICTED)),  # as the first child of its parent
+        (1, ROOT, b"elsewhere", None, ("salt:b",), Miss(MissReason.EVICTED)),  # it is the first child of its parent
         (0, (1, 2, 9), b"other", None, ("salt:a",), Miss(MissReason.DIFFERENT_TOKEN, 2)),
         (0, (1, 9, 3), b"other", None, ("salt:a",), Miss(MissReason.DIFFERENT_TOKEN, 1)),
         (0, (9, 2, 3), b"other", None, ("salt:a",), Miss(MissReason.NEVER_SEEN)),

@@ -1,4 +1,4 @@
-"""Host blocks alone: whose each is, what is found, what makes room for what, and what may not be overwritten."""
+"""The pool of host blocks alone: owners, lookups, eviction, and blocks that may not be overwritten yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEYS = ("salt:a",)
 
 
 def content(token, parent=None, extra_keys=()):
-    """Return a device's block with this content, under a hash of one byte."""
+    """Return a device block with this content and a hash of one byte."""
     pool = BlockPool(1)
     [block] = pool.take(1)
     pool.register(block, bytes([token]), (token,), parent, extra_keys, ("name of", token))
@@ -19,7 +19,7 @@ def content(token, parent=None, extra_keys=()):
 
 
 def kept(pool, *tokens):
-    """Keep content of these tokens; return the host blocks."""
+    """Keep content of these tokens in host memory; return the host blocks."""
     return [pool.keep(content(token)) for token in tokens]
 
 
@@ -59,7 +59,7 @@ def test_the_least_recently_used_content_makes_room_and_is_told_of():
     told = []
     pool = HostBlockPool(2, lambda _kind, block_id: told.append(block_id))
     assert kept(pool, 1, 2) == [0, 1]
-    assert kept(pool, 1) == [None]  # it is there, and used again
+    assert kept(pool, 1) == [None]  # it is kept already; this counts as a use
     assert ids(pool) == [1, 0]
     assert kept(pool, 3) == [1]
     assert told == [1]

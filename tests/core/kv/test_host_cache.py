@@ -1,4 +1,4 @@
-"""What the cache has no room for goes to host memory and comes back: in the KV cache manager, and in steps."""
+"""Blocks evicted to host memory are found and copied back: in the KV cache manager and in steps."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def make_request(name, tokens, **options):
 
 
 def start(manager, request):
-    """Look up and allocate all of a request; return what was found."""
+    """Look up and allocate all tokens of a request; return what the lookup found."""
     computed = manager.get_computed_blocks(request)
     assert manager.allocate_slots(request, request.num_tokens - computed.num_tokens, computed) is not None
     return computed
 
 
 def compute(manager, name, tokens, **options):
-    """Compute a whole request and let it end; return the copies of its step."""
+    """Compute and end a request; return the copies of its step."""
     request = make_request(name, tokens, **options)
     start(manager, request)
     copies = manager.take_copies()
@@ -41,14 +41,14 @@ def compute(manager, name, tokens, **options):
 
 
 def full(num_host_blocks=8, num_blocks=4, **options):
-    """Return a manager in whose host memory are the blocks of `PROMPT`, and on whose device something else is."""
+    """Return a manager that has the blocks of `PROMPT` in host memory, and other content on the device."""
     manager = KVCacheManager(num_blocks, 4, num_host_blocks=num_host_blocks, **options)
     compute(manager, "first", PROMPT)
     compute(manager, "other", range(4 * num_blocks))
     return manager
 
 
-# --- out --------------------------------------------------------------------------------------------------------------
+# --- to host memory ---------------------------------------------------------------------------------------------------
 
 
 def test_evicted_blocks_are_copied_before_their_step_and_told_of():
@@ -82,7 +82,7 @@ def test_a_block_that_is_there_is_not_copied_again():
 def test_blocks_that_hold_no_committed_content_are_never_copied_out():
     manager = full()
     request = make_request("again", PROMPT)
-    start(manager, request)  # they are to be copied in, and nothing was computed yet
+    start(manager, request)  # they are still to be copied in, and no token is computed yet
     manager.free(request)
     manager.take_copies()
     assert manager.pool.num_cached_blocks == 0
@@ -94,7 +94,7 @@ def test_without_its_beginning_a_chain_is_not_kept():
     manager = KVCacheManager(4, 4, num_host_blocks=1)
     compute(manager, "first", PROMPT)
     head, second, tail = (manager.pool.indexed(name) for name in hashes(PROMPT))
-    [saved] = manager.host.take(1)  # there is no room
+    [saved] = manager.host.take(1)  # host memory is full
     manager.pool.evict(head)
     manager.host.release([saved])
     manager.pool.evict(second)
@@ -135,7 +135,7 @@ def test_a_chain_whose_beginning_went_to_host_memory_before_it_is_kept():
 def test_what_follows_a_block_that_cannot_be_found_is_no_beginning():
     manager = KVCacheManager(8, 4, hash_function=lambda _parent, tokens, _keys: bytes(tokens[-1:]))
     compute(manager, "first", [1, 2, 3, 9, 0])
-    compute(manager, "second", [4, 5, 6, 9, 7, 7, 7, 8, 0])  # its first block has the name of another one
+    compute(manager, "second", [4, 5, 6, 9, 7, 7, 7, 8, 0])  # its first block has the hash of another block
     assert manager.get_computed_blocks(make_request("a", [7, 7, 7, 8, 0])).num_tokens == 0
 
 
@@ -149,7 +149,7 @@ def test_content_whose_names_collide_is_told_apart(same):
     assert found.num_tokens == (4 if same else 0)
 
 
-# --- and back ---------------------------------------------------------------------------------------------------------
+# --- back to the device -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_on_device", [0, 1, 2])
@@ -200,7 +200,7 @@ def test_what_is_found_is_not_given_to_what_is_evicted_for_it():
     found = start(manager, request)
     copies = manager.take_copies()
     assert len(copies.swap_in) == 3
-    assert copies.swap_out == []  # there is no room, as all of it is copied from
+    assert copies.swap_out == []  # no room: every host block is the source of a copy
     assert manager.host.num_cached_blocks == 3
     assert manager.host.lent == {}
     assert found.host_blocks == [block.block_id for block in reversed(manager.host.cached_blocks())]
@@ -276,7 +276,7 @@ def test_who_is_preempted_takes_room_from_cached_content():
     assert manager.host.num_cached_blocks == 0
 
 
-# --- what is forgotten ------------------------------------------------------------------------------------------------
+# --- evicted from host memory -----------------------------------------------------------------------------------------
 
 
 def test_a_step_that_failed_is_not_believed():
@@ -312,7 +312,7 @@ def test_a_block_in_quarantine_goes_nowhere():
     manager.pool.quarantine(head)
     assert not manager.pool.has_name((head.block_id, head.generation))
     manager.allocate_slots(make_request("other", range(12)), 12)
-    assert [block for _, block, _ in manager.take_copies().swap_out] == [2]  # the one before it could still be reached
+    assert [block for _, block, _ in manager.take_copies().swap_out] == [2]  # the previous block is still reachable
     assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 0
 
 
@@ -326,7 +326,7 @@ def run(core, name, prompt, **options):
 
 
 def make_full(make_core, **options):
-    """Return a core in whose host memory `PROMPT` is."""
+    """Return a core with the blocks of `PROMPT` in host memory."""
     core = make_core(**{"num_blocks": 5, "num_host_blocks": 16, **options})
     run(core, "first", PROMPT)
     run(core, "other", range(19))

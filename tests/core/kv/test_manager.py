@@ -1,4 +1,4 @@
-"""What the manager keeps, under which names, and what it remembers of what was cached."""
+"""The KV cache manager: blocks that it keeps, their hashes, and its memory of evicted blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def make_request(request_id, tokens, **options):
 
 
 def compute(manager, request, num_tokens=None):
-    """Look up, allocate and compute the first tokens of a request, by default all; return its block table."""
+    """Look up, allocate and compute `num_tokens` tokens (default: all) of a request; return its block table."""
     computed = manager.get_computed_blocks(request)
     count = (num_tokens or request.num_tokens) - computed.num_tokens
     assert manager.allocate_slots(request, count, computed) is not None
@@ -43,7 +43,7 @@ def test_history_remembers_four_times_the_cache_and_a_thousand_blocks_at_least(n
 
 
 def swapped(manager, tokens, num_computed):
-    """Return a request of which so many tokens are in host memory."""
+    """Return a request with `num_computed` tokens in host memory."""
     request = make_request("swapped", tokens)
     manager.allocate_slots(request, num_computed)
     request.num_computed_tokens = num_computed
@@ -74,7 +74,7 @@ def test_what_is_cached_comes_before_what_is_saved_if_it_is_not_more(cached, num
     assert copies.swap_in == [(0, *pair) for pair in zip(found.host_blocks, targets, strict=True)]
     assert "swapped" not in manager.saved_blocks()
     assert manager.host.num_free_blocks == 4
-    assert request.sequence.num_cached_tokens == 0  # it found of itself, not of its prompt
+    assert request.sequence.num_cached_tokens == 0  # its own KV was found, not that of another prompt
 
 
 def test_more_is_copied_than_was_saved():
@@ -217,7 +217,7 @@ def test_a_source_that_became_its_copy_is_not_copied():
     again = make_request("b", [1, 2, 3, 4])
     found = manager.get_computed_blocks(again)
     assert found.source is not None
-    manager.pool.take(1)  # the other one
+    manager.pool.take(1)  # the only other free block
     assert manager.allocate_slots(again, 1, found) == [0]
     assert not manager.take_copies()
 

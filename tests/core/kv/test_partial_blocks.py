@@ -1,4 +1,4 @@
-"""Blocks that the end of a prompt fills in part: who copies one, and until when it is offered."""
+"""Blocks that the end of a prompt fills in part: when they are copied, and how long they are offered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def make_request(request_id, tokens, **options):
 
 
 def compute(manager, request, num_tokens=None):
-    """Look up, allocate and compute the first tokens of a request, by default all; return its block table."""
+    """Look up, allocate and compute `num_tokens` tokens (default: all) of a request; return its block table."""
     computed = manager.get_computed_blocks(request)
     count = (num_tokens or request.num_tokens) - computed.num_tokens
     assert manager.allocate_slots(request, count, computed) is not None
@@ -51,14 +51,14 @@ def test_a_partly_filled_block_is_copied_only_behind_the_same_blocks():
     compute(manager, other)
     assert manager.get_computed_blocks(make_request("c", [1, 2, 3, 7, 8])).num_tokens == 4
     found = manager.get_computed_blocks(make_request("d", [1, 2, 4, 7, 8]))
-    assert (found.num_tokens, found.source) == (3, None)  # the tail of one name that came first is behind another block
+    assert (found.num_tokens, found.source) == (3, None)  # the first tail with this hash follows another block
 
 
 @pytest.mark.parametrize("tail", [[6, 8, 9], [7, 6, 9], [7, 8, 6], [7, 8], [7, 8, 9, 10]])
 def test_a_partly_filled_block_is_copied_only_for_all_its_tokens(tail):
     manager = KVCacheManager(8, 5, hash_function=weak)
     compute(manager, make_request("a", [1, 2, 3, 4, 5, 7, 8, 9]))
-    assert manager.num_tracked_requests == 2  # the request, and what others may copy of it
+    assert manager.num_tracked_requests == 2  # the request, and its partial block that may be copied
     found = manager.get_computed_blocks(make_request("b", [1, 2, 3, 4, 5, *tail]))
     assert (found.num_tokens, found.source) == (5, None)
 
@@ -100,7 +100,7 @@ def test_a_block_that_is_full_by_now_and_those_of_scored_prompts_are_not_offered
     assert manager.get_computed_blocks(make_request("b", list(range(6)))).source is None
     scored = Request("c", [7, 8, 9], SamplingParams(prompt_logprobs=1))
     compute(manager, scored)
-    assert manager.num_tracked_requests == 3  # and none of them for a part of a block
+    assert manager.num_tracked_requests == 3  # partial blocks are not counted
     assert manager.get_computed_blocks(make_request("d", [7, 8, 9])).source is None
 
 
@@ -112,5 +112,5 @@ def test_a_partly_filled_block_is_offered_while_it_has_room():
     assert manager.num_tracked_requests == 2
     assert manager.get_computed_blocks(make_request("b", list(range(6)))).source is manager.pool.blocks[table[1]]
     manager.release(request)
-    assert manager.num_tracked_requests == 2  # the requests themselves: they may come back
+    assert manager.num_tracked_requests == 2  # the requests themselves, because they may resume
     assert manager.get_computed_blocks(make_request("b", list(range(6)))).source is None

@@ -22,7 +22,7 @@ def noting(kind: type, told: list[int]):
 
 
 def admit(manager: KVCacheManager, request: Request) -> list[int] | None:
-    """Look up, allocate and compute a whole request."""
+    """Look up, allocate and compute a whole request; return its block table."""
     computed = manager.get_computed_blocks(request)
     count = request.num_tokens - computed.num_tokens
     block_ids = manager.allocate_slots(request, count, computed)
@@ -93,7 +93,7 @@ def test_the_last_block_of_a_full_hit_is_copied_and_the_copy_is_private():
     assert manager.take_copies().block_copies == [(0, 1, table[1])]
     assert not manager.take_copies()
     assert again.sequence.num_cached_tokens == 7
-    assert manager.pool.blocks[table[1]].hash is None  # the block that was copied goes on standing for its content
+    assert manager.pool.blocks[table[1]].hash is None  # the source of the copy keeps its own content
     assert manager.pool.num_cached_blocks == 2
     longer = manager.get_computed_blocks(make_request("c", list(range(9))))
     assert [block.block_id for block in longer.blocks] == [0, 1]
@@ -117,13 +117,13 @@ def test_without_room_for_a_copy_the_block_itself_is_written():
     first = make_request("a", list(range(8)))
     admit(manager, first)
     manager.free(first)
-    admit(manager, make_request("other", [77, 78]))  # of 3 blocks two are left, both cached
+    admit(manager, make_request("other", [77, 78]))  # of 3 blocks two remain, both cached
     again = make_request("again", list(range(8)))
     computed = manager.get_computed_blocks(again)
     assert manager.can_hold(8, computed, 0)
     assert manager.allocate_slots(again, 1, computed) == [0, 1]
     assert not manager.take_copies()
-    assert manager.pool.blocks[1].hash is None  # nobody finds it before its step is done
+    assert manager.pool.blocks[1].hash is None  # it is found only after its step succeeded
     assert manager.get_computed_blocks(make_request("c", list(range(9)))).num_tokens == 4
     again.num_computed_tokens = 8
     manager.commit(again)
@@ -174,7 +174,7 @@ def test_the_block_that_stands_for_a_copy_is_evicted_behind_what_follows_it():
     manager.commit(second)
     manager.free(second)
     assert manager.get_computed_blocks(make_request("c", [*range(8), 50, 51, 52, 53, 9])).num_tokens == 12
-    admit(manager, make_request("filler", [77] * 16))  # all blocks but 0 and 1: what follows them goes first
+    admit(manager, make_request("filler", [77] * 16))  # all blocks but 0 and 1: their successors are evicted first
     assert manager.get_computed_blocks(make_request("d", [*range(8), 50, 51, 52, 53, 9])).num_tokens == 8
 
 
@@ -298,7 +298,7 @@ def test_a_request_waits_for_the_next_block_that_another_computes():
     manager.allocate_slots(first, 4, nothing)
     assert manager.prefix_cache.is_being_computed(name) is True
     assert manager.prefix_cache.awaited_block(second, manager.get_computed_blocks(second)) == (name, "a")
-    assert manager.prefix_cache.awaited_block(first, nothing) is None  # not for itself
+    assert manager.prefix_cache.awaited_block(first, nothing) is None  # a request does not wait for itself
     scored = Request("c", prompt, SamplingParams(prompt_logprobs=1))
     assert manager.prefix_cache.awaited_block(scored, manager.get_computed_blocks(scored)) is None
     assert manager.prefix_cache.awaited_block(make_request("short", prompt[:3]), nothing) is None
@@ -465,13 +465,13 @@ def test_what_a_resumed_request_finds_of_itself_is_no_cached_prompt(make_core):
 def test_a_block_whose_parent_is_gone_makes_room_for_its_equal():
     manager = KVCacheManager(6, 4)
     first, second = make_request("a", list(range(5))), make_request("b", list(range(9)))
-    for request in (first, second):  # both compute block 0's content; a's is the one that counts
+    for request in (first, second):  # both compute block 0's content; a's block is registered
         manager.allocate_slots(request, request.num_tokens)
     for request in (first, second):
         request.num_computed_tokens = request.num_tokens
         manager.commit(request)
     manager.free(first)
-    admit(manager, make_request("filler", [77] * 9))  # takes a's blocks: b's second block has lost its parent
+    admit(manager, make_request("filler", [77] * 9))  # takes a's blocks: the parent of b's second block is evicted
     again = make_request("again", list(range(9)))
     manager.free(second)
     admit(manager, again)
@@ -483,7 +483,7 @@ def test_a_block_whose_parent_is_gone_makes_room_for_its_equal():
 
 @pytest.mark.parametrize(("length", "position"), [(8, 5), (10, 5), (10, 9)])
 def test_blocks_whose_tokens_stand_for_other_content_are_told_apart(length, position):
-    """Also the partly filled block at the end of a prompt."""
+    """This includes the partly filled block at the end of a prompt."""
     manager, tokens = KVCacheManager(16, 4), list(range(length))
 
     def num_found(*keys):

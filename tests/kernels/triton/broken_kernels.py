@@ -1,4 +1,4 @@
-"""Kernels with a mistake in them, to see that tests find it."""
+"""Kernels with a deliberate mistake, to show that tests detect it."""
 
 import importlib
 import importlib.util
@@ -9,9 +9,10 @@ from triton_interpreter import partition
 
 
 def broken(tmp_path, module, old, new, *users):
-    """Return a copy of one of octavo.kernels.triton's modules in which `old`, which stands there once, is `new`.
+    """Return a copy of a module of octavo.kernels.triton in which the only occurrence of `old` is replaced by `new`.
 
-    users: modules that call it, each the one before; a copy of the last is returned, which computes with the mistake.
+    users: modules that call it, each calling the one before. The copy of the last one is returned; it computes with the
+    mistake.
     """
     made = _copy(tmp_path, module, old, new)
     for user in users:
@@ -22,7 +23,9 @@ def broken(tmp_path, module, old, new, *users):
 
 
 def replaced(namespace, module, made):
-    """Return what stands for a module in a namespace, or is a function of it: by name, that of the copy `made`."""
+    """Return the replacements for a namespace that uses a module or its functions: by name, those of the copy
+    `made`.
+    """
     right = importlib.import_module(f"octavo.kernels.triton.{module}")
     own = {name: each for name, each in vars(made).items() if callable(each) and vars(right)[name] is not each}
     found = {name: each for name, each in own.items() if name in namespace and namespace[name] is vars(right)[name]}
@@ -37,11 +40,11 @@ def _copy(tmp_path, module, old="", new=""):
     text = Path(source).read_text(encoding="utf-8")
     if old and text.count(old) != 1:
         raise AssertionError(f"{text.count(old)} times in {module}: {old}")
-    path = tmp_path / f"broken_{module}.py"  # a file: Triton reads the source of its kernels
+    path = tmp_path / f"broken_{module}.py"  # a file, because Triton reads the source of its kernels
     path.write_text(text.replace(old, new) if old else text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     made = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = made  # where dataclasses look for what their fields name
+    sys.modules[path.stem] = made  # dataclasses look up the types of their fields there
     try:
         spec.loader.exec_module(made)
     finally:

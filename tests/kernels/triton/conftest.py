@@ -1,6 +1,6 @@
 """Triton's kernels on this machine: in its interpreter, or on a GPU with TRITON_INTERPRET=0 (see `tests/conftest.py`).
 
-Tensors that a test makes, also those of the tests shared with other backends, are of the device it runs on.
+Tensors made by a test, including tests shared with other backends, are on the device that it uses.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ def _tensors_of_the_device(device):
 
 @pytest.fixture
 def make_mistake(tmp_path, monkeypatch, kernels):
-    """Put a mistake into a module (see `broken`): until the test ends, `kernels` compute with it.
+    """Return a function that puts a mistake into a module (see `broken`): `kernels` use it until the test ends.
 
-    `torch.empty` returns NaN until then. Its memory may hold the right result of an earlier test.
+    `torch.empty` returns NaN until then, because its memory may hold the right result of an earlier test.
     """
     from octavo.kernels.triton import backend
 

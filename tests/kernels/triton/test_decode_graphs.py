@@ -1,4 +1,6 @@
-"""Decode steps by graphs have the bits of steps launched kernel by kernel; what a graph would freeze is found."""
+"""Decode steps with graphs have the bits of steps launched kernel by kernel, and values that a graph would freeze are
+detected.
+"""
 
 import contextlib
 from dataclasses import replace
@@ -34,7 +36,7 @@ SMALL = {
 
 
 class Model:
-    """A tiny model over a cache of random numbers, and steps of it."""
+    """A tiny model with a cache of random numbers, and steps of it."""
 
     def __init__(self, path, kernels, device, family="Qwen3ForCausalLM", *, quantization=None, kv_dtype=None, **config):
         write_checkpoint(path, tiny_config(family, **SMALL | config), std=0.2)
@@ -55,7 +57,7 @@ class Model:
         self.reset()
 
     def reset(self):
-        """Fill the cache. Bytes of rounded KV are also those of float32 scales: below 63 all of these are finite."""
+        """Fill the cache. Bytes of rounded KV are also bytes of float32 scales: below 63 all of these are finite."""
         for memory, before in zip(self.cache.memory, self.before, strict=True):
             memory.copy_(before.abs() % 63 if memory.dtype == torch.int8 else before / 50)
 
@@ -63,9 +65,10 @@ class Model:
         return self.model.forward(token_ids, batch, self.cache)
 
     def step(self, lengths, seed=0, counts=None, outputs=None):
-        """Return token ids and the batch of sequences of these lengths, whose newest tokens are computed.
+        """Return token ids and the batch of sequences of these lengths, with their newest tokens to compute.
 
-        counts: how many of each; None: one. outputs: rows that are wanted, each the last of its sequence; None: all.
+        counts: number of rows for each sequence; None: one. outputs: output rows of each sequence, its last ones; None:
+        all.
         """
         generator = torch.Generator("cpu").manual_seed(seed)
         lens, width = torch.tensor(lengths, device="cpu"), -(-max(lengths) // BLOCK_SIZE)
@@ -94,13 +97,13 @@ class Model:
         return AttentionBatch(*(each.to(self.device) for each in tensors), BLOCK_SIZE)
 
     def capture(self, sizes=SIZES, num_bytes=1 << 40):
-        """Return the graphs, captured behind a first step of one short sequence."""
+        """Return the graphs, captured after a first step of one short sequence."""
         plan = DecodePlan(sizes, TABLE_WIDTH, num_bytes)
         with torch.inference_mode():
             return self.kernels.record_forward(self.forward, *self.step([3]), 64, plan)[1]
 
     def outcome(self, forward, lengths, seed=0, **options):
-        """Return the hidden states of a step, and all keys and values behind it."""
+        """Return the hidden states of a step, and all keys and values after it."""
         self.reset()
         with torch.inference_mode():
             hidden = forward(*self.step(lengths, seed, **options)).clone()
@@ -122,14 +125,14 @@ def model(tmp_path_factory, kernels, device):
 
 
 def test_bits_are_those_of_kernels_launched_one_by_one(model):
-    """What was captured with sequences of no length serves long ones, padded or not."""
+    """A capture with sequences of length zero serves long ones, padded or not."""
     graphs = model.capture()
     assert graphs.sizes == {1: [1, 4]}
     assert_same(model, graphs)
 
 
 def test_sequences_may_have_several_rows_each_another_number(model):
-    """Drafts are verified, or a drafting model catches up, of whose rows only the last are wanted; and alone."""
+    """Drafts are verified, or a draft model catches up and needs only the last rows; also a sequence alone."""
     graphs = model.capture({1: (1,), 3: (1, 3)})
     steps = {"lengths": [7, 300, 257], "counts": [1, 4, 2]}
     assert graphs.size_for(model.step(**steps)[1]) == (3, 3)
@@ -174,7 +177,7 @@ def test_bits_of_other_models(tmp_path, kernels, device, family, options):
 
 
 def found(model, module, name, wrong):
-    """Return whether a pass with a mistake in it is refused, or has other bits."""
+    """Return whether a pass with a mistake is refused, or has other bits."""
     right = getattr(module, name)
     try:
         setattr(module, name, wrong)
@@ -189,7 +192,7 @@ def found(model, module, name, wrong):
 
 
 def test_a_value_of_the_batch_that_is_frozen_is_found(model):
-    """The longest sequence, known to the host from elsewhere or read there: of the capture."""
+    """The longest sequence, known to the host from elsewhere or read on it, is the one of the capture."""
     from octavo.kernels.triton import attention
 
     right, longest = attention.paged_attention, 3
@@ -208,7 +211,7 @@ def test_a_value_of_the_batch_that_is_frozen_is_found(model):
 
 @pytest.mark.slow
 def test_memory_that_does_not_stay_is_found(model):
-    """A tensor that was made before the capture: kept, it has the values of then; given back, anything may be there."""
+    """A tensor made before the capture has old values if it is kept, and any content if it is freed."""
     from octavo.kernels.triton import rope_kv
 
     right, positions = rope_kv.rope_and_write_kv, {}
@@ -231,7 +234,7 @@ def test_memory_that_does_not_stay_is_found(model):
 
 
 def made_step(generator, counts, width):
-    """Return token ids and a batch of random numbers: sequences of so many rows each, and tables so wide."""
+    """Return token ids and a batch of random numbers. counts: rows of each sequence; width: width of the tables."""
 
     def some(*shape, dtype=torch.int32):
         return torch.randint(1, 1000, shape, generator=generator).to(dtype)
@@ -249,7 +252,7 @@ def made_step(generator, counts, width):
 
 
 def assert_copied(module, generator):
-    """Fill inputs with a large step, then with a small one, and look at what a graph sees."""
+    """Fill inputs with a large step, then with a small one, and check the values that a graph reads."""
     size, (ids, batch) = (2, 4), made_step(generator, [2, 1, 2, 3], 20)
     inputs = module.DecodeInputs(batch, DecodePlan({1: (1,), 2: (4,)}, 20, 1 << 40))
     inputs.fill(size, ids, batch)
@@ -265,11 +268,11 @@ def assert_copied(module, generator):
         each, given = own.of_group(group), batch.of_group(group)
         assert each.slot_mapping.tolist() == [*given.slot_mapping.tolist(), -1, -1, -1, -1]
         assert torch.equal(each.block_tables[:2, :11], given.block_tables)
-        assert torch.equal(each.block_tables[2:], before[2:] + group)  # of sequences of no length, never read
+        assert torch.equal(each.block_tables[2:], before[2:] + group)  # of padding sequences of length zero, never read
 
 
 def test_inputs_are_copied_and_padded(kernels, generator, monkeypatch):
-    monkeypatch.setattr(decode_graphs, "_BLOCK", 8)  # tables have several
+    monkeypatch.setattr(decode_graphs, "_BLOCK", 8)  # tables have several blocks
     assert_copied(decode_graphs, generator)
 
 
@@ -293,12 +296,12 @@ def test_inputs_that_are_wrong_are_found(kernels, generator, tmp_path, old, new)
 
 
 def test_operations_of_torch_are_replayed_too():
-    """Those that compute, on what then stands in their inputs; in memory that is wiped, and used by all graphs."""
+    """Operations of torch compute on the current values of their inputs. Memory is wiped, and shared by all graphs."""
     pool, x, out, made = InterpretedGraphPool(), torch.ones(4), torch.zeros(2, 2), []
 
     def run():
         if not made:
-            made.append((x * 2).view(2, 2).t())  # a view stays where it is
+            made.append((x * 2).view(2, 2).t())  # a view keeps its memory
             made[0][0].add_(1.0)
         out.copy_(made[0] + torch.arange(2))
 
@@ -308,7 +311,7 @@ def test_operations_of_torch_are_replayed_too():
     first()
     assert out.tolist() == [[3.0, 8.0], [4.0, 9.0]]
     second()
-    assert out.isnan().all()  # it has not computed what it adds to
+    assert out.isnan().all()  # the operands are not computed yet
     made.clear()
     pool.capture(run)
     before = pool.num_bytes
@@ -341,7 +344,7 @@ def test_rows_of_padding_that_write_are_found(model, tmp_path, monkeypatch):
 
 
 class Pool:
-    """Graphs that are Python; each takes so many bytes."""
+    """Graphs that are Python functions; each takes `num_bytes` bytes."""
 
     def __init__(self, num_bytes=0):
         self.num_bytes, self.of_each = 0, num_bytes
@@ -385,13 +388,13 @@ def test_graphs_are_captured_from_the_most_rows_to_the_fewest(model):
 
 
 def test_graphs_stay_within_the_memory_that_was_planned(model, caplog):
-    """The largest come first; what does not fit is left out, and its steps are padded further."""
+    """The largest graphs are captured first. Graphs that do not fit are omitted, and their steps are padded further."""
     caplog.set_level("INFO")
     sizes = {1: (1, 2, 4, 8)}
     kept = made_graphs(model, sizes, Pool()).num_bytes  # inputs and results
     graphs = made_graphs(model, sizes, Pool(100), kept + 250)
     assert graphs.sizes == {1: [4, 8]}
-    assert graphs.num_bytes == kept + 300  # the third was made before it was known
+    assert graphs.num_bytes == kept + 300  # the third graph was captured before its size was known
     assert graphs.size_for(model.step([9])[1]) == (1, 4)
     [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith(f"2 of 4 decode graphs fit into the {kept + 250} bytes that were planned for them")
@@ -411,7 +414,7 @@ def test_an_engine_starts_though_a_driver_captures_no_more_graphs(model, caplog)
 
 
 def test_what_graphs_take_is_planned(model):
-    """Inputs and results to the byte; of what is computed in between, each piece of 512 bytes at least."""
+    """Inputs and results are exact; each intermediate result counts at least 512 bytes."""
     architecture, pool = model.model.architecture, InterpretedGraphPool()
     plan = make_decode_plan(
         model.model, DeviceConfig(max_cudagraph_capture_size=4), model.device, num_rows=[1, 2], max_num_seqs=8,
@@ -427,7 +430,9 @@ def test_what_graphs_take_is_planned(model):
 
 
 def test_of_a_gpu(monkeypatch):
-    """The calls of torch's graphs, in order; they take what the allocator holds more, or what the device has less."""
+    """torch's graph calls, in order; a graph's size is the growth of the allocator, or the loss of free device
+    memory.
+    """
     from octavo.kernels.triton.graphs import CudaGraphPool
 
     calls, memory = [], iter([(100, 1000), (150, 930), (150, 930), (170, 925)])

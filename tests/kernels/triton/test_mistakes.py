@@ -1,4 +1,4 @@
-"""A mistake in any kernel is found by a comparison that the right ones pass."""
+"""A mistake in any kernel is detected by a comparison that the right kernels pass."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 from octavo.kernels import triton as package
 from octavo.kernels.triton import backend
 
-# The interpreter computes with numpy, which warns of what is meant: infinities, and numbers that are none.
+# The interpreter uses numpy, which warns of intended values: infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 WIDE = (2, 1120)  # more than one block of a row
@@ -238,11 +238,11 @@ ELSEWHERE = {
     "rope_kv",
     "rounding",
 }
-NOTHING_TO_BREAK = {"loops"}  # of the interpreter alone
+NOTHING_TO_BREAK = {"loops"}  # used only by the interpreter
 
 
 def test_every_kernel_has_mistakes():
-    """Here, or in the files of tests that compare what it computes."""
+    """Here, or in the test files that compare the results of that kernel."""
     files = [path for path in Path(package.__path__[0]).glob("*.py") if "@triton.jit" in path.read_text("utf-8")]
     here = {module for some in MISTAKES.values() for module, *_ in some}
     assert {path.stem for path in files} == here | ELSEWHERE | NOTHING_TO_BREAK

@@ -1,4 +1,4 @@
-"""paged_attention in Triton: right, and the same bits whatever the chunks, the company and who computes partitions."""
+"""paged_attention in Triton is right, and has the same bits for all chunks, neighbours and splits into partitions."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ ROUNDED = [None, torch.int8, torch.float8_e4m3fn]
 HEADS = [(64, 2, 2), (80, 1, 7), (96, 2, 1), (128, 1, 8), (256, 1, 3), (20, 3, 1)]  # head_dim, KV heads, group
 COVERED = [(dtype, heads) for dtype in FLOATS for heads in HEADS if heads[0] * dtype.itemsize <= 512]
 WINDOWS = [None, 1, 100]
-NUM_ROWS = 290  # of `Prompt`: more than a partition
+NUM_ROWS = 290  # of `Prompt`: more than one partition
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_error_is_that_of_torch(attention, generator, dtype, heads, block_size, 
 
 @pytest.mark.parametrize("window", [1, 37, 100])
 def test_what_is_behind_the_window_is_not_read(attention, generator, window):
-    """Neither its numbers nor its blocks, which may be gone."""
+    """This includes the numbers and the blocks, which may be released."""
     batch, k_cache, v_cache = paged_batch([(70, 5), (300, 1), (129, 12)], 16, 2, 64, torch.float32, generator)
     q = torch.randn(len(batch.positions), 4, 64, generator=generator)
     expected = attention.paged_attention(q, k_cache, v_cache, batch, 0.125, window, None)
@@ -67,7 +67,7 @@ def test_what_is_behind_the_window_is_not_read(attention, generator, window):
 
 
 class Prompt:
-    """A sequence with queries at every position, run in any chunks and company."""
+    """A sequence with queries at every position, computed in any chunks, with any other sequences."""
 
     def __init__(self, generator, dtype=torch.bfloat16, heads=(64, 1, 3), *, window=None, softcap=None, kv=None):
         self.head_dim, self.num_kv_heads, group = heads
@@ -77,7 +77,9 @@ class Prompt:
         self.history = torch.randn(NUM_ROWS, 2, *shape, generator=generator).to(dtype)
 
     def rows(self, attention, first, last, *, company=(), block_size=16):
-        """Rows first .. last as one chunk, after `company` (KV length, query length); nothing later is written yet."""
+        """Compute rows first .. last as one chunk, after `company` (KV length, query length); later rows are not
+        written yet.
+        """
         strangers = [
             torch.randn(length, 2, self.num_kv_heads, self.head_dim, generator=self.generator).to(self.dtype)
             for length, _ in company
@@ -95,11 +97,11 @@ class Prompt:
 
 
 def assert_alike(attention, prompt, *, whole_by=None):
-    """Compare rows in one chunk, in others, alone and in company, split into partitions and not."""
+    """Compare rows in one chunk and in several, alone and with other sequences, split into partitions or not."""
     whole = prompt.rows(whole_by or attention, 0, NUM_ROWS)
     for first, last, company, block_size in [
-        (NUM_ROWS - 1, NUM_ROWS, (), 16),  # a decode by itself, its partitions by several programs
-        (NUM_ROWS - 4, NUM_ROWS, ((30, 1), (270, 3)), 5),  # drafts that are verified
+        (NUM_ROWS - 1, NUM_ROWS, (), 16),  # a single decode, with its partitions in several programs
+        (NUM_ROWS - 4, NUM_ROWS, ((30, 1), (270, 3)), 5),  # drafts to verify
         (20, 90, ((3, 3),), 16),
         (255, 257, ((40, 30),), 16),
     ]:
@@ -128,10 +130,12 @@ def test_chunks_of_all_sizes(attention, generator, heads, dtype, size):
 
 
 def test_splitting_is_a_matter_of_room_alone(attention, generator, monkeypatch):
-    """Where partial sums would take too much, or a device is busy, nothing is split, and nothing changes."""
+    """If partial sums would take too much memory, or the device is busy, nothing is split, and the bits are the
+    same.
+    """
     prompt = Prompt(generator, heads=(64, 2, 4))
     split = prompt.rows(attention, NUM_ROWS - 2, NUM_ROWS)
-    monkeypatch.setattr(attention, "_merge_partitions", None)  # is not called
+    monkeypatch.setattr(attention, "_merge_partitions", None)  # must not be called
     for name in ("_SPLIT_PROGRAMS", "_PARTIAL_BYTES"):
         with monkeypatch.context() as context:
             context.setattr(attention, name, 0)
@@ -139,7 +143,7 @@ def test_splitting_is_a_matter_of_room_alone(attention, generator, monkeypatch):
 
 
 def test_what_splitting_takes_is_within_what_is_counted(attention, monkeypatch):
-    """For batches of all kinds, up to 40 sequences that may have 3,000 positions."""
+    """For batches of all kinds, up to 40 sequences with up to 3,000 positions."""
     taken, make = [], attention.partial_sums
 
     def watch(*arguments):
@@ -167,7 +171,9 @@ def test_what_splitting_takes_is_within_what_is_counted(attention, monkeypatch):
 
 @pytest.mark.parametrize(("head_dim", "dtype", "widest"), [(288, torch.bfloat16, 256), (160, torch.float32, 128)])
 def test_wider_heads_are_left_to_torch(kernels, generator, head_dim, dtype, widest):
-    """Tiles of them would need more shared memory than there is: by bytes, so that float32 has half as many values."""
+    """Their tiles would need more shared memory than the device has. The limit is in bytes, so float32 has half as many
+    values.
+    """
     made = type(kernels)()
     batch, k_cache, v_cache = paged_batch([(20, 2)], 16, 1, head_dim, dtype, generator)
     q = torch.randn(2, 2, head_dim, generator=generator).to(dtype)
@@ -179,7 +185,7 @@ def test_wider_heads_are_left_to_torch(kernels, generator, head_dim, dtype, wide
 
 
 def test_what_plain_torch_takes_is_counted_where_it_may_compute(kernels):
-    """The dtype, which is not known there, decides that of heads of 256."""
+    """The dtype decides for heads of 256, and is not known there."""
     sizes = {"num_heads": 8, "num_kv_heads": 2, "vocab_size": 1000, "max_seq_len": 30000, "max_tokens": 64}
     assert kernels.scratch_bytes(**sizes, head_dim=256) >= ReferenceKernels().scratch_bytes(**sizes, head_dim=256)
     assert kernels.scratch_bytes(**sizes, head_dim=128) < ReferenceKernels().scratch_bytes(**sizes, head_dim=128)
@@ -235,7 +241,7 @@ def test_a_decode_that_is_cut_otherwise_than_a_prompt_is_found(attention, genera
 
 @pytest.mark.parametrize("is_split", [True, False])
 def test_a_sequence_of_no_length_gets_zeros_and_reads_nothing(attention, generator, monkeypatch, is_split):
-    """Its row pads a step, and its table holds anything."""
+    """Its row pads a step, and its table has arbitrary content."""
     batch, k_cache, v_cache = paged_batch([(300, 1), (600, 1)], 16, 1, 16, torch.float32, generator)
     q = torch.randn(4, 2, 16, generator=generator)
     expected = attention.paged_attention(q[:2], k_cache, v_cache, batch, 0.25, None, None)

@@ -1,4 +1,4 @@
-"""Which devices get the kernels in Triton, and what is said where they cannot serve."""
+"""Devices that get the Triton kernels, and the messages if they cannot be used."""
 
 import importlib.util
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def test_the_interpreter_serves_on_the_cpu(kernels, device):
     if device != CPU:
         pytest.skip("kernels are compiled here")
-    made = create_kernels(CPU, "triton")  # and nothing is left to plain torch, of which it would warn
+    made = create_kernels(CPU, "triton")  # no operation falls back to plain torch, which would warn
     assert made.name == "triton"
     assert made.identity.endswith(":interpreter")
 

@@ -1,4 +1,4 @@
-"""Products with weights in GGUF's blocks: the bits of the reference, whatever the rows around, and what is stored."""
+"""Products with weights in GGUF blocks: the bits of the reference for any neighbouring rows, and the stored bytes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from octavo.kernels.triton.matmul_blocks import matmul_blocks
 from octavo.kernels.triton.packed_blocks import PackedBlocks
 from octavo.kernels.triton.quantized_rows import quantize_groups
 
-# The interpreter computes with numpy, which warns of what is meant: infinities, and numbers that are none.
+# The interpreter uses numpy, which warns of intended values: infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
@@ -25,7 +25,7 @@ def rows_of(generator, count, width, dtype=torch.float32):
 
 
 def equal(result, expected):
-    """Bit for bit, NaN where NaN is."""
+    """Compare bits; NaN equals NaN."""
     is_nan, as_bits = expected.isnan(), torch.int32 if expected.dtype == torch.float32 else torch.int16
     if result.dtype != expected.dtype or not torch.equal(result.isnan(), is_nan):
         return False
@@ -33,7 +33,7 @@ def equal(result, expected):
 
 
 def defined(x, weights, bias=None):
-    """What `linear_blocks` says, on the CPU wherever the tests run."""
+    """Return the result of `linear_blocks` on the CPU, on any device that the tests use."""
     with torch.device("cpu"):
         products = torch.cat([linear_blocks(x.cpu(), weight.to(torch.device("cpu"))) for weight in weights], dim=1)
     return (products if bias is None else products + bias.cpu()).to(x.device)
@@ -42,8 +42,8 @@ def defined(x, weights, bias=None):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", BlockKind, ids=lambda kind: kind.name)
 def test_the_bits_of_the_reference(kernels, generator, kind):
-    """Of few rows and of many, whose tiles have other shapes; some of a group of zeros, or with what is no number."""
-    width = 3 * kind.block_values  # an odd number of groups where blocks are narrow
+    """Few and many rows use tiles of other shapes; some rows have a group of zeros, NaN or infinity."""
+    width = 3 * kind.block_values  # an odd number of groups if blocks are narrow
     weight, bias = random_blocks(generator, kind, 21, width), torch.randn(21, generator=generator)
     x = rows_of(generator, 18, width, torch.bfloat16)
     x[1, :32], x[2, 40], x[3, 0], x[4, 32:64] = 0.0, torch.inf, torch.nan, -1e-33
@@ -58,7 +58,7 @@ def test_the_bits_of_the_reference(kernels, generator, kind):
 
 @pytest.mark.parametrize("kind", BlockKind, ids=lambda kind: kind.name)
 def test_what_is_stored(kernels, generator, kind):
-    """Rows as numbers, in the bytes that were planned."""
+    """Rows are dequantized correctly, and take the planned bytes."""
     weight = random_blocks(generator, kind, 40, 512)
     packed = kernels.pack_linear([weight])
     assert packed.num_bytes == weight.nbytes
@@ -73,7 +73,7 @@ def test_what_is_stored(kernels, generator, kind):
 
 
 def test_files_are_let_go_of_and_little_is_widened(kernels, generator, monkeypatch):
-    """Rows are packed some at a time, into memory that is there already; then none of them is read again."""
+    """Rows are packed in pieces into memory that is allocated first; then none of them is read again."""
     weight, forgotten, widened = random_blocks(generator, BlockKind.Q6_K, 40, 256), [], []
     weight = BlockWeight(weight.kind, weight.rows, 256, forgotten.append)
     numbers = BlockWeight.numbers
@@ -85,7 +85,7 @@ def test_files_are_let_go_of_and_little_is_widened(kernels, generator, monkeypat
     monkeypatch.setattr(BlockWeight, "numbers", watched)
     monkeypatch.setattr(packed_blocks, "_VALUES_AT_ONCE", 16 * 256)
     part = PackedBlocks.pack([weight, weight.select_rows(slice(0, 3))])
-    assert widened == [1, 16, 16, 8, 3]  # the first says what has to be there
+    assert widened == [1, 16, 16, 8, 3]  # the first one gives the size to allocate
     assert forgotten == [weight.rows]
     assert torch.equal(part.rows(torch.tensor([39, 42])), weight.dequantize()[[39, 2]])
 
@@ -103,7 +103,7 @@ def test_rows_of_a_vocabulary_in_a_graph(kernels, generator, kind):
 
 
 def test_exponents_of_every_size(kernels, generator):
-    """MXFP4 has scales down to numbers below the normal ones of float32."""
+    """MXFP4 has scales down to subnormal numbers of float32."""
     weight = random_blocks(generator, BlockKind.MXFP4, 255, 32)
     weight.rows[:, 0] = torch.arange(255, dtype=torch.uint8)
     x = rows_of(generator, 2, 32)
@@ -124,7 +124,7 @@ def test_parts_of_several_kinds(kernels, generator):
 
 
 def test_rows_in_groups(generator):
-    """More groups than a program takes; a row alone has what it has among others."""
+    """More groups than one program takes; a row alone has the bits that it has among other rows."""
     x = rows_of(generator, 3, 35 * 32)[:, : 34 * 32]
     values, scales, sums = quantize_groups(x)
     whole, expected = quantize_rows(x.reshape(-1, 32))

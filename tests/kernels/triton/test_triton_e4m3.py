@@ -1,4 +1,4 @@
-"""E4M3 by integer arithmetic: the bytes of torch, bit for bit, and those of its definition."""
+"""E4M3 by integer arithmetic: the bytes of torch, and those of its definition, bit for bit."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def all_bytes():
 
 
 def numbers():
-    """All of bfloat16, and what stands halfway between two neighbours of E4M3, a bit below and a bit above it."""
+    """Return all of bfloat16, and the midpoints of neighbours in E4M3, with a bit less and a bit more than each."""
     of_bfloat16 = (torch.arange(1 << 16) << 16).to(torch.int32).view(torch.float32)
     values = as_defined(all_bytes()[:127])
     halfway = torch.cat([(values[1:] + values[:-1]) / 2, torch.tensor([464.0])])
@@ -40,21 +40,21 @@ def numbers():
 
 
 def as_defined(code):
-    """OCP 8-bit floating point (OFP8) 1.0, table 1: E4M3."""
+    """Return the values by OCP 8-bit floating point (OFP8) 1.0, table 1: E4M3."""
     exponent, mantissa = (code >> 3 & 15).double(), (code & 7).double()
     value = torch.where(exponent > 0, (1 + mantissa / 8) * 2 ** (exponent - 7), mantissa / 8 * 2**-6)
     return torch.where(code & 0x7F == 0x7F, torch.nan, torch.where(code >= 128, -value, value)).float()
 
 
 def nearest(x):
-    """The byte of the nearest value, of two that are as near the even one, found by looking at all."""
+    """Return the byte of the nearest value (of two equally near ones, the even one) by comparing all values."""
     distance = (x.double().abs().clamp(max=448)[:, None] - as_defined(all_bytes()[:127]).double()).abs()
     even_first = torch.cat([torch.arange(0, 127, 2), torch.arange(1, 127, 2)])
     code = even_first[distance[:, even_first].argmin(dim=1)]
     return (torch.where(x.isnan(), 0x7F, code) + 128 * x.signbit()).to(torch.uint8)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # numpy, of signalling NaN
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy warns of signalling NaN
 def test_every_number_becomes_the_nearest(kernels):
     x = numbers()
     expected = nearest(x)

@@ -1,4 +1,4 @@
-"""e^x and tanh to within two units of each result, however small; and sums, in the order that is promised."""
+"""e^x and tanh with errors of at most two units of each result, however small, and sums in the promised order."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ tl = pytest.importorskip("triton.language")
 from octavo.kernels.triton import exponentials, reductions  # noqa: E402  once there is Triton
 
 _COUNT = 4096
-# The interpreter computes with numpy, which warns of what is meant: results without fraction.
+# The interpreter uses numpy, which warns of intended values: results without fraction.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 

@@ -1,4 +1,4 @@
-"""Products by groups: the bits of a product with each group's weight alone, whoever stands in the others."""
+"""Products by groups have the bits of a product with each group's weight alone, for any rows in the other groups."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from triton_interpreter import partition
 from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.triton.matmul import BLOCK_M
 
-# The interpreter computes with numpy, which warns of what is meant: infinities, and numbers that are none.
+# The interpreter uses numpy, which warns of intended values: infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 PARTITION = partition()
@@ -22,7 +22,7 @@ COUNTS = [  # rows of each group
 
 
 def make(generator, counts, width, columns, dtype):
-    """Return rows, weights, and where groups begin."""
+    """Return rows, weights, and the first row of each group."""
     x = torch.randn(sum(counts), width, generator=generator).to(dtype)
     weights = torch.randn(len(counts), columns, width, generator=generator).to(dtype)
     return x, weights, torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
@@ -72,7 +72,7 @@ def test_rows_may_stand_apart(kernels, generator):
     ],
 )
 def test_what_is_broken_is_caught(generator, tmp_path, right, wrong):
-    """A row too many is one of the group that comes next, whose tile may be stored before."""
+    """An extra row belongs to the next group, and its tile may be stored before that."""
     x, weights, start = make(generator, [BLOCK_M + 1, 2, 3], 24, 5, torch.float32)
     expected = of_plain_torch(x, weights, start)
     module = broken(tmp_path, "grouped_matmul", right, wrong)

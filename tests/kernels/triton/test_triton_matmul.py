@@ -1,4 +1,4 @@
-"""Products: as exact as plain torch, the CPU's bits where sums are integers, and a row alone as among many."""
+"""Products: as exact as plain torch, with the CPU's bits if sums are integers, and independent of neighbouring rows."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from octavo.kernels.triton import backend
 from octavo.kernels.triton import matmul as matmul_module
 from octavo.kernels.triton.matmul import BLOCK_M, matmul
 
-# The interpreter computes with numpy, which warns of what is meant: infinities, and numbers that are none.
+# The interpreter uses numpy, which warns of intended values: infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 PARTITION = partition()
@@ -55,7 +55,7 @@ def test_linear(kernels, generator, shape, float32_out, has_bias, weight_dtype, 
 
 
 def rows_differ(kernels, x, packed, parts):
-    """Whether the bits of rows hang on which others are computed with them."""
+    """Return True if the bits of a row depend on the rows that are computed with it."""
     together = kernels.linear(x, packed)
     return any(not torch.equal(kernels.linear(x[part], packed), together[part]) for part in parts)
 
@@ -64,7 +64,7 @@ PARTS = [slice(0, 1), slice(66, 67), slice(5, 12), slice(0, BLOCK_M), slice(1, B
 
 
 def round_to_fp8(weight, group_size):
-    """Return it with a scale for each group of columns, all different."""
+    """Round a weight to fp8 with a scale for each group of columns, all different."""
     values = quantize_fp8(weight).values
     num_groups = -(-weight.shape[1] // group_size)
     return Fp8Weight(values, torch.rand(weight.shape[0], num_groups, device=weight.device) * 0.01, group_size)
@@ -73,7 +73,7 @@ def round_to_fp8(weight, group_size):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(("dtype", "is_fp8"), [*((dtype, False) for dtype in FLOATS), (torch.bfloat16, True)], ids=str)
 def test_a_row_alone_and_among_many(kernels, generator, dtype, is_fp8):
-    """By one program a tile, by programs of partitions, whichever the number of rows asks for."""
+    """With one program a tile, or with programs of partitions, depending on the number of rows."""
     weight = random(generator, 130, 2 * PARTITION + 70, dtype=dtype)
     weight = round_to_fp8(weight, 128) if is_fp8 else weight
     packed = kernels.pack_linear(weight, random(generator, 130, dtype=dtype))
@@ -90,12 +90,14 @@ def test_which_kernel_adds_up_leaves_no_trace(generator, tmp_path, monkeypatch):
     backwards = order.replace("    total", "    partials_ptr += 2 * num_rows.to(tl.int64) * num_columns\n    total")
     wrong = broken(tmp_path, "matmul", order, backwards.replace("ptr += num", "ptr -= num"))
     assert not torch.equal(wrong.matmul(x, weight, torch.empty(2, 9)), in_parts)
-    monkeypatch.setattr(matmul_module, "num_processors", lambda device: 1)  # one program a tile takes them all
+    monkeypatch.setattr(matmul_module, "num_processors", lambda device: 1)  # one program a tile uses all of them
     assert torch.equal(matmul(x, weight, torch.empty(2, 9)), in_parts)
 
 
 def test_what_partial_sums_take_is_counted(kernels, generator, monkeypatch):
-    """The most of all weights that were packed, for as many rows as are split; not of those that are never split."""
+    """The largest partial sums of all packed weights, for as many rows as are split; weights that are never split do
+    not count.
+    """
     taken, make = [], torch.empty
 
     def watch(*shape, **options):
@@ -119,7 +121,9 @@ def test_what_partial_sums_take_is_counted(kernels, generator, monkeypatch):
 
 @pytest.mark.parametrize(("backend", "num_stages"), [("cuda", 3), ("hip", 2)])
 def test_how_far_is_read_ahead_is_up_to_what_is_compiled_for(monkeypatch, backend, num_stages):
-    """Not up to what torch was built for: a kernel is compiled for AMD where there is no ROCm."""
+    """It is decided by the target that is compiled for, not by the build of torch: kernels for AMD may be compiled
+    without ROCm.
+    """
     target = SimpleNamespace(backend=backend)
     driver = SimpleNamespace(get_current_device=lambda: f"some {backend}", get_current_target=lambda: target)
     monkeypatch.setattr(matmul_module, "INTERPRETED", False)
@@ -137,7 +141,7 @@ def test_partitions_that_hang_on_the_number_of_rows_are_caught(kernels, generato
 
 
 def test_a_mask_that_is_off_by_one_is_caught(generator, tmp_path):
-    weight, x = random(generator, 3, 37), random(generator, 4, 38)[:, :37]  # something stands behind each row
+    weight, x = random(generator, 3, 37), random(generator, 4, 38)[:, :37]  # each row is followed by other values
     expected = matmul(x, weight, torch.empty(4, 3))
     one_too_many = broken(tmp_path, "matmul", "is_there = k < WIDTH\n", "is_there = k <= WIDTH\n")
     assert not torch.allclose(one_too_many.matmul(x, weight, torch.empty(4, 3)), expected)
@@ -204,7 +208,7 @@ def test_integers_have_the_bits_of_the_reference(kernels, generator, shape, dtyp
 
 @pytest.mark.parametrize("rotated", [False, True])
 def test_rows_of_several_blocks_are_rounded(kernels, generator, rotated):
-    x = random(generator, 2, 1100)[:, :1030]  # something stands behind each row
+    x = random(generator, 2, 1100)[:, :1030]  # each row is followed by other values
     x[0, -1] = 9.0
     values, scales = backend.quantize_rows(x, 1088, rotated=rotated)
     expected, expected_scales = quantize_rows(rotate(x) if rotated else x)

@@ -1,4 +1,4 @@
-"""rope_and_write_kv in Triton: the bits of plain torch, whatever is rotated, scaled and rounded."""
+"""rope_and_write_kv in Triton has the bits of plain torch, for all rotations, scales and roundings."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ HEADS = [(64, 64), (80, 40), (128, 0), (96, 96), (256, 64), (20, 12)]  # head_di
 
 @pytest.fixture(autouse=True)
 def _several_programs_a_token(kernels, monkeypatch):
-    """Of its heads of q, and of those of k and v."""
+    """Several programs for the heads of q, and for those of k and v."""
     from octavo.kernels.triton import rope_kv
 
     monkeypatch.setattr(rope_kv, "_HEADS", 2)
 
 
 def outcome(write, generator, dtype, heads, *, interleaved=False, scaled=False, kv=None):
-    """Return all that a call leaves behind: q, k and v, which are views of one projection, and both caches."""
+    """Return all tensors after a call: q, k and v, which are views of one projection, and both caches."""
     head_dim, rotary_dim = heads
     batch, k_cache, v_cache = paged_batch([(40, 1), (3, 2)], 5, 3, head_dim, dtype, generator)
     num_tokens = len(batch.positions)

@@ -1,4 +1,4 @@
-"""Rounding in kernels is that of torch, in the interpreter, too."""
+"""Kernels round as torch does, in the interpreter too."""
 
 import pytest
 import torch
@@ -75,12 +75,12 @@ def test_wrong_rounding_is_found(kernels, generator, device, tmp_path, old, new)
         assert_rounds_to_whole(wrong, generator)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # numpy, of infinity times zero
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy warns of infinity times zero
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_products(kernels, generator, dtype):
     a, b = (torch.randint(-8, 9, (16, 16), generator=generator).to(dtype) / 8 for _ in range(2))
     a[:4], a[:, 9:] = 0, 0  # padding, which adds nothing
-    for value in (1.0, torch.inf):  # but to what is no number
+    for value in (1.0, torch.inf):  # except to NaN
         b[3, 4] = value
         out, expected = torch.empty(16, 16), a.float() @ b.float()
         _dot[(1,)](a, b, out)

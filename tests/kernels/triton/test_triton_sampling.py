@@ -1,4 +1,4 @@
-"""Tokens, the largest of rows and drafts that came true: those of the other backends, bit for bit."""
+"""Sampled tokens, the largest logits of rows and accepted drafts have the bits of the other backends."""
 
 import contextlib
 from dataclasses import fields
@@ -38,12 +38,12 @@ __all__ = [
 ]
 
 
-# The interpreter computes with numpy, which warns of what is meant: infinities.
+# The interpreter uses numpy, which warns of intended infinities.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
 def on_the_cpu(sample, logits, rows):
-    """Return what a definition in plain torch says, on the CPU, whose bits are to be those of every device."""
+    """Return the result of a definition in plain torch on the CPU, which every device must match bit for bit."""
     with torch.device("cpu"):
         return sample(logits.cpu(), SamplingRows(*(getattr(rows, each.name).cpu() for each in fields(rows))))
 
@@ -60,7 +60,7 @@ def test_rows_that_name_no_token(kernels, temperature, filters):
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
 def test_sample_is_its_definition(kernels, generator, vocab, spread):
     n = 6
-    logits = (torch.randn(n, vocab, generator=generator) * spread * 4).round() / 4  # ties abound
+    logits = (torch.randn(n, vocab, generator=generator) * spread * 4).round() / 4  # many ties
     uniform = torch.rand(4, n, generator=generator)
     rows = rows_of(
         n,
@@ -76,7 +76,7 @@ def test_sample_is_its_definition(kernels, generator, vocab, spread):
 
 @pytest.mark.slow
 def test_sample_is_that_of_the_reference(kernels, generator):
-    """Over rows of several pieces, with all filters."""
+    """For rows of several pieces, with all filters."""
     n = 12
     logits = torch.randn(n, 20_011, generator=generator) * 4
     logits[1] = 0.5
@@ -94,7 +94,7 @@ def test_sample_is_that_of_the_reference(kernels, generator):
 
 
 def test_each_token_has_its_own_noise(kernels):
-    """Seen through logits of zero, where the noise alone decides: remove the winner, and the next one is seen."""
+    """Logits of zero show the noise alone: after the winner is removed, the next token wins."""
     rows = rows_of(2)
     expected = gumbel_noise(rows.seed, rows.position, rows.sample_index, 1030)
     logits = torch.zeros(2, 1030)
@@ -147,7 +147,7 @@ def test_other_noise_is_found(kernels, tmp_path, old, new):
 
 @contextlib.contextmanager
 def small_blocks():
-    """Let short rows have several blocks that filters go through, and several pieces that programs choose from."""
+    """Divide short rows into several blocks for filters, and into several pieces for the choice."""
     with pytest.MonkeyPatch.context() as context:
         for name, size in {"_CUT_BLOCK": 128, "_COUNTERS": 16, "_PIECE": 128}.items():
             context.setattr(backend.sampling, name, size)
@@ -156,7 +156,9 @@ def small_blocks():
 
 @pytest.mark.parametrize("name", ["top_k", "top_p"])
 def test_the_last_token_that_a_filter_leaves(kernels, name):
-    """What noise likes best is the last token left, or the first one that is not; others before and behind it tie."""
+    """The noise prefers the last token that passes the filter, or the first that does not. Tokens before and after it
+    tie.
+    """
     with torch.device("cpu"):
         logits = (torch.randn(150, generator=torch.Generator().manual_seed(0)) * 2).round()
         order = logits.sort(descending=True, stable=True).indices
@@ -176,7 +178,7 @@ def test_the_last_token_that_a_filter_leaves(kernels, name):
 
 
 def seeds_that_choose_among_equals(logits, order):
-    """Return two seeds, and the ranks of what they choose: tokens in another block tie before it, and one behind it."""
+    """Return two seeds, and the ranks of their choices: tokens in another block tie before it, and one after it."""
     seeds, ids = torch.arange(500), torch.arange(len(logits))
     chosen = (logits / 4 + gumbel_noise(seeds, seeds * 0, seeds * 0, len(logits))).argmax(dim=1)
     ties = logits == logits[chosen, None]
@@ -188,7 +190,7 @@ def seeds_that_choose_among_equals(logits, order):
 def test_the_lowest_of_equals_in_several_pieces(kernels):
     logits = torch.zeros(4, 129)
     logits[0, 128] = 9.0  # alone in the last piece
-    logits[1, [3, 19, 67, 128]] = 9.0  # of one lane, and of two pieces
+    logits[1, [3, 19, 67, 128]] = 9.0  # in one lane, and in two pieces
     logits[2, 7] = 9.0
     logits[3, 128] = torch.nan
     rows = rows_of(4, temperature=torch.tensor([0.0, 0.0, 50.0, 0.0]), top_k=torch.tensor([0, 0, 1, 0]))

@@ -1,4 +1,4 @@
-"""Norms, gates and what else is computed row by row: held to plain torch's accuracy, as the other backends are."""
+"""Norms, gates and other row by row operations, with plain torch's accuracy like the other backends."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_a_row_alone_and_among_many(kernels, generator, width):
 
 def test_a_mask_that_is_off_by_one_is_caught(kernels, generator, tmp_path):
     x, weight = torch.randn(3, 48, generator=generator), torch.randn(48, generator=generator)
-    wide = torch.cat([x, torch.full((3, 1), 9.0)], dim=1)[:, :48].unsqueeze(1)  # heads with something behind them
+    wide = torch.cat([x, torch.full((3, 1), 9.0)], dim=1)[:, :48].unsqueeze(1)  # heads followed by other values
     expected = kernels.rms_norm(x, weight, 1e-6)
     assert torch.equal(kernels.rms_norm(wide, weight, 1e-6).squeeze(1), expected)
     old = "is_there = is_row & (column < WIDTH)\n        value = tl.load(source + column, mask=is_there, other=0.0)"
@@ -78,7 +78,7 @@ def test_a_mask_that_is_off_by_one_is_caught(kernels, generator, tmp_path):
 
 def test_a_sum_that_hangs_on_the_number_of_rows_is_caught(kernels, generator, tmp_path):
     x, weight = torch.randn(2, 1200, generator=generator), torch.randn(1200, generator=generator)
-    x[:, 0] = 1e4  # what is added to its square alone is lost
+    x[:, 0] = 1e4  # a term that is only added to its square is lost
     old = "lanes = min(triton.next_power_of_2(width), _MOST_LANES)"
     by_rows = broken(tmp_path, "norms", old, f"{old} if num_rows > 1 else 4")
     together = kernels.rms_norm(x, weight, 1e-6)

@@ -1,4 +1,4 @@
-"""Window blocks: who holds which, what is let go behind a window, and what is found behind it."""
+"""Window blocks: which request holds them, when they are released, and which prefixes are found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.data.request import Sequence
 
 
 class Windows:
-    """A group with a sliding window beside 16 blocks of 4 tokens, and sequences that hold some of both."""
+    """A group with a sliding window, 16 blocks of 4 tokens, and sequences that hold blocks of both."""
 
     def __init__(self, num_blocks=8, window=6, max_step_tokens=8):
         self.pool = BlockPool(16)
@@ -20,7 +20,7 @@ class Windows:
         self.windows = BoundedGroup(1, spec, block_size=4, max_step_tokens=max_step_tokens, blocks=self.pool.blocks)
 
     def start(self, num_blocks, *, num_all_blocks=0):
-        """Let a request compute so many blocks, with room for more."""
+        """Return a sequence that computed `num_blocks` blocks and has room for more."""
         sequence = make_sequence([0] * 4 * num_blocks, 1)
         sequence.block_tables[0] += [block.block_id for block in self.pool.take(max(num_blocks, num_all_blocks))]
         self.grow(sequence, num_blocks)
@@ -32,7 +32,7 @@ class Windows:
         return claim
 
     def cache(self, sequence):
-        """Let others find its blocks."""
+        """Register the blocks of a sequence, so that other requests find them."""
         for index, block_id in enumerate(sequence.block_table):
             self.pool.register(self.pool.blocks[block_id], bytes([block_id, index]), (0,) * 4, None)
 
@@ -166,7 +166,7 @@ def test_a_block_with_new_content_has_no_window_part(made):
     first = made.start(2)
     made.cache(first)
     one, two = made.blocks(first)
-    made.windows.block_forgotten(one)  # as if it were taken while its part is held
+    made.windows.block_forgotten(one)  # as if its block were evicted while its part is held
     assert (made.windows.id_of(one), made.windows.id_of(two), made.windows.block_of(0)) == (None, 1, None)
     made.windows.clear(first)
     assert made.windows.free_ids()[-1] == 0
@@ -194,10 +194,10 @@ def test_what_is_computed_once_more_is_the_part_of_what_is_found_in_its_stead(ma
 
 def test_who_must_not_fall_has_all_at_once_that_it_may_hold_together_and_keeps_it():
     made = Windows(num_blocks=6)
-    sequence = made.start(2, num_all_blocks=9)  # a row sees 3 blocks at most, and a step reaches 2 more
+    sequence = made.start(2, num_all_blocks=9)  # a row sees at most 3 blocks, and a step needs 2 more
     made.cache(sequence)
     assert sequence.block_tables[1] == [0, 1, 2, 3, 4]
-    assert [made.windows.id_of(block) for block in made.blocks(sequence)] == [None] * 9  # nobody else finds them
+    assert [made.windows.id_of(block) for block in made.blocks(sequence)] == [None] * 9  # private: not found by others
     made.windows.release_unread(sequence, 13)
     assert (sequence.block_tables[1], sequence.first_held[1]) == ([NO_BLOCK, NO_BLOCK, 2, 3, 4, 5, 0], 2)
     assert (made.windows.cached_ids(), made.windows.num_free_blocks) == ([1], 1)
@@ -357,7 +357,7 @@ def test_what_who_must_not_fall_has_found_stays_for_others_where_there_is_as_muc
     claim = made.windows.claim(other, blocks, 12, 4, 9)
     assert (claim.is_own, claim.is_found_own) == (True, is_found_own)
     assert (claim.num_new, claim.num_unheld) == (num_new, num_new + 2)
-    assert made.windows.num_needed(blocks, 12, 9) == 5  # it is admitted with the lesser of both
+    assert made.windows.num_needed(blocks, 12, 9) == 5  # admission needs the smaller number
     made.windows.hold(claim)
     other.block_tables[0] += [*first.block_table, *range(6, 12)]
     made.windows.extend(other, claim)

@@ -1,4 +1,4 @@
-"""A hit is one of every KV group, and what it covers is covered in every group."""
+"""A prefix hit covers the same positions in every KV group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from octavo.core.kv.groups import longest_hit, num_covered
 
 
 class Group:
-    """A group whose hits may only have some lengths. asked: the limits of its calls."""
+    """A group with hits of certain lengths only. asked: the limits of its calls."""
 
     def __init__(self, *lengths, covered=0):
         self.lengths, self.covered, self.asked = lengths, covered, []

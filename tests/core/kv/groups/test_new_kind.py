@@ -1,4 +1,4 @@
-"""A new kind of KV group is one file: the core, the memory plan and stores take it as it is."""
+"""A new kind of KV group needs one file: core, memory plan and stores need no change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.path.pop(0)
 
 
 def run_all(draw):
-    """Run worlds whose second KV group is of the new kind; return their totals."""
+    """Run simulated worlds with a second KV group of the new kind; return their totals."""
     configs = [replace(draw(random.Random(seed), 120), kind_name=ChunkedAttention.name) for seed in range(8)]
     return [run_world(f"chunked:{seed}", config) for seed, config in enumerate(configs)]
 
@@ -72,7 +72,7 @@ def test_a_journal_names_a_new_kind():
 
 
 def test_a_hit_satisfies_every_group():
-    """Blocks 0 to 5 of two tokens, of which block 3 has lost its parts: each kind cuts what the other one leaves."""
+    """Block 3 of six blocks of two tokens has lost its parts: each kind shortens the hit that the other one allows."""
     is_whole, kinds = [True, True, True, False, True, True], [SlidingWindow(4), ChunkedAttention(8)]
     assert num_usable(is_whole, 0, 100, 2, kinds[:1]) == 6
     assert num_usable(is_whole, 0, 100, 2, kinds[1:]) == 6
