@@ -60,7 +60,7 @@ def test_removed_key_ends_its_requests_and_no_others(tmp_path, caplog):
     service.reload()
     assert service.keyring.named("bob") == Tenant(name="bob")
     assert (flights["bob"]._why, launcher.num_reloads) == (None, 1)
-    assert "the API keys stay as they were" in caplog.text
+    assert "the API keys were not reloaded" in caplog.text
 
 
 def test_limits_of_a_file_hold_and_without_keys_nobody_has_any(tmp_path):
