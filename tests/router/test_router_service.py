@@ -133,7 +133,7 @@ def test_router_that_leaves_waits_for_its_requests_and_then_ends_them(caplog):
         service._is_idle.clear()
         await service.drain(20.0)
         assert isinstance(flight._why, ServerClosingError)
-        assert "ending 1 open requests" in caplog.text
+        assert "aborting 1 open requests" in caplog.text
         assert now() == pytest.approx(25.0)  # 5 s more for a client that does not read
         assert watch.heard == ["stop"]
         service.suspect(client.engines[0])
