@@ -145,7 +145,7 @@ def test_a_save_larger_than_the_bound_keeps_what_fits(directory):
 
 
 def test_a_bound_below_one_block_is_refused(directory):
-    with pytest.raises(ConfigError, match=f"kv_disk_bytes is {ONE - 1}.*{ONE} bytes"):
+    with pytest.raises(ConfigError, match=f"kv_disk_bytes is {ONE - 1}.*must be at least {ONE}"):
         store_in(directory, ONE - 1)
 
 

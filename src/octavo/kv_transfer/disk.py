@@ -64,7 +64,7 @@ class DiskStore:
         smallest = file_bytes(1, block_bytes)
         if max_bytes is not None and max_bytes < smallest:
             raise ConfigError(
-                f"kv_disk_bytes is {max_bytes}; it must be at least {smallest}, the size of a file with one block"
+                f"kv_disk_bytes is {max_bytes}; it must be at least {smallest} bytes, the size of a file with one block"
             )
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
