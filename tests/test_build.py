@@ -124,8 +124,8 @@ def test_what_cannot_be_reserved_is_lowered_with_a_word(caplog):
     lowered = fit_reservation(config, 4096)
     assert (lowered.max_batch_total_tokens, lowered.max_batch_prefill_tokens) == (4096, 512)
     assert [record.message for record in caplog.records] == [
-        "max_batch_total_tokens is lowered from 5000 to 4096: the KV cache holds no more",
-        "max_batch_prefill_tokens is lowered from 900 to 512: a step takes no more (max_num_batched_tokens)",
+        "max_batch_total_tokens is lowered from 5000 to 4096: the KV cache is not larger",
+        "max_batch_prefill_tokens is lowered from 900 to 512: a step computes at most max_num_batched_tokens tokens",
     ]
     caplog.clear()
     assert fit_reservation(lowered, 4096) == lowered

@@ -268,7 +268,7 @@ def test_a_store_that_is_down_leaves_the_engine_serving(checkpoint, alone, caplo
     engine = engine_over(make, checkpoint)
     assert answers(engine, make_requests()[:NUM_TRIED]) == alone("bfloat16")
     settle(engine)
-    assert caplog.text.count("it is left alone and tried again") == 1
+    assert caplog.text.count("it is not used for a while, then retried") == 1
 
 
 def test_two_tiers_give_the_same(checkpoint, alone):

@@ -293,7 +293,7 @@ def test_bad_requests_leave_the_engine_serving(llm):
 
 def test_a_prompt_that_can_never_fit_the_cache(checkpoint):
     llm = LLM(model=str(checkpoint), num_gpu_blocks_override=2, block_size=16, max_model_len=128)
-    with pytest.raises(RequestError, match="never fit"):
+    with pytest.raises(RequestError, match="cannot fit"):
         llm.generate({"prompt_token_ids": [5] * 32}, use_tqdm=False)
     params = SamplingParams(max_tokens=50, ignore_eos=True, temperature=0)
     (output,) = llm.generate({"prompt_token_ids": [5] * 31}, params, use_tqdm=False)
@@ -360,7 +360,7 @@ def test_llm_engine_by_position(checkpoint, device):
 
 
 def test_the_order_of_before_is_told_of(checkpoint):
-    with pytest.raises(ConfigError, match="CacheConfig by name"):
+    with pytest.raises(ConfigError, match="configurations as keyword arguments"):
         LLMEngine(ModelConfig(model=str(checkpoint)), CacheConfig(), SchedulerConfig())  # type: ignore[arg-type]
 
 

@@ -55,7 +55,7 @@ def test_out_of_range_is_refused_with_the_fields_name(field, values):
 
 def test_a_structure_beside_pooling_is_refused():
     structure = StructuredOutputsParams(json_object=True)
-    with pytest.raises(RequestError, match="pooling has no tokens that structured_outputs could shape") as caught:
+    with pytest.raises(RequestError, match="pooling generates no tokens: remove structured_outputs") as caught:
         SamplingParams(pooling="last", max_tokens=1, structured_outputs=structure)
     assert caught.value.parameter == "pooling"
 

@@ -322,8 +322,11 @@ def resolve_scheduler(
 def fit_reservation(config: SchedulerConfig, num_kv_tokens: int) -> SchedulerConfig:
     """Lower TGI's limits to the engine's capacity, and log it. num_kv_tokens: tokens that fit into the KV cache."""
     there = {
-        "max_batch_total_tokens": (num_kv_tokens, "the KV cache holds no more"),
-        "max_batch_prefill_tokens": (config.max_num_batched_tokens, "a step takes no more (max_num_batched_tokens)"),
+        "max_batch_total_tokens": (num_kv_tokens, "the KV cache is not larger"),
+        "max_batch_prefill_tokens": (
+            config.max_num_batched_tokens,
+            "a step computes at most max_num_batched_tokens tokens",
+        ),
     }
     lowered: dict[str, Any] = {}
     for name, (most, reason) in there.items():

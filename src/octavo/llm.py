@@ -73,7 +73,9 @@ class LLMEngine(Engine):
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         if isinstance(scheduler_config, CacheConfig):
-            raise ConfigError("LLMEngine takes a CacheConfig by name: LLMEngine(model_config, cache_config=...)")
+            raise ConfigError(
+                "LLMEngine takes configurations as keyword arguments: LLMEngine(model_config, cache_config=...)"
+            )
         config = EngineConfig(
             model=model_config or ModelConfig(),
             cache=cache_config or CacheConfig(),

@@ -41,9 +41,9 @@ class ErrorCode(StrEnum):
 
 _TEXTS = {
     ErrorCode.DEADLINE_PASSED: "the request's deadline has passed",
-    ErrorCode.GRAMMAR_EXCEEDED: "the grammar is too complex, or allows no token to continue with",
+    ErrorCode.GRAMMAR_EXCEEDED: "the grammar is too complex, or allows no next token",
     ErrorCode.NOTHING_ALLOWED: "the request allows no token here (allowed_token_ids, a grammar, min_tokens)",
-    ErrorCode.REQUEST_FAILED: "an internal error ended this request alone; the log has it under this id",
+    ErrorCode.REQUEST_FAILED: "an internal error ended this request; see the log under its id",
     ErrorCode.STEP_FAILED: "a step of the engine failed",
 }
 

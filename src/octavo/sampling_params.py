@@ -82,7 +82,7 @@ def _dumps(schema: dict[str, Any]) -> str:
     try:
         return dumps(schema)
     except (RecursionError, TypeError, ValueError):
-        _refuse_structure("json", "a JSON schema, and not too deep a one")
+        _refuse_structure("json", "a JSON schema that is not nested too deeply")
 
 
 def _refuse_structure(name: str, allowed: str) -> NoReturn:
@@ -195,7 +195,7 @@ class SamplingParams:
             if (self.n, self.max_tokens) != (1, 1):
                 raise RequestError("pooling needs n = 1 and max_tokens = 1", parameter="pooling")
             if self.structured_outputs is not None:
-                raise RequestError("pooling has no tokens that structured_outputs could shape", parameter="pooling")
+                raise RequestError("pooling generates no tokens: remove structured_outputs", parameter="pooling")
         if self.structured_outputs is not None:
             self._check_structure(self.structured_outputs)
 
@@ -245,7 +245,9 @@ class SamplingParams:
             _refuse(_STRUCTURED, structure, "StructuredOutputsParams")
         for name in ("ignore_eos", "min_tokens"):
             if getattr(self, name):
-                raise RequestError(f"{name} would go on where the structure ends", parameter=name)
+                raise RequestError(
+                    f"{name} cannot be used with structured_outputs: the structure ends the answer", parameter=name
+                )
 
     @property
     def stop_strings(self) -> list[str]:

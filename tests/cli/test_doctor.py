@@ -90,8 +90,8 @@ def test_a_slow_moment_of_the_machine_is_no_limit(doctor, monkeypatch, slow_at):
     left = given.copy()
     _, text, _ = doctor("--precision", "int8")
     assert "limits     4 GFLOP/s float32, 6 bfloat16, 5 GOP/s int8, 8.0 GB/s read" in text
-    assert "the machine changed meanwhile" in text
-    assert "shares of more than all" in text  # the assumed limits are lower than any machine's
+    assert "the machine's speed changed" in text
+    assert "shares above 100 %" in text  # the assumed limits are lower than any machine's
 
 
 def test_no_change_of_the_machine_is_told_where_there_was_none(doctor, monkeypatch):
@@ -102,10 +102,10 @@ def test_no_change_of_the_machine_is_told_where_there_was_none(doctor, monkeypat
     monkeypatch.setattr(CpuKernels, "measure_limits", lambda _self: left.pop(0))
     left = [fast, replace(fast, flops=4.9e9)]
     _, text, _ = doctor("--precision", "int8")
-    assert "the machine changed meanwhile" not in text
+    assert "the machine's speed changed" not in text
     left = [Limits(1e18, 1e18, 1e18, 1e18)] * 2
     _, text, _ = doctor("--precision", "int8")
-    assert "shares of more than all" not in text
+    assert "shares above 100 %" not in text
 
 
 @pytest.mark.parametrize(("precision", "has_lm_head"), [("int4", False), ("int4_all", True)])
@@ -162,7 +162,7 @@ def test_a_kernel_that_is_not_exact_is_found(doctor, monkeypatch):
     monkeypatch.setattr(CpuKernels, "linear", linear)
     status, text, _ = doctor()
     assert status == 1
-    assert "NOT EXACT  qkv bfloat16: a row depends on the rows beside it" in text
+    assert "NOT EXACT  qkv bfloat16: a row depends on the other rows of its batch" in text
     assert "exact      every row" not in text
 
 

@@ -44,7 +44,7 @@ def test_time_bounds_the_pieces_but_the_first(llm):
 
 
 def test_a_text_of_less_than_a_piece_is_refused(llm):
-    with pytest.raises(RequestError, match=r"the text has \d+ tokens; a perplexity is measured on pieces of \d+"):
+    with pytest.raises(RequestError, match=r"the text has \d+ tokens; perplexity needs pieces of \d+"):
         text_pieces(llm, "too short")
 
 

@@ -131,7 +131,7 @@ def test_F7_a_load_that_never_ends_expires(make_core):
 
 def test_F8_a_request_that_can_never_fit_is_refused(make_core):
     core = make_core(num_blocks=3)
-    with pytest.raises(PromptTooLongError, match="never fit"):
+    with pytest.raises(PromptTooLongError, match="cannot fit"):
         core.add("a", 12)
     core.add("b", 11, max_tokens=1)
     core.run()

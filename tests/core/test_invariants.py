@@ -103,7 +103,7 @@ def test_one_name_for_two_contents(with_cached, part):
     host._index[block.hash] = host._cached[block.block_id] = changed
     assert breaches(with_cached) == [(6, (table_of(with_cached, "runs")[0],))]
     [breach] = invariants.check(with_cached.scheduler)
-    assert breach.message.endswith("has the name of other content in host memory")
+    assert breach.message.endswith("has the key of other content in host memory")
 
 
 def test_a_host_block_that_is_findable_and_not_full(with_cached):
@@ -333,7 +333,7 @@ def test_a_request_in_no_place_or_in_two(core, place):
     else:
         scheduler.transfers._pending.clear()
     [breach] = [each for each in invariants.check(scheduler) if each.invariant == 12]
-    assert f"in no place or in several: {{{request.request_id!r}}}, " in breach.message
+    assert f"requests in no state or in several states: {{{request.request_id!r}}}, " in breach.message
 
 
 # --- 13, 14: limits ---------------------------------------------------------------------------------------------------

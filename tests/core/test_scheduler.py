@@ -368,7 +368,7 @@ def test_max_model_len_ends_a_request(make_core):
     [
         ([], {}, "empty"),
         (10, {"max_model_len": 10}, "max_model_len"),
-        (16, {"num_blocks": 4, "max_model_len": 100}, "never fit"),
+        (16, {"num_blocks": 4, "max_model_len": 100}, "cannot fit"),
     ],
 )
 def test_what_can_never_fit_is_refused_on_arrival(make_core, prompt, limits, word):

@@ -146,7 +146,7 @@ def test_it_is_off_where_nobody_asked_for_it(make_core):
     core.add("a", 5)
     core.scheduler.schedule()
     assert not core.scheduler.may_look_ahead()
-    with pytest.raises(AssertionError, match="is not in"):
+    with pytest.raises(AssertionError, match="has not arrived"):
         core.scheduler.schedule()
 
 

@@ -83,7 +83,7 @@ def test_the_queue_has_a_limit_of_requests_and_of_tokens(room):
     newcomer = Request("c", [1] * 5, SamplingParams())
     room.check_limits(newcomer, None, None)
     room.check_limits(newcomer, 3, 12)
-    with pytest.raises(QueueFullError, match=r"2 requests wait already \(max_num_waiting\)"):
+    with pytest.raises(QueueFullError, match=r"2 requests are waiting, which is the limit \(max_num_waiting\)"):
         room.check_limits(newcomer, 2, None)
-    with pytest.raises(QueueFullError, match=r"7 tokens wait .* has 5; the limit is 11 \(max_num_waiting_tokens\)"):
+    with pytest.raises(QueueFullError, match=r"7 tokens .* has 5; the limit is 11 \(max_num_waiting_tokens\)"):
         room.check_limits(newcomer, 3, 11)

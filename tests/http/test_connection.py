@@ -484,7 +484,7 @@ def test_reader_has_to_take_enough_in_time(
         assert transport.is_aborted is ends is transport.sock.is_reset
         if ends:
             assert now() == pytest.approx(2 * READER_S, abs=0.2)
-        text = f"1.2.3.4 took {takes} of {waiting} bytes that waited for it within 20 s: its connection is ended"
+        text = f"1.2.3.4 took {takes} of {waiting} waiting bytes within 20 s: its connection is closed"
         assert (text in caplog.text) is ends
 
     caplog.set_level(logging.INFO)
@@ -498,7 +498,7 @@ def test_reader_without_an_address_is_a_client(virtually: Any, caplog: pytest.Lo
         made.data_received(GET.replace(b"/x", b"/wait"))
         await asyncio.sleep(2 * READER_S)
         assert transport.is_aborted
-        assert "a client took 0 of 5000 bytes" in caplog.text
+        assert "a client took 0 of 5000 waiting bytes" in caplog.text
 
     caplog.set_level(logging.INFO)
     virtually(work)

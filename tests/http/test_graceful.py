@@ -127,12 +127,12 @@ def test_reload_reads_keys_and_certificate(monkeypatch: pytest.MonkeyPatch, capl
     caplog.set_level(logging.INFO)
     server.reload()
     assert (service.heard, checked, loaded) == ([], [service.config], [("cert", "key")])
-    assert "the certificate was read anew" in caplog.text
+    assert "the certificate was reloaded" in caplog.text
     wrong.append(ConfigError("no pair"))
     service.config.api_keys_file = "keys"
     server.reload()
     assert (service.heard, loaded) == (["reload"], [("cert", "key")])
-    assert "the certificate stays as it was: no pair" in caplog.text
+    assert "the certificate was not reloaded: no pair" in caplog.text
 
 
 def test_server_ends_its_requests_then_its_connections_then_its_service(base: list[Any]) -> None:
@@ -165,7 +165,7 @@ def test_fault_while_requests_end_is_logged_and_the_server_leaves(
     asyncio.run(server_of(service).shutdown())
     assert service.heard == [("drain", 7.0), "close"]
     assert base == [("shutdown", None)]
-    assert "open requests could not be ended" in caplog.text
+    assert "open requests could not be aborted" in caplog.text
 
 
 @pytest.mark.parametrize("trusted", [[], ["10.0.0.1"]])

@@ -66,5 +66,5 @@ def test_what_is_not_clear_is_refused_by_name(given: dict[str, str], name: str) 
 
 
 def test_a_prefill_engine_asks_nobody_for_kv() -> None:
-    with pytest.raises(RequestError, match="goes to an engine of --role decode alone"):
+    with pytest.raises(RequestError, match="is only for an engine of --role decode"):
         read("prefill", id="a", role="prefill", source="h:1")

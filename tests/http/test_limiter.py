@@ -116,21 +116,21 @@ def test_limits_of_a_key(clock: Clock) -> None:
     tenant = Tenant(name="a", max_concurrency=2, requests_per_minute=6, tokens_per_minute=100)
     limiter.change((tenant,))
     places = [limiter.enter(tenant, 1), limiter.enter(tenant, 1)]
-    with pytest.raises(RateLimitError, match="2 answers open"):
+    with pytest.raises(RateLimitError, match="2 open answers"):
         limiter.enter(tenant, 1)
     limiter.enter(EVERYBODY, 100)  # another tenant is not affected
     for place in places:
         place.leave()
     for _ in range(6):
         limiter.begin(tenant)
-    with pytest.raises(RateLimitError, match="6 requests a minute") as error:
+    with pytest.raises(RateLimitError, match="6 requests per minute") as error:
         limiter.begin(tenant)
     assert error.value.retry_after_s == pytest.approx(10.0)
     clock.now += 60
     place = limiter.enter(tenant, 1)
     place.charge(150)
     place.leave()
-    with pytest.raises(RateLimitError, match="100 tokens a minute") as error:
+    with pytest.raises(RateLimitError, match="100 tokens per minute") as error:
         limiter.enter(tenant, 1)
     assert error.value.retry_after_s == pytest.approx(30.0)
     clock.now += 30
@@ -145,9 +145,9 @@ def test_reload_of_unchanged_keys_refills_no_rate(clock: Clock) -> None:
         limiter.begin(tenant)
     limiter.charge(tenant, 150)
     limiter.change((Tenant(name="a", requests_per_minute=2, tokens_per_minute=100), Tenant(name="b")))
-    with pytest.raises(RateLimitError, match="2 requests a minute"):
+    with pytest.raises(RateLimitError, match="2 requests per minute"):
         limiter.begin(tenant)
-    with pytest.raises(RateLimitError, match="100 tokens a minute") as error:
+    with pytest.raises(RateLimitError, match="100 tokens per minute") as error:
         limiter.enter(tenant, 1)
     assert error.value.retry_after_s == pytest.approx(30.0)
 
@@ -159,12 +159,12 @@ def test_reload_changes_only_the_rate_whose_limit_changed(clock: Clock) -> None:
     limiter.charge(old, 150)
     new = Tenant(name="a", requests_per_minute=2, tokens_per_minute=100)
     limiter.change((new,))
-    with pytest.raises(RateLimitError, match="100 tokens a minute"):
+    with pytest.raises(RateLimitError, match="100 tokens per minute"):
         limiter.begin(new)
     clock.now += 60
     for _ in range(2):
         limiter.begin(new)
-    with pytest.raises(RateLimitError, match="2 requests a minute"):
+    with pytest.raises(RateLimitError, match="2 requests per minute"):
         limiter.begin(new)
 
 
@@ -210,7 +210,7 @@ def test_what_can_never_fit_is_no_matter_of_waiting(clock: Clock) -> None:
     tenant = Tenant(name="a", max_concurrency=3)
     for whose, num_streams, limit in ((EVERYBODY, 9, 8), (tenant, 4, 3)):
         for at_least in (None, num_streams):
-            with pytest.raises(RequestError, match=f"{limit} answers") as error:
+            with pytest.raises(RequestError, match=f"{limit} open answers") as error:
                 limiter.enter(whose, num_streams, at_least=at_least)
             assert error.value.parameter == "n"
             assert not isinstance(error.value, QueueFullError)
@@ -275,7 +275,7 @@ def test_waiting_tokens_have_room_of_their_own(clock: Clock) -> None:
         assert limiter.waiting_tokens.num_held == 0
         limiter.change((flood, small))
         await limiter.enter(flood, 1).hold_tokens(500)
-        with pytest.raises(QueueFullError, match="kept for others"):
+        with pytest.raises(QueueFullError, match="reserved for other keys"):
             await limiter.enter(flood, 1).hold_tokens(100)
         await limiter.enter(small, 1).hold_tokens(400)
         assert limiter.waiting_tokens.num_held == 900
@@ -612,12 +612,12 @@ def test_refusals_say_for_how_many_one_waits(clock: Clock) -> None:
     limiter.change((few, flood))
     limiter.enter(few, 2)
     limiter.enter(flood, 4)
-    with pytest.raises(RateLimitError, match="has 2 answers open, and this request asks for 1; its limit is 2 "):
+    with pytest.raises(RateLimitError, match="has 2 open answers, and this request asks for 1; its limit is 2"):
         limiter.enter(few, 1)
     with pytest.raises(QueueFullError, match="the limit is 10") as error:
         limiter.enter(flood, 5)
     assert error.value.retry_after_s == 7.0
-    with pytest.raises(QueueFullError, match="4 answers open and may not take more of the 4 places"):
+    with pytest.raises(QueueFullError, match="4 open answers and may not take more of the 4 free places"):
         limiter.enter(flood, 1)
     assert asked == [1, 6, 4]
 

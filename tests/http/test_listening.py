@@ -330,7 +330,7 @@ def test_open_files_are_allowed_as_far_as_they_may_be(
     assert allow_open_files(1000, files_each=files_each) == num_fit
     assert told == ([] if limit is None else [("files", (limit, hard))])
     needed = 1000 * files_each + 256
-    warning = f"lets this process open {limit} files: {num_fit} connections fit, of the 1000"
+    warning = f"this process may open {limit} files: that allows {num_fit} connections instead of 1000"
     assert (warning in caplog.text) is (num_fit < 1000)
     assert (f"of its unit) to {needed}" in caplog.text) is (num_fit < 1000)
 

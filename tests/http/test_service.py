@@ -86,15 +86,15 @@ def test_reload_takes_new_keys_and_an_invalid_file_changes_nothing(
     service.reload()
     assert (service.num_changes, service.present(bob)) == (1, bob)
     new, kept = (record.getMessage() for record in caplog.records)
-    assert new == "the API keys were read anew: 2"
-    assert kept.startswith("the API keys stay as they were: ")
+    assert new == "the API keys were reloaded: 2 keys"
+    assert kept.startswith("the API keys were not reloaded: ")
     assert str(keys) in kept
 
 
 def test_reload_without_keys_says_so(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "octavo.http.service")
     FakeService(ServerConfig()).reload()
-    assert [record.getMessage() for record in caplog.records] == ["the API keys were read anew: 0"]
+    assert [record.getMessage() for record in caplog.records] == ["the API keys were reloaded: 0 keys"]
 
 
 def test_close_sends_the_last_spans() -> None:

@@ -48,7 +48,7 @@ def test_one_key_for_everybody() -> None:
         ("", "holds no keys"),
         ("keys = 5", "holds no keys"),
         ("[keys.alice", "not valid TOML"),
-        ("[users.alice]", "'users' is unknown"),
+        ("[users.alice]", "'users' is not a known table"),
         ("[keys]\nalice = 5", "keys.alice must be a table"),
         ("[keys.alice]\nweight = 1", "keys.alice.sha256"),
         ('[keys.alice]\nsha256 = "abc"', "keys.alice.sha256"),
@@ -177,7 +177,7 @@ def test_a_missing_name_changes_nothing(tmp_path: Path, change: Callable[[Path, 
     path = tmp_path / "keys.toml"
     path.write_text(f'[keys.bob]\nsha256 = "{digest("a")}"\n[keys.carol]\nsha256 = "{digest("b")}"\n')
     before = path.read_text()
-    with pytest.raises(ConfigError, match="no key of the name 'alice'"):
+    with pytest.raises(ConfigError, match="no key named 'alice'"):
         change(path, "alice")
     assert path.read_text() == before
 

@@ -383,7 +383,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_engine(make_core, tmp_path, ca
     recorded.core.add("a", 5, max_tokens=4)
     recorded.core.run()
     assert recorded.core.finished == {"a": "length"}
-    assert caplog.text.count("the journal cannot be written") == 1
+    assert caplog.text.count("writing the journal failed") == 1
 
 
 # --- explanations -----------------------------------------------------------------------------------------------------
@@ -432,9 +432,9 @@ def test_explains_how_guesses_went(make_core):
         core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, sampled))
     core.run()
     text = explained(core, "guessed")
-    assert "2 of 4 guessed tokens were right (by their place in the guess: 50 %, 100 %, 0 %)" in text
-    assert "it got 2.00 tokens of a step in which some were verified" in text
-    assert "guessed tokens" not in explained(core, "plain")
+    assert "2 of 4 draft tokens were accepted (by position in the draft: 50 %, 100 %, 0 %)" in text
+    assert "it got 2.00 tokens per step with drafts" in text
+    assert "draft tokens" not in explained(core, "plain")
 
 
 def test_explains_that_a_grammar_took_its_time(make_core):
@@ -444,7 +444,7 @@ def test_explains_that_a_grammar_took_its_time(make_core):
         scheduled = core.scheduler.schedule()
         core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {}, postponed={"structured"}))
     core.run()
-    assert "it got no token in 3 steps: what its grammar allows was not computed in time" in explained(
+    assert "it got no token in 3 steps: the tokens that its grammar allows were not computed in time" in explained(
         core, "structured"
     )
 
@@ -461,8 +461,8 @@ def test_explains_what_guesses_gained(make_core):
         core.scheduler.update_from_output(scheduled, result)
     core.run()
     told = explained(core, "guessed")
-    assert "it got 3.00 tokens of a step in which some were verified; " in told
-    assert "for all in them these steps were 2.25 times as fast as without" in told
+    assert "it got 3.00 tokens per step with drafts; " in told
+    assert "these steps were 2.25 times as fast as steps without drafts, over all requests in them" in told
 
 
 def test_explains_that_all_seats_were_taken(make_core):
@@ -481,7 +481,7 @@ def test_explains_a_preemption_by_priority(make_core):
     core.run()
     text = explained(core, "humble")
     assert "important is more important (priority 1 against 7)" in text
-    assert "preempted, waiting to go on" in text
+    assert "preempted, waiting to continue" in text
 
 
 def test_explains_a_swap(make_core):
@@ -538,7 +538,7 @@ def test_explains_a_wait_for_a_block_that_another_computes(make_core):
         core.add(name, [*range(20), ord(name[0])], max_tokens=2)
     core.run()
     text = explained(core, "second")
-    assert "it waited for first, which was computing the same beginning" in text
+    assert "it waited for first, which was computing the same prefix" in text
     assert "waiting for a block that another request computed" in text
 
 

@@ -225,7 +225,7 @@ def test_what_was_kept_is_the_same_weight(compiled, fastest, generator, kind):
 def test_numbers_that_kernels_must_not_be_given_are_refused(fastest, generator, changes):
     """128 x 128 has as many bytes, but its rows are not whole blocks."""
     (kept,) = fastest.keep_linear(fastest.pack_linear([random_blocks(generator, BlockKind.Q4_K, 64, 256)]))
-    with pytest.raises(ValueError, match="no packed weight"):
+    with pytest.raises(ValueError, match="packed weight"):
         fastest.restore_linear([replace(kept, numbers=kept.numbers | changes)])
 
 
@@ -242,9 +242,9 @@ def test_parts_that_do_not_belong_together_are_refused(fastest, generator):
     (longer,) = fastest.keep_linear(fastest.pack_linear([random_blocks(generator, BlockKind.Q4_K, 64, 512)]))
     (floats,) = fastest.keep_linear(fastest.pack_linear(random(generator, 64, 256)))
     for parts in ([first, longer], [first, floats], [floats, floats], []):
-        with pytest.raises(ValueError, match="parts are no packed weight"):
+        with pytest.raises(ValueError, match="parts are not a packed weight"):
             fastest.restore_linear(parts)
-    with pytest.raises(ValueError, match="65 values are no packed bias of 64"):
+    with pytest.raises(ValueError, match="65 values are not a packed bias of 64"):
         fastest.restore_linear([replace(first, bias=torch.zeros(65))])
-    with pytest.raises(ValueError, match="bytes are no packed weight of 64 x 256"):
+    with pytest.raises(ValueError, match="bytes are not a packed weight of 64 x 256"):
         fastest.restore_linear([replace(first, data=first.data[:-64])])

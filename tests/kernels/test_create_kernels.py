@@ -92,7 +92,7 @@ def test_instruction_sets_that_cannot_serve(monkeypatch):
     with pytest.raises(ConfigError, match="'amx' cannot be used: this processor has avx2, portable"):
         create_kernels(CPU, isa="amx")
     for device, backend in ((CPU, "reference"), (torch.device("meta"), "auto")):
-        with pytest.raises(ConfigError, match="'avx2' cannot be used: no compiled kernels serve here"):
+        with pytest.raises(ConfigError, match="'avx2' cannot be used: no compiled kernels are installed"):
             create_kernels(device, backend, isa="avx2")
     with pytest.raises(ConfigError, match="isa must be one of auto, amx"):
         DeviceConfig(isa="sse")

@@ -54,7 +54,7 @@ def test_the_file_for_a_gpu(shift, tmp_path, monkeypatch):
     x = torch.randn(5, 330, device=device)
     with interpreted_kernels() as kernels:
         out = kernels.empty(5, 330, like=x)
-        with pytest.warns(RuntimeWarning, match="plain torch computes shift: there are no Triton kernels"):
+        with pytest.warns(RuntimeWarning, match="plain torch computes shift, because no Triton kernel"):
             shift(kernels, x, 1.5, out)
         assert torch.equal(out, x + 1.5)
         kernel_of.cache_clear()

@@ -378,14 +378,14 @@ def test_reason_of_a_refusal_is_sent_and_counted(donor, monkeypatch, error):
 
 def test_broken_connection_is_counted_and_not_told(donor, monkeypatch, caplog):
     with caplog.at_level(logging.DEBUG, direct_donor.__name__):
-        assert serve(donor, monkeypatch, ConnectionError("it broke off")) == []
+        assert serve(donor, monkeypatch, ConnectionError("it closed the connection")) == []
     assert donor.stats().num_errors == 1
-    assert [record.getMessage() for record in caplog.records] == ["KV was not handed over: it broke off"]
+    assert [record.getMessage() for record in caplog.records] == ["KV was not sent: it closed the connection"]
 
 
 def test_unexpected_failure_is_logged(donor, monkeypatch, caplog):
     assert serve(donor, monkeypatch, ZeroDivisionError()) == []
-    assert [record.getMessage() for record in caplog.records] == ["KV could not be handed over"]
+    assert [record.getMessage() for record in caplog.records] == ["KV could not be sent"]
 
 
 def test_each_reason_is_logged_once_until_many_are_known(donor, monkeypatch, caplog):
@@ -393,7 +393,7 @@ def test_each_reason_is_logged_once_until_many_are_known(donor, monkeypatch, cap
     for reason in "aabcba":
         donor._refuse(Channel(), reason)
     assert [record.getMessage()[-1] for record in caplog.records] == ["a", "b", "c", "b", "a"]
-    assert "decode engine at 10.0.0.2: no KV is handed over to it: a" in caplog.text
+    assert "decode engine at 10.0.0.2: no KV is sent to it: a" in caplog.text
     assert donor.stats().num_errors == 6
 
 
@@ -417,7 +417,7 @@ def test_question_is_heard_after_both_proofs(donor):
     assert donor._hear(Channel(hello(), notice_of(ready))) == ready
     with pytest.raises(ConnectionError, match=r"^a decode engine with another OCTAVO_KV_SECRET$"):
         donor._hear(Channel(hello(), notice_of(ready, "another")))
-    with pytest.raises(ConnectionError, match=r"^no question: "):
+    with pytest.raises(ConnectionError, match=r"^invalid request: "):
         donor._hear(Channel(hello(), notice_of(b"\xc1")))
 
 

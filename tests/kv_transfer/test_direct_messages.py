@@ -138,7 +138,7 @@ def test_silence_of_a_peer_is_limited_without_another_limit(clock):
 
 def test_peer_that_closes_has_broken_off():
     for received in (b"", framed(Beat())[:-1]):
-        with pytest.raises(BrokenOffError, match=r"^it broke off$"):
+        with pytest.raises(BrokenOffError, match=r"^it closed the connection$"):
             Channel(Connection(received)).receive(Beat)
 
 
@@ -147,21 +147,23 @@ def test_size_of_a_message_is_limited():
     assert len(encode(message)) == MOST_BYTES
     assert Channel(Connection(framed(message))).receive(Notice) == message
     connection = Connection(framed(notice_of(MOST_BYTES + 1)))
-    with pytest.raises(ConnectionError, match=f"^a message of {MOST_BYTES + 1} bytes$"):
+    with pytest.raises(
+        ConnectionError, match=f"^a message of {MOST_BYTES + 1} bytes exceeds the limit of {MOST_BYTES} bytes$"
+    ):
         Channel(connection).receive(Notice)
     assert connection.wanted == [4]
 
 
 def test_message_of_another_kind_is_an_error():
-    with pytest.raises(ConnectionError, match=r"^Beat out of turn$"):
+    with pytest.raises(ConnectionError, match=r"^Beat was not expected$"):
         Channel(Connection(framed(Beat()))).receive((Written, Challenge))
-    with pytest.raises(ConnectionError, match=r"^no message: "):
+    with pytest.raises(ConnectionError, match=r"^invalid message: "):
         Channel(Connection(b"\x01\0\0\0\xc1")).receive(Beat)
 
 
 def test_refusal_is_raised_with_a_short_printable_reason():
     for reason, told in [("no\nway", "no?way"), ("a" * 500, "a" * 500), ("a" * 501, "a" * 500)]:
-        with pytest.raises(RefusalError, match=f"^it hands nothing over: {told.replace('?', '[?]')}$"):
+        with pytest.raises(RefusalError, match=f"^it sends no KV: {told.replace('?', '[?]')}$"):
             Channel(Connection(framed(Refused(reason)))).receive(Refused)
 
 

@@ -308,8 +308,8 @@ def test_fault_is_counted_and_the_first_of_several_is_logged(receiver, caplog):
     receiver._note_fault(OTHER_SOURCE, "other bytes", is_corrupt=True)
     assert errors_of(receiver) == (3, 1)
     assert [record.getMessage() for record in caplog.records] == [
-        f"prefill engine {SOURCE}: gone; what did not come is computed here",
-        f"prefill engine {OTHER_SOURCE}: other bytes; what did not come is computed here",
+        f"prefill engine {SOURCE}: gone; KV that did not arrive is computed here",
+        f"prefill engine {OTHER_SOURCE}: other bytes; KV that did not arrive is computed here",
     ]
     assert receiver._failed_at == {SOURCE: 100.0}
 
@@ -398,7 +398,7 @@ def test_other_bytes_are_a_fault_of_the_source(receiver, source, caplog):
     source.scripts = [[lie]]
     assert load(receiver, KEYS[:4]) == 1
     assert (errors_of(receiver), source.areas.num_rests, source.areas.num_pings) == ((1, 1), 1, 0)
-    assert f"{SOURCE}: other bytes came than were said to" in caplog.text
+    assert f"{SOURCE}: the received bytes differ from the announced ones" in caplog.text
     assert receiver.num_matched(KEYS) == 4, "wrong bytes stop no other request"
 
 
@@ -425,9 +425,9 @@ def test_request_that_ends_while_it_waits_gives_its_area_back_to_rest(receiver, 
         (ConnectionResetError("reset"), True),
         (ConnectionAbortedError("aborted"), True),
         (BrokenPipeError("pipe"), True),
-        (BrokenOffError("it broke off"), True),
-        (_ConnectTimeoutError("no connection in time"), True),
-        (RefusalError("it hands nothing over"), False),
+        (BrokenOffError("it closed the connection"), True),
+        (_ConnectTimeoutError("the connection timed out"), True),
+        (RefusalError("it sends no KV"), False),
         (TimeoutError("timed out"), False),
         (ConnectionRefusedError("refused"), False),
     ],
@@ -451,7 +451,7 @@ def test_error_without_a_text_is_named_by_its_type(receiver, source, caplog):
     source.scripts = [[(TimeoutError(),)]]
     assert load(receiver, KEYS[:4]) == 0
     assert [record.getMessage() for record in caplog.records] == [
-        f"prefill engine {SOURCE}: TimeoutError; what did not come is computed here"
+        f"prefill engine {SOURCE}: TimeoutError; KV that did not arrive is computed here"
     ]
 
 
@@ -461,7 +461,7 @@ def test_process_that_answers_no_ping_is_logged(receiver, source, caplog):
     source.scripts = [[OSError("gone")]]
     assert load(receiver, KEYS[:4]) == 0
     assert [record.getMessage() for record in caplog.records][1:] == [
-        "the process for direct transfers of KV does not answer; it is replaced if it stays so"
+        "the process for direct transfers of KV does not answer; it is replaced if it does not recover"
     ]
 
 
@@ -556,7 +556,7 @@ def test_connection_that_takes_too_long_is_told_from_silence(monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", create_connection)
     assert _connect("[::1]:90") == "connection"
-    with pytest.raises(_ConnectTimeoutError, match=r"^no connection in time$"):
+    with pytest.raises(_ConnectTimeoutError, match=r"^the connection timed out$"):
         _connect("10.0.0.2:91", 1.0)
     with pytest.raises(ConnectionRefusedError):
         _connect("host:92")
@@ -579,7 +579,7 @@ def test_source_answers_if_it_does_so_twice(monkeypatch, answers, is_there, afte
     [
         (None, True),
         (TimeoutError(), False),
-        (BrokenOffError("it broke off"), True),
+        (BrokenOffError("it closed the connection"), True),
         (ConnectionResetError(), True),
         (RefusalError("another version"), True),
     ],

@@ -32,7 +32,7 @@ def put(segment, *numbers):
 
 def test_segment_has_room_for_whole_blocks_only():
     assert [Segment(BLOCK_BYTES, size).num_slots for size in (8, 15, 16)] == [1, 1, 2]
-    with pytest.raises(ConfigError, match=r"^kv_direct_bytes is 7, but a block takes 8: there is room for none$"):
+    with pytest.raises(ConfigError, match=r"^kv_direct_bytes is 7, but one block takes 8 bytes: increase it$"):
         Segment(BLOCK_BYTES, 7)
 
 

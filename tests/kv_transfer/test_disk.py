@@ -145,7 +145,7 @@ def test_a_save_larger_than_the_bound_keeps_what_fits(directory):
 
 
 def test_a_bound_below_one_block_is_refused(directory):
-    with pytest.raises(ConfigError, match=f"kv_disk_bytes is {ONE - 1}.*{ONE} bytes"):
+    with pytest.raises(ConfigError, match=f"kv_disk_bytes is {ONE - 1}.*must be at least {ONE}"):
         store_in(directory, ONE - 1)
 
 
@@ -243,7 +243,7 @@ def test_block_of_another_size_under_a_key_is_not_loaded(directory, caplog):
     save(store, [key_of(0)])
     assert store.load([key_of(0)], [memoryview(bytearray(512))]) == 0
     assert (store.stats().num_corrupt, store.lacks([key_of(0)])) == (1, {key_of(0)})
-    assert "is set aside: it has other blocks than it had" in caplog.text
+    assert "is set aside: it contains other blocks than before" in caplog.text
 
 
 def test_position_of_a_corrupt_block_is_logged(directory, caplog):
@@ -251,7 +251,7 @@ def test_position_of_a_corrupt_block_is_logged(directory, caplog):
     save(store, keys)
     tamper(files(directory)[0], file_bytes(3, BLOCK_BYTES) + 7)
     assert load(store, keys[1:]) == 2
-    assert "is set aside: block 3 does not agree with its checksum" in caplog.text
+    assert "is set aside: block 3 does not match its checksum" in caplog.text
 
 
 def test_bound_of_a_later_start_is_exact(directory):

@@ -489,7 +489,7 @@ def test_no_room_is_made_from_files_that_are_written(path, clock):
     with (path / name_of("a", "tmp")).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         directory.make_room(0)
-        with pytest.raises(OSError, match=f"all of {2 * ONE} bytes are of files that are being written") as error:
+        with pytest.raises(OSError, match=f"all of {2 * ONE} bytes are used by files that are being written") as error:
             directory.make_room(1)
     assert error.value.errno == errno.ENOSPC
 
@@ -689,7 +689,7 @@ def test_lock_that_another_process_keeps_is_waited_for(directory, path, clock):
     with (path / "lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with (
-            pytest.raises(TimeoutError, match=rf"another process keeps {path}/lock \(2 s\)$") as error,
+            pytest.raises(TimeoutError, match=rf"another process holds {path}/lock \(2 s\)$") as error,
             directory._locked(),
         ):
             pass

@@ -147,7 +147,7 @@ def test_who_keeps_the_lock_stops_saves_alone(directory, monkeypatch):
     with (directory / "lock").open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert (save(store, [key_of(1)]), load(store, [key_of(0)])) == (0, 1)
-        assert "another process keeps" in store.stats().error
+        assert "another process holds" in store.stats().error
 
 
 def test_a_lock_that_is_deleted_is_made_again(directory):

@@ -122,7 +122,7 @@ def test_a_failure_is_told_once_and_so_is_that_it_works_again(made, caplog):
         for _ in range(3):
             guard.num_matched(KEYS)
     assert [record.getMessage() for record in caplog.records] == [
-        "KV store test is left alone for a while and tried again: gone",
+        "KV store test is not used for a while, then retried: gone",
         "KV store test works again",
     ]
     assert guard.stats().error == ""
@@ -448,7 +448,7 @@ def test_failure_in_closing_is_no_failure_of_the_caller(made, caplog):
     guard.close()
     assert guard.stats().num_errors == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "KV store test failed; it is left alone and tried again"
+        "KV store test failed; it is not used for a while, then retried"
     ]
     assert caplog.records[0].exc_info is not None
 

@@ -196,7 +196,7 @@ def test_an_area_is_used_again_when_the_call_has_ended_and_it_has_rested(store, 
         with pytest.raises(StoreError):
             load(store)
     monkeypatch.setattr(mooncake_client, "CALL_S", 600.0)
-    with pytest.raises(StoreError, match="answers none of the 4 calls"):
+    with pytest.raises(StoreError, match="answers none of 4 calls"):
         store.num_matched(KEYS)
     monkeypatch.setattr(mooncake_client, "REST_S", 0.0)
     (pool / "get.hangs").unlink()
@@ -288,7 +288,9 @@ def test_the_process_is_ended_where_closing_hangs(store, pool, monkeypatch):
 
 def test_no_client_to_be_had(pool, monkeypatch):
     (pool / "setup.codes").write_text("-1")
-    with pytest.raises(StoreError, match=r"no client of mooncake_master at 127.0.0.1:1 over tcp \(code -1\)"):
+    with pytest.raises(
+        StoreError, match=r"the client could not connect to mooncake_master at 127.0.0.1:1 over tcp \(code -1\)"
+    ):
         MooncakeStore(BLOCK_BYTES, master=MASTER)
     (pool / "setup.codes").unlink()
     (pool / "register.codes").write_text("-600")
@@ -519,7 +521,7 @@ def test_wrong_objects_are_removed_and_counted(local, clients, caplog):
     assert clients[0].calls[2:] == [("remove", [*map(_name, KEYS[2:4])])]
     assert (local.stats().num_corrupt, local.lacks(KEYS)) == (2, set(KEYS[2:4]))
     assert [record.getMessage() for record in caplog.records] == [
-        "Mooncake gave other bytes for a block than were saved: they are not used"
+        "Mooncake returned other bytes for a block than were saved: they are not used"
     ] * 2
 
 

@@ -232,9 +232,9 @@ def test_areas_share_memory_with_the_process_without_an_overlap(started):
 
 def test_opening_fails_with_the_reason_of_the_process(started, monkeypatch):
     for opened, message in [
-        (Opened("no library"), "no client of Mooncake: no library"),
-        (None, "no client of Mooncake: it does not connect"),
-        ("", "no client of Mooncake: no answer in 0 s"),
+        (Opened("no library"), "the client of Mooncake could not be opened: no library"),
+        (None, "the client of Mooncake could not be opened: it cannot connect"),
+        ("", "the client of Mooncake could not be opened: no answer in 0 s"),
     ]:
         monkeypatch.setattr(Process, "opened", opened)
         monkeypatch.setattr(mooncake_client, "OPEN_S", 15.0 if opened != "" else 0.0)
@@ -276,7 +276,7 @@ def test_each_caller_has_an_area_of_its_own(started):
     client = started.make(num_areas=2)
     with client.area() as one, client.area() as other:
         assert one is not other
-        with pytest.raises(BusyError, match=r"^Mooncake answers none of the 2 calls that were made$"), client.area(0.0):
+        with pytest.raises(BusyError, match=r"^Mooncake answers none of 2 calls$"), client.area(0.0):
             pass
     with client.area(0.0) as again:
         assert again in (one, other)

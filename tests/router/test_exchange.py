@@ -73,7 +73,7 @@ def test_engine_that_fails_sends_the_request_elsewhere_once(caplog, is_told_all)
         else:
             assert told[0] == 200
             assert client.state["audit"]["engine"] == URLS[1]
-        assert caplog.text.count("failed a request of which its client has heard nothing") == 1
+        assert caplog.text.count("failed a request before its answer began") == 1
         assert "failed a request: ConnectionResetError: gone" in caplog.text
 
     caplog.set_level(logging.INFO)

@@ -161,7 +161,7 @@ STREAM_ENDS = {
         lines[-2] == "event: error" and json.loads(lines[-1].removeprefix("data: "))["type"] == "error"
     ),
     "/generate_stream": lambda lines: json.loads(lines[-1].removeprefix("data: "))["error_type"] == "generation",
-    "/api/chat": lambda lines: "the engine that served this request has gone" in json.loads(lines[-1])["error"],
+    "/api/chat": lambda lines: "the engine that served this request was lost" in json.loads(lines[-1])["error"],
     "/v1/responses": lambda lines: json.loads(lines[-1].removeprefix("data: "))["code"] == "engine_lost",
 }
 

@@ -154,10 +154,10 @@ def test_frozen_and_slow_replicas_are_logged(caplog, monkeypatch):
     made._thread = SimpleNamespace(join=lambda timeout=None: None, is_alive=lambda: True)
     made.join()
     made.kill_frozen()
-    assert "replica 0 does not end: it is killed" in caplog.text
-    assert "replica 0 says nothing any more: it is killed" in caplog.text
+    assert "replica 0 does not exit: killing it" in caplog.text
+    assert "replica 0 does not respond any more: killing it" in caplog.text
     run(monkeypatch, (7, 1.0))
-    assert "replica 0 has ended with 7; it is started again in 1 s" in caplog.text
+    assert "replica 0 exited with status 7; it restarts in 1 s" in caplog.text
 
 
 def test_replica_that_was_never_started_is_joined_alone():

@@ -19,9 +19,9 @@ def test_a_frozen_replica_is_killed_and_started_again(tmp_path, caplog):
         first.suspend()
         replicas.silent(URL, 7)  # too early: it may be slow
         replicas.silent("http://127.0.0.1:2", 100)  # not an address of a child
-        assert "is killed" not in caplog.text
+        assert "killing it" not in caplog.text
         replicas.silent(URL, 8)
-        assert "is killed" in caplog.text
+        assert "killing it" in caplog.text
         wait_until(lambda: pids.read_text().count("\n") == 2, "another one runs")
         assert not first.is_running()
         assert not replicas.has_failed

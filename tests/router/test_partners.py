@@ -64,7 +64,8 @@ def test_difference_is_named_in_the_log(pair, caplog):
     decode.kv_format = {**FORMAT, "kv": "int8 in blocks of 32, layout 1"}
     Partners().may_pair(prefill, decode, 0.0)
     expected = (
-        "http://p computes no prompts for http://d, because they cannot exchange KV: kv: 'bfloat16 in blocks of 16, "
+        "http://p does not compute prompts for http://d, because they cannot exchange KV: kv: 'bfloat16 in blocks of "
+        "16, "
         "layout 1' and 'int8 in blocks of 32, layout 1'; start both with the same model, version and options"
     )
     assert caplog.messages == [expected]

@@ -60,7 +60,7 @@ def test_removed_key_ends_its_requests_and_no_others(tmp_path, caplog):
     service.reload()
     assert service.keyring.named("bob") == Tenant(name="bob")
     assert (flights["bob"]._why, launcher.num_reloads) == (None, 1)
-    assert "the API keys stay as they were" in caplog.text
+    assert "the API keys were not reloaded" in caplog.text
 
 
 def test_limits_of_a_file_hold_and_without_keys_nobody_has_any(tmp_path):
@@ -133,7 +133,7 @@ def test_router_that_leaves_waits_for_its_requests_and_then_ends_them(caplog):
         service._is_idle.clear()
         await service.drain(20.0)
         assert isinstance(flight._why, ServerClosingError)
-        assert "ending 1 open requests" in caplog.text
+        assert "aborting 1 open requests" in caplog.text
         assert now() == pytest.approx(25.0)  # 5 s more for a client that does not read
         assert watch.heard == ["stop"]
         service.suspect(client.engines[0])

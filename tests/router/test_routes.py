@@ -91,7 +91,7 @@ def test_ollamas_client(routed, http):
         assert client.show("fake").capabilities == ["completion", "tools"]
         with pytest.raises(ollama.ResponseError, match="not found, try pulling it first"):
             client.chat("other", CHAT["messages"])
-        with pytest.raises(ollama.ResponseError, match="changes no models"):
+        with pytest.raises(ollama.ResponseError, match="cannot change models"):
             client.pull("other")
     assert [http.head(path).status_code for path in ("/", "/api/tags", "/api/version")] == [200] * 3
 

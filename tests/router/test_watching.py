@@ -263,11 +263,11 @@ def test_changes_of_an_engine_are_logged(caplog):
     looked_at(Figures())
     assert f"{URL} is ready" in caplog.text
     looked_at(Figures(), is_ready=False, engine={"is_ready": True})
-    assert f"{URL} takes nothing new" in caplog.text
+    assert f"{URL} accepts no new requests" in caplog.text
     upstream = Figures()
     upstream.told["/metrics"], upstream.told["/v1/models"] = ConnectionResetError("reset"), (200, b"nonsense")
     looked_at(upstream)
-    assert f"{URL} does not say which models it has" in caplog.text
+    assert f"{URL} does not list its models" in caplog.text
     assert f"{URL} does not answer /metrics: reset" in caplog.text
 
 
@@ -286,7 +286,7 @@ def test_watch_keeps_nothing_of_engines_that_have_left(caplog):
         left.flights.remove(request)
         await asyncio.sleep(10.0)
         assert len(watch._tasks) == len(watch._wake) == len(pool.ready()) == 1
-        assert "http://other has left" in caplog.text
+        assert "http://other was removed" in caplog.text
         await watch.stop()
         await asyncio.sleep(0)
         assert not watch._tasks
@@ -327,7 +327,7 @@ def test_faults_of_a_watch_are_logged_and_end_nothing(caplog):
 
     upstream = Faulty()
     assert len(run_virtually(lambda now: watched(upstream, 10.0, now))) == 1
-    assert f"{URL} cannot be looked at now" in caplog.text
+    assert f"{URL} could not be checked" in caplog.text
     assert upstream.paths.count("/ready") > 5
 
 
@@ -352,7 +352,7 @@ def test_sources_that_fail_are_asked_again(caplog):
         await watch.stop()
 
     run_virtually(work)
-    assert caplog.text.count("which engines there are cannot be found out now") == 2
+    assert caplog.text.count("the engines could not be discovered") == 2
 
 
 def test_end_of_a_watch_by_a_fault_is_an_error(caplog):
@@ -368,7 +368,7 @@ def test_end_of_a_watch_by_a_fault_is_an_error(caplog):
         assert not watch._tasks
 
     run_virtually(work)
-    assert caplog.text.count("engines are not looked after any more") == 1
+    assert caplog.text.count("the checks of engines have stopped") == 1
     assert "a fault" in caplog.text
 
 

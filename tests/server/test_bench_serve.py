@@ -96,7 +96,9 @@ def test_a_request_that_fails_is_counted_and_told(shared: Running) -> None:
 def test_an_answer_that_is_too_short_is_a_failure() -> None:
     with run_server(engine_options={"max_model_len": 20}) as running:
         (seen,) = run_load(running, [Item([65] * 10, 15)])
-    assert "10 tokens came where 15 were asked for" in (seen.error or "") or (seen.error or "").startswith("status 400")
+    assert "10 tokens were generated, but 15 were asked for" in (seen.error or "") or (seen.error or "").startswith(
+        "status 400"
+    )
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])

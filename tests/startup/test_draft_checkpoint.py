@@ -64,7 +64,7 @@ def test_blocks_of_few_bits_are_not_rounded_to_as_many(kind, quantization, tmp_p
         assert find(target, method="quantized").shares_kv
         return
     with pytest.raises(
-        ConfigError, match=r"method quantized .* in int4, but .*model.gguf takes little more as it is: "
+        ConfigError, match=r"method quantized .* in int4, but .*model.gguf is hardly larger without it: "
     ):
         find(target, method="quantized")
 
@@ -74,13 +74,13 @@ def test_fp8_is_no_draft_of_fp8(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
-    with pytest.raises(ConfigError, match=r"in fp8, but those of .*fp8 are FP8 already; take int4"):
+    with pytest.raises(ConfigError, match=r"in fp8, but those of .*fp8 are FP8 already; use int4"):
         find({"model": str(folder)}, method="quantized", quantization="fp8")
     assert find({"model": str(folder)}, method="quantized").quantization == "int4"
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
-    assert "has a vocabulary of 1,537 tokens, the model one of 1,536" in refused(
+    assert "has a vocabulary of 1,537 tokens, but the model has one of 1,536" in refused(
         changed_draft(tmp_path / "larger", vocab_size=1537)
     )
     other = changed_draft(tmp_path / "other")
@@ -118,7 +118,7 @@ def test_a_draft_model_without_a_tokenizer_is_taken_with_a_warning(tmp_path, cap
     bare = changed_draft(tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
     assert find(method="draft_model", model=str(bare)).weights.path == bare
-    assert "its tokens are taken to be the model's" in caplog.text
+    assert "it is assumed to use the model's tokens" in caplog.text
 
 
 def test_a_draft_model_that_is_larger_is_refused(tmp_path):
@@ -135,7 +135,7 @@ def test_a_draft_model_that_octavo_cannot_run_is_refused(tmp_path):
     weights = {name: each for name, each in load_file(headless / "model.safetensors").items() if "lm_head" not in name}
     weights = {name.removeprefix("model."): each for name, each in weights.items()}
     save_file(weights, headless / "model.safetensors", metadata={"format": "pt"})
-    assert "gives embeddings and no tokens" in refused(headless)
+    assert "computes embeddings, not tokens" in refused(headless)
 
 
 def test_a_draft_model_that_is_not_there_is_told(tmp_path):
@@ -155,7 +155,9 @@ def test_a_draft_model_for_shorter_texts_drafts_in_these(tmp_path, caplog):
     [("int4", None), ("int4_all", None), ("int4", "int4_all"), ("int8", "int8"), ("int4", "int8")],
 )
 def test_a_model_that_has_no_more_bits_than_its_draft_is_refused(quantization, of_draft):
-    with pytest.raises(ConfigError, match=f"the model itself is loaded in {quantization}: a draft would take as long"):
+    with pytest.raises(
+        ConfigError, match=f"the model itself is loaded in {quantization}, so a draft would take as long"
+    ):
         find({"quantization": quantization}, method="quantized", quantization=of_draft)
 
 

@@ -109,7 +109,7 @@ def test_types_have_the_name_that_llama_cpp_gives_the_mix(folder, tmp_path, file
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model = 't5'"),
         ({"tokenizer.ggml.pre": "kimi-k2"}, "tokenizer.ggml.pre = 'kimi-k2'"),
         ({"tokenizer.ggml.tokens": [str(number) for number in range(300)], "tokenizer.ggml.token_type": [1] * 300},
-         "tokenizer.ggml.tokens has 300 tokens, but the embedding only 288 rows"),
+         "tokenizer.ggml.tokens has 300 tokens, but the embedding has only 288 rows"),
     ],
 )  # fmt: skip
 def test_unknown_tokenizers_are_told_before_weights_are_touched(folder, tmp_path, changes, message):
@@ -141,7 +141,7 @@ def test_a_file_without_a_tokenizer_is_served_with_another_ones(folder, path, tm
 
 
 def test_of_a_folder_of_files_one_is_to_be_named(path):
-    with pytest.raises(ModelError, match=rf"is a folder of GGUF files; name one of them: {path}"):
+    with pytest.raises(ModelError, match=rf"is a directory of GGUF files; give the path of one of them: {path}"):
         open_checkpoint(path.parent)
 
 

@@ -140,7 +140,7 @@ def test_unknown_formats_are_ignored_and_logged_once(grammars: Grammars, caplog:
             rewritten({"format": f"made-up-{number}"})
     assert len(caplog.records) == 100
     assert [each.message for each in caplog.records if "'jwt'" in each.message] == [
-        "the format 'jwt' of a JSON schema is not known: any string is accepted"
+        "the format 'jwt' of a JSON schema is unknown: any string is accepted"
     ]
     schema_rewriting._named_formats.cache_clear()
 

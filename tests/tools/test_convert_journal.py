@@ -124,7 +124,7 @@ def test_a_journal_that_ends_with_aborts_over_a_store_replays(tmp_path, make_cor
     header, *lines = map(json.loads, path.read_text().splitlines())
     [group] = header.pop("kv_groups")
     write(tmp_path / "v2", {**header, "journal": 2, "num_blocks": group["num_blocks"]}, *lines)
-    with pytest.raises(ConfigError, match="asks the store"):
+    with pytest.raises(ConfigError, match="asked the KV store"):
         replay(path)
     convert_journal.convert(tmp_path / "v2", tmp_path / "new")
     done = replay(tmp_path / "new")

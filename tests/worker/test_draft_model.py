@@ -298,7 +298,7 @@ def test_a_model_that_fails_costs_no_request(monkeypatch, caplog, right, specula
     watched.drafts.forward_pass.recorded = fail
     assert watched.finish() == {"a": right}
     assert len(calls) > 2
-    assert "nothing is guessed in this step" in caplog.text
+    assert "no tokens are drafted in this step" in caplog.text
 
 
 @pytest.mark.parametrize("speculative", [SMALLER, QUANTIZED], ids=["draft_model", "quantized"])

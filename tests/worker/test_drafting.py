@@ -95,7 +95,7 @@ def test_a_proposer_that_fails_costs_no_token(llm, monkeypatch, caplog):
     assert (drafts, told.forgotten[-1]) == ([[]], "a")
     outputs = [llm.llm_engine.step()[0] for _ in range(4)]
     assert outputs[-1].outputs[0].token_ids == right
-    assert "nothing is guessed" in caplog.text
+    assert "no tokens are drafted" in caplog.text
 
 
 def test_a_proposer_that_cannot_take_in_an_answer_ends_nothing(llm, monkeypatch, caplog):
@@ -105,7 +105,7 @@ def test_a_proposer_that_cannot_take_in_an_answer_ends_nothing(llm, monkeypatch,
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
     assert told.forgotten == ["a"]
-    assert "is not kept for guesses" in caplog.text
+    assert "could not be kept for drafting" in caplog.text
 
 
 def test_all_of_an_answer_is_handed_over_however_it_ends(llm):

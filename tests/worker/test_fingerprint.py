@@ -119,7 +119,7 @@ def test_flipped_bit_in_memory_is_found_at_the_start(checkpoint, monkeypatch, br
     start(checkpoint)
     with monkeypatch.context() as patch:
         break_loading(patch, breaks)
-        with pytest.raises(FingerprintError, match=r"Start again.*fingerprints/") as caught:
+        with pytest.raises(FingerprintError, match=r"Restart.*fingerprints/") as caught:
             start(checkpoint)
     assert names <= {name for name in ("weights", "tables", "logits") if f"{name} " in str(caught.value)}
     start(checkpoint)
@@ -280,7 +280,7 @@ def test_engines_share_kv_only_if_their_numbers_agree(checkpoint, monkeypatch):
 def test_wrong_row_of_a_rotary_table_refuses_the_first_start(checkpoint, monkeypatch, model_len, row):
     """KV keys cover only the first rows, so an engine with a wrong later row must not start."""
     break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.cos_sin))
-    with pytest.raises(FingerprintError, match=f"row {row} of a rotary table with {model_len} rows.*start again"):
+    with pytest.raises(FingerprintError, match=f"row {row} of a rotary table with {model_len} rows.*: restart"):
         start(checkpoint, max_model_len=model_len, packed_cache_bytes=0)
 
 
@@ -359,7 +359,7 @@ def test_two_equal_starts_replace_a_faulty_first_one(tmp_path, caplog, next_proc
     next_process()
     kept.check(ENGINE, FOUND)
     next_process()
-    with pytest.raises(FingerprintError, match="Start again"):
+    with pytest.raises(FingerprintError, match="Restart"):
         kept.check(ENGINE, right)
     with pytest.raises(FingerprintError):
         kept.check(ENGINE, right)  # a fault may last as long as its process

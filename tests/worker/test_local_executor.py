@@ -251,7 +251,7 @@ def test_a_step_that_cannot_be_launched_costs_the_one_before_nothing():
     assert executor.collect().step == 1
     with pytest.raises(ExecutionError, match="ValueError"):
         executor.collect()
-    with pytest.raises(ExecutionError, match="the step before"):
+    with pytest.raises(ExecutionError, match="the previous step failed"):
         executor.collect()
     executor.abandon()
     executor.submit(step(4))
@@ -268,7 +268,7 @@ def test_behind_a_step_that_failed_on_its_device_nothing_is_read_until_that_is_h
         executor.submit(step(number))
     with pytest.raises(ExecutionError, match="ValueError"):
         executor.collect()
-    with pytest.raises(ExecutionError, match="the step before"):
+    with pytest.raises(ExecutionError, match="the previous step failed"):
         executor.collect()
     executor.abandon()
     executor.submit(step(3))

@@ -143,7 +143,7 @@ def test_what_the_client_of_mooncake_takes_is_in_the_plan(monkeypatch):
     of_client = host_bytes(lent, block)
     assert abs(of_client - (1 << 30) - PROCESS_BYTES - 4 * AREA_BYTES) < 4 * (block + 128)
     taken = of_client + staging_bytes(block, 2)
-    with pytest.raises(ConfigError, match=f"is 0 and stores of KV take {taken:,}, but only 104,857,600 bytes"):
+    with pytest.raises(ConfigError, match=f"is 0 and KV stores take {taken:,} bytes, but only 104,857,600 bytes"):
         make_engine(mooncake=lent.mooncake)
 
 
@@ -286,7 +286,6 @@ def test_a_step_that_can_never_fit_is_served_with_what_fits(checkpoint, caplog, 
     [warning] = [record.message for record in caplog.records if "lowered" in record.message]
     found = engine.core.capacity.max_num_batched_tokens
     assert warning == (
-        f"max_num_batched_tokens is lowered from 1000000000 to {found}: the memory that is free leaves room for no "
-        "larger step"
+        f"max_num_batched_tokens is lowered from 1000000000 to {found}: free memory does not allow a larger step"
     )
     assert engine.core.scheduler.config.max_num_batched_tokens == found < 10**9

@@ -114,5 +114,5 @@ def test_a_step_uses_the_gpu_of_its_worker_in_any_thread(monkeypatch):
 def test_a_gpu_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="device 'cuda:2' was asked for, but torch sees 2 GPUs"):
+    with pytest.raises(ConfigError, match="device 'cuda:2' was requested, but torch finds 2 GPUs"):
         worker.resolve_device("cuda:2")

@@ -35,15 +35,15 @@ File = Annotated[
         exists=True,
         dir_okay=False,
         help='Requests as JSON: {"A": [{"prompt": [ids], "out": n}], "B": ..., "C": ..., "D": [[...]]}. '
-        "Default: small ones that are made up.",
+        "Default: small generated workloads.",
         show_default=False,
     ),
 ]
 Only = Annotated[
     list[Workload] | None,
     typer.Option(
-        help="Run only this one; may be given again. A: one stream, B: many at once, C: long prompts, "
-        "D: a shared prefix with the cache off and on. Default: all of this command's.",
+        help="Run only this workload; may be repeated. A: one stream, B: many requests together, C: long prompts, "
+        "D: a shared prefix with the cache off and on. Default: all workloads of this command.",
         show_default=False,
     ),
 ]
@@ -52,15 +52,16 @@ Rate = Annotated[
     typer.Option(
         min=0.001,
         metavar="PER_SECOND",
-        help="Requests sent a second, at random times. Default: all at once.",
+        help="Requests sent per second, at random times. Default: all are sent immediately.",
         show_default=False,
     ),
 ]
 NumPrompts = Annotated[
-    int | None, typer.Option(min=1, help="Requests to send. Default: those of workload B once.", show_default=False)
+    int | None, typer.Option(min=1, help="Number of requests. Default: workload B once.", show_default=False)
 ]
 MaxConcurrency = Annotated[
-    int | None, typer.Option(min=1, help="Requests under way at once. Default: no limit.", show_default=False)
+    int | None,
+    typer.Option(min=1, help="Maximum number of concurrent requests. Default: no limit.", show_default=False),
 ]
 ServedModel = Annotated[
     str | None, typer.Option(help="Name of the model. Default: the first one served.", show_default=False)
@@ -69,9 +70,10 @@ ApiKey = Annotated[
     str | None, typer.Option(help="Key to send; OCTAVO_API_KEY does the same. Default: none.", show_default=False)
 ]
 Shuffle = Annotated[
-    bool, typer.Option(help="Shuffle each prompt's tokens anew in each run: else the server finds them in its cache.")
+    bool,
+    typer.Option(help="Shuffle each prompt's tokens in each run; otherwise they are in the server's prefix cache."),
 ]
-Repeat = Annotated[int, typer.Option(min=1, help="Run each this often; medians are reported.")]
+Repeat = Annotated[int, typer.Option(min=1, help="Number of runs of each workload; medians are reported.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 bench = make_app(name="bench", help="Measure speed on this machine.", no_args_is_help=True)
@@ -111,7 +113,7 @@ def latency(
     "octavo bench serve http://127.0.0.1:8000 --workload workloads.json --rate 1.4 --repeat 3 --json",
 )
 def serve(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Address of a server with OpenAI's API, vLLM's say.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of a server with OpenAI's API, such as vLLM.")],
     workload: File = None,
     rate: Rate = None,
     num_prompts: NumPrompts = None,
@@ -119,8 +121,8 @@ def serve(
     model: ServedModel = None,
     api_key: ApiKey = None,
     shuffle: Shuffle = True,
-    seed: Annotated[int, typer.Option(help="Of the times that the workload file does not tell.")] = 0,
-    timeout: Annotated[float, typer.Option(min=0.001, metavar="SECONDS", help="Of one request.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Seed of random arrival times.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.001, metavar="SECONDS", help="Time limit of one request.")] = 600.0,
     repeat: Repeat = 1,
     json_: Json = False,
 ) -> None:

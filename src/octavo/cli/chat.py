@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 HELP = """/reset  forget the conversation
 /help   show this
-/exit   leave (so does Ctrl-D)
+/exit   end the chat (so does Ctrl-D)
 Ctrl-C  stop the answer"""
 
 System = Annotated[
-    str | None, typer.Option(help="Instructions that stand before the conversation. Default: none.", show_default=False)
+    str | None,
+    typer.Option(help="System message: instructions before the conversation. Default: none.", show_default=False),
 ]
 
 
@@ -36,9 +37,9 @@ REAL_MODELS = (
 
 @command(
     "octavo chat                             the built-in model; nothing is downloaded",
-    "octavo chat ./model.gguf                a GGUF file, as llama.cpp and Ollama have them",
+    "octavo chat ./model.gguf                a GGUF file, as of llama.cpp and Ollama",
     'octavo chat Qwen/Qwen2.5-0.5B-Instruct --system "Answer in one sentence." --temperature 0.7',
-    "printf 'What is 2 + 3?\\nAnd twice that?\\n' | octavo chat  one turn a line",
+    "printf 'What is 2 + 3?\\nAnd twice that?\\n' | octavo chat  one turn per line",
 )
 def chat(engine: EngineOptions, sampling: SamplingOptions, system: System = None) -> None:
     """Chat with a model in the terminal.
@@ -77,12 +78,12 @@ def _obey_or_answer(conversation: Conversation, line: str) -> None:
     elif word == "/help":
         typer.secho(HELP, dim=True, err=True)
     elif word.startswith("/") and " " not in word and word[1:].isalpha():
-        typer.secho(f"there is no command {word}; /help shows those there are", fg="red", err=True)
+        typer.secho(f"unknown command {word}; /help lists the commands", fg="red", err=True)
     else:
         try:
             conversation.answer(line)
         except RequestError as error:
-            typer.secho(f"error: {error} (/reset starts anew)", fg="red", err=True)
+            typer.secho(f"error: {error} (/reset starts a new conversation)", fg="red", err=True)
         except ExecutionError as error:
             typer.secho(f"error: {error}", fg="red", err=True)
 
@@ -101,7 +102,7 @@ def _read_line(*, interactive: bool) -> str | None:
         try:
             return input("> ")
         except KeyboardInterrupt:
-            typer.secho("\n(/exit or Ctrl-D leaves)", dim=True)
+            typer.secho("\n(/exit or Ctrl-D ends the chat)", dim=True)
         except UnicodeDecodeError as error:
             typer.secho(f"error: the line is not UTF-8 text: {error}", fg="red", err=True)
         except EOFError:
@@ -141,7 +142,7 @@ class Conversation:
             raise
         typer.echo()
         if finish_reason == "length":
-            typer.secho("(the answer was cut: max-tokens or the context is used up)", dim=True, err=True)
+            typer.secho("(the answer was cut off: it reached max-tokens or the context length)", dim=True, err=True)
         elif finish_reason == "abort":
             typer.secho("(stopped)", dim=True, err=True)
         self.messages = [*messages, {"role": "assistant", "content": answer}]

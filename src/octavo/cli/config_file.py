@@ -49,7 +49,7 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
     options = (each for each in context.command.params if each.param_type_name == "option")
     known = {option.name for option in options} - _NO_SETTINGS
     if unknown := values.keys() - known:
-        raise typer.BadParameter(f"{path}: {min(unknown)!r} is no option of {context.command.name}; see --help")
+        raise typer.BadParameter(f"{path}: {min(unknown)!r} is not an option of {context.command.name}; see --help")
     for name, value in values.items():
         if isinstance(value, dict):
             raise typer.BadParameter(f"{path}: {name} must be a value, not a table")

@@ -23,7 +23,7 @@ def parse_size(text: str | int) -> int:
     """Read a number with an optional unit: 4G and 4GiB are 4 * 1024**3, 4g is 4 * 1000**3 (vLLM's rule)."""
     match = _SIZE.fullmatch(str(text).strip())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no size; write 4G, 512M or a number")
+        raise typer.BadParameter(f"{text!r} is not a size; write 4G, 512M or a number of bytes")
     number, unit, binary = match.groups()
     base = 1024 if unit.isupper() or binary else 1000
     return int(float(number) * base ** " kmgt".index(unit.lower() or " "))

@@ -29,16 +29,18 @@ Isa = Annotated[
     typer.Option(
         "--isa",
         metavar="|".join(INSTRUCTION_SETS),
-        help="Examine this instruction set instead of the best one, and tell what is lost by it.",
+        help="Examine this instruction set instead of the best one, and show how much speed it loses.",
     ),
 ]
-Threads = Annotated[int | None, typer.Option("--num-threads", min=1, help="Default: as many as a server would take.")]
+Threads = Annotated[
+    int | None, typer.Option("--num-threads", min=1, help="Number of threads. Default: the same as a server.")
+]
 Precisions = Annotated[
     list[str] | None,
     typer.Option(
         "--precision",
         metavar="float32|bfloat16|float16|int8|int4|int4_all|Q4_K|...",
-        help="Examine these weights (Q4_K: blocks of GGUF); may be given again. Default: the checkpoint's, and int8.",
+        help="Examine these weights (Q4_K: blocks of GGUF); may be repeated. Default: the checkpoint's, and int8.",
         show_default=False,
     ),
 ]
@@ -49,7 +51,7 @@ _PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "int4_all")
 
 @command(
     "octavo doctor                                the built-in model's shapes on this machine",
-    "octavo doctor ./my-checkpoint --isa avx2     what would be lost without AVX-512",
+    "octavo doctor ./my-checkpoint --isa avx2     the speed that is lost without AVX-512",
 )
 def doctor(
     model: Model = None,
@@ -111,8 +113,8 @@ def show(report: Report) -> None:
     typer.echo(f"limits     {describe(report.limits)}")
     before, after = report.limits_each
     if before.is_far_from(after):
-        typer.echo(f"           the machine changed meanwhile: {describe(before)} before the products,")
-        typer.echo(f"           {describe(after)} after them; shares are of the better")
+        typer.echo(f"           the machine's speed changed: {describe(before)} before the products,")
+        typer.echo(f"           {describe(after)} after them; shares are of the faster")
     if report.isa != report.instruction_sets[0]:
         best, own = report.best_limits, report.limits
         typer.echo(f"lost       {report.instruction_sets[0]} would give {describe(best)}:")
@@ -131,17 +133,19 @@ def show(report: Report) -> None:
             f"{each.ops_per_s / 1e9:.0f} G/s {each.bytes_per_s / 1e9:.1f} GB/s {each.of_limit:4.0%}" for each in found
         )
         typer.echo(f"{shape:26}{check.precision:9}" + "".join(f"{cell:>26}" for cell in cells))
-    typer.echo("G/s: operations; %: of the limit that is nearer, arithmetic or memory")
+    typer.echo("G/s: operations; %: of the nearer limit, arithmetic or memory")
     if any(product.of_limit > _IMPLAUSIBLE_SHARE for product in report.products):
-        typer.echo("shares of more than all: a shared machine gave less while its limits were measured; measure again")
+        typer.echo(
+            "shares above 100 %: other programs slowed this machine down while its limits were measured; measure again"
+        )
     typer.echo("")
     for check in report.checks:
         if not check.rows_are_independent:
-            typer.echo(f"NOT EXACT  {check.name} {check.precision}: a row depends on the rows beside it")
+            typer.echo(f"NOT EXACT  {check.name} {check.precision}: a row depends on the other rows of its batch")
         if not check.threads_are_equal:
             typer.echo(f"NOT EXACT  {check.name} {check.precision}: the number of threads changes the result")
     if report.is_exact:
-        typer.echo("exact      every row is the same bits alone and in company, on one thread and on all")
+        typer.echo("exact      every row has the same bits alone and in a batch, on one thread and on all threads")
     for precision in dict.fromkeys(check.precision for check in report.checks):
         worst = max(check.error for check in report.checks if check.precision == precision)
         note = "" if "float" in precision else " (activations are rounded)"

@@ -85,8 +85,8 @@ class EngineOptions:
             metavar="JSON",
             parser=parse_speculative,
             rich_help_panel=_PANELS[SpeculativeConfig],
-            help="How tokens are guessed, as vLLM's object: method, num_speculative_tokens and what the method has "
-            "besides (docs/speculation.md). Default: what speculative-method and num-speculative-tokens say.",
+            help="How to draft tokens, as vLLM's JSON object: method, num_speculative_tokens and fields of the "
+            "method (docs/speculation.md). Default: speculative-method and num-speculative-tokens.",
             show_default=False,
         ),
     ] = None
@@ -110,7 +110,7 @@ class EngineOptions:
         Raises `typer.BadParameter` if both are given and differ.
         """
         if self.model_argument is not None and self.model is not None and self.model_argument != self.model:
-            raise typer.BadParameter(f"two models are named: {self.model_argument} and --model {self.model}")
+            raise typer.BadParameter(f"two models are given: {self.model_argument} and --model {self.model}")
         return self.model_argument if self.model is None else self.model
 
     @property
@@ -147,7 +147,7 @@ class EngineOptions:
         for name in ("speculative_method", "num_speculative_tokens", "speculative_model"):
             if getattr(self, name) is not None:
                 option = f"--{name.replace('_', '-')}"
-                raise typer.BadParameter(f"{option} is a field of --speculative-config, too: name it in one of both")
+                raise typer.BadParameter(f"{option} is also a field of --speculative-config: give it only once")
         return self.speculative_config
 
     def launch(self, meanwhile: Callable[[], object] | None = None) -> Engine:

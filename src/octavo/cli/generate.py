@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Prompts = Annotated[
     list[str] | None,
-    typer.Option("--prompt", "-p", help="A prompt; may be given again. Default: standard input.", show_default=False),
+    typer.Option("--prompt", "-p", help="A prompt; may be repeated. Default: standard input.", show_default=False),
 ]
 PromptsFile = Annotated[
     Path | None,
@@ -28,19 +28,21 @@ PromptsFile = Annotated[
         exists=True,
         dir_okay=False,
         readable=True,
-        help="A file with one prompt a line. Default: none.",
+        help="A file with one prompt per line. Default: none.",
         show_default=False,
     ),
 ]
 System = Annotated[
-    str | None, typer.Option(help="Instructions that stand before each prompt. Default: none.", show_default=False)
+    str | None, typer.Option(help="System message: instructions before each prompt. Default: none.", show_default=False)
 ]
 Raw = Annotated[
     bool,
-    typer.Option("--raw", help="Continue the text as it is; without this a prompt is asked as a question in a chat."),
+    typer.Option(
+        "--raw", help="Continue the text as it is. Without this option a prompt is a user's message in a chat."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for each prompt.")]
-Choices = Annotated[int, typer.Option("--n", help="How many answers each prompt gets.")]
+Choices = Annotated[int, typer.Option("--n", help="Number of answers to each prompt.")]
 
 
 @command(
@@ -90,7 +92,7 @@ def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
         raise RequestError(f"{file or 'standard input'} is not UTF-8 text: {error}", parameter="prompt") from None
     if not texts:
         raise typer.BadParameter(
-            "there is no prompt: give --prompt TEXT, --prompts-file FILE, or text on standard input"
+            "no prompt was given: give --prompt TEXT, --prompts-file FILE, or text on standard input"
         )
     return texts
 

@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from octavo.journal.replay import Replay
 
 File = Annotated[
-    Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="What --record wrote.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="FILE", exists=True, dir_okay=False, help="Journal that --record wrote.", show_default=False
+    ),
 ]
 Request = Annotated[
-    str | None, typer.Argument(metavar="REQUEST", help="Its id. Default: list the slowest.", show_default=False)
+    str | None,
+    typer.Argument(metavar="REQUEST", help="Id of a request. Default: list the slowest requests.", show_default=False),
 ]
 Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the timeline.", dir_okay=False)
@@ -29,9 +33,9 @@ _SLOWEST = 10
 def replay(file: File) -> None:
     """Repeat a recorded run and compare every decision of the scheduler."""
     done = _replay(file)
-    typer.echo(f"{done.num_requests} requests, {done.num_steps} steps, {len(done.mismatches)} decided differently")
+    typer.echo(f"{done.num_requests} requests, {done.num_steps} steps, {len(done.mismatches)} with other decisions")
     if done.num_unchecked:
-        typer.echo(f"{done.num_unchecked} steps were not compared: a converted journal has no checksums of them")
+        typer.echo(f"{done.num_unchecked} steps were not compared, because a converted journal has no checksums")
     for mismatch in done.mismatches[:5]:
         typer.echo(f"  step {mismatch.step}: now {mismatch.decided}")
     if done.mismatches:

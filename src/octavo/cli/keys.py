@@ -11,24 +11,28 @@ from octavo.cli.command import command, make_app
 from octavo.http.tenants import Keyring, Tenant, add_key, remove_key, retire_key, rotate_key
 
 File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, help="A TOML file.", show_default=False)]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is.", show_default=False)]
-Weight = Annotated[float, typer.Option(help="Its share beside other keys, under the fair policy.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key's owner.", show_default=False)]
+Weight = Annotated[float, typer.Option(help="Its share compared with other keys, under the fair policy.")]
 Concurrency = Annotated[
-    int | None, typer.Option(metavar="N", help="Output streams it may have open at once.", show_default="no limit")
+    int | None, typer.Option(metavar="N", help="Maximum number of open output streams.", show_default="no limit")
 ]
-Requests = Annotated[float | None, typer.Option(metavar="N", help="Requests a minute.", show_default="no limit")]
+Requests = Annotated[
+    float | None, typer.Option(metavar="N", help="Maximum number of requests per minute.", show_default="no limit")
+]
 Tokens = Annotated[
-    float | None, typer.Option(metavar="N", help="Tokens a minute, read and written.", show_default="no limit")
+    float | None,
+    typer.Option(metavar="N", help="Maximum number of prompt and output tokens per minute.", show_default="no limit"),
 ]
 Share = Annotated[
     bool,
     typer.Option(
         "--share-prefix-cache",
-        help="Share cached prompts with other such keys: faster, but the speed of an answer tells what others asked.",
+        help="Share cached prompts with other keys that have this option. Faster, but response times can reveal "
+        "their prompts.",
     ),
 ]
 
-Metrics = Annotated[bool, typer.Option("--read-metrics", help="May read /metrics, which tells of all keys.")]
+Metrics = Annotated[bool, typer.Option("--read-metrics", help="Allow reading /metrics, which has figures of all keys.")]
 
 keys = make_app(
     name="keys",

@@ -34,7 +34,9 @@ def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
     options do not see it.
     """
     if link := forget_service_link():
-        typer.secho(f"{PORT_VARIABLE}={link} is how Kubernetes describes a Service, and no port", err=True)
+        typer.secho(
+            f"{PORT_VARIABLE}={link} is ignored: Kubernetes set it for a Service, and it is not a port", err=True
+        )
     return read_defaults(context, path)
 
 
@@ -50,19 +52,21 @@ class ListenOptions:
             is_eager=True,
             callback=_read_settings,
             rich_help_panel=_PANEL,
-            help="TOML file with options by name, like max-num-seqs = 32; what stands on the command line or in the "
-            "environment (OCTAVO_SERVE_MAX_NUM_SEQS=32) counts more. Default: none.",
+            help="TOML file with options by name, like max-num-seqs = 32; the command line and the environment "
+            "(OCTAVO_SERVE_MAX_NUM_SEQS=32) take precedence. Default: none.",
             show_default=False,
         ),
     ] = None
     host: Annotated[str, typer.Option(rich_help_panel=_PANEL, help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, rich_help_panel=_PANEL, help="Port; 0 takes a free one.")] = (
+    port: Annotated[int, typer.Option(min=0, max=65535, rich_help_panel=_PANEL, help="Port; 0 chooses a free one.")] = (
         8000
     )
     log_format: Annotated[
         str,
         typer.Option(
-            metavar="|".join(LOG_FORMATS), rich_help_panel=_PANEL, help="How: lines for people, or a JSON object each."
+            metavar="|".join(LOG_FORMATS),
+            rich_help_panel=_PANEL,
+            help="Format of the log: text, or one JSON object per line.",
         ),
     ] = "text"
     audit_log: Annotated[
@@ -71,13 +75,15 @@ class ListenOptions:
             metavar="FILE",
             dir_okay=False,
             rich_help_panel=_PANEL,
-            help="File for a line of JSON about each request, whatever the log level. Default: they stand in the log, "
-            "of level info.",
+            help="File for one line of JSON per request, regardless of the log level. Default: the log, at level info.",
             show_default=False,
         ),
     ] = None
     insecure: Annotated[
-        bool, typer.Option("--insecure", rich_help_panel="Access", help="Let other machines in without an API key.")
+        bool,
+        typer.Option(
+            "--insecure", rich_help_panel="Access", help="Allow requests from other machines without an API key."
+        ),
     ] = False
 
     def check(self) -> None:

@@ -140,7 +140,7 @@ async def _send(session: aiohttp.ClientSession, target: Target, item: Item) -> S
         seen.error = f"{type(error).__name__}: {error}"
     seen.ended = time.perf_counter()
     if seen.error is None and seen.num_output_tokens != item.num_output_tokens:
-        seen.error = f"{seen.num_output_tokens} tokens came where {item.num_output_tokens} were asked for"
+        seen.error = f"{seen.num_output_tokens} tokens were generated, but {item.num_output_tokens} were asked for"
     return seen
 
 

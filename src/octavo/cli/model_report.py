@@ -159,9 +159,9 @@ def _report(path: Path, name: str, opened: Callable[[], _Described]) -> ModelRep
 
 
 def _left_out(architecture: Architecture) -> tuple[str, ...]:
-    left_out = [] if architecture.has_head else ["tokens: it has no lm_head, and gives embeddings"]
+    left_out = [] if architecture.has_head else ["tokens: it has no lm_head and computes embeddings only"]
     if architecture.text_part_of is not None:
-        left_out.append(f"images: {architecture.text_part_of} reads them, and octavo its text part alone")
+        left_out.append(f"images: {architecture.text_part_of} reads them, but octavo serves its text part only")
     return tuple(left_out)
 
 
@@ -202,14 +202,14 @@ def _look_at_text(checkpoint: Checkpoint, architecture: Architecture) -> dict[st
     if tokenizer.vocab_size > architecture.vocab_size:
         found["tokenizer"] += f", more than the {architecture.vocab_size:,} rows of the embedding"
     if template is None:
-        return found | {"chat template": "none; --raw and /v1/completions need none"}
+        return found | {"chat template": "none; use --raw or /v1/completions"}
     probe, sources = TemplateProbe.of(template.render), [*template.templates.values()]
     tools = find_tool_format("auto", sources, probe.call, lambda _: None)
     reasoning = find_reasoning_form("auto", [*sources, *probe.texts])
     return found | {
         "chat template": ", ".join(sorted(template.templates)),
-        "tool calls": "in no format that octavo reads"
+        "tool calls": "in an unknown format: they are not parsed"
         if tools is None
         else tools.name + template_remark(tools, shows_tools=probe.shows_tools),
-        "reasoning": "none that is split off" if reasoning is None else reasoning.name,
+        "reasoning": "none: it is not separated" if reasoning is None else reasoning.name,
     }

@@ -20,12 +20,12 @@ Models = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL|DIR",
-        help="Say of a checkpoint (its path, or a hub id) whether it runs; or look for some below a directory.",
+        help="A checkpoint (path or hub id) to describe, or a directory to search for checkpoints.",
         show_default=False,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="List the parts that each architecture is made of.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="List the parts of each architecture.")]
 _PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 _MAX_DEPTH = 3  # folders below a given directory that are searched
 
@@ -90,7 +90,7 @@ def _show_families(families: dict[str, Any], *, verbose: bool) -> None:
 def _show(found: list[ModelReport]) -> None:
     typer.secho("checkpoints", bold=True)
     if not found:
-        typer.echo("  none; give a directory to look in, or a hub id to any command")
+        typer.echo("  none; give a directory to search, or a hub id to any command")
     width = max((len(each.name) for each in found), default=0)
     for each in found:
         size = show_size(each.size_bytes)
@@ -120,7 +120,7 @@ def _show_closer(report: ModelReport) -> None:
 def _behind_window(details: ModelDetails) -> str:
     if details.window is None:
         return ""
-    return f", {show_size(details.kv_bytes_behind_window)} behind the last {details.window:,} tokens"
+    return f", {show_size(details.kv_bytes_behind_window)} for tokens before the last {details.window:,}"
 
 
 def _built_in() -> Iterator[ModelReport]:

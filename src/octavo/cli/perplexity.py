@@ -52,7 +52,7 @@ def text_pieces(llm: LLM, text: str, *, max_pieces: int = MAX_PIECES) -> list[li
     ids, step = ids[len(bos) :], size - len(bos)
     pieces = [bos + ids[first : first + step] for first in range(0, len(ids) - step + 1, step)]
     if not pieces:
-        raise RequestError(f"the text has {len(ids)} tokens; a perplexity is measured on pieces of {size}")
+        raise RequestError(f"the text has {len(ids)} tokens; perplexity needs pieces of {size}")
     return pieces[:max_pieces]
 
 

@@ -37,21 +37,22 @@ Text = Annotated[
         metavar="FILE",
         exists=True,
         dir_okay=False,
-        help="Measure perplexity on this text instead of the reference that comes with Python.",
+        help="Measure perplexity on this text instead of Python's language reference.",
         show_default=False,
     ),
 ]
 WantsPerplexity = Annotated[
     bool,
     typer.Option(
-        "--perplexity/--no-perplexity", help="Measure source and copy; loads both, one after the other, into memory."
+        "--perplexity/--no-perplexity",
+        help="Measure the perplexity of source and copy; both are loaded into memory, one after the other.",
     ),
 ]
 
 
 @command(
     "octavo quantize ./my-checkpoint ./my-checkpoint-int8",
-    "octavo quantize OWNER/NAME ./name-int4 -q int4 --group-size 128 --text ./what-it-will-read.txt",
+    "octavo quantize OWNER/NAME ./name-int4 -q int4 --group-size 128 --text ./typical-text.txt",
 )
 def quantize(
     source: Source,
@@ -77,7 +78,7 @@ def quantize(
     if Path(source).expanduser().is_file():
         raise ModelError(
             f"{source} is a GGUF file; octavo quantize copies directories in Hugging Face layout. Serve the file as it "
-            "is, or with --quantization int8 or int4, which rounds it as it is loaded"
+            "is, or with --quantization int8 or int4, which rounds the weights at load"
         )
     measured = _read(text) if text is not None and perplexity else None
     path = resolve_model_path(source)

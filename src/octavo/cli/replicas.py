@@ -46,7 +46,7 @@ def serve_replicas(
     from octavo.router.launcher import LocalReplicas, free_ports
 
     if context.params.get("record") is not None:
-        raise ConfigError("--record is of one engine; with --replicas each would write the same file")
+        raise ConfigError("--record and --replicas exclude each other: every replica would write the same file")
     if num_threads is None:
         num_threads = max(default_num_threads() // num_replicas, 1)
     ports = free_ports(num_replicas)

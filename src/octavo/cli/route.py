@@ -88,4 +88,4 @@ def run_router(
             with returning_free_memory():
                 http.run(sockets=[sock])
             if running.has_failed:
-                raise EngineDeadError("the engines cannot be started; the log says why")
+                raise EngineDeadError("the engines could not be started; see the log")

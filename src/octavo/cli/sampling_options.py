@@ -24,12 +24,15 @@ class SamplingOptions:
         int | None,
         typer.Option(
             rich_help_panel=_PANEL,
-            help="Longest answer. Default: the model's, else what the context has left.",
+            help="Maximum number of tokens of the answer. Default: the model's, else the rest of the context.",
             show_default=False,
         ),
     ] = None
     min_tokens: Annotated[
-        int | None, typer.Option(rich_help_panel=_PANEL, help="Shortest answer. Default: 0.", show_default=False)
+        int | None,
+        typer.Option(
+            rich_help_panel=_PANEL, help="Minimum number of tokens of the answer. Default: 0.", show_default=False
+        ),
     ] = None
     temperature: Annotated[
         float | None,
@@ -75,7 +78,7 @@ class SamplingOptions:
         float | None,
         typer.Option(
             rich_help_panel=_PANEL,
-            help="Above 1 makes what already stands in the text less likely. Default: the model's, else 1.",
+            help="Above 1: tokens of the prompt and of the answer become less likely. Default: the model's, else 1.",
             show_default=False,
         ),
     ] = None
@@ -83,7 +86,7 @@ class SamplingOptions:
         float | None,
         typer.Option(
             rich_help_panel=_PANEL,
-            help="Above 0 makes every token of the answer less likely to come again. Default: 0.",
+            help="Above 0: tokens that occur in the answer become less likely. Default: 0.",
             show_default=False,
         ),
     ] = None
@@ -91,7 +94,7 @@ class SamplingOptions:
         float | None,
         typer.Option(
             rich_help_panel=_PANEL,
-            help="The same, by how often it came. Default: 0.",
+            help="The same for each time that a token occurs. Default: 0.",
             show_default=False,
         ),
     ] = None
@@ -99,13 +102,13 @@ class SamplingOptions:
         list[str] | None,
         typer.Option(
             rich_help_panel=_PANEL,
-            help="End the answer before this text; may be given again. Default: none.",
+            help="End the answer before this text; may be repeated. Default: none.",
             show_default=False,
         ),
     ] = None
     ignore_eos: Annotated[
         bool,
-        typer.Option("--ignore-eos", rich_help_panel=_PANEL, help="Go on behind the end-of-text token."),
+        typer.Option("--ignore-eos", rich_help_panel=_PANEL, help="Continue after the end-of-text token."),
     ] = False
 
     def params(

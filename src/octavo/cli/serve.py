@@ -47,7 +47,11 @@ class ServerOptions:
 
     replicas: Annotated[
         int,
-        typer.Option(min=1, rich_help_panel=_PANEL, help="Engines, each in processes of its own, behind one router."),
+        typer.Option(
+            min=1,
+            rich_help_panel=_PANEL,
+            help="Number of engines with one router in front; each runs in its own processes.",
+        ),
     ] = 1
     # Options of the configuration that this class and the command read:
     api_key: str | None
@@ -143,7 +147,7 @@ def _run(engine: EngineOptions, config: ServerConfig, listen: ListenOptions, say
             with returning_free_memory():
                 http.run(sockets=[sock])
             if llm.is_dead:
-                raise EngineDeadError("the engine is dead for good; the log says why")
+                raise EngineDeadError("the engine failed and cannot restart; see the log")
         finally:
             llm.shutdown()
 

@@ -65,7 +65,7 @@ def read_workloads(path: Path) -> Workloads:
         gaps = [float(gap) for gap in data.get("E_gaps", [])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f'{path} is no workload file like {{"A": [{{"prompt": [ids], "out": n}}], ...}}: {error!r}'
+            f'{path} is not a workload file like {{"A": [{{"prompt": [ids], "out": n}}], ...}}: {error!r}'
         ) from None
     return Workloads(a, b, c, sets, gaps)
 

@@ -67,10 +67,10 @@ class OptimisticAdmission:
         num_prompt, capacity = request.num_prompt_tokens, self._manager.capacity_tokens
         least = request.sampling_params.least_output_tokens
         if num_prompt + least > capacity:
-            output = "with one token of output " * least
+            output = "with one output token " * least
             raise PromptTooLongError(
-                f"prompt is too long: {num_prompt} tokens > {capacity - least} maximum; {output}it can "
-                f"never fit the KV cache of {capacity}: give that more memory (kv_cache_memory_bytes)",
+                f"prompt is too long: {num_prompt} tokens > {capacity - least} maximum; {output}it cannot fit the KV "
+                f"cache of {capacity}: give the cache more memory (kv_cache_memory_bytes)",
                 parameter="prompt",
             )
 

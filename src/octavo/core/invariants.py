@@ -67,7 +67,7 @@ def _check_group(scheduler: Scheduler, group: KVGroup) -> Iterator[Breach]:
     places = Counter([*group.free_ids(), *group.cached_ids(), *held, *group.quarantined])
     wrong = tuple(block_id for block_id in every if places[block_id] != 1)
     if wrong or sum(places.values()) != group.num_blocks:
-        yield Breach(1, f"blocks of group {index} in no place or in several: {wrong}", wrong, index)
+        yield Breach(1, f"blocks of group {index} in no list or in several lists: {wrong}", wrong, index)
     wrong = tuple(block_id for block_id in usable if group.num_holders(block_id) != holders[block_id])
     if wrong:
         found = [(block_id, group.num_holders(block_id), holders[block_id]) for block_id in wrong]
@@ -82,7 +82,7 @@ def _check_index(manager: KVCacheManager) -> Iterator[Breach]:
         yield Breach(5, f"{len(hashed)} blocks have a hash, {manager.pool.num_cached_blocks} are indexed", wrong)
     for block in hashed:
         if len(block.token_ids) != manager.block_size:
-            yield Breach(5, f"{block} is findable and not full", (block.block_id,))
+            yield Breach(5, f"{block} is indexed but not full", (block.block_id,))
 
 
 def _check_tables(scheduler: Scheduler) -> Iterator[Breach]:
@@ -96,12 +96,12 @@ def _check_tables(scheduler: Scheduler) -> Iterator[Breach]:
         if len(table) > manager.num_blocks_for(max(request.max_total_tokens, request.num_tokens)):
             yield Breach(3, f"{name}: {len(table)} blocks, more than it can ever need")
         if len(set(table)) != len(table):
-            yield Breach(3, f"{name}: a block twice in {table}", tuple(table))
+            yield Breach(3, f"{name}: a block occurs twice in {table}", tuple(table))
         for block_id in table[request.num_computed_tokens // size :]:
             block = manager.pool.blocks[block_id]
             pinned = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
             if block.hash is not None or block.ref_count > 1 + pinned:
-                yield Breach(4, f"{name} is to write into {block}, which others may read", (block_id,))
+                yield Breach(4, f"{name} would write into {block}, which other requests may read", (block_id,))
 
 
 def _check_bounded(scheduler: Scheduler, group: BoundedGroup) -> Iterator[Breach]:
@@ -115,12 +115,15 @@ def _check_bounded(scheduler: Scheduler, group: BoundedGroup) -> Iterator[Breach
     named = {each for each, _ in unsaid}
     wrong = tuple(each for each in every if each in named)
     if wrong:
-        message = f"blocks of group {group.index} that are the part of another block than that says: {wrong}"
+        message = f"blocks of group {group.index} whose partial block does not match their record: {wrong}"
         yield Breach(5, message, wrong, group.index)
     findable = {each for each, first_id in block_of.items() if blocks[first_id].hash is not None}
     wrong = (*(each for each in free if each in block_of), *(each for each in cached if each not in findable))
     if wrong:
-        message = f"free blocks of group {group.index} that are a part, or cached ones that are not found: {wrong}"
+        message = (
+            f"free blocks of group {group.index} that have a partial block, or cached blocks without an index entry: "
+            f"{wrong}"
+        )
         yield Breach(5, message, wrong, group.index)
 
 
@@ -143,7 +146,7 @@ def _check_bounded_table(scheduler: Scheduler, group: BoundedGroup, request: Req
     if [block_id == NO_BLOCK for block_id in table] != [index < first for index in range(len(table))]:
         yield Breach(3, f"{name}: the blocks before block {first} are released, not those in {table}")
     if sequence.num_slots != size * min(map(len, sequence.block_tables)):
-        yield Breach(3, f"{name}: room for {sequence.num_slots} tokens is not what its tables have")
+        yield Breach(3, f"{name}: {sequence.num_slots} token slots do not match its block tables")
 
 
 def _check_host(scheduler: Scheduler) -> Iterator[Breach]:
@@ -156,20 +159,20 @@ def _check_host(scheduler: Scheduler) -> Iterator[Breach]:
     held, cached = [block for blocks in saved.values() for block in blocks], host.cached_blocks()
     places = [*held, *(block.block_id for block in cached), *host.free_block_ids()]
     if sorted(places) != list(range(host.num_blocks)):
-        yield Breach(1, "host blocks in no place or in several")
+        yield Breach(1, "host blocks in no list or in several lists")
     if len(cached) != host.num_cached_blocks or any(host.indexed(block.hash) is not block for block in cached):
         yield Breach(5, f"{len(cached)} host blocks are cached, {host.num_cached_blocks} are indexed")
     if any(len(block.token_ids) != manager.block_size for block in cached):
-        yield Breach(5, "a host block is findable and not full")
+        yield Breach(5, "a host block is indexed but not full")
     contents: dict[object, object] = {block.name: (block.token_ids, block.extra_keys, block.parent) for block in cached}
     for block in manager.pool.blocks:
         mine = block.token_ids, block.extra_keys, block.parent
         if contents.get(block.name, mine) != mine:
-            yield Breach(6, f"{block} has the name of other content in host memory", (block.block_id,))
+            yield Breach(6, f"{block} has the key of other content in host memory", (block.block_id,))
     for name in saved:
         request = scheduler.requests.get(name)
         if request is None or request.status is not RequestStatus.PREEMPTED:
-            yield Breach(10, f"{name} has KV in host memory and is not preempted")
+            yield Breach(10, f"{name} has KV in host memory but is not preempted")
 
 
 def _check_states(scheduler: Scheduler) -> Iterator[Breach]:
@@ -184,19 +187,21 @@ def _check_states(scheduler: Scheduler) -> Iterator[Breach]:
         if request.status not in {RequestStatus.WAITING, RequestStatus.PREEMPTED}:
             yield Breach(12, f"{request} waits")
         if request.sequence.block_table or request.num_computed_tokens or request.spec_token_ids:
-            yield Breach(10, f"{request} waits and holds blocks, computed tokens or drafts")
+            yield Breach(10, f"{request} waits but holds blocks, computed tokens or drafts")
     for request in scheduler.running:
         places[request.request_id] += 1
         if request.status is not RequestStatus.RUNNING:
             yield Breach(12, f"{request} runs")
         if not 0 <= request.num_computed_tokens < request.num_tokens:
-            yield Breach(9, f"{request} has nothing left to compute")
+            yield Breach(9, f"{request} has no tokens to compute")
     for request in scheduler.transfers.requests():
         places[request.request_id] += 1
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             yield Breach(12, f"{request} waits for KV")
     if set(places) != set(scheduler.requests) or any(count != 1 for count in places.values()):
-        yield Breach(12, f"in no place or in several: {places.keys() ^ scheduler.requests.keys()}, {places}")
+        yield Breach(
+            12, f"requests in no state or in several states: {places.keys() ^ scheduler.requests.keys()}, {places}"
+        )
 
 
 def _check_limits(scheduler: Scheduler) -> Iterator[Breach]:
@@ -207,17 +212,19 @@ def _check_limits(scheduler: Scheduler) -> Iterator[Breach]:
             13, f"{len(scheduler.running)} run, {len(scheduler.transfers)} load; the limit is {config.max_num_seqs}"
         )
     if room.num_tokens != sum(request.num_tokens for request in room):
-        yield Breach(13, f"{room.num_tokens} tokens are said to wait")
+        yield Breach(13, f"{room.num_tokens} tokens are counted as waiting")
     admission = scheduler.admission
     if isinstance(admission, ReservationAdmission):
         holders = [*scheduler.running, *scheduler.transfers.requests()]
         if admission.num_reserved_total != sum(request.max_total_tokens for request in holders):
-            yield Breach(13, f"{admission.num_reserved_total} tokens are reserved, for other requests than run")
+            yield Breach(
+                13, f"{admission.num_reserved_total} tokens are reserved, which differs from the running requests"
+            )
         if admission.num_reserved_total > admission.max_total_tokens:
             yield Breach(13, f"{admission.num_reserved_total} tokens are reserved of {admission.max_total_tokens}")
     for request in room:
         if request.num_tokens > scheduler.kv_cache_manager.capacity_tokens + 1:
-            yield Breach(14, f"{request} waits and can never fit")
+            yield Breach(14, f"{request} waits but cannot fit")
 
 
 def _check_idle(scheduler: Scheduler) -> Iterator[Breach]:
@@ -229,7 +236,7 @@ def _check_idle(scheduler: Scheduler) -> Iterator[Breach]:
         usable = (block_id for block_id in range(group.num_blocks) if block_id not in group.quarantined)
         held = tuple(filter(group.num_holders, usable))
         if held:
-            yield Breach(18, f"blocks {held} of group {group.index} are held by nobody", held, group.index)
+            yield Breach(18, f"blocks {held} of group {group.index} are held by no request", held, group.index)
     kept = scheduler.num_kept_records
     if kept:
-        yield Breach(18, f"{kept} records are kept of requests that are gone")
+        yield Breach(18, f"{kept} records of finished requests remain")

@@ -320,7 +320,7 @@ class KVTransfers:
             self._emitter.emit(events.StoreBlocksEvicted, tier, count)
         pending = self._pending.get(transfer_id)
         if pending is None:
-            self._emitter.emit(events.StaleResultDropped, f"transfer {transfer_id} is over or unknown")
+            self._emitter.emit(events.StaleResultDropped, f"transfer {transfer_id} has ended or is unknown")
             return None
         order = pending.order
         self._manager.unpin(transfer_id)

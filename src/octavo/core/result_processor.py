@@ -122,8 +122,8 @@ class ResultProcessor:
         is_postponed = num_due > 0 and request_id in result.postponed
         most = 0 if is_postponed else num_due
         if num_sampled > most or (most and not num_sampled):
-            none_due = "its token is postponed" if is_postponed else "its known tokens are not all computed"
-            due = f"1 to {most} were due" if most else none_due
+            none_due = "its token is postponed" if is_postponed else "some of its known tokens are not computed"
+            due = f"1 to {most} were expected" if most else none_due
             return self._lifecycle.fail(request, f"the worker sampled {num_sampled} tokens; {due}")
         if is_postponed:
             self._emitter.emit(events.TokenPostponed, request_id)

@@ -163,7 +163,9 @@ class Scheduler:
         A step that preempted a request admits none, and a step that admitted one preempts none. A step that is decided
         ahead, before the last result is known, preempts none either. Decide one ahead only if `may_look_ahead()`.
         """
-        assert self.config.async_scheduling or not self._state.in_flight.steps, "the result of the last step is not in"
+        assert self.config.async_scheduling or not self._state.in_flight.steps, (
+            "the result of the last step has not arrived"
+        )
         self._num_steps += 1
         self._emitter.step = self._num_steps
         self._emitter.now = self._clock()

@@ -55,10 +55,12 @@ class WaitingRequests:
     def check_limits(self, request: Request, max_num_waiting: int | None, max_num_tokens: int | None) -> None:
         """Raise `QueueFullError` if adding the request would exceed a limit. None means no limit."""
         if max_num_waiting is not None and len(self) >= max_num_waiting:
-            raise QueueFullError(f"the queue is full: {max_num_waiting} requests wait already (max_num_waiting)")
+            raise QueueFullError(
+                f"the queue is full: {max_num_waiting} requests are waiting, which is the limit (max_num_waiting)"
+            )
         if max_num_tokens is not None and self.num_tokens + request.num_tokens > max_num_tokens:
             raise QueueFullError(
-                f"the queue is full: {self.num_tokens} tokens wait already, and this request has "
+                f"the queue is full: {self.num_tokens} tokens are waiting, and this request has "
                 f"{request.num_tokens}; the limit is {max_num_tokens} (max_num_waiting_tokens)"
             )
 

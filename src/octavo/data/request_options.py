@@ -85,7 +85,7 @@ def _whole_priority(priority: Any) -> int:
     except TypeError:
         value = 2**63
     if not -(2**63) <= value < 2**63:
-        raise RequestError(f"priority must be a whole number of 64 bits, got {priority!r:.100}", parameter="priority")
+        raise RequestError(f"priority must be an integer of 64 bits, got {priority!r:.100}", parameter="priority")
     return value
 
 

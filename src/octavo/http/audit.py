@@ -93,7 +93,7 @@ class AuditMiddleware:
                 if self._tracing is not None:
                     self._tracing.tell(scope, request_id.decode(), status, seconds, reason, state["audit"])
             except Exception as error:  # noqa: BLE001 - its answer is complete, and its connection may serve the next one
-                log_fault(request_id.decode(), "its line of log and its trace were made", error)
+                log_fault(request_id.decode(), "its log line and its trace were written", error)
             logs.request_id.reset(about)
 
 

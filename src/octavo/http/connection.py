@@ -280,7 +280,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._watch_reader()
             return
         logger.info(
-            "%s took %d of %d bytes that waited for it within %g s: its connection is ended",
+            "%s took %d of %d waiting bytes within %g s: its connection is closed",
             "a client" if self.client is None else self.client[0],
             after - before,
             waiting,

@@ -172,14 +172,14 @@ _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] =
     (SlowReaderError, 400, _INVALID, "read_too_slowly", None),
     (RequestError, 400, _INVALID, None, None),
     (ServerClosingError, 503, _SERVER, "server_closing", "the server is shutting down; try again in a moment"),
-    (EngineRestartingError, 503, _SERVER, "engine_restarting", "the engine is stuck or starts again; try in a moment"),
-    (NoEngineError, 503, _SERVER, "no_engine", "no engine can take this request now; try again in a moment"),
+    (EngineRestartingError, 503, _SERVER, "engine_restarting", "the engine hangs or restarts; try again in a moment"),
+    (NoEngineError, 503, _SERVER, "no_engine", "no engine can accept this request now; try again in a moment"),
     (EngineTimeoutError, 504, _SERVER, "engine_timeout", "the engine did not answer this request in time"),
     (EngineAnswerError, 502, _SERVER, "bad_engine_answer", "the engine's answer cannot be read; see the router's log"),
-    (EngineLostError, 503, _SERVER, "engine_lost", "the engine that served this request has gone; try again"),
+    (EngineLostError, 503, _SERVER, "engine_lost", "the engine that served this request was lost; try again"),
     (DeadlineError, 504, _SERVER, "request_timeout", None),
     (RequestFailedError, 500, _SERVER, "request_failed", None),
-    (EngineDeadError, 503, _SERVER, "engine_dead", "the engine has stopped; the server must be started again"),
+    (EngineDeadError, 503, _SERVER, "engine_dead", "the engine has stopped; restart the server"),
 )
 
 
@@ -190,7 +190,7 @@ def to_http(error: Exception) -> HttpError:
             parameter, retry = getattr(error, "parameter", None), getattr(error, "retry_after_s", 1.0)
             details: Mapping[str, Any] | None = getattr(error, "details", None)
             return HttpError(status, message or str(error), type_, parameter, code, retry, details)
-    return HttpError(500, "the server failed to serve this request; its log says why", _SERVER)
+    return HttpError(500, "the server failed to serve this request; see its log", _SERVER)
 
 
 @contextlib.contextmanager

@@ -66,10 +66,10 @@ class GracefulServer(uvicorn.Server):
         try:
             check_certificate(config)  # loading a pair that does not match would damage the context in use
         except ConfigError as error:
-            logger.error("the certificate stays as it was: %s", error)  # noqa: TRY400 - the error says all
+            logger.error("the certificate was not reloaded: %s", error)  # noqa: TRY400 - the error says all
         else:
             self.config.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)  # type: ignore[union-attr]
-            logger.info("the certificate was read anew")
+            logger.info("the certificate was reloaded")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain open requests while new ones are refused; then stop listening and close the service."""
@@ -80,7 +80,7 @@ class GracefulServer(uvicorn.Server):
         drain.cancel()
         await asyncio.wait([drain])
         if not drain.cancelled() and (error := drain.exception()) is not None:
-            logger.error("open requests could not be ended", exc_info=error)
+            logger.error("open requests could not be aborted", exc_info=error)
         await super().shutdown(sockets)
         await asyncio.to_thread(self._service.close)
 

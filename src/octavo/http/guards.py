@@ -64,7 +64,7 @@ def _add_error_handlers(app: Starlette) -> None:
     async def routing_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         where = f"{request.method} {request.url.path}"
-        messages = {404: f"there is no such route: {where}", 405: f"this route does not take the method: {where}"}
+        messages = {404: f"there is no such route: {where}", 405: f"this route does not support the method: {where}"}
         message = messages.get(error.status_code, str(error.detail))
         response = error_response(HttpError(error.status_code, message), request.url.path)
         response.headers.update(error.headers or {})

@@ -37,7 +37,7 @@ def read_kv_transfer(headers: Mapping[str, str], role: str) -> KVTransferParams 
             parameter=_ROLE,
         )
     if wanted == _PREFILL and _SOURCE in given:
-        raise RequestError(f"{_SOURCE} goes to an engine of --role {_DECODE} alone", parameter=_SOURCE)
+        raise RequestError(f"{_SOURCE} is only for an engine of --role {_DECODE}", parameter=_SOURCE)
     try:
         return KVTransferParams(given.get(_ID, ""), is_prefill=wanted == _PREFILL, source=given.get(_SOURCE))
     except RequestError as error:

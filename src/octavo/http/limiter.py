@@ -335,15 +335,15 @@ class RequestLimiter:
         pool = self.waiting_tokens
         if pool.limit is not None and num_tokens > pool.limit:
             raise RequestError(
-                f"the prompt, with a prediction, has {num_tokens} tokens; no more than {pool.limit} may wait here",
+                f"the prompt, with a prediction, has {num_tokens} tokens; the limit of waiting tokens is {pool.limit}",
                 parameter="prompt",
             )
         if place.is_in:
             await self.line.take(place.tenant, num_tokens)
         elif not self.line.take_now(place.tenant, num_tokens):
-            why = "; what is free is kept for others" if num_tokens <= pool.num_free else ""
+            why = "; the free part is reserved for other keys" if num_tokens <= pool.num_free else ""
             raise QueueFullError(
-                f"the queue is full: {pool.num_held} tokens of prompts wait, and this request has {num_tokens}; the "
+                f"the queue is full: {pool.num_held} prompt tokens are waiting, and this request has {num_tokens}; the "
                 f"limit is {pool.limit}{why}",
                 retry_after_s=self._soon(self._clock(), self.streams.num_held),
             )
@@ -381,14 +381,11 @@ class RequestLimiter:
         """Raise if the tenant cannot open so many streams, now or ever."""
         for limit, whose in ((tenant.max_concurrency, "this key"), (self.streams.limit, "this server")):
             if limit is not None and num_streams > limit:
-                raise RequestError(
-                    f"n is {num_streams}, and {whose} may have {limit} answers open at once", parameter="n"
-                )
+                raise RequestError(f"n is {num_streams}, but {whose} allows {limit} open answers", parameter="n")
         held, limit = self.streams.held_by(tenant), tenant.max_concurrency
         if limit is not None and held + num_streams > limit:
             raise RateLimitError(
-                f"this key has {held} answers open, and this request asks for {num_streams}; its limit is {limit} at "
-                "once",
+                f"this key has {held} open answers, and this request asks for {num_streams}; its limit is {limit}",
                 retry_after_s=self._soon(now, 1),
             )
         self._check_rate(self._account(tenant).tokens, 0.0, "tokens", now)
@@ -401,13 +398,13 @@ class RequestLimiter:
             )
         if num_streams > self.streams.room(tenant):
             raise QueueFullError(
-                f"this key has {held} answers open and may not take more of the {free} places that are left for all",
+                f"this key has {held} open answers and may not take more of the {free} free places",
                 retry_after_s=self._soon(now, held),
             )
 
     def _check_rate(self, bucket: Bucket | None, amount: float, unit: str, now: float) -> None:
         if bucket is not None and (wait := bucket.wait_s(amount, now)) > 0:
-            raise RateLimitError(f"this key has used up its {bucket.per_minute:g} {unit} a minute", retry_after_s=wait)
+            raise RateLimitError(f"this key has used its {bucket.per_minute:g} {unit} per minute", retry_after_s=wait)
 
     def _soon(self, now: float, num_ahead: int) -> float:
         """Return the seconds until `num_ahead` open streams have ended, by the rate of the last minute."""

@@ -50,8 +50,8 @@ def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
     """Raise `ConfigError` for an address that other machines can reach without an API key, unless `insecure`."""
     if not config.asks_for_key and not insecure and not is_loopback(host):
         raise ConfigError(
-            f"host {host!r} can be reached from other machines and no API key is set: give --api-keys FILE, --api-key "
-            "or OCTAVO_API_KEY, or --insecure if that is what you want"
+            f"host {host!r} can be reached from other machines but no API key is set: give --api-keys FILE, --api-key "
+            "or OCTAVO_API_KEY, or --insecure to allow requests without a key"
         )
 
 
@@ -218,8 +218,8 @@ def allow_open_files(num_connections: int = MAX_CONNECTIONS, *, files_each: int 
         return num_connections
     num_fit = max((limit - _OWN_FILES) // files_each, 1)
     logger.warning(
-        "the system lets this process open %d files: %d connections fit, of the %d that it would take; "
-        "raise its hard limit (ulimit -Hn, or LimitNOFILE= of its unit) to %d",
+        "this process may open %d files: that allows %d connections instead of %d; raise its hard limit (ulimit -Hn, "
+        "or LimitNOFILE= of its unit) to %d",
         limit,
         num_fit,
         num_connections,

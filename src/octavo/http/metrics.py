@@ -31,7 +31,7 @@ class Metrics:
         )
         self._refused = Counter(
             "octavo:requests_refused",
-            "Requests that were refused or cut off, by the error's code.",
+            "Requests that were refused or cut off, by error code.",
             ["code"],
             registry=self._registry,
         )

@@ -40,13 +40,13 @@ class OriginMiddleware:
     def _error(self, scope: Scope) -> HttpError | None:
         hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
         if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):  # RFC 9112, section 3.2
-            return HttpError(400, f"a request has one header Host, and this one has {len(hosts)}")
+            return HttpError(400, f"a request must have one Host header, but this one has {len(hosts)}")
         host = hosts[0] if hosts else ""
         if self._hosts is not None and scope["path"] not in OPEN_PATHS and _name(host) not in self._hosts:
-            return HttpError(421, "this server does not answer to this Host; --allowed-host NAME adds one")
+            return HttpError(421, "this Host is not allowed; the option --allowed-host NAME allows one")
         own = {f"http://{host}", f"https://{host}"} if host else set()
         if "*" not in self._origins and not own.union(self._origins).issuperset(origins):
-            return HttpError(403, "this server does not answer pages of this Origin; --allowed-origin URL adds one")
+            return HttpError(403, "pages of this Origin are not allowed; the option --allowed-origin URL allows one")
         return None
 
 

@@ -14,8 +14,8 @@ _GET, _PROBE = ("GET",), ("GET", "HEAD")
 _CHANGES = ("/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}")  # of Ollama's models
 _OLDER = ("/get_server_info",)
 # Actions that need a key with `read_metrics`.
-_SETTINGS = "read the server's settings: that takes read_metrics"
-METRICS, DASHBOARD = "read the metrics, which tell of all keys", "see the dashboard, which tells of all keys"
+_SETTINGS = "read the server's settings; it needs read_metrics"
+METRICS, DASHBOARD = "read the metrics; it needs read_metrics", "see the dashboard; it needs read_metrics"
 _FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # of the dashboard, which shows requests of all keys
 
 

@@ -99,9 +99,9 @@ class HttpService(ABC):
         try:
             self._read_keys()
         except ConfigError as error:
-            logger.error("the API keys stay as they were: %s", error)  # noqa: TRY400 - the error says all
+            logger.error("the API keys were not reloaded: %s", error)  # noqa: TRY400 - the error says all
             return
-        logger.info("the API keys were read anew: %d", len(self.keyring.tenants) if self.keyring else 0)
+        logger.info("the API keys were reloaded: %d keys", len(self.keyring.tenants) if self.keyring else 0)
         self._keys_changed()
 
     def _read_keys(self) -> None:
@@ -125,4 +125,4 @@ def server_closing() -> ServerClosingError:
 
 def key_removed() -> AuthenticationError:
     """Make the error of an open request after its key was removed."""
-    return AuthenticationError("the API key of this request was taken away")
+    return AuthenticationError("the API key of this request was removed")

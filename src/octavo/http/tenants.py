@@ -133,13 +133,13 @@ def _read(path: Path) -> list[tuple[bytes, Tenant]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     if unknown := content.keys() - {"keys"}:
-        raise ConfigError(f"{path}: {min(unknown)!r} is unknown; keys are tables like [keys.alice]")
+        raise ConfigError(f"{path}: {min(unknown)!r} is not a known table; keys are tables like [keys.alice]")
     tables = content.get("keys")
     if not isinstance(tables, dict) or not tables:
         raise ConfigError(f"{path} holds no keys: `octavo keys add {path} NAME` adds one")
     entries = [entry for name, table in tables.items() for entry in _entries(name, table, f"{path}: keys.{name}")]
     if len({digest for digest, _ in entries}) < len(entries):
-        raise ConfigError(f"{path}: the same key stands there twice")
+        raise ConfigError(f"{path}: the same key occurs twice")
     return entries
 
 
@@ -187,7 +187,7 @@ def add_key(path: Path, tenant: Tenant) -> str:
     _entries(tenant.name, table, f"the key {tenant.name!r}")
     with _changed(path) as tables:
         if tenant.name in tables:
-            raise ConfigError(f"{path} has a key of the name {tenant.name!r} already")
+            raise ConfigError(f"{path} already has a key named {tenant.name!r}")
         tables[tenant.name] = table
     return key
 
@@ -195,7 +195,7 @@ def add_key(path: Path, tenant: Tenant) -> str:
 def remove_key(path: Path, name: str) -> None:
     """Remove a tenant's keys from a file. Raises `ConfigError`, also for the last ones in it."""
     if [known.name for known in Keyring.from_file(path).tenants] == [name]:
-        raise ConfigError(f"{name!r} is the only key of {path}: add another one first")
+        raise ConfigError(f"{name!r} is the only key of {path}: add another key first")
     with _changed(path, name) as tables:
         del tables[name]
 
@@ -241,7 +241,7 @@ def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
     document = tomlkit.document() if is_new else tomlkit.parse(path.read_text(encoding="utf-8"))
     tables = document.setdefault("keys", tomlkit.table(is_super_table=True))
     if name is not None and name not in tables:
-        raise ConfigError(f"{path} has no key of the name {name!r}")
+        raise ConfigError(f"{path} has no key named {name!r}")
     yield tables
     text = tomlkit.dumps(document)
     if tomllib.loads(text) != {"keys": tables.unwrap()}:

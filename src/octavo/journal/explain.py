@@ -22,7 +22,7 @@ DEFERRED = "waiting for a block that another request computed"
 LOADING = "waiting for KV from outside"
 PROMPT = "computing the prompt"
 GENERATING = "generating"
-PREEMPTED = "preempted, waiting to go on"
+PREEMPTED = "preempted, waiting to continue"
 PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 
@@ -79,7 +79,7 @@ def explain(log: Iterable[Event], request_id: str, end_time: float | None = None
     start = next((i for i, e in enumerate(stream) if _is(e, events.RequestQueued, request_id)), None)
     if start is None:
         known = [e.request_id for e in stream if isinstance(e, events.RequestQueued)]
-        raise ConfigError(f"no request {request_id!r} is recorded; there are {', '.join(known[:10]) or 'none'}")
+        raise ConfigError(f"no request {request_id!r} is recorded; the journal has {', '.join(known[:10]) or 'none'}")
     end = next((i for i in range(start, len(stream)) if _is(stream[i], events.RequestFinished, request_id)), None)
     life = stream[start : len(stream) if end is None else end + 1]
     teller = _Teller(request_id, stream[: start + 1])
@@ -169,23 +169,23 @@ class _Teller:
         result = self.result
         result.reasons[:0] = list(self._why_queued())
         if self.num_stalled:
-            what = "no block was free, and nobody could be preempted for it"
+            what = "no block was free, and no request could be preempted for it"
             result.reasons.append(f"it got nothing in {self.num_stalled} steps: {what}")
         if self.num_outranked:
-            what = "its prompt gave way to more important requests"
+            what = "more important requests came before its prompt"
             result.reasons.append(f"it got nothing in {self.num_outranked} steps: {what}")
         if self.num_postponed:
-            what = "what its grammar allows was not computed in time"
+            what = "the tokens that its grammar allows were not computed in time"
             result.reasons.append(f"it got no token in {self.num_postponed} steps: {what}")
         if self.num_chunks > 1:
-            result.reasons.append(f"its prompt was computed in {self.num_chunks} chunks beside other requests")
+            result.reasons.append(f"its prompt was computed in {self.num_chunks} chunks, in steps with other requests")
         if self.num_tokens:
             result.reasons.append(f"it took part in {self.num_steps} steps and generated {self.num_tokens} tokens")
         if self.drafts.num_drafts:
             result.reasons.append(_how_drafts_went(self.drafts))
         others = [f"{name} ({count} tokens)" for name, count in self.shared.most_common(3)]
         if others:
-            result.reasons.append(f"its steps were shared most with {', '.join(others)}")
+            result.reasons.append(f"the other requests with the most tokens in its steps: {', '.join(others)}")
         return result
 
     def enter(self, phase: str | None, time: float, details: dict[str, str] | None = None) -> None:
@@ -253,9 +253,9 @@ class _Teller:
         elif isinstance(event, events.RequestParked):
             self.enter(DEFERRED, event.time)
             what = (
-                "what the store outside has"
+                "the answer of an external KV store"
                 if event.owner is None
-                else f"{event.owner}, which was computing the same beginning"
+                else f"{event.owner}, which was computing the same prefix"
             )
             reasons.append(f"it waited for {what}")
         elif isinstance(event, events.RequestUnparked):
@@ -300,7 +300,7 @@ class _Teller:
         own = self.queued[self.request_id]
         queued_s = self.result.seconds.get(QUEUED, 0.0)
         if own.num_ahead and queued_s:
-            yield f"it queued behind {own.num_ahead} other{'s' if own.num_ahead > 1 else ''}"
+            yield f"it queued after {own.num_ahead} other request{'s' if own.num_ahead > 1 else ''}"
         for reason, seconds in sorted(self.held_up.items(), key=lambda each: -each[1]):
             if seconds > 0:
                 yield f"for {seconds:.3f} s the head of the queue could not start: {reason}"
@@ -319,12 +319,13 @@ class _Teller:
 def _how_drafts_went(drafts: DraftStats) -> str:
     rates = ", ".join(f"{100 * rate:.0f} %" for rate in drafts.acceptance_rate_per_pos)
     return (
-        f"{drafts.num_accepted_tokens} of {drafts.num_draft_tokens} guessed tokens were right (by their place in the "
-        f"guess: {rates}); it got {drafts.tokens_per_step:.2f} tokens of a step in which some were verified"
+        f"{drafts.num_accepted_tokens} of {drafts.num_draft_tokens} draft tokens were accepted (by position in the "
+        f"draft: {rates}); it got {drafts.tokens_per_step:.2f} tokens per step with drafts"
     ) + (
         ""
         if drafts.speed_up is None
-        else f"; for all in them these steps were {drafts.speed_up:.2f} times as fast as without"
+        else f"; these steps were {drafts.speed_up:.2f} times as fast as steps without drafts, over all requests in "
+        "them"
     )
 
 
@@ -335,14 +336,14 @@ def _by_tier(event: events.KVLoadEnded) -> dict[str, str]:
 def _what_came(event: events.KVLoadEnded) -> str:
     took = _ms(event.seconds)
     if not event.num_tokens:
-        return f"fetching its KV from {event.store} took {took} and gave nothing: {event.outcome}"
+        return f"fetching its KV from {event.store} took {took} and brought no KV: {event.outcome}"
     shares = list(shares_of(event))
     if len(shares) > 1:
         parts = [f"{each.num_tokens:,} tokens from {each.move.tier} ({_ms(each.move.seconds)})" for each in shares]
         given, took = f"{', '.join(parts[:-1])} and {parts[-1]}", f"{took} in all"
     else:
         given = f"{event.num_tokens:,} tokens from {shares[0].move.tier if shares else event.store}"
-    less = "" if event.outcome == "done" else "; the others did not come"
+    less = "" if event.outcome == "done" else "; the other tokens did not arrive"
     return f"{given}, {took}{_instead_of(event.computing_s)}{less}"
 
 
@@ -364,4 +365,4 @@ def _what_was_found(event: events.PrefixCacheQueried) -> str:
     if event.miss is None:
         return found
     where = "" if event.position is None else f" at position {event.position}"
-    return f"{found}; the rest was not: {event.miss}{where}"
+    return f"{found}; the rest was not found: {event.miss}{where}"

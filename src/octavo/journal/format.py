@@ -150,7 +150,7 @@ def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
     if version == VERSION:
         return header, lines
     is_older = isinstance(version, int) and version < VERSION
-    advice = "convert it with tools/convert_journal.py" if is_older else "use the octavo that wrote it"
+    advice = "convert it with tools/convert_journal.py" if is_older else "use the version of octavo that wrote it"
     raise ConfigError(f"{path} is a journal of version {version!r}, and this octavo reads version {VERSION}: {advice}")
 
 
@@ -162,7 +162,7 @@ def read_any_version(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a journal: {error}") from None
     if not lines or not isinstance(lines[0], dict) or "journal" not in lines[0]:
-        raise ConfigError(f"{path} is no journal; `octavo serve --record FILE` writes one")
+        raise ConfigError(f"{path} is not a journal; `octavo serve --record FILE` writes one")
     return lines[0], lines[1:]
 
 
@@ -173,4 +173,4 @@ def _complete_lines(file: IO[str]) -> Iterator[Any]:
         try:
             yield json.loads(line)
         except ValueError:
-            raise ConfigError(f"{file.name} is no journal: {line[:60]!r}") from None
+            raise ConfigError(f"{file.name} is not a journal: {line[:60]!r}") from None

@@ -264,7 +264,7 @@ class RecordingScheduler:
                 _write_out(self._file, self._lines)
             except OSError:  # a full disk must not end the engine
                 self._is_broken = True
-                logger.exception("the journal cannot be written any more; it ends here")
+                logger.exception("writing the journal failed; it ends here")
         self._lines.clear()
 
 

@@ -73,7 +73,9 @@ class Player:
         self.num_steps = self.num_unchecked = 0
         self.store = ReplayedConnector(header["connector"]) if header.get("connector") else None
         if unknown := set(header["scheduler"]) - {each.name for each in fields(SchedulerConfig)}:
-            raise ConfigError(f"the journal is of another version of octavo: {', '.join(sorted(unknown))} are unknown")
+            raise ConfigError(
+                f"the journal was written by another version of octavo; unknown fields: {', '.join(sorted(unknown))}"
+            )
         first_group, *bounded_groups = _kv_groups(header["kv_groups"])
         self.scheduler = Scheduler(
             SchedulerConfig(**header["scheduler"]),
@@ -199,7 +201,9 @@ def _kv_groups(groups: Sequence[dict[str, Any]]) -> list[KVGroupSpec]:
     try:
         return [KVGroupSpec.from_json(group) for group in groups]
     except (KeyError, TypeError):
-        raise ConfigError(f"the journal is of another version of octavo: its KV groups {groups} are unknown") from None
+        raise ConfigError(
+            f"the journal was written by another version of octavo; its KV groups {groups} are unknown"
+        ) from None
 
 
 def replay(path: Path) -> Replay:

@@ -82,7 +82,7 @@ class ReplayedConnector:
 
     def _next(self) -> Answer:
         if not self.answers:
-            raise ConfigError("the replay asks the store of KV more than the journal has answers for")
+            raise ConfigError("the replay asked the KV store more often than the recorded run")
         return self.answers.pop(0)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:

@@ -110,14 +110,14 @@ def create_kernels(
     compiled = importlib.util.find_spec("octavo._kernels") is not None
     if backend == "cpu" and not compiled:
         raise ConfigError(
-            "kernel backend 'cpu' needs octavo's compiled kernels, which this installation lacks; install octavo where "
-            "a C++ compiler is found (OCTAVO_REQUIRE_KERNELS=1 makes pip show why one fails), or choose reference"
+            "kernel backend 'cpu' needs octavo's compiled kernels, which this installation lacks; reinstall octavo "
+            "with a C++ compiler (OCTAVO_REQUIRE_KERNELS=1 makes pip show why the build fails), or choose reference"
         )
     wants_compiled = device.type == "cpu" and backend in {"auto", "cpu"}
     if isa != "auto":
         available = instruction_sets() if wants_compiled else ()
         if isa not in available:
-            reason = f"this processor has {', '.join(available)}" if available else "no compiled kernels serve here"
+            reason = f"this processor has {', '.join(available)}" if available else "no compiled kernels are installed"
             if wants_compiled and isa == "amx" and (refusal := _refused_tiles()):
                 reason = refusal
             raise ConfigError(f"instruction set {isa!r} cannot be used: {reason}")
@@ -129,15 +129,15 @@ def create_kernels(
 
             if isa == "auto" and (refusal := _refused_tiles()):
                 logger.warning(
-                    "%s; slower kernels serve, whose results differ in their last bits from those of an engine with "
-                    "AMX: such engines share no KV",
+                    "%s; slower kernels are used. Their results differ in the last bits from those of engines with "
+                    "AMX, so they share no KV with such engines",
                     refusal,
                 )
             return CpuKernels(cast("Isa", isa), num_threads=num_threads)
         warnings.warn(
-            "octavo was installed without its compiled kernels: it runs on plain torch, several times slower, and a "
-            "token may depend on the batch it was computed in. Reinstall octavo where a C++ compiler is found; "
-            "OCTAVO_REQUIRE_KERNELS=1 makes pip show why the build fails.",
+            "octavo was installed without its compiled kernels: it runs on plain torch, several times slower, and "
+            "tokens may depend on the batch. Reinstall octavo with a C++ compiler; OCTAVO_REQUIRE_KERNELS=1 makes "
+            "pip show why the build fails.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -156,8 +156,8 @@ def _refused_tiles() -> str:
     if not error:
         return ""
     return (
-        f"the system refuses AMX to this process ({os.strerror(error)}): start again; if that does not help, let a "
-        "sandbox or container allow the system call arch_prctl, and load no library that gives threads small signal "
+        f"the system refuses AMX to this process ({os.strerror(error)}): restart it; if that does not help, allow "
+        "the system call arch_prctl in its sandbox or container, and load no library that gives threads small signal "
         "stacks"
     )
 
@@ -170,8 +170,8 @@ def _triton_kernels(device: torch.device, backend: str) -> Kernels:
 
     if device.type != "cuda" and not is_interpreted():
         raise ConfigError(
-            f"kernel backend {backend!r} cannot serve device {str(device)!r}: it needs a GPU, or TRITON_INTERPRET=1, "
-            "with which Triton interprets kernels on the CPU, thousands of times slower; choose auto or reference"
+            f"kernel backend {backend!r} cannot serve device {str(device)!r}: it needs a GPU (or TRITON_INTERPRET=1: "
+            "Triton then interprets kernels on the CPU, thousands of times slower); choose auto or reference"
         )
     if backend == "fast-inexact":
         from octavo.kernels.triton.inexact import InexactKernels  # noqa: PLC0415  needs triton

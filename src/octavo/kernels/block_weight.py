@@ -59,7 +59,9 @@ class BlockKind(Enum):
     def row_bytes(self, in_features: int) -> int:
         """Return the bytes of a row in a file. Raises `ValueError` if in_features is not a multiple of a block."""
         if in_features % self.block_values != 0:
-            raise ValueError(f"{self.name} has blocks of {self.block_values} values, and rows of {in_features} do not")
+            raise ValueError(
+                f"{self.name} has blocks of {self.block_values} values, which do not divide rows of {in_features}"
+            )
         return in_features // self.block_values * self.block_bytes
 
 

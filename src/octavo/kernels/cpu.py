@@ -163,7 +163,7 @@ class CpuKernels:
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight to integers of 8 or 4 bits."""
         if not weight.is_floating_point():
-            raise ValueError(f"a weight of {weight.dtype} is not rounded")
+            raise ValueError(f"a weight of {weight.dtype} cannot be quantized")
         weight = weight.detach() if weight.stride(1) == 1 else weight.detach().contiguous()
         weight = weight.float() if weight.dtype == torch.float64 else weight
         if bits == 8:
@@ -207,7 +207,7 @@ class CpuKernels:
         if panels and all(part.is_of_blocks and part.in_features == panels[0].in_features for part in panels):
             return BlockPanels(panels).as_linear()
         if len(panels) != 1:
-            raise ValueError(f"{len(panels)} parts are no packed weight")
+            raise ValueError(f"{len(panels)} parts are not a packed weight")
         return panels[0].as_linear()
 
     def allocate(self, num_bytes: int) -> Tensor:

@@ -47,7 +47,9 @@ class PanelWeight:
         """Pack a weight, or the parts of one. Raises `ValueError` if sums of its integers would not fit 32 bits."""
         parts: Sequence[Tensor]
         if not isinstance(weight, (torch.Tensor, Sequence)) and weight.shape[1] > MAX_IN_FEATURES:
-            raise ValueError(f"{weight.shape[1]} input features of integers: sums would not fit, {MAX_IN_FEATURES} do")
+            raise ValueError(
+                f"{weight.shape[1]} input features of integers: sums could overflow; the maximum is {MAX_IN_FEATURES}"
+            )
         if isinstance(weight, Sequence):  # each part has its own panels if it fills them
             is_whole = all(part.shape[0] % PANEL_COLUMNS == 0 for part in weight[:-1])
             parts = weight if is_whole else [torch.cat(list(weight))]
@@ -98,13 +100,13 @@ class PanelWeight:
         """
         shape, number, int4 = _check_numbers(kept.numbers)
         if kept.data.nbytes != packed_bytes(number, *shape, int4):
-            raise ValueError(f"{kept.data.nbytes} bytes are no packed weight of {shape[0]} x {shape[1]}")
+            raise ValueError(f"{kept.data.nbytes} bytes are not a packed weight of {shape[0]} x {shape[1]}")
         if kept.bias is not None and len(kept.bias) != -(-shape[0] // PANEL_COLUMNS) * PANEL_COLUMNS:
-            raise ValueError(f"{len(kept.bias)} values are no packed bias of {shape[0]}")
+            raise ValueError(f"{len(kept.bias)} values are not a packed bias of {shape[0]}")
         if int4.has_order:
             order = kept.data[-4 * shape[1] :].view(torch.int32)
             if order.min() < 0 or order.max() >= shape[1]:
-                raise ValueError(f"its columns meet input features that are none of {shape[1]}")
+                raise ValueError(f"its column order names features beyond the {shape[1]} input features")
         return cls(kept.data, number, int4, kept.bias, *shape)
 
     @staticmethod
@@ -179,7 +181,7 @@ def _check_numbers(numbers: Mapping[str, int | str]) -> tuple[tuple[int, int], i
     for name in ("out_features", "in_features", "group_size", "has_zeros", "has_order"):
         value = numbers[name]
         if type(value) is not int or not 0 <= value < _TOO_LARGE:
-            raise ValueError(f"{dict(numbers)} describes no packed weight")
+            raise ValueError(f"{dict(numbers)} does not describe a packed weight")
         found.append(value)
     out_features, in_features, group_size, *flags = found
     number = next((each for each, name in _TYPE_NAMES.items() if name == numbers["type"]), -1)
@@ -195,7 +197,7 @@ def _check_numbers(numbers: Mapping[str, int | str]) -> tuple[tuple[int, int], i
         and max(flags) <= int(is_int4)
     )
     if not is_right:
-        raise ValueError(f"{dict(numbers)} describes no packed weight")
+        raise ValueError(f"{dict(numbers)} does not describe a packed weight")
     return (out_features, in_features), number, Int4Format(group_size, *map(bool, flags))
 
 

@@ -124,7 +124,7 @@ class Int4Weight:
         finite makes its feature NaN. Raises `ValueError` for a zero point above 16.
         """
         if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
-            raise ValueError(f"zero points reach {self.zeros.max()}, and values only 15")
+            raise ValueError(f"zero points reach {self.zeros.max()}; the maximum is 15")
         scales = self.scales.float()
         largest = scales.abs().amax(dim=1) if scales.shape[1] else scales.new_zeros(scales.shape[0])
         most = torch.full_like(largest, _MOST_WORD // (INT4_ZERO if self.zeros is None else 2 * INT4_ZERO))

@@ -65,7 +65,7 @@ class ReferenceKernels:
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight to integers of 8 or 4 bits."""
         if not weight.is_floating_point():
-            raise ValueError(f"a weight of {weight.dtype} is not rounded")
+            raise ValueError(f"a weight of {weight.dtype} cannot be quantized")
         return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
@@ -260,7 +260,7 @@ class ReferenceKernels:
         """Return the accepted tokens of each request, and their numbers."""
         first, num_rows = cu_num_logits[:-1].long(), cu_num_logits.diff()
         if bool(((num_rows < 1) | (num_rows > num_speculative_steps + 1)).any()):
-            raise IndexError(f"a request has no row of logits, or more than {num_speculative_steps} drafts")
+            raise IndexError(f"a request has no row of logits or more than {num_speculative_steps} drafts")
         steps = torch.arange(num_speculative_steps + 1, device=target_sampled.device)
         rows = (first[:, None] + steps).clamp(max=target_sampled.shape[0] - 1)
         came_true = F.pad(target_sampled[:-1] == draft_ids[1:], (0, 1))[rows] & (steps < num_rows[:, None] - 1)

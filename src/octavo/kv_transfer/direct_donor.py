@@ -228,9 +228,9 @@ class DirectDonor:
         except OSError as error:
             with self._changed:
                 self._num_errors += 1
-            logger.debug("KV was not handed over: %s", error)
+            logger.debug("KV was not sent: %s", error)
         except Exception:
-            logger.exception("KV could not be handed over")
+            logger.exception("KV could not be sent")
         finally:
             with self._changed:
                 self._connections.discard(connection)
@@ -245,7 +245,7 @@ class DirectDonor:
                 self._told.clear()
             self._told.add(refusal)
         if is_new:
-            logger.warning("decode engine at %s: no KV is handed over to it: %s", *refusal)
+            logger.warning("decode engine at %s: no KV is sent to it: %s", *refusal)
         channel.send(messages.Refused(reason))
 
     def _hear(self, channel: Channel) -> ReadyToReceive:
@@ -264,7 +264,7 @@ class DirectDonor:
         try:
             ready = messages.decode_ready(notice.ready)
         except messages.DecodeError as error:
-            raise ConnectionError(f"no question: {error}") from error
+            raise ConnectionError(f"invalid request: {error}") from error
         differences = messages.differences(
             {**self._kv_format, "size of a block": f"{self.block_bytes} bytes"},
             {**ready.kv_format, "size of a block": f"{ready.block_bytes} bytes"},

@@ -132,15 +132,15 @@ class Channel:
         deadline = time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
         if length > _MAX_BYTES:
-            raise ConnectionError(f"a message of {length} bytes")
+            raise ConnectionError(f"a message of {length} bytes exceeds the limit of {_MAX_BYTES} bytes")
         try:
             message = _decode(self._read(length, deadline))
         except DecodeError as error:
-            raise ConnectionError(f"no message: {error}") from error
+            raise ConnectionError(f"invalid message: {error}") from error
         if isinstance(message, Refused):
-            raise RefusalError(f"it hands nothing over: {_printable(message.reason)}")
+            raise RefusalError(f"it sends no KV: {_printable(message.reason)}")
         if not isinstance(message, kind):
-            raise ConnectionError(f"{type(message).__name__} out of turn")
+            raise ConnectionError(f"{type(message).__name__} was not expected")
         return message
 
     def _read(self, count: int, deadline: float) -> bytes:
@@ -149,7 +149,7 @@ class Channel:
             self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
             part = self._connection.recv(count - len(parts))
             if not part:
-                raise BrokenOffError("it broke off")
+                raise BrokenOffError("it closed the connection")
             parts += part
         return bytes(parts)
 

@@ -270,7 +270,9 @@ class DirectReceiver:
                     end = min(told.count, len(keys)) if isinstance(told, messages.Written) else count
                     while count < end:
                         if not self._take(area.objects[count], generation, keys[count], blocks[count]):
-                            self._note_fault(expected.source, "other bytes came than were said to", is_corrupt=True)
+                            self._note_fault(
+                                expected.source, "the received bytes differ from the announced ones", is_corrupt=True
+                            )
                             return count
                         count += 1
             if is_over:
@@ -280,7 +282,9 @@ class DirectReceiver:
             is_down = not isinstance(error, _OF_ONE_CONNECTION) or not _answers(expected.source)
             self._note_fault(expected.source, str(error) or type(error).__name__, is_down=is_down)
             if not area.ping():
-                logger.warning("the process for direct transfers of KV does not answer; it is replaced if it stays so")
+                logger.warning(
+                    "the process for direct transfers of KV does not answer; it is replaced if it does not recover"
+                )
         finally:
             if not is_over:
                 area.rest()
@@ -320,7 +324,7 @@ class DirectReceiver:
                     self._failed_at.clear()
                 self._failed_at[source] = time.monotonic()
         if is_new:
-            logger.warning("prefill engine %s: %s; what did not come is computed here", source, what)
+            logger.warning("prefill engine %s: %s; KV that did not arrive is computed here", source, what)
 
 
 def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
@@ -329,7 +333,7 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
     try:
         return socket.create_connection((host.strip("[]"), int(port)), timeout_s)
     except TimeoutError as error:
-        raise _ConnectTimeoutError("no connection in time") from error
+        raise _ConnectTimeoutError("the connection timed out") from error
 
 
 def _answers(source: str) -> bool:

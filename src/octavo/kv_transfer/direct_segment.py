@@ -37,9 +37,7 @@ class Segment:
     def __init__(self, block_bytes: int, max_bytes: int) -> None:
         self.num_slots = max_bytes // block_bytes
         if not self.num_slots:
-            raise ConfigError(
-                f"kv_direct_bytes is {max_bytes}, but a block takes {block_bytes}: there is room for none"
-            )
+            raise ConfigError(f"kv_direct_bytes is {max_bytes}, but one block takes {block_bytes} bytes: increase it")
         memory = memoryview(mmap.mmap(-1, self.num_slots * block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         self._contents = (memory[start : start + block_bytes] for start in range(0, len(memory), block_bytes))
         self._free: list[memoryview] = []

@@ -66,7 +66,7 @@ class DiskStore:
         smallest = file_bytes(1, block_bytes)
         if max_bytes is not None and max_bytes < smallest:
             raise ConfigError(
-                f"kv_disk_bytes is {max_bytes}; a file of one block takes {smallest} bytes: give it so many at least"
+                f"kv_disk_bytes is {max_bytes}; it must be at least {smallest} bytes, the size of a file with one block"
             )
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
@@ -108,10 +108,10 @@ class DiskStore:
             with self._directory.open(name) as (descriptor, found):
                 header = self._directory.header(descriptor, found.st_size)
                 if header.block_bytes != len(blocks[0]) or header.keys[first : first + len(keys)] != tuple(keys):
-                    fault = "it has other blocks than it had"
+                    fault = "it contains other blocks than before"
                 else:
                     loaded = read_blocks(descriptor, header, first, blocks)
-                    fault = "" if loaded == len(keys) else f"block {first + loaded} does not agree with its checksum"
+                    fault = "" if loaded == len(keys) else f"block {first + loaded} does not match its checksum"
         except FileNotFoundError:
             self._directory.index.drop(name)
         except CorruptFileError as error:
@@ -236,7 +236,7 @@ class _Writing:
             self._resumes_at = self._clock() + self._pause_s
         if is_first:
             logger.warning(
-                "%s: no KV can be written (%s); what is there is served, and writing is tried again from time to time",
+                "%s: no KV can be written (%s); stored KV is still read, and writing is retried periodically",
                 self._directory,
                 error,
             )

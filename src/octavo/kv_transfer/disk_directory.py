@@ -300,7 +300,7 @@ class DiskDirectory:
         while self.num_bytes + num_bytes > self._max_bytes:
             oldest = self.index.oldest()
             if oldest is None:
-                raise OSError(errno.ENOSPC, f"all of {self._max_bytes} bytes are of files that are being written")
+                raise OSError(errno.ENOSPC, f"all of {self._max_bytes} bytes are used by files that are being written")
             try:
                 self._evict(*oldest)
             except PermissionError:  # other files may still be deletable
@@ -398,7 +398,7 @@ class DiskDirectory:
                 raise
             os.close(descriptor)
             if time.monotonic() > until:
-                raise TimeoutError(errno.ETIMEDOUT, f"another process keeps {self._root}/lock ({_LOCK_WAIT_S:g} s)")
+                raise TimeoutError(errno.ETIMEDOUT, f"another process holds {self._root}/lock ({_LOCK_WAIT_S:g} s)")
             time.sleep(_LOCK_POLL_S)
 
     def _is_in_place(self, descriptor: int) -> bool:

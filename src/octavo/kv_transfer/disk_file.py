@@ -75,7 +75,7 @@ def write_blocks(descriptor: int, keys: Sequence[bytes], blocks: Sequence[memory
     table = entries.ljust(_header_bytes(len(keys)) - _TABLE_AT, b"\0")
     header = start + hashlib.sha256(start + table).digest() + table
     if _move_all(os.pwritev, descriptor, [memoryview(header), *blocks], 0):
-        raise OSError(errno.EIO, "the system writes nothing")
+        raise OSError(errno.EIO, "the system wrote no bytes")
     os.fsync(descriptor)
 
 
@@ -89,15 +89,15 @@ def read_header(descriptor: int, num_bytes: int) -> Header:
         raise CorruptFileError("it ends within its header")
     magic, version, num_blocks, block_bytes = _START.unpack_from(first)
     if magic != _MAGIC:
-        raise CorruptFileError("it does not begin as it should")
+        raise CorruptFileError("it does not begin with the magic bytes of this format")
     if version != FORMAT_VERSION:
         raise OtherFormatError(f"its format has version {version}, this is version {FORMAT_VERSION}")
     if not num_blocks or file_bytes(num_blocks, block_bytes) != num_bytes:
-        raise CorruptFileError(f"it says {num_blocks} blocks of {block_bytes} bytes, and has {num_bytes} bytes")
+        raise CorruptFileError(f"it says {num_blocks} blocks of {block_bytes} bytes, but has {num_bytes} bytes")
     size = _header_bytes(num_blocks)
     whole = first if size == _PAGE_BYTES else first + os.pread(descriptor, size - _PAGE_BYTES, _PAGE_BYTES)
     if hashlib.sha256(whole[: _START.size] + whole[_TABLE_AT:]).digest() != whole[_START.size : _TABLE_AT]:
-        raise CorruptFileError("its header does not agree with its checksum")
+        raise CorruptFileError("its header does not match its checksum")
     table = range(_TABLE_AT, _TABLE_AT + num_blocks * _ENTRY_BYTES, _ENTRY_BYTES)
     return Header(
         block_bytes,

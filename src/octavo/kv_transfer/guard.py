@@ -241,9 +241,9 @@ class GuardedStore:
             self.figures.num_errors = max(self.figures.num_errors, self._num_failures)
             self._note_usable()
         if is_new and isinstance(error, StoreError):
-            logger.warning("KV store %s is left alone for a while and tried again: %s", self.name, error)
+            logger.warning("KV store %s is not used for a while, then retried: %s", self.name, error)
         elif is_new:
-            logger.error("KV store %s failed; it is left alone and tried again", self.name, exc_info=error)
+            logger.error("KV store %s failed; it is not used for a while, then retried", self.name, exc_info=error)
 
     def _succeeded(self) -> None:
         with self._lock:

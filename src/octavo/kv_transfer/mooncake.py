@@ -145,7 +145,7 @@ class MooncakeStore:
             self._note(key, is_there=is_whole)
             if _is_wrong(code, is_whole):
                 self._num_corrupt += 1
-                logger.warning("Mooncake gave other bytes for a block than were saved: they are not used")
+                logger.warning("Mooncake returned other bytes for a block than were saved: they are not used")
         return is_whole
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:

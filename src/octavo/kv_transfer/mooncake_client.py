@@ -215,7 +215,7 @@ class MooncakeClient:
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
-        opened = Opened("it does not connect")
+        opened = Opened("it cannot connect")
         try:
             late = Opened(f"no answer in {OPEN_S:g} s")
             opened = Opened.decode(self._control.recv_bytes()) if self._control.poll(OPEN_S) else late
@@ -225,7 +225,7 @@ class MooncakeClient:
             if opened.error:
                 self.kill()
         if opened.error:
-            raise StoreError(f"no client of Mooncake: {opened.error}")
+            raise StoreError(f"the client of Mooncake could not be opened: {opened.error}")
         self.session = opened.session
         size = sum(map(len, self._areas[0].objects))
         for index, area in enumerate(self._areas):
@@ -269,7 +269,7 @@ class MooncakeClient:
                 if self._idle:
                     return self._idle.pop()
                 if now >= deadline or len(self._aside) == len(self._areas):
-                    raise BusyError(f"Mooncake answers none of the {len(self._areas)} calls that were made")
+                    raise BusyError(f"Mooncake answers none of {len(self._areas)} calls")
                 self._free.wait(deadline - now)
 
     def close(self) -> None:

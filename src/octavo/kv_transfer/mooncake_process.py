@@ -53,7 +53,9 @@ def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
         order.host, _ADDRESSES, order.segment_bytes, _CALL_BUFFER_BYTES, order.protocol, "", order.master
     )
     if code:
-        raise OSError(f"no client of mooncake_master at {order.master} over {order.protocol} (code {code})")
+        raise OSError(
+            f"the client could not connect to mooncake_master at {order.master} over {order.protocol} (code {code})"
+        )
     num_bytes = order.area_bytes * len(order.channels)
     if num_bytes and (code := client.register_buffer(address, num_bytes)):
         raise OSError(f"{num_bytes} bytes of memory could not be registered for {order.protocol} (code {code})")
@@ -85,7 +87,7 @@ def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]
 
     engine = TransferEngine()
     if code := engine.initialize(order.host, _ADDRESSES, order.protocol, ""):
-        raise OSError(f"no TransferEngine for {order.host} over {order.protocol} (code {code})")
+        raise OSError(f"the TransferEngine could not be started for {order.host} over {order.protocol} (code {code})")
     num_bytes = order.area_bytes * len(order.channels)
     if code := engine.register_memory(address, num_bytes):
         raise OSError(f"{num_bytes} bytes of memory could not be registered for {order.protocol} (code {code})")

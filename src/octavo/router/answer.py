@@ -206,7 +206,7 @@ class Answer:
         if self._loop.time() < self._silent_at:
             self._timer = self._loop.call_at(self._silent_at, self._look)
             return
-        what = f"nothing more of its answer within {self._limits.idle_s:g} s"
+        what = f"its answer did not continue within {self._limits.idle_s:g} s"
         if not self._is_begun:
             what = f"no answer within {self._limits.first_byte_s:g} s"
         self._fail(SilentEngineError(what))
@@ -265,7 +265,7 @@ class Answer:
         elif not self._num_framing_bytes and not self._is_begun:
             self._fail(NoAnswerError(f"it closed the connection: {error}"))
         else:
-            self._fail(AnswerError(f"its answer was cut: {error}"))
+            self._fail(AnswerError(f"its answer was cut off: {error}"))
         self._wake()
 
     def _fail(self, error: Exception) -> None:
@@ -305,7 +305,7 @@ class Answer:
             self._refuse(f"its Transfer-Encoding is {coding!r:.100}; only chunked can be read")
         length = self._header(b"content-length")
         if self.status == 204 and (coding or length.strip(b"0")):
-            self._refuse("its status is 204, which has no body, and its headers announce one")
+            self._refuse("its status is 204, which has no body, but its headers announce one")
         self._is_begun = True
         self._progress_at = self._loop.time()
         self.is_over = self._is_head  # the answer to HEAD has no body, although it may have a length

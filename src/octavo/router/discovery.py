@@ -62,7 +62,7 @@ class EnginesFile:
                 self._seen, self._trouble = seen, ""
         except (OSError, UnicodeDecodeError, ConfigError) as error:
             if str(error) != self._trouble:
-                logger.error("the engines stay as they were: %s: %s", self._path, error)  # noqa: TRY400 - it says all
+                logger.error("the list of engines was not reloaded: %s: %s", self._path, error)  # noqa: TRY400 - it says all
             self._trouble = str(error)
         return self._urls
 

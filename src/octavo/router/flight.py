@@ -69,7 +69,7 @@ class Flight:
         if timeout_s is None:
             yield
             return
-        error = DeadlineError(f"the request was not done within its limit of {timeout_s:g} s")
+        error = DeadlineError(f"the request did not finish within its limit of {timeout_s:g} s")
         timeout = timeouts.call_later(timeout_s, lambda: self.end(error))
         try:
             yield

@@ -137,14 +137,14 @@ class _Replica:
         """Kill the child, if it runs."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
-                logger.error("replica %d says nothing any more: it is killed", self._index)
+                logger.error("replica %d does not respond any more: killing it", self._index)
                 self._process.kill()
 
     def join(self) -> None:
         """Wait for the child's end; kill it if it does not end in time."""
         self._thread.join(_STOP_S)
         if self._thread.is_alive() and self._process is not None:
-            logger.warning("replica %d does not end: it is killed", self._index)
+            logger.warning("replica %d does not exit: killing it", self._index)
             self._process.kill()
             self._thread.join()
 
@@ -159,7 +159,7 @@ class _Replica:
             pause, num_failed = (_FIRST_PAUSE_S, 0) if was_well else (pause, num_failed + 1)
             # statuses 1 and 2 mean a wrong option, which will be wrong at the next start, too
             self._has_failed = num_failed >= _MAX_FAILED_STARTS or (num_failed > 0 and status in {1, 2})
-            logger.error("replica %d has ended with %d; it is started again in %g s", self._index, status, pause)
+            logger.error("replica %d exited with status %d; it restarts in %g s", self._index, status, pause)
             self._is_stopping.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 

@@ -17,21 +17,25 @@ if TYPE_CHECKING:
 
 # (attribute of Engine, name, description)
 _GAUGES = (
-    ("is_ready", "router_engine_ready", "1 while an engine takes requests."),
-    ("open_tokens", "router_open_tokens", "Tokens that were sent to an engine, or are to come of it, reckoned."),
-    ("other_tokens", "router_other_tokens", "Tokens that others have sent it, reckoned from its own figures."),
+    ("is_ready", "router_engine_ready", "1 while an engine accepts requests."),
+    (
+        "open_tokens",
+        "router_open_tokens",
+        "Estimated tokens of open requests at an engine: prompts and outputs that are not done.",
+    ),
+    ("other_tokens", "router_other_tokens", "Estimated tokens of requests that other clients sent to an engine."),
 )
 _COUNTERS = (
     ("num_requests", "router_requests", "Requests that were sent to an engine."),
-    ("num_prompt_tokens", "router_prompt_tokens", "Tokens of prompts, of requests whose answers told of them."),
-    ("num_cached_tokens", "router_cached_tokens", "Of these, tokens that the engine found in its cache."),
-    ("num_failures", "router_failures", "Requests that an engine has lost."),
-    ("num_paired", "router_paired_requests", "Requests that an engine answers with KV of another one's prefill."),
-    ("num_paired_in_vain", "router_paired_in_vain", "Of these, requests to which no KV came."),
-    ("num_prefills", "router_prefills", "Prompts that an engine was to compute for another one."),
-    ("num_failed_prefills", "router_failed_prefills", "Of these, prompts that it refused, lost or was too slow with."),
-    ("num_prefill_tokens", "router_prefill_tokens", "Tokens of prompts that it has computed so, or had in its cache."),
-    ("num_restarts", "router_engine_restarts", "How often an engine was seen to have begun anew."),
+    ("num_prompt_tokens", "router_prompt_tokens", "Prompt tokens of requests whose answers contained usage."),
+    ("num_cached_tokens", "router_cached_tokens", "Prompt tokens that were cached, of router_prompt_tokens."),
+    ("num_failures", "router_failures", "Requests that an engine failed to answer."),
+    ("num_paired", "router_paired_requests", "Requests that an engine answered with KV from a prefill engine."),
+    ("num_paired_in_vain", "router_paired_in_vain", "Requests for which no KV arrived, of router_paired_requests."),
+    ("num_prefills", "router_prefills", "Prompts that a prefill engine was asked to compute."),
+    ("num_failed_prefills", "router_failed_prefills", "Prompts that were refused, lost or late, of router_prefills."),
+    ("num_prefill_tokens", "router_prefill_tokens", "Prompt tokens of router_prefills, cached ones included."),
+    ("num_restarts", "router_engine_restarts", "Detected restarts of an engine."),
 )
 
 
@@ -49,4 +53,4 @@ class RouterCollector(Collector):
                 values = [([engine.url], float(getattr(engine, attribute))) for engine in engines]
                 yield family(name, text, ["engine"], values)
         num_open = [([engine.url], len(engine.flights)) for engine in engines]
-        yield gauge("router_open_requests", "Requests that an engine is doing.", ["engine"], num_open)
+        yield gauge("router_open_requests", "Open requests of an engine.", ["engine"], num_open)

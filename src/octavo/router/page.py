@@ -39,7 +39,7 @@ async def _file(content: bytes, kind: str, _request: Request) -> Response:
 
 
 async def _engines(service: RouterService, request: Request) -> Response:
-    check_operator(request.state.tenant, "see the engines' figures, which tell of all keys")
+    check_operator(request.state.tenant, "see the engines' figures; it needs read_metrics")
     engines = sorted(service.pool.engines.values(), key=lambda engine: engine.number)
     state = {"policy": service.config.policy, "engines": [_told(engine) for engine in engines]}
     return JSONResponse(state, headers={"Cache-Control": "no-store"})

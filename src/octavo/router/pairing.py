@@ -149,7 +149,7 @@ class Pair:
         timeout_s = _LEAST_S + _S_PER_TOKEN * self._flight.asked.num_tokens
         await asyncio.wait({self._task}, timeout=timeout_s)
         if not self._task.done():
-            self._failed(f"nothing within {timeout_s:.1f} s")
+            self._failed(f"no answer within {timeout_s:.1f} s")
             self._task.cancel()
             return False
         return self._task.result()
@@ -175,7 +175,7 @@ class Pair:
         except OctavoError as error:
             self._failed(str(error))
         except Exception as error:  # the decode engine's answer may not depend on a fault here
-            logger.exception("a prompt was not computed for another engine")
+            logger.exception("a prefill failed")
             self._failed(type(error).__name__)
         return is_computed
 
@@ -192,7 +192,9 @@ class Pair:
         engine.num_failed_prefills += 1
         pause_s = _PAUSE_S if retry_after_s is None else min(retry_after_s, _LONGEST_PAUSE_S)
         engine.prefills_from = asyncio.get_running_loop().time() + pause_s
-        logger.warning("%s computed no prompt for %s, which does it itself: %s", engine.url, self._decode.url, why)
+        logger.warning(
+            "%s did not compute a prompt for %s, which computes it itself: %s", engine.url, self._decode.url, why
+        )
 
 
 def _source_of(engine: Engine) -> str | None:

@@ -77,12 +77,13 @@ class Partners:
         differences = _differences(prefill.kv_format, decode.kv_format)
         if differences and differences != pair.differences:
             logger.warning(
-                "%s computes no prompts for %s, because they cannot exchange KV: %s; start both with the same model, "
+                "%s does not compute prompts for %s, because they cannot exchange KV: %s; start both with the same "
+                "model, "
                 "version and options",
                 *(prefill.url, decode.url, differences),
             )
         if pair.differences and not differences:
-            logger.info("%s computes prompts for %s again: their KV is the same now", prefill.url, decode.url)
+            logger.info("%s computes prompts for %s again: their KV now has the same format", prefill.url, decode.url)
         pair.differences = differences
         return not differences and pair.resumes_at <= now
 
@@ -145,8 +146,7 @@ class Partners:
             return
         if not pair.pause_s:
             logger.warning(
-                "%s computed %d prompts for %s in vain: no KV arrived there; its log says why. It computes none for it "
-                "for %g s, then tries again",
+                "%s computed %d prompts for %s in vain: no KV arrived there, see its log. The next attempt is in %g s",
                 *(prefill.url, pair.num_vain, decode.url, _FIRST_PAUSE_S),
             )
         pair.pause_s = min(2 * pair.pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)

@@ -81,7 +81,7 @@ class Proxy:
         service, tenant, path = self._service, request.state.tenant, request.url.path
         route = self._routes.find(path)
         if self._routes.is_for_operators(path):
-            check_operator(tenant, "see what tells of all keys: that takes read_metrics")
+            check_operator(tenant, "see figures of all keys; it needs read_metrics")
         async with received(request, service.config, service.limiter.body_bytes, service.timeouts) as chunks:
             body = b"".join(chunks)
             chunks.clear()
@@ -149,9 +149,7 @@ class _Exchange:
                 failure = error
                 if self._flight.is_begun or num_failures == _MAX_FAILURES:
                     raise
-                logger.warning(
-                    "%s failed a request of which its client has heard nothing: it goes elsewhere", engine.url
-                )
+                logger.warning("%s failed a request before its answer began: another engine gets it", engine.url)
                 continue
             if refusal is None:
                 return
@@ -216,7 +214,7 @@ class _Exchange:
                 self._is_complete = answer.status == _OK
                 return usage
             if answer.ends_with_connection and answer.is_plain and not _is_json(body):
-                raise AnswerError("its answer was cut: it is no complete JSON")
+                raise AnswerError("its answer was cut off: it is not complete JSON")
         self._is_complete = answer.status == _OK
         await self._send_whole(answer.status, answer.headers, body)  # unguarded: the engine has done its work
         return read_usage(b"", body)
@@ -261,7 +259,7 @@ class _Exchange:
         if not answer.ends_with_connection or not self._flight.asked.is_answered:
             return
         if not self._api.is_last(events.rest or events.last_event):
-            raise AnswerError("its stream was cut: the connection ended before the last event")
+            raise AnswerError("its stream was cut off: the connection ended before the last event")
 
     async def _end_stream(self, error: Exception, events: EventStream, engine: Engine) -> None:
         """End a stream that has begun, with an error event unless all of its events were sent."""

@@ -108,7 +108,7 @@ class RouterService(HttpService):
 
     async def _end_open(self, why: Callable[[], OctavoError]) -> None:
         if self._flights:
-            logger.warning("ending %d open requests", len(self._flights))
+            logger.warning("aborting %d open requests", len(self._flights))
         for flight in list(self._flights):
             flight.end(why())
         with contextlib.suppress(TimeoutError):

@@ -80,14 +80,14 @@ class EngineWatch:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("engines are not looked after any more", exc_info=error)
+            logger.error("the checks of engines have stopped", exc_info=error)
 
     async def _discover(self) -> None:
         while True:
             try:
                 urls = [url for source in self._sources for url in await source.urls()]
             except Exception:  # one failure must not end the task
-                logger.exception("which engines there are cannot be found out now")
+                logger.exception("the engines could not be discovered")
             else:
                 self._change(urls)
             await asyncio.sleep(self._config.health_interval_s)
@@ -95,7 +95,7 @@ class EngineWatch:
     def _change(self, urls: list[str]) -> None:
         new, gone = self._pool.change(urls)
         for engine in gone:
-            logger.info("%s has left", engine.url)
+            logger.info("%s was removed", engine.url)
         for engine in new:
             self._wake[engine] = asyncio.Event()
             self._begin(self._look_after(engine))
@@ -117,7 +117,7 @@ class EngineWatch:
                 elif isinstance(error, TimeoutError):
                     continue  # without a pause, because its requests wait
             except Exception:  # one failure must not end the task
-                logger.exception("%s cannot be looked at now", engine.url)
+                logger.exception("%s could not be checked", engine.url)
             await self._pause(engine)
         del self._wake[engine]
 
@@ -139,7 +139,7 @@ class EngineWatch:
         if is_ready and engine.models is None:
             await self._read_models(engine)
         if is_ready is not engine.is_ready and engine.is_member:
-            logger.info("%s %s", engine.url, "is ready" if is_ready else "takes nothing new")
+            logger.info("%s %s", engine.url, "is ready" if is_ready else "accepts no new requests")
             engine.is_ready = is_ready
         if is_ready:
             await self._read_figures(engine)
@@ -163,7 +163,7 @@ class EngineWatch:
             figures[name] = figures.get(name, 0.0) + float(value)
         incarnation = tuple(figures.get(name, 0.0) for name in _INCARNATION)
         if engine.incarnation not in {None, incarnation}:
-            logger.info("%s has begun anew: its cache is empty", engine.url)
+            logger.info("%s has restarted: its cache is empty", engine.url)
             self._pool.restarted(engine)
         engine.incarnation = incarnation
         engine.prompt_figures = _prompt_figures(figures, engine)
@@ -179,7 +179,7 @@ class EngineWatch:
             try:
                 engine.models = frozenset(card.id for card in msgspec.json.decode(text, type=_Models).data)
             except msgspec.MsgspecError:
-                logger.debug("%s does not say which models it has", engine.url)
+                logger.debug("%s does not list its models", engine.url)
                 engine.models = frozenset()
 
     async def _read_role(self, engine: Engine) -> None:

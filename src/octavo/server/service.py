@@ -61,7 +61,7 @@ class _Open:
         """Return the error of a request that failed or was cut off with this output."""
         for completion in output.outputs:
             if completion.finish_reason == "abort":
-                assert self.cut_off is not None, "an open request was aborted, and nobody said why"
+                assert self.cut_off is not None, "an open request was aborted without a reason"
                 return self.cut_off
         return error_of(output)
 
@@ -115,7 +115,7 @@ class Service(HttpService):
             return self.model_names[0]
         if name not in self.model_names:
             known = ", ".join(self.model_names)
-            raise ModelNotFoundError(f"the model {name!r} does not exist here; served: {known}", parameter="model")
+            raise ModelNotFoundError(f"the model {name!r} does not exist; served: {known}", parameter="model")
         return name
 
     def check_alive(self) -> None:
@@ -282,12 +282,12 @@ class Service(HttpService):
     async def _end(self, open_ids: list[str]) -> None:
         if not open_ids:
             return
-        logger.warning("ending %d open requests", len(open_ids))
+        logger.warning("aborting %d open requests", len(open_ids))
         asyncio.get_running_loop().call_later(_ENGINE_GRACE_S, self._tell, open_ids)
         try:
             await self.engine.abort(open_ids)
         except EngineDeadError:
-            logger.warning("the engine is dead already; its requests have heard of it")
+            logger.warning("the engine is already dead; its requests have failed")
 
     def _tell(self, open_ids: list[str]) -> None:
         """Fail the requests that the engine has not ended yet: it may be in a long step."""

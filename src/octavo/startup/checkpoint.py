@@ -84,5 +84,7 @@ def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
     if path.is_file():
         return GGUFCheckpoint(path)
     if path.is_dir() and not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
-        raise ModelError(f"{path} is a folder of GGUF files; name one of them: {some([str(each) for each in files])}")
+        raise ModelError(
+            f"{path} is a directory of GGUF files; give the path of one of them: {some([str(each) for each in files])}"
+        )
     return FolderCheckpoint(resolve_model_path(model, weights=weights))

@@ -45,7 +45,7 @@ def find_draft_checkpoint(
     longest = min(architecture.max_context_tokens, target.max_model_len)
     if longest < target.max_model_len:
         logger.warning(
-            "%s was made for %d positions, fewer than the %d of the model: nothing is guessed in longer texts",
+            "%s was made for %d positions, fewer than the %d of the model: no tokens are drafted in longer texts",
             name,
             longest,
             target.max_model_len,
@@ -65,19 +65,19 @@ def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> Dra
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(
-            f"method quantized rounds weights that are not rounded, but {target.checkpoint.path} holds integers of "
+            f"method quantized needs weights that are not quantized, but {target.checkpoint.path} has integers of "
             f"{stored.bits} bits; use another method of speculative_config"
         )
     floats = target.architecture.stored_floats
     if quantization == "fp8" and config.quantization is None and floats is not None and floats.bits == 8:
         raise ConfigError(
             f"method quantized drafts with the model's weights in fp8, but those of {target.checkpoint.path} are FP8 "
-            "already; take int4, or another method of speculative_config"
+            "already; use int4, or another method of speculative_config"
         )
     if WEIGHT_BITS[config.quantization] <= WEIGHT_BITS[quantization]:
         raise ConfigError(
             f"method quantized drafts with the model's weights in {quantization}, but the model itself is loaded in "
-            f"{config.quantization}: a draft would take as long as a token; use another method of "
+            f"{config.quantization}, so a draft would take as long as a token; use another method of "
             "speculative_config"
         )
     architecture = target.architecture
@@ -88,7 +88,7 @@ def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> Dra
         if rounded > _WORTHWHILE_SHARE * as_it_is:
             raise ConfigError(
                 f"method quantized drafts with the model's weights in {quantization}, but {target.checkpoint.path} "
-                f"takes little more as it is: {rounded / 1e6:.0f} of {as_it_is / 1e6:.0f} MB; use another method of "
+                f"is hardly larger without it: {rounded / 1e6:.0f} of {as_it_is / 1e6:.0f} MB; use another method of "
                 "speculative_config"
             )
     return DraftCheckpoint(
@@ -103,21 +103,22 @@ def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> Dra
 
 def _check_shapes(name: str, draft: Architecture, target: Architecture) -> None:
     if not draft.has_head:
-        raise ConfigError(f"model of speculative_config: {name} gives embeddings and no tokens (it has no lm_head)")
+        raise ConfigError(f"model of speculative_config: {name} computes embeddings, not tokens (it has no lm_head)")
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"model of speculative_config: {name} has a vocabulary of {draft.vocab_size:,} tokens, the model one of "
-            f"{target.vocab_size:,}; a draft model must have the model's"
+            f"model of speculative_config: {name} has a vocabulary of {draft.vocab_size:,} tokens, but the model has "
+            "one of "
+            f"{target.vocab_size:,}; both must be equal"
         )
     if draft.num_position_dims != target.num_position_dims:
         raise ConfigError(
-            f"model of speculative_config: positions of {name} have {draft.num_position_dims} dimensions, those of the "
-            f"model {target.num_position_dims}"
+            f"model of speculative_config: positions of {name} have {draft.num_position_dims} dimensions, but those "
+            f"of the model have {target.num_position_dims}"
         )
     if draft.num_parameters > target.num_parameters:
         raise ConfigError(
             f"model of speculative_config: {name} has {draft.num_parameters:,} parameters, more than the model's "
-            f"{target.num_parameters:,}; a draft model must be the smaller one"
+            f"{target.num_parameters:,}; a draft model must be smaller"
         )
 
 
@@ -125,7 +126,7 @@ def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
     """Raise `ConfigError` if a token of the target has another id, or none, in the draft model."""
     stored = draft.stored_tokenizer()
     if stored is None:
-        logger.warning("%s has no tokenizer: its tokens are taken to be the model's", name)
+        logger.warning("%s has no tokenizer: it is assumed to use the model's tokens", name)
         return
     if stored == target.stored_tokenizer():
         return
@@ -136,5 +137,5 @@ def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
             there = f"number {own[token]}" if token in own else "no token"
             raise ConfigError(
                 f"model of speculative_config: {name} has another vocabulary: token {number} of the model, {token!r}, "
-                f"is {there} in it; a draft model must have the model's"
+                f"is {there} in it; both must be equal"
             )

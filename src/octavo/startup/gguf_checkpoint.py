@@ -55,7 +55,7 @@ class GGUFCheckpoint:
         config = self.read_config()
         if config["vocab_size"] < self.vocabulary.size:
             raise ModelError(
-                f"{self.path}: tokenizer.ggml.tokens has {self.vocabulary.size} tokens, but the embedding only "
+                f"{self.path}: tokenizer.ggml.tokens has {self.vocabulary.size} tokens, but the embedding has only "
                 f"{config['vocab_size']} rows"
             )
         return replace(architecture_of(ConfigFile(self.path, config)), block_bytes=self.weights.block_bytes())
@@ -101,5 +101,5 @@ class GGUFCheckpoint:
         key = f"{self.weights.architecture}.pooling_type"
         kind = self.file.metadata.get(key, 0)
         if not isinstance(kind, int) or kind not in _POOLING:
-            return EmbeddingConfig(problem=f"{key} = {kind!r}; octavo takes the last state or the mean")
+            return EmbeddingConfig(problem=f"{key} = {kind!r}; octavo supports only last and mean")
         return EmbeddingConfig(_POOLING[kind])

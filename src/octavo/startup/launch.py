@@ -134,7 +134,7 @@ def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture)
     longest = architecture.max_context_tokens
     asked = model_config.max_model_len
     if asked is not None and asked > longest:
-        raise ConfigError(f"max_model_len {asked} is more than the {longest} positions this checkpoint was made for")
+        raise ConfigError(f"max_model_len {asked} is more than the {longest} positions that this checkpoint supports")
     return longest if asked is None else asked
 
 
@@ -146,7 +146,9 @@ def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Token
     try:
         SamplingParams(**defaults)  # type: ignore[arg-type]  # checks the values
     except RequestError as error:
-        raise ModelError(f"{generation.path}: {error}; mend it, or ignore it with generation_config='vllm'") from error
+        raise ModelError(
+            f"{generation.path}: {error}; correct the file, or ignore it with generation_config='vllm'"
+        ) from error
     embeddings, described = checkpoint.read_embedding_config(), checkpoint.read_config()
     return ModelInfo(
         name=name,
@@ -178,7 +180,7 @@ def _eos_token_ids(served: ServedModel, tokenizer: Tokenizer | None) -> frozense
     outside = {token_id for token_id in eos if not 0 <= token_id < architecture.vocab_size}
     if outside:
         logger.warning(
-            "%s names EOS ids outside the vocabulary, which can never come: %s", checkpoint.path, sorted(outside)
+            "%s has EOS ids outside the vocabulary, which cannot be generated: %s", checkpoint.path, sorted(outside)
         )
     return frozenset(eos - outside)
 

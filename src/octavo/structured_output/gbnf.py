@@ -98,7 +98,7 @@ class _Reader:
         if kind == "rule":
             self._begin(token["rule"])
         elif self._name is None:
-            raise ValueError(f"a grammar begins with a rule, not with {token[0][:20]!r}")
+            raise ValueError(f"a grammar must begin with a rule, not with {token[0][:20]!r}")
         elif token["repeat"]:
             self._repeat(token["repeat"], *_REPEATS[token["repeat"]])
         elif token["least"]:
@@ -135,7 +135,7 @@ class _Reader:
         elif mark == "(":
             self._levels.append([[]])
         elif len(self._levels) == 1:
-            raise ValueError("a parenthesis is closed that was not opened")
+            raise ValueError("a closing parenthesis has no opening one")
         else:
             node = _joined(self._levels.pop())
             self._levels[-1][-1].append(node)
@@ -143,7 +143,7 @@ class _Reader:
 
     def _repeat(self, how: str, least: int, most: int | None) -> None:
         if not self._can_repeat:
-            raise ValueError(f"there is nothing that {how} repeats")
+            raise ValueError(f"{how} has nothing to repeat")
         items = self._levels[-1][-1]
         items[-1] = Repeat(items[-1], least, most)
         self._can_repeat = False
@@ -152,7 +152,7 @@ class _Reader:
         least = int(token["least"])
         most = least if token["more"] is None else int(token["most"]) if token["most"] else None
         if most == 0:
-            raise ValueError(f"{token[0]} repeats nothing")
+            raise ValueError(f"{token[0]} repeats zero times")
         self._repeat(token[0], least, most)
 
     def _item(self, token: re.Match[str]) -> Node:
@@ -221,7 +221,7 @@ def _set(text: str, *, is_negated: bool) -> Ranges:
             last = characters[place + 1][0]
             place += 2
         if first > last:
-            raise ValueError(f"the range {first!r}-{last!r} runs backwards")
+            raise ValueError(f"the range {first!r}-{last!r} is in reverse order")
         ranges.append((ord(first), ord(last)))
     return negated(tuple(ranges)) if is_negated else tuple(ranges)
 
@@ -232,7 +232,7 @@ def _characters(text: str) -> Iterator[tuple[str, bool]]:
     while place < len(text):
         found = _ESCAPE.match(text, place)
         if found is None:
-            raise ValueError(f"{text[place : place + 10]!r} is no escape")
+            raise ValueError(f"{text[place : place + 10]!r} is not a valid escape")
         place = found.end()
         *codes, letter, plain = found.groups()
         if plain is not None:
@@ -242,5 +242,5 @@ def _characters(text: str) -> Iterator[tuple[str, bool]]:
         else:
             code = int(next(filter(None, codes)), 16)
             if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-                raise ValueError(f"{found[0]} is no character")
+                raise ValueError(f"{found[0]} is not a character")
             yield chr(code), True

@@ -233,7 +233,7 @@ class _Automaton:
             case Repeat(item, least, most):
                 return self._add_repeated(item, start, least, most)
             case Lexeme():
-                raise AssertionError("lexemes are made of characters")
+                raise AssertionError("a lexeme consists of characters")
 
     def _add_repeated(self, item: Node, start: int, least: int, most: int | None) -> int:
         for _ in range(least):

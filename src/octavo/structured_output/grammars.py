@@ -87,7 +87,9 @@ class Matcher:
             else:
                 goes_on = not token_ids or self._matcher.consume_tokens(list(token_ids))
         if not goes_on:
-            raise GrammarError(f"the grammar does not go on: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
+            raise GrammarError(
+                f"the grammar could not advance: {self._matcher.get_error()[:200]}", parameter=_PARAMETER
+            )
         self.num_tokens += len(token_ids)
 
     def step_back(self, num_tokens: int) -> None:
@@ -95,7 +97,9 @@ class Matcher:
         with _told_apart():
             goes_back = not num_tokens or self._matcher.rollback(num_tokens)
         if not goes_back:
-            raise GrammarError(f"the grammar does not go back: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
+            raise GrammarError(
+                f"the grammar could not roll back: {self._matcher.get_error()[:200]}", parameter=_PARAMETER
+            )
         self.num_tokens -= num_tokens
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -111,7 +115,9 @@ class Matcher:
         with _told_apart():
             mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar takes too much: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
+            raise GrammarError(
+                f"the grammar exceeds its limits: {self._matcher.get_error()[:200]}", parameter=_PARAMETER
+            )
         return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: self._vocab_size].view(np.bool_)
 
 
@@ -260,7 +266,9 @@ class GrammarCompiler:
             num_ids = max(vocabulary.num_ids, self._vocab_size)
             eos = sorted(each for each in vocabulary.eos_token_ids if each < min(vocabulary.num_ids, self._vocab_size))
             if not eos:
-                raise GrammarError("this model has no token that ends an answer", parameter=_PARAMETER)
+                raise GrammarError(
+                    "this model has no end-of-text token, which structured outputs need", parameter=_PARAMETER
+                )
             self._tokenizer = llguidance.LLTokenizer(vocabulary.text, n_vocab=num_ids, eos_token=eos)
             self._vocabulary = vocabulary
         return self._tokenizer
@@ -304,7 +312,9 @@ def _forget(compiler: weakref.ref[GrammarCompiler], wanted: int) -> None:
 @functools.cache
 def _turns() -> Turns:
     """Return the queue of tenants for the one thread that compiles."""
-    return Turns(_executor(), _MAX_WAITING, f"{_MAX_WAITING} grammars wait to be compiled already", _PARAMETER)
+    return Turns(
+        _executor(), _MAX_WAITING, f"{_MAX_WAITING} grammars are waiting to be compiled, which is the limit", _PARAMETER
+    )
 
 
 @functools.cache
@@ -327,7 +337,7 @@ def _told_apart() -> Iterator[None]:
     except (OctavoError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001 - a panic is not an `Exception`
-        logger.warning("a grammar failed: %r", error)
+        logger.warning("a grammar failed in llguidance: %r", error)
         message = f"the grammar cannot be used with this model: {_first_line(str(error))}"
         raise GrammarError(message, parameter=_PARAMETER) from None
 

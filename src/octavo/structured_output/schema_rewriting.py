@@ -217,4 +217,4 @@ def _note_format(name: str) -> None:
     named, shown = _named_formats(), name[:_MAX_NAME_CHARS]
     if shown not in named and len(named) < _MAX_NAMED:
         named.add(shown)
-        logger.warning("the format %r of a JSON schema is not known: any string is accepted", shown)
+        logger.warning("the format %r of a JSON schema is unknown: any string is accepted", shown)

@@ -14,13 +14,15 @@ def resolve_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device {name!r} is not known; use cpu or cuda") from None
+        raise ConfigError(f"device {name!r} is unknown; use cpu or cuda") from None
     if device.type not in {"cpu", "cuda"}:
         raise ConfigError(f"device {name!r} is not supported; use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but torch sees no GPU")
+        raise ConfigError("device cuda was requested, but torch finds no GPU")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs, from 0 on")
+        raise ConfigError(
+            f"device {name!r} was requested, but torch finds {torch.cuda.device_count()} GPUs, numbered from 0"
+        )
     return device
 
 

@@ -69,7 +69,7 @@ class Drafting:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            logger.exception("what %d requests wrote is not kept for guesses", len(ended))
+            logger.exception("outputs of %d requests could not be kept for drafting", len(ended))
             self.forget(each.request_id for each in ended)
 
     def propose(
@@ -116,7 +116,7 @@ class Drafting:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            logger.exception("nothing is guessed in this step")  # this costs time and no token
+            logger.exception("no tokens are drafted in this step")  # this costs time and no token
             self.forget(task.request_id for task in tasks)
             return {}
         found = {task.request_id: self._cut(task, drafts) for task, drafts in zip(tasks, proposed, strict=True)}
@@ -151,6 +151,6 @@ class Drafting:
             if not is_fault(error):
                 raise
             # The grammar failed. The next step ends the request, when a token is due.
-            logger.info("request %s: no drafts: %s", task.request_id, error)
+            logger.info("request %s gets no drafts: %s", task.request_id, error)
             request.matcher = None
             return []

@@ -67,8 +67,8 @@ def check_tables(model: CausalLM) -> None:
             name, row = "table of query scales", int(differs[0]) if len(differs) else None
         if row is not None:
             raise FingerprintError(
-                f"row {row} of a {name} with {len(table)} rows has other bits when it is computed again: start again; "
-                "the memory or the processor may be faulty, look at `octavo doctor`"
+                f"row {row} of a {name} with {len(table)} rows has other bits when it is computed again: restart; "
+                "the memory or the processor may be faulty, run `octavo doctor`"
             )
 
 

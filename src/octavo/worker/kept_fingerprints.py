@@ -67,8 +67,9 @@ class KeptFingerprints:
         if not self._outvotes(path, engine, found):
             raise FingerprintError(_refusal(values, path))
         logger.error(
-            "this start and the one before computed other numbers than an earlier one: %s. They take its place in %s: "
-            "the earlier start was faulty, or files were damaged since. Compare the checkpoint with its source",
+            "this start and the previous one computed other numbers than an earlier one: %s. They replace its "
+            "numbers in %s: the earlier start was faulty, or files were damaged later. Compare the checkpoint with "
+            "its source",
             values,
             path,
         )
@@ -157,7 +158,7 @@ def _read(path: Path) -> _Kept | None:
         return None
     except (ValueError, KeyError, TypeError):
         pass
-    logger.warning("%s is damaged: the fingerprint of this start takes its place", path)
+    logger.warning("%s is damaged: the fingerprint of this start replaces it", path)
     return None
 
 
@@ -191,8 +192,8 @@ def _describe(different: Iterable[str], found: EngineFingerprint, kept: EngineFi
 def _refusal(values: str, path: Path) -> str:
     return (
         f"this start computes other numbers than an earlier one with the same files, kernels and processor: {values}. "
-        "Start again. If the next start agrees with the earlier one, this start was faulty: the memory or the "
-        "processor may be, look at `octavo doctor`. If it agrees with this one, it is accepted and logs an error: "
+        "Restart. If the next start agrees with the earlier one, this start was faulty: check the memory and the "
+        "processor with `octavo doctor`. If it agrees with this one, it is accepted and logs an error: "
         "the earlier start was faulty, or files were damaged since. Then compare the checkpoint with its source and "
         f"remove {path.parent.parent / 'packed'} and {path}"
     )

@@ -135,7 +135,7 @@ def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
     if kv_cache_dtype in ROUNDED_KV and kv_cache_dtype not in kernels.kv_cache_dtypes:
         has = " or ".join(("auto", *kernels.kv_cache_dtypes))
         raise ConfigError(
-            f"kernels {kernels.name} have no attention over kv_cache_dtype {kv_cache_dtype}: choose kv_cache_dtype "
+            f"kernels {kernels.name} do not support kv_cache_dtype {kv_cache_dtype}: choose kv_cache_dtype "
             f"{has}, or kernels reference, or on a GPU triton"
         )
 

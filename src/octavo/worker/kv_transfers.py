@@ -83,7 +83,7 @@ class KVTransferThreads:
         self, kv_cache: PagedKVCache, store: TieredStore, report: Callable[[EndedTransfer], None], *, num_threads: int
     ) -> None:
         self._blocks = StoredBlocks(kv_cache)
-        assert store.block_bytes == self._blocks.block_bytes, "the store is of blocks of another size"
+        assert store.block_bytes == self._blocks.block_bytes, "the KV store has another block size"
         self._store = store
         self._report = report
         self._moving: dict[int, _Moving] = {}
@@ -133,7 +133,7 @@ class KVTransferThreads:
                 if moving.is_cancelled or not move(moving, first, buffer):
                     break
         except BaseException:  # any exception of a store ends the transfer, with the blocks that were moved
-            logger.exception("a %s of KV failed", order.direction.value)
+            logger.exception("a KV %s failed", order.direction.value)
         finally:
             buffers.put(buffer)
             with self._lock:
@@ -185,7 +185,7 @@ class KVTransferThreads:
         closing.start()
         closing.join(_SHUTDOWN_S)
         if closing.is_alive():
-            logger.warning("KV store %s did not close within %g s; it is left behind", self._store.name, _SHUTDOWN_S)
+            logger.warning("KV store %s did not close within %g s; it is abandoned", self._store.name, _SHUTDOWN_S)
 
 
 def piece_blocks(block_bytes: int) -> int:

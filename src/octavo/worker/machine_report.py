@@ -149,7 +149,8 @@ def examine(
     """
     if importlib.util.find_spec("octavo._kernels") is None:
         raise ConfigError(
-            "octavo was installed without its compiled kernels: plain torch serves, there is nothing to examine"
+            "octavo was installed without its compiled kernels: it runs on plain torch, which this command does not "
+            "examine"
         )
     try:
         kernels, one_thread = CpuKernels(isa, num_threads=num_threads), CpuKernels(isa, num_threads=1)
@@ -213,7 +214,7 @@ def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
 def _refuse_impossible(shapes: dict[str, tuple[int, int]], precisions: tuple[str, ...]) -> None:
     for precision in precisions:
         if not any(_is_possible(name, depth, precision) for name, (_, depth) in shapes.items()):
-            raise ConfigError(f"precision {precision}: no product of this model has rows of whole blocks")
+            raise ConfigError(f"precision {precision}: no matrix of this model has rows of whole blocks")
 
 
 def _is_possible(name: str, depth: int, precision: str) -> bool:

@@ -189,8 +189,8 @@ def decide_kv_size(
         size, reason = plan.within(budget, plan.num_usable_blocks(budget, longest)), "free memory"
     if size.num_blocks < 1:
         raise ConfigError(
-            f"{reason} leaves no room for a single KV block of {plan.bytes_of_all:,} bytes "
-            f"({free:,} bytes are free); give more, or choose a smaller block_size or kv_cache_dtype int8"
+            f"{reason} leaves no space for one KV block of {plan.bytes_of_all:,} bytes "
+            f"({free:,} bytes are free); increase it, or choose a smaller block_size or kv_cache_dtype int8"
         )
     num_bytes = plan.num_bytes(size)
     if num_bytes > free:
@@ -212,7 +212,7 @@ def decide_num_host_blocks(
     """
     wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu"))
     if wanted + store_bytes > free:
-        of_stores = f" and stores of KV take {store_bytes:,}" if store_bytes else ""
+        of_stores = f" and KV stores take {store_bytes:,} bytes" if store_bytes else ""
         raise ConfigError(f"swap_space_bytes is {wanted:,}{of_stores}, but only {free:,} bytes of host memory are free")
     return wanted // (block_bytes(architecture, cache_config.block_size, kv_dtype) + draft_block_bytes)
 

@@ -242,7 +242,7 @@ class ModelRunner:
             return self._collect(step)
 
     def _collect(self, step: LaunchedStep) -> ModelOutput:
-        assert step.end is not None, "launch has failed"
+        assert step.end is not None, "the launch failed"
         step.end.synchronize()
         if step is self._newest:
             self._newest = None

@@ -114,7 +114,7 @@ class Pooler:
         kept = self._sums.get(request_id)
         if kept is None or kept.num_tokens != position:
             if position:
-                raise ValueError(f"{position} positions of {request_id} were not seen")
+                raise ValueError(f"{position} positions of {request_id} are missing")
             kept = self._sums[request_id] = _Sum(np.zeros(rows.shape[1]))
         for row in rows:
             kept.total += row

@@ -89,7 +89,7 @@ class SampleTasks:
                 walked = request.walk.result.result()
                 masks = walked.masks
                 if walked.error is not None and len(masks) < len(rows):
-                    troubles[rows[len(masks)]] = Trouble(walked.error, "its grammar was walked")
+                    troubles[rows[len(masks)]] = Trouble(walked.error, "its grammar was advanced")
             for row, allowed in zip(rows, masks, strict=False):
                 tasks[row] = _task(request, known[: inputs.num_known[row]], allowed)
         return tasks

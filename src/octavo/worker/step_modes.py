@@ -52,7 +52,7 @@ class StepMode(ABC):
     def _run(self, step: int, part: Callable[[ArgumentT], ResultT], argument: ArgumentT) -> ResultT | ExecutionError:
         """Run a part of a step, unless an earlier step failed. Return its result or an error."""
         if self._failed is not None and step > self._failed:
-            return ExecutionError("the step before failed")
+            return ExecutionError("the previous step failed")
         try:
             return part(argument)
         except Exception as error:  # any exception of a kernel or torch ends this step's requests, not the engine
@@ -154,7 +154,7 @@ class LaunchesAhead(StepMode):
         try:
             self.worker.wait_idle()
         except Exception:  # results of abandoned steps are not needed
-            logger.exception("the device failed in steps that were given up")
+            logger.exception("the device failed in steps that were abandoned")
         finally:
             self._steps.clear()
             self._failed = None

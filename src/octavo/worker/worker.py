@@ -341,8 +341,7 @@ class Worker:
         num_tokens, wanted = self._largest_batch(), self.scheduler_config.max_num_batched_tokens
         if num_tokens < wanted:
             logger.warning(
-                "max_num_batched_tokens is lowered from %d to %d: the memory that is free leaves room for no "
-                "larger step",
+                "max_num_batched_tokens is lowered from %d to %d: free memory does not allow a larger step",
                 wanted,
                 num_tokens,
             )

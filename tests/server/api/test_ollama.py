@@ -334,7 +334,7 @@ def test_probes(running: Running) -> None:
     ids=["pull", "pull as a stream", "push", "create", "copy", "delete"],
 )
 def test_nothing_changes_models(client: ollama.Client, change: Any) -> None:
-    with pytest.raises(ollama.ResponseError, match="changes no models") as refused:
+    with pytest.raises(ollama.ResponseError, match="cannot change models") as refused:
         change(client)
     assert refused.value.status_code == 403
 
@@ -471,7 +471,7 @@ def test_a_silent_stream_sends_blanks_and_lines_stay_json() -> None:
         ({"options": {"mirostat": 1}}, "mirostat"),
         ({"options": {"tfs_z": 0.5}}, "tfs_z"),
         ({"options": {"penalize_newline": False}}, "penalize_newline"),
-        ({"temperature": 0.5}, "temperature stands in options"),
+        ({"temperature": 0.5}, "temperature must be in options"),
         ({"template": "{{ .Prompt }}"}, "template"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
@@ -494,8 +494,8 @@ def test_what_is_wrong_is_named(running: Running, fields: dict[str, Any], what: 
         ({"prompt": "a", "template": "x"}, "template"),
         ({"prompt": "a", "width": 64}, "width"),
         ({"prompt": "a", "raw": 1}, "raw"),
-        ({"prompt": "a", "raw": True, "system": "Be brief."}, "without system"),
-        ({"prompt": "a", "raw": True, "think": True}, "without system and think"),
+        ({"prompt": "a", "raw": True, "system": "Be brief."}, "leave system"),
+        ({"prompt": "a", "raw": True, "think": True}, "leave system and think out"),
         ({"messages": MESSAGES}, "messages"),
     ],
 )
@@ -585,7 +585,7 @@ def test_defaults_of_ollamas_may_be_given(running: Running, caplog: pytest.LogCa
         for path, fields in (("/api/chat", {"messages": MESSAGES, "tools": []}), ("/api/generate", prompt)):
             body = {"model": "fake", "stream": False, "options": OLLAMAS_DEFAULTS, **beside, **fields}
             assert http.post(path, json=body).status_code == 200, http.post(path, json=body).text
-    assert "penalties look at all tokens" in caplog.text
+    assert "penalties cover all tokens" in caplog.text
 
 
 @pytest.mark.parametrize(("last_n", "told"), [(0, (1.0, 0.0, 0.0)), (-1, (1.5, 1.0, 0.5)), (64, (1.5, 1.0, 0.5))])

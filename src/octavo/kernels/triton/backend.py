@@ -71,8 +71,8 @@ class TritonKernels(ReferenceKernels):
         in_torch = [name for name in _OPERATIONS if name not in vars(TritonKernels)]
         if in_torch:
             warnings.warn(
-                f"plain torch computes what there are no Triton kernels for: {', '.join(in_torch)}; a token may depend "
-                "on the batch that it was computed in",
+                f"plain torch computes {', '.join(in_torch)}, because no Triton kernel supports it; tokens may then "
+                "depend on the batch",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -169,7 +169,7 @@ class TritonKernels(ReferenceKernels):
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
         """Return True if graphs exist and plain torch, which may read the batch on the host, computes no part."""
         if is_interpreted() and type(self).graph_pool is CudaGraphPool:
-            logger.warning("no decode graphs are captured: the interpreter has none")
+            logger.warning("no decode graphs are captured: Triton's interpreter does not support them")
             return False
         if not all(attention.is_covered(head_dim, dtype) for head_dim in head_dims):
             logger.warning("no decode graphs are captured: plain torch computes %s", _attention_in_torch(dtype))
@@ -258,8 +258,8 @@ class TritonKernels(ReferenceKernels):
         if what not in self._warned_of:
             self._warned_of.add(what)
             warnings.warn(
-                f"plain torch computes {what}: there are no Triton kernels for them; a token may depend on the batch "
-                "that it was computed in",
+                f"plain torch computes {what}, because no Triton kernel supports it; tokens may then depend on the "
+                "batch",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -79,14 +79,12 @@ class DecodeGraphs:
             try:
                 replay = self._capture_size(size)
             except (CaptureError, torch.OutOfMemoryError) as error:
-                logger.warning(
-                    "no decode steps of %d rows or fewer are captured as graphs: %s", size[0] * size[1], error
-                )
+                logger.warning("decode steps of up to %d rows are not captured as graphs: %s", size[0] * size[1], error)
                 break
             if self.num_bytes > plan.num_bytes:
                 logger.warning(
-                    "%d of %d decode graphs fit into the %d bytes that were planned for them; smaller steps are padded "
-                    "further, or launched kernel by kernel",
+                    "%d of %d decode graphs fit into the planned %d bytes; smaller steps are padded to a larger "
+                    "graph, or launched kernel by kernel",
                     done, len(planned), plan.num_bytes,
                 )  # fmt: skip
                 break

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Reasons why a field never changes an answer.
-CACHE = "advice to a prompt cache: here every prefix is cached"
-LABEL = "names or counts what the API's own server keeps"
+CACHE = "hint for a prompt cache: this server caches every prefix"
+LABEL = "name or number of data that the API's own server stores"
 # Reason why a type is refused.
-MEDIA = "this server reads text, no images, sound or files"
+MEDIA = "this server reads text only, no images, sound or files"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 _HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "Cache-Control": "no-store"}
 _LINKS = {
-    "/v1/models": "the names that are served",
+    "/v1/models": "the names of the served model",
     "/openapi.json": "all routes, as an OpenAPI document",
-    "/server_info": "what this server was started with",
-    "/metrics": "figures for Prometheus",
-    "/health": "whether this process lives",
-    "/ready": "whether requests are taken",
+    "/server_info": "the configuration of this server",
+    "/metrics": "metrics for Prometheus",
+    "/health": "whether this process is alive",
+    "/ready": "whether requests are accepted",
 }
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -47,7 +47,7 @@ those of Ollama, which look here for the words "Ollama is running", under <code>
 @endpoint()
 async def front_page(service: Service, _http_request: Request) -> Response:
     """Return a page with links to the pages that a browser can show."""
-    links = {"/dashboard": "what happens now", **_LINKS} if service.config.dashboard else _LINKS
+    links = {"/dashboard": "a live view of the engine", **_LINKS} if service.config.dashboard else _LINKS
     lines = [f'<li><a href="{path}">{path}</a>: {what}</li>' for path, what in links.items()]
     names = escape(", ".join(service.model_names))
     page = _PAGE.format(version=__version__, names=names, links="\n".join(lines))

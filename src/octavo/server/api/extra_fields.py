@@ -52,16 +52,16 @@ class OffPrompt(Off):
 
 Table = dict[str, As | Off | str]  # a string is the reason why the field changes nothing, whatever its value
 
-_WHO = "says who asks: here a key does"
-_CACHE = "advice to a prompt cache: here every prefix is cached, and no token depends on it"
-_PLACE = "says where, how fast or at what price: there is one server"
-_KEPT = "is kept with a stored answer: nothing is stored"
-_MEDIA = "says how to read pictures and sound: here there are none"
-_DRAFTS = "advice to speculation: no token depends on it"
-_ID = "names the request: here the header X-Request-Id does"
-_TIMES = "asks for times beside the answer"
-_FULL = "says what to drop where the context is full: here an answer ends there"
-_LOADED = "says how long to keep a model loaded: it stays"
+_WHO = "identifies the client: this server uses the API key"
+_CACHE = "hint for a prompt cache: this server caches every prefix, and no token depends on it"
+_PLACE = "chooses place, speed or price: there is only one server"
+_KEPT = "belongs to a stored answer: this server stores none"
+_MEDIA = "configures the reading of images and sound: this server reads text only"
+_DRAFTS = "hint for speculation: no token depends on it"
+_ID = "names the request: this server uses the header X-Request-Id"
+_TIMES = "requests timings with the answer"
+_FULL = "chooses what to drop if the context is full: this server ends the answer"
+_LOADED = "time to keep a model loaded: it always stays loaded"
 
 
 def each(told: T, *names: str) -> dict[str, T]:
@@ -79,7 +79,7 @@ OPENAI: Table = {
     **each(_KEPT, "metadata", "store"),
     **each(_PLACE, "service_tier"),
     **each(_WHO, "safety_identifier", "user"),
-    "max_tool_calls": "a limit of calls to the server's own tools: here there are none",
+    "max_tool_calls": "limit of calls to the server's own tools: this server has none",
 }
 VLLM: Table = {
     "guided_choice": As("structured_outputs.choice"),  # up to 0.11
@@ -97,8 +97,8 @@ VLLM: Table = {
     **each(_ID, "request_id"),
     **each(_MEDIA, "media_io_kwargs", "mm_payload", "mm_processor_kwargs", "return_mm_kwargs"),
     **each(_WHO, "session_id"),
-    "guided_decoding_backend": "says which library compiles a grammar",
-    "stream_interval": "collects tokens before they are told: each is told at once",
+    "guided_decoding_backend": "chooses the library that compiles a grammar",
+    "stream_interval": "collects tokens before they are sent: this server sends each immediately",
 }
 _SAMPLERS = "penalties dry top_n_sigma top_k typ_p top_p min_p xtc temperature"  # llama.cpp's default
 LLAMA_CPP: Table = {
@@ -130,8 +130,8 @@ LLAMA_CPP: Table = {
     **each(_FULL, "n_discard", "n_keep"),
     **each(_PLACE, "id_slot"),
     **each(_TIMES, "return_progress", "timings_per_token"),
-    "backend_sampling": "says which device chooses tokens",
-    "sse_ping_interval": "says how often a silent stream sends a comment: the server's option does",
+    "backend_sampling": "chooses the device that samples tokens",
+    "sse_ping_interval": "interval of comments in a silent stream: an option of the server sets it",
 }
 # The tokens that llama.cpp's penalties cover. Penalties here cover all tokens. Without a penalty any value is harmless.
 PENALTY_RANGE: dict[str, Off] = {"repeat_last_n": Off(-1), "penalize_nl": Off(True)}
@@ -171,7 +171,7 @@ OLLAMA: Table = {
     **each(OffPrompt(False), "raw"),
     **each(OffPrompt(""), "system", "template"),
     **each(_LOADED, "keep_alive"),
-    "num_ctx": "asks for room: --max-model-len gives it",
+    "num_ctx": "context length: --max-model-len sets it",
 }
 # OpenRouter and other gateways, DashScope, LM Studio, mlx-lm.
 GATEWAYS: Table = {
@@ -186,7 +186,7 @@ GATEWAYS: Table = {
     **each(_DRAFTS, "draft_model", "num_draft_tokens"),
     **each(_LOADED, "ttl"),
     **each(_PLACE, "models", "provider", "route"),
-    "usage": "asks for counts: stream_options does in a stream, and else they are there",
+    "usage": "requests token counts: streams use stream_options, other answers always have them",
 }
 # text-generation-webui, KoboldCpp, TabbyAPI and aphrodite, as their front ends send them.
 SAMPLERS: Table = {
@@ -208,9 +208,9 @@ ANTHROPIC: Table = {
     **each(_CACHE, "cache_control"),
     **each(_PLACE, "billing_policy", "fallback_credit_token", "inference_geo", "service_tier", "speed"),
     **each(_WHO, "metadata", "user_profile_id", "workspace_id"),
-    "betas": "names of what may be asked for: what is asked for stands in fields of its own",
-    "context_management": "takes old turns out to save tokens: all of them are read",
-    "diagnostics": "asks why a cache was missed",
+    "betas": "names of optional features, which have their own fields",
+    "context_management": "removes old turns to save tokens: this server reads all of them",
+    "diagnostics": "requests the reasons of cache misses",
 }
 _OTHERS: tuple[Table, ...] = (VLLM, LLAMA_CPP, SGLANG, TGI, OLLAMA, GATEWAYS, SAMPLERS)
 
@@ -273,7 +273,7 @@ class ExtraFields:
                 self._named.add(shown)
                 new.append(shown)
         if new:
-            last = "; no more will be named" if len(self._named) == _MAX_NAMED else ""
+            last = "; further ones are not logged" if len(self._named) == _MAX_NAMED else ""
             logger.log(level, "unknown fields of a request are ignored: %r%s", ", ".join(new), last)
 
     def tell_once(self, name: str, message: str) -> None:

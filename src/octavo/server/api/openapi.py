@@ -35,24 +35,24 @@ OllamaError = TypedDict("OllamaError", {"error": str})
 AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error": AnthropicErrorObject})
 
 _PARAMETER, _CONVERTOR = re.compile(r"{(\w+)"), re.compile(r":\w+}")  # in a path of Starlette
-_OLDER = "The same under its older name."
+_OLDER = "The same route under its older name."
 _ERRORS = {ANTHROPIC: AnthropicError, TGI: TgiError, OLLAMA: OllamaError}  # all other APIs: OpenAI's
 
 _STATUSES = {
-    400: "Something is wrong with the request, or it has no Host or two; the error says what.",
-    401: "A key is needed.",
-    403: "The key may not do this, or the page that asks is of an unknown Origin.",
-    404: "There is no such model.",
-    405: "The route does not take this method; Allow says which.",
+    400: "The request is invalid, or it does not have exactly one Host header; see the error.",
+    401: "A valid API key is required.",
+    403: "The key does not allow this, or the Origin of the calling page is not allowed.",
+    404: "The model does not exist.",
+    405: "The route does not support this method; Allow lists its methods.",
     408: "The request did not arrive in time.",
     413: "The request is too large.",
-    415: "The body is not sent as application/json.",
-    421: "The server does not answer under this Host.",
-    422: "Something is wrong with the request; the error says what.",
-    429: "A limit is reached; Retry-After says when to come back.",
+    415: "The body was not sent as application/json.",
+    421: "This Host is not allowed.",
+    422: "The request is invalid; see the error.",
+    429: "A limit is reached; retry after Retry-After seconds.",
     431: "The headers are too large.",
     500: "The server failed.",
-    503: "The server takes no requests now; Retry-After says when to come back.",
+    503: "The server accepts no requests now; retry after Retry-After seconds.",
     504: "The request took too long.",
 }
 _POST_ONLY = {408, 413, 415, 422, 429, 500, 504}
@@ -139,6 +139,6 @@ def _schemas(routes: Routes) -> tuple[dict[Any, _Object], _Object]:
     inputs, requests = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
     answers = list(dict.fromkeys([*(each.answer for each in told if each.answer), *_ERRORS.values(), Error, Event]))
     outputs, described = msgspec.json.schema_components(answers, ref_template=_REF + "{name}")
-    assert not requests["$defs"].keys() & described.keys(), "two types have one name"
+    assert not requests["$defs"].keys() & described.keys(), "two types have the same name"
     of_bodies = {body: inputs[body, "validation"] for body in bodies}
     return {**of_bodies, **dict(zip(answers, outputs, strict=True))}, {**described, **requests["$defs"]}

@@ -207,11 +207,11 @@ async def info(service: Service, _http_request: Request) -> Response:
 
 def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
     if wanted.decoder_input_details and stream:
-        raise RequestError(
-            "decoder_input_details needs an answer that is not streamed", parameter="decoder_input_details"
-        )
+        raise RequestError("decoder_input_details is not supported with streaming", parameter="decoder_input_details")
     if wanted.temperature is not None and wanted.temperature <= 0:
-        raise RequestError("temperature must be above 0; without do_sample none is needed", parameter="temperature")
+        raise RequestError(
+            "temperature must be above 0; for greedy sampling leave it and do_sample out", parameter="temperature"
+        )
     filters = (wanted.temperature, wanted.top_p, wanted.typical_p)
     samples = wanted.do_sample or wanted.top_k or any(value not in (None, 1.0) for value in filters)
     temperature = 1.0 if wanted.temperature is None else wanted.temperature
@@ -258,7 +258,7 @@ def _parsed(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
-        message = f"grammar.value is a string that is not JSON: {error}"
+        message = f"grammar.value is a string but not valid JSON: {error}"
         raise RequestError(message, parameter="grammar") from None
 
 

@@ -78,11 +78,13 @@ async def tokenize(service: Service, http_request: Request, request: TokenizeReq
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, OF_ANSWERS)
     request.take_aliases()
     if [request.prompt, request.messages, request.content].count(None) != 2:
-        raise RequestError("give prompt, messages or content, one of them", parameter="prompt")
+        raise RequestError("give exactly one of prompt, messages and content", parameter="prompt")
     if request.messages is not None and request.add_special_tokens:
         raise RequestError("the chat template adds the special tokens itself", parameter="add_special_tokens")
     if request.with_pieces and request.content is None:
-        raise RequestError("with_pieces needs content; return_token_strs goes with the others", parameter="with_pieces")
+        raise RequestError(
+            "with_pieces needs content; with prompt or messages use return_token_strs", parameter="with_pieces"
+        )
     return await _in_thread(service, http_request, lambda: _tokenized(service, request))
 
 

@@ -23,21 +23,29 @@ if TYPE_CHECKING:
 _MODEL = ["model_name"]
 # (attribute of EngineStats, name, description)
 _GAUGES = (
-    ("num_requests_running", "num_requests_running", "Requests that take part in steps."),
-    ("num_requests_waiting", "num_requests_waiting", "Requests in the queue."),
-    ("kv_cache_usage", "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them."),
+    ("num_requests_running", "num_requests_running", "Requests that are running."),
+    ("num_requests_waiting", "num_requests_waiting", "Requests that are waiting in the queue."),
+    ("kv_cache_usage", "kv_cache_usage_perc", "Used share of the KV cache's blocks, from 0 to 1."),
     (
         "bounded_usage",
         "window_blocks_usage_perc",
-        "Share of the blocks in use of the layers that keep a part of the positions; 0 if all layers keep all of them.",
+        "Used share of the blocks of layers that keep only some positions, from 0 to 1; 0 without such layers.",
     ),
-    ("prefill_limit", "prefill_limit_tokens", "What prompts may take of a step beside answers; 0 is all that is left."),
+    (
+        "prefill_limit",
+        "prefill_limit_tokens",
+        "Maximum number of prompt tokens in a step that also decodes; 0: no limit.",
+    ),
 )
 # (attribute of EngineCapacity, name, description)
 _CAPACITY = (
-    ("kv_cache_tokens", "kv_cache_capacity_tokens", "Tokens that the KV cache holds."),
-    ("max_batch_prefill_tokens", "max_batch_prefill_tokens", "Most prompt tokens of a step."),
-    ("max_batch_total_tokens", "max_batch_total_tokens", "Most tokens, prompts and answers, of all that run."),
+    ("kv_cache_tokens", "kv_cache_capacity_tokens", "Capacity of the KV cache in tokens."),
+    ("max_batch_prefill_tokens", "max_batch_prefill_tokens", "Maximum number of prompt tokens in a step."),
+    (
+        "max_batch_total_tokens",
+        "max_batch_total_tokens",
+        "Maximum number of prompt and output tokens of all running requests.",
+    ),
 )
 _CACHE_CONFIG = (
     "block_size",
@@ -48,67 +56,83 @@ _CACHE_CONFIG = (
     "num_window_blocks",
 )
 _COUNTERS = (
-    ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests whose first token came, cached ones included."),
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that have their first token, cached ones included."),
     ("generation_tokens", "generation_tokens", "Generated tokens."),
-    ("scheduled_tokens", "scheduled_tokens", "Tokens that were computed, again and in vain included."),
+    ("scheduled_tokens", "scheduled_tokens", "Computed tokens, including recomputed and discarded ones."),
     ("prefix_cache_queries", "prefix_cache_queries", "Tokens that were looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_cache_hits", "Tokens that were found in the prefix cache."),
-    ("host_cache_hits", "host_cache_hits", "Tokens whose KV came back from host memory, where evicted blocks go."),
-    ("host_cache_hit_blocks", "host_cache_hit_blocks", "Blocks that were copied back from host memory for them."),
+    ("host_cache_hits", "host_cache_hits", "Tokens whose KV was found in host memory."),
+    ("host_cache_hit_blocks", "host_cache_hit_blocks", "Blocks that were copied back from host memory."),
     ("num_offloaded_blocks", "offloaded_blocks", "Evicted blocks that were copied to host memory."),
-    ("num_preemptions", "num_preemptions", "Requests that gave their blocks to others."),
-    ("recomputed_tokens", "recomputed_tokens", "Tokens that a preemption left to be computed again."),
-    ("num_steps", "engine_steps", "Steps that computed something."),
-    ("num_failed_steps", "engine_failed_steps", "Steps that the worker could not do."),
-    ("kv_load_tokens", "kv_load_tokens", "Tokens whose KV came from stores outside."),
-    ("kv_load_seconds", "kv_load_seconds", "What requests waited for that, where it is known what computing takes."),
-    ("kv_computing_seconds", "kv_load_computing_seconds", "What computing would have taken of these loads."),
-    ("kv_dropped_save_blocks", "kv_dropped_save_blocks", "Blocks that were not saved: too many saves were under way."),
-    ("num_quarantined_blocks", "quarantined_blocks", "KV blocks taken out of use, as their records were inconsistent."),
+    ("num_preemptions", "num_preemptions", "Requests that were preempted."),
+    ("recomputed_tokens", "recomputed_tokens", "Tokens whose KV was lost by preemption and is computed again."),
+    ("num_steps", "engine_steps", "Steps that computed tokens."),
+    ("num_failed_steps", "engine_failed_steps", "Steps that failed in the worker."),
+    ("kv_load_tokens", "kv_load_tokens", "Tokens whose KV was loaded from external stores."),
+    (
+        "kv_load_seconds",
+        "kv_load_seconds",
+        "Seconds that requests waited for these loads, if the computing time is known.",
+    ),
+    ("kv_computing_seconds", "kv_load_computing_seconds", "Estimated seconds to compute the tokens of these loads."),
+    (
+        "kv_dropped_save_blocks",
+        "kv_dropped_save_blocks",
+        "Blocks that were not saved because too many saves were pending.",
+    ),
+    (
+        "num_quarantined_blocks",
+        "quarantined_blocks",
+        "KV blocks that are not used any more because their records were inconsistent.",
+    ),
 )
 # (attribute of DraftStats, description); names are spec_decode_ and the attribute
 _DRAFT_COUNTERS = (
-    ("num_drafts", "Guesses that were verified, each of one request in one step."),
-    ("num_draft_tokens", "Tokens that were guessed."),
-    ("num_accepted_tokens", "Guessed tokens that were right."),
-    ("seconds", "Seconds of steps with drafts, guessing included, where it is known what they take without."),
-    ("seconds_without", "Seconds that as many tokens take in steps without drafts, as measured."),
+    ("num_drafts", "Verified drafts; a draft is of one request in one step."),
+    ("num_draft_tokens", "Draft tokens."),
+    ("num_accepted_tokens", "Draft tokens that were accepted."),
+    ("seconds", "Seconds of steps with drafts, drafting included, if the time without drafts is known."),
+    ("seconds_without", "Estimated seconds of the same tokens in steps without drafts."),
 )
 _DRAFT_POSITIONS = (
-    ("num_draft_tokens_per_pos", "Tokens that were guessed, by their place in the guess."),
-    ("num_accepted_tokens_per_pos", "Guessed tokens that were right, by their place in the guess."),
+    ("num_draft_tokens_per_pos", "Draft tokens by position in the draft."),
+    ("num_accepted_tokens_per_pos", "Accepted draft tokens by position in the draft."),
 )
 # (attribute of KVStoreFigures, name, description)
 _STORE_GAUGES = (
-    ("num_blocks", "blocks", "Blocks that a store of KV holds."),
-    ("num_bytes", "bytes", "Bytes that it holds."),
-    ("is_usable", "usable", "0 while it is left alone because it failed or hangs."),
+    ("num_blocks", "blocks", "Blocks in a KV store."),
+    ("num_bytes", "bytes", "Bytes in a KV store."),
+    ("is_usable", "usable", "0 while a KV store is not used because it failed or hangs, else 1."),
 )
 _STORE_COUNTERS = (
-    ("num_corrupt", "corrupt_blocks", "Blocks that were not what was saved, and were not used."),
-    ("num_errors", "errors", "Calls that failed."),
+    ("num_corrupt", "corrupt_blocks", "Blocks that differed from the saved ones and were not used."),
+    ("num_errors", "errors", "Calls of a KV store that failed."),
 )
 # (attribute of KVTierFigures, name, description)
 _TIER_COUNTERS = (
-    ("num_hit_tokens", "kv_tier_hit_tokens", "Tokens of prompts whose KV a tier had; of prefix_cache_queries."),
-    ("num_loaded_blocks", "kv_tier_loaded_blocks", "Blocks that came from it."),
-    ("loaded_bytes", "kv_tier_loaded_bytes", "Bytes that came from it."),
-    ("load_seconds", "kv_tier_load_seconds", "What it took for them; several loads may go on at once."),
-    ("num_saved_blocks", "kv_tier_saved_blocks", "Blocks that went to it."),
-    ("saved_bytes", "kv_tier_saved_bytes", "Bytes that went to it."),
-    ("save_seconds", "kv_tier_save_seconds", "What it took for them."),
-    ("num_evicted", "evicted_blocks", "Cached blocks that made room for others, by tier."),
-    ("wait_seconds", "kv_tier_wait_seconds", "What requests waited for it, where it is known what computing takes."),
-    ("computing_seconds", "kv_tier_computing_seconds", "What computing would have taken instead."),
+    ("num_hit_tokens", "kv_tier_hit_tokens", "Prompt tokens with KV in this tier, of prefix_cache_queries."),
+    ("num_loaded_blocks", "kv_tier_loaded_blocks", "Blocks loaded from this tier."),
+    ("loaded_bytes", "kv_tier_loaded_bytes", "Bytes loaded from this tier."),
+    ("load_seconds", "kv_tier_load_seconds", "Seconds of these loads; several may run at the same time."),
+    ("num_saved_blocks", "kv_tier_saved_blocks", "Blocks saved to this tier."),
+    ("saved_bytes", "kv_tier_saved_bytes", "Bytes saved to this tier."),
+    ("save_seconds", "kv_tier_save_seconds", "Seconds of these saves."),
+    ("num_evicted", "evicted_blocks", "Cached blocks that were evicted from this tier."),
+    (
+        "wait_seconds",
+        "kv_tier_wait_seconds",
+        "Seconds that requests waited for this tier, if the computing time is known.",
+    ),
+    ("computing_seconds", "kv_tier_computing_seconds", "Estimated seconds to compute the tokens of these loads."),
 )
 _HISTOGRAMS = (
-    ("iteration_tokens", "iteration_tokens_total", "Tokens of a step."),
-    ("time_to_first_token", "time_to_first_token_seconds", "From arrival to the first token."),
-    ("inter_token_latency", "inter_token_latency_seconds", "From one token of a request to its next."),
-    ("e2e_latency", "e2e_request_latency_seconds", "From arrival to the end."),
-    ("queue_time", "request_queue_time_seconds", "From arrival to the first step."),
-    ("prefill_time", "request_prefill_time_seconds", "From the first step to the first token."),
-    ("decode_time", "request_decode_time_seconds", "From the first token to the last."),
+    ("iteration_tokens", "iteration_tokens_total", "Tokens in a step."),
+    ("time_to_first_token", "time_to_first_token_seconds", "Seconds from arrival to the first token."),
+    ("inter_token_latency", "inter_token_latency_seconds", "Seconds from one token of a request to the next."),
+    ("e2e_latency", "e2e_request_latency_seconds", "Seconds from arrival to the end."),
+    ("queue_time", "request_queue_time_seconds", "Seconds from arrival to the first step."),
+    ("prefill_time", "request_prefill_time_seconds", "Seconds from the first step to the first token."),
+    ("decode_time", "request_decode_time_seconds", "Seconds from the first token to the last."),
     ("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of a request."),
     ("request_generation_tokens", "request_generation_tokens", "Generated tokens of a request."),
 )
@@ -134,16 +158,16 @@ class EngineCollector(Collector):
         for attribute, name, text in _HISTOGRAMS:
             yield _histogram(name, text, model, getattr(stats, attribute))
         endings = [([*model, reason], count) for reason, count in list(stats.request_success.items())]
-        yield counter("request_success", "Requests that ended, by reason.", [*_MODEL, "finished_reason"], endings)
+        yield counter("request_success", "Ended requests by reason.", [*_MODEL, "finished_reason"], endings)
         tokens = [
             ([*model, tenant, kind], count)
             for tenant, counts in list(stats.tenant_tokens.items())
             for kind, count in zip(("prompt", "generation"), counts, strict=True)
         ]
-        yield counter("tenant_tokens", "Tokens of ended requests, by API key.", [*_MODEL, "tenant", "kind"], tokens)
-        yield gauge("engine_ready", "1 while the engine takes requests.", _MODEL, [(model, float(engine.is_alive))])
+        yield counter("tenant_tokens", "Tokens of ended requests by API key.", [*_MODEL, "tenant", "kind"], tokens)
+        yield gauge("engine_ready", "1 while the engine accepts requests.", _MODEL, [(model, float(engine.is_alive))])
         restarts = [(model, engine.client.num_restarts)]
-        yield counter("engine_restarts", "How often the engine process was started again.", _MODEL, restarts)
+        yield counter("engine_restarts", "Restarts of the engine process.", _MODEL, restarts)
 
 
 def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
@@ -151,7 +175,12 @@ def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
     for attribute, name, text in _CAPACITY:
         yield gauge(name, text, _MODEL, [(model, getattr(capacity, attribute))])
     config = [*model, *(str(getattr(capacity, name)) for name in _CACHE_CONFIG)]
-    yield gauge("cache_config_info", "The KV cache, in labels; always 1.", [*_MODEL, *_CACHE_CONFIG], [(config, 1)])
+    yield gauge(
+        "cache_config_info",
+        "Configuration of the KV cache in labels; always 1.",
+        [*_MODEL, *_CACHE_CONFIG],
+        [(config, 1)],
+    )
 
 
 def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
@@ -170,7 +199,7 @@ def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> It
         num_bytes = num_blocks * capacity.kv_block_bytes
         num_bytes += sum(count * capacity.bounded_groups[group - 1].block_bytes for group, count in num_parts.items())
         moved.append(([*model, direction], num_bytes))
-    text = "Bytes of evicted blocks of all KV groups, to host memory and back."
+    text = "Bytes of evicted blocks of all KV groups that were copied to host memory and back."
     yield counter("host_cache_bytes", text, [*_MODEL, "direction"], moved)
 
 
@@ -188,7 +217,7 @@ def _stores(stats: EngineStats, model: list[str]) -> Iterator[Metric]:
     transfers = (("loads", "Loads from", stats.kv_loads), ("saves", "Saves into", stats.kv_saves))
     for name, what, by_outcome in transfers:
         ended = [([*model, outcome], count) for outcome, count in by_outcome.items()]
-        yield counter(f"kv_{name}", f"{what} stores, by outcome.", [*_MODEL, "outcome"], ended)
+        yield counter(f"kv_{name}", f"{what} KV stores by outcome.", [*_MODEL, "outcome"], ended)
     for family, figures in ((gauge, _STORE_GAUGES), (counter, _STORE_COUNTERS)):
         for attribute, name, text in figures:
             yield family(f"kv_store_{name}", text, [*_MODEL, "store"], _each(stats.kv_stores, attribute, model))

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 _ACCOUNTING = "x-anthropic-billing-header"
 _ROLES = {"user", "assistant", "system"}
-_CALLER = {"caller": "says who called the tool: the model, or code on Anthropic's servers"}
-_QUOTES = {"citations": "asks for, or tells, which words of a source an answer rests on: answers here have none"}
+_CALLER = {"caller": "caller of the tool: the model, or code on Anthropic's servers"}
+_QUOTES = {"citations": "quoted passages of sources: answers of this server have none"}
 _CACHE = {"cache_control": CACHE}
-_CALLS_ELSEWHERE = "tools of Anthropic's servers are not here"
-_ANSWERS_ONLY = "it belongs into an assistant's turn"
-_TURNS_ONLY = "it belongs into a user's turn"
-_SETTING = "which tools there are is said once, in tools"
+_CALLS_ELSEWHERE = "this server has no tools of Anthropic's servers"
+_ANSWERS_ONLY = "it is allowed only in an assistant's turn"
+_TURNS_ONLY = "it is allowed only in a user's turn"
+_SETTING = "declare tools only in the field tools"
 
 MESSAGE = fields("role", "content", clear_at=(None, "never"), output_config=(None, {}))
 TEXT = fields("text", harmless={**_CACHE, **_QUOTES})
@@ -40,8 +40,8 @@ _REFUSED: dict[str, str] = {
     **each(_CALLS_ELSEWHERE, "mcp_tool_use", "mcp_tool_result", "mcp_tool_listing"),
     **each(_SETTING, "tool_addition", "tool_removal"),
     **each(MEDIA, "container_upload", "image"),
-    "compaction": "it holds what Anthropic's servers made of older turns; send the turns",
-    "fallback": "there is one model",
+    "compaction": "it contains turns compacted by Anthropic's servers; send the turns themselves",
+    "fallback": "this server has only one model",
 }
 # The types that each place accepts.
 SYSTEM_BLOCKS = BlockTypes({"text": TEXT}, each(_SETTING, "tool_addition", "tool_removal"))

@@ -57,12 +57,12 @@ _FORMAT = "output_config.format"
 _OUTPUT_CONFIG = {"effort", "format"}
 _THOUGHTS = {
     "block_binding": LABEL,
-    "budget_tokens": "bounds thinking: here max_tokens alone does, and clients must send it",
-    "display": "says how much of the thinking is shown: all of it is",
+    "budget_tokens": "limit of thinking: this server uses max_tokens only, and clients must send it",
+    "display": "amount of thinking to show: this server shows all of it",
 }
 _THINKING = BlockTypes(
     {"enabled": fields(harmless=_THOUGHTS), "adaptive": fields(harmless=_THOUGHTS), "disabled": fields()},
-    {"between_tools": "a chat template begins thinking or does not"},
+    {"between_tools": "this server cannot control thinking between tools"},
 )
 # Fields that would change the answer, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -203,7 +203,7 @@ def _read_format(config: dict[str, Any] | None) -> StructuredOutputsParams | Non
 def _read_conversation(request: CountTokensRequest, tool_format: ToolFormat | None) -> Conversation:
     messages = read_conversation(request.system, request.messages)
     if messages[-1].get("tool_calls"):
-        raise RequestError("the last tool_use needs its tool_result behind it", parameter="messages")
+        raise RequestError("the last tool_use needs a tool_result after it", parameter="messages")
     return Conversation(messages, _read_tools(request, tool_format), _template_options(request, messages))
 
 

@@ -68,7 +68,7 @@ async def generate(service: Service, http_request: Request, request: PromptReque
     if not request.prompt:
         return _loaded(service, request, Answer(request.model, response=""))
     if request.raw and (request.system or request.think):
-        raise RequestError("raw: the prompt stands as it is, without system and think", parameter="raw")
+        raise RequestError("raw uses the prompt as it is: leave system and think out", parameter="raw")
     params = await look_at(http_request, partial(request.params, service))
     reply, told = partial(OllamaReply, service, request, is_chat=False), request.template_options(service)
     if request.raw or not (request.system or service.engine.input_processor.has_chat_template):

@@ -28,7 +28,7 @@ _SUFFIXES = {10**9: "B", 10**6: "M", 10**3: "K"}
 @endpoint()
 async def refuse(_service: Service, _http_request: Request) -> Response:
     """Raise `NotAllowedError`: only the operator may change models."""
-    raise NotAllowedError("this server changes no models: it serves the one that it was started with")
+    raise NotAllowedError("this server cannot change models: it serves the one that it was started with")
 
 
 @endpoint(answer=Version)

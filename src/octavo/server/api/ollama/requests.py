@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
     from octavo.server.service import Service
 
-_LOADING = "says how to load a model: it is loaded already"
+_LOADING = "configures the loading of a model: it is already loaded"
 # Options that change nothing. Options in neither table are unknown to Ollama, too, and it ignores them.
 _HARMLESS_OPTIONS = {
     **each(HARMLESS["mirostat_eta"], "mirostat_eta", "mirostat_tau"),
@@ -113,7 +113,7 @@ class AnswerRequest(Body):
         name = served_name(service, self.model)
         given, options = self.model_extra or {}, self.options or Options()
         if misplaced := next((field for field in Options.model_fields if given.get(field) is not None), None):
-            raise RequestError(f"{misplaced} stands in options, not beside them", parameter=misplaced)
+            raise RequestError(f"{misplaced} must be in options, not next to it", parameter=misplaced)
         service.extra_fields.check(given, _UNSUPPORTED, HARMLESS)
         service.extra_fields.check(options.model_extra, _UNSUPPORTED_OPTIONS, _HARMLESS_OPTIONS, level=logging.WARNING)
         longest = service.model_info.max_model_len
@@ -133,7 +133,7 @@ class AnswerRequest(Body):
         if options.presence_penalty or options.frequency_penalty or penalty not in (None, 1):
             refuse({"repeat_last_n": options.repeat_last_n}, _PENALTY_RANGE)
             if options.repeat_last_n == _LAST_N:
-                told = f"penalties look at all tokens, not at the last {_LAST_N} that repeat_last_n says"
+                told = f"penalties cover all tokens, not only the last {_LAST_N} (repeat_last_n)"
                 service.extra_fields.tell_once("repeat_last_n", told)
         repetition = {"repetition_penalty": defaults.repetition_penalty if penalty is None else penalty}
         limit = self.num_predict if options.num_predict is None else options.num_predict

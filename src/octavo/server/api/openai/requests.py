@@ -99,7 +99,7 @@ class Aliased(BaseModel):
             current = getattr(self, field)
             held = (current or {}).get(part) if part else current
             if held is not None and held != value:
-                raise RequestError(f"{name} and {told.name} say different things", parameter=name)
+                raise RequestError(f"{name} and {told.name} have different values", parameter=name)
             setattr(self, field, {**(current or {}), part: value} if part else value)
             self._sent_as[field] = name
 
@@ -156,7 +156,7 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
     def _check_penalties(self) -> None:
         """Refuse llama.cpp's penalties that cover only the last tokens: here a penalty covers all tokens."""
         if self.repeat_penalty not in (None, 1) and self.repeat_last_n != -1:
-            message = "repeat_penalty needs repeat_last_n: -1, as a penalty looks at all tokens here"
+            message = "repeat_penalty needs repeat_last_n: -1, because penalties cover all tokens"
             raise RequestError(message, parameter="repeat_penalty")
         penalties = (self.presence_penalty, self.frequency_penalty, (self.repetition_penalty or 1) - 1)
         if any(penalties):

@@ -12,9 +12,9 @@ from octavo.server.api.extra_fields import each
 
 _ROLES = {"user", "assistant", "system", "developer"}
 _LABELS = each(LABEL, "id", "status")
-_CALL = {**_LABELS, "async": "says whether the caller waits", "caller": "says who called the tool"}
-_ELSEWHERE = "tools of OpenAI's servers are not here; tools are functions"
-_NOT_STORED = "nothing is stored; send the conversation"
+_CALL = {**_LABELS, "async": "true if the caller waits", "caller": "caller of the tool"}
+_ELSEWHERE = "this server has no tools of OpenAI's servers; use functions"
+_NOT_STORED = "this server stores nothing; send the conversation"
 _TEXT = fields("text", harmless={"prompt_cache_breakpoint": CACHE})
 _SAID = fields("text", harmless={"annotations": LABEL, "logprobs": LABEL})
 _TEXTS = {"input_text": _TEXT, "output_text": _SAID, "text": _TEXT}
@@ -22,11 +22,13 @@ _MEDIA = each(MEDIA, "input_image", "input_file")
 
 ITEMS = BlockTypes(
     {
-        "message": fields("role", "content", harmless={**_LABELS, "phase": "says what an answer's text is for"}),
-        "reasoning": fields("content", "summary", harmless={**_LABELS, "encrypted_content": "nobody here can read it"}),
+        "message": fields("role", "content", harmless={**_LABELS, "phase": "purpose of an answer's text"}),
+        "reasoning": fields(
+            "content", "summary", harmless={**_LABELS, "encrypted_content": "this server cannot read it"}
+        ),
         "function_call": fields("call_id", "name", "arguments", harmless=_CALL, namespace=(None,)),
         "function_call_output": fields(
-            "call_id", "output", harmless={**_CALL, "name": "the call has it"}, namespace=(None,)
+            "call_id", "output", harmless={**_CALL, "name": "the call contains it"}, namespace=(None,)
         ),
     },
     {
@@ -36,10 +38,10 @@ ITEMS = BlockTypes(
         **each(_ELSEWHERE, "apply_patch_call", "apply_patch_call_output", "program", "program_output"),
         **each(_ELSEWHERE, "custom_tool_call", "custom_tool_call_output", "mcp_call", "mcp_list_tools"),
         **each(_ELSEWHERE, "mcp_approval_request", "mcp_approval_response"),
-        "additional_tools": "which tools there are is said once, in tools",
-        "configuration_update": "how to answer is said once, in reasoning and text",
-        "compaction": "it holds what OpenAI's servers made of older turns; send the turns",
-        "compaction_trigger": "all turns are read",
+        "additional_tools": "declare tools only in the field tools",
+        "configuration_update": "use only the fields reasoning and text",
+        "compaction": "it contains turns compacted by OpenAI's servers; send the turns themselves",
+        "compaction_trigger": "this server reads all turns",
         "item_reference": _NOT_STORED,
     },
 )

@@ -83,8 +83,8 @@ _NESTED = {
     "reasoning": fields(
         "effort",
         harmless={
-            "context": "says which thoughts of older turns are read: the chat template does",
-            **each("thoughts are told in full", "generate_summary", "summary"),
+            "context": "chooses the thoughts of older turns to read: the chat template decides",
+            **each("this server returns thoughts completely", "generate_summary", "summary"),
         },
         mode=(None, "standard"),
     ),

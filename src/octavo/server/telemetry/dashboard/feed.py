@@ -43,7 +43,7 @@ class Dashboard:
     def enter(self) -> None:
         """Take a viewer's place; `leave` gives it back. Raises `QueueFullError` if no place is free."""
         if self._num_watchers >= MAX_WATCHERS:
-            raise QueueFullError(f"{MAX_WATCHERS} pages are watching already; close one")
+            raise QueueFullError(f"{MAX_WATCHERS} dashboard pages are open, which is the limit; close one")
         self._num_watchers += 1
 
     def leave(self) -> None:
@@ -69,12 +69,12 @@ class Dashboard:
         """Return how a request spent its time. Raises `NotFoundError` if it is not known, or not known any more."""
         view = self._view
         if view is None:
-            raise NotFoundError("nobody watches, so nothing is known of any request: open /dashboard first")
+            raise NotFoundError("requests are recorded only while a dashboard is open: open /dashboard first")
         log, now = view.recent.since(0), view.clock()
         try:
             told = await asyncio.to_thread(explain, log, request_id, now)
         except ConfigError:
-            raise NotFoundError("no request with this id is known, or it was too long ago") from None
+            raise NotFoundError("no request with this id is recorded; it may be too old") from None
         phases = [{"phase": each.phase, "start": each.start, "end": each.end} for each in told.intervals]
         return {
             "id": request_id,

@@ -65,11 +65,11 @@ function showMoment(frame) {
   at("drafts").textContent = draftsText(moment.drafts);
 }
 
-/** "19 of 25, 6.3 tokens a step, 4.65 times as fast as without"; "" without drafts. */
+/** "19 of 25, 6.3 tokens per step, 4.65 times as fast as without drafts"; "" without drafts. */
 function draftsText(drafts) {
   if (drafts === null) return "";
-  const speedUp = drafts.speed_up === null ? "" : `, ${drafts.speed_up} times as fast as without`;
-  return `${count(drafts.accepted)} of ${count(drafts.drafted)}, ${drafts.tokens_per_step} tokens a step${speedUp}`;
+  const speedUp = drafts.speed_up === null ? "" : `, ${drafts.speed_up} times as fast as without drafts`;
+  return `${count(drafts.accepted)} of ${count(drafts.drafted)}, ${drafts.tokens_per_step} tokens per step${speedUp}`;
 }
 
 function takeFrame(frame) {

@@ -10,7 +10,7 @@ const PHASE_COLORS = {
   "waiting for KV from outside": "#8a6fd1",
   "computing the prompt": "#4477cc",
   generating: "#2a9d6f",
-  "preempted, waiting to go on": "#d1495b",
+  "preempted, waiting to continue": "#d1495b",
 };
 const CLICK_MS = 50;
 const dialog = document.getElementById("explanation");
