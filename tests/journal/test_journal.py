@@ -402,7 +402,7 @@ def test_explains_a_queue_behind_a_long_prompt(make_core):
     core.add("short", 3, max_tokens=2)
     core.run()
     text = explained(core, "short")
-    assert "queued behind 1 other" in text
+    assert "queued after 1 other request" in text
     assert "the step's tokens were given away" in text
     assert "of 80 computed tokens went to long" in text
 
@@ -498,7 +498,7 @@ def test_explains_an_evicted_prefix(make_core):
     for name, prompt in (("first", list(range(9))), ("large", list(range(100, 146))), ("again", list(range(9)))):
         core.add(name, prompt, max_tokens=1)
     core.run()
-    assert "0 of its 9 tokens were found in the prefix cache; the rest was not: evicted" in explained(core, "again")
+    assert "0 of its 9 tokens were found in the prefix cache; the rest was not found: evicted" in explained(core, "again")
 
 
 def test_explains_what_came_from_host_memory(make_core):
@@ -518,7 +518,7 @@ def test_explains_another_tenants_salt(make_core):
     core.run()
     core.add("mine", list(range(9)), max_tokens=1, cache_salt="mine")
     core.run()
-    assert "the rest was not: other salt" in explained(core, "mine")
+    assert "the rest was not found: other salt" in explained(core, "mine")
 
 
 def test_explains_the_first_token_that_differs(make_core):
@@ -527,7 +527,7 @@ def test_explains_the_first_token_that_differs(make_core):
     core.run()
     core.add("b", [0, 1, 2, 3, 4, 99, 6, 7, 8], max_tokens=1)
     core.run()
-    assert "4 of its 9 tokens were found in the prefix cache; the rest was not: different token at position 5" in (
+    assert "4 of its 9 tokens were found in the prefix cache; the rest was not found: different token at position 5" in (
         explained(core, "b")
     )
 
@@ -578,7 +578,7 @@ def test_an_old_obstacle_is_no_excuse(make_core):
 def test_explain_of_an_unknown_request_names_some(make_core):
     core = make_core()
     core.add("a", 3)
-    with pytest.raises(ConfigError, match="there are a"):
+    with pytest.raises(ConfigError, match="the journal has a"):
         explain(core.log.events, "b")
 
 
