@@ -1,4 +1,4 @@
-"""What some code has allocated, whatever else runs in the process meanwhile."""
+"""Memory allocated by certain code, independent of other code in the process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import tracemalloc
 
 
 def allocated_in(*folders: str) -> int:
-    """Return the bytes that code below folders of these names has allocated since tracemalloc started, and that live.
+    """Return the live bytes that code below folders with these names has allocated since tracemalloc started.
 
-    `tracemalloc.get_traced_memory` counts other threads as well, and modules that are imported meanwhile.
+    `tracemalloc.get_traced_memory` would also count other threads, and modules imported meanwhile.
     """
     filters = [tracemalloc.Filter(inclusive=True, filename_pattern=f"*/{folder}/*") for folder in folders]
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(filters).traces)

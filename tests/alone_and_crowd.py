@@ -1,4 +1,4 @@
-"""Runs the same requests one by one and all at once, for tests that compare the two with `==`."""
+"""Runs the same requests one by one and all together, for tests that compare the results with `==`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ needs_kernels = pytest.mark.skipif(
 
 
 def crowd(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[tuple]:
-    """Answer all requests together: (token ids, logprobs) of each."""
+    """Answer all requests together; return (token ids, logprobs) of each."""
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
     outputs = engine.generate_batch(prompts, [params for _, params in requests])
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs.values()]
 
 
 def alone(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[tuple]:
-    """Answer each request before the next one is sent. Sampled requests need seeds: arrival numbers go on."""
+    """Answer each request before the next one is added. Sampled requests need seeds, because arrival numbers
+    increase.
+    """
     return [crowd(engine, [request])[0] for request in requests]

@@ -1,4 +1,4 @@
-"""From an answer's tokens to its parts, as the server goes: text, stop, reasoning, calls."""
+"""From an answer's tokens to its parts, as in the server: text, stop, reasoning, calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def read_answer(
     tokenizer: DetokenizerFactory, form: AnswerForm, prompt_ids: list[int], pieces: list[list[int]], finish_reason: str
 ) -> list[Part]:
-    """Return the parts of an answer whose tokens come in these pieces; the last of a "stop" is the one that ends it."""
+    """Return the parts of an answer with tokens in these pieces; with "stop", the last token is the one that ends
+    it.
+    """
     params = form.applied_to(SamplingParams(output_kind=RequestOutputKind.DELTA))
     outputs, reader, parts = OutputProcessor(tokenizer, lambda: 0.0), AnswerReader(form), list["Part"]()
     outputs.add_request("a", ["a"], None, prompt_ids, params, arrival_time=0.0)

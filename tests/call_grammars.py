@@ -1,4 +1,4 @@
-"""Which texts a grammar lets pass, over a vocabulary with the markers of families of models."""
+"""The texts that a grammar accepts, with vocabularies that have the markers of model families."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ EOS = 2
 
 
 class Grammars:
-    """The vocabulary of the built-in model, and the markers as the vocabularies of families have them.
+    """The vocabulary of the built-in model, with markers as in the vocabularies of families.
 
-    kind: "plain": no token of its own for any; "special": special tokens; "added": tokens that are text, as Qwen's are.
+    kind: "plain": no marker is a token; "special": markers are special tokens; "added": they are text tokens, as
+    Qwen's.
     """
 
     def __init__(self, kind: str, markers: list[str]) -> None:
@@ -34,7 +35,7 @@ class Grammars:
         self.compile = self.compiler(self.size).compile
 
     def compiler(self, num_rows: int) -> GrammarCompiler:
-        """Make one for a model with so many rows."""
+        """Return a compiler for a model with `num_rows` rows."""
         added_ids = frozenset(self.tokenizer.get_added_tokens_decoder())
         eos_ids = frozenset({EOS, self.size, self.size + 999})
         vocabulary = Vocabulary(self.tokenizer.to_str(), self.size, eos_ids, self.tokenizer.token_to_id, added_ids)
@@ -45,7 +46,7 @@ class Grammars:
         return None if token_id is None else f"<[{token_id}]>"
 
     def accepts(self, structure: StructuredOutputsParams, text: str, *, in_letters: bool = False) -> bool:
-        """Whether it is a whole answer. in_letters: written without the tokens that markers have."""
+        """Return True if the text is a complete answer. in_letters: written without the tokens of markers."""
         matcher = self.compile(structure)
         tokenizer = self.plain if in_letters else self.tokenizer
         try:

@@ -1,8 +1,8 @@
-"""Calls as models write them, with one slip each: what the generator meant, and whether the parsers read that.
+"""Calls as models write them, with one slip each: the parsers must read what the generator meant.
 
-A call is written with placeholders for its strings, so a slip can be put into the marks and nothing else; the strings
-follow. A call that is read must be the one that was meant, or the one that the text is by the letter: the call that
-the format writes exactly so. Run 200,000 cases: `PYTHONPATH=tests python -m call_slips 200000`.
+A call is written with placeholders for its strings, so that a slip affects only the marks; then the strings are
+inserted. A call that is read must be the intended one, or the literal one: the call that the format writes exactly so.
+Run 200,000 cases: `PYTHONPATH=tests python -m call_slips 200000`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def is_json(form: ToolFormat) -> bool:
 
 @dataclass
 class Case:
-    """One call and how it is written. strings: what stands for each placeholder in the arguments."""
+    """One call and its written form. strings: the string for each placeholder in the arguments."""
 
     rng: random.Random
     form: ToolFormat
@@ -88,7 +88,7 @@ class Case:
 
     @property
     def calls(self) -> list[tuple[str, dict[str, Any]]]:
-        """What is meant."""
+        """Return the intended calls."""
         return [(NAME, self.arguments), *([("now", {})] if self.has_second else [])]
 
     def skeleton(self) -> str:
@@ -109,7 +109,7 @@ class Case:
         return json.dumps(string, ensure_ascii=False)[1:-1]
 
     def filled(self, skeleton: str, spelled: Callable[[str], str] | None = None, only: int | None = None) -> str:
-        """Put the strings in, one or all of them in another spelling."""
+        """Insert the strings, one or all of them in another spelling."""
 
         def put(found: re.Match[str]) -> str:
             index = int(found.group(1))
@@ -121,12 +121,12 @@ class Case:
         return PLACE.sub(put, skeleton)
 
     def string(self, wanted: Callable[[str], bool]) -> int | None:
-        """Return the number of one of the strings."""
+        """Return the number of a random string that meets a condition, or None."""
         found = [index for index, each in enumerate(self.strings) if wanted(each)]
         return self.rng.choice(found) if found else None
 
 
-# --- slips: each returns the text, or None for a case that has no place for it
+# --- slips: each returns the text, or None if the case has no place for it ---
 
 
 def written(case: Case) -> str | None:
@@ -156,7 +156,7 @@ def _truncated(rng: random.Random, mark: str) -> str:
 
 
 def blanks(case: Case) -> str | None:
-    """Blanks are put in next to a mark of the structure, or left out there; never within a string."""
+    """Blanks are added or missing next to a mark of the structure, never within a string."""
     skeleton = case.skeleton()
     spaces = [found.span() for found in re.finditer(r"(?<=[>,:}\]])[ \n]+(?=[<\[{\"'])", skeleton)]
     if not spaces:
@@ -171,7 +171,7 @@ def code_span(case: Case) -> str | None:
 
 
 def prose(case: Case) -> str | None:
-    """A sentence about the format names its marks."""
+    """A sentence about the format contains its marks."""
     begun = case.form.write([(NAME, {})]).partition(NAME)[0]
     marks = [mark for mark in case.form.markers if mark] or ["{}"]
     words = [begun + NAME, *marks, NAME, "is how a call begins", "and ends", "with", "or", "arguments."]
@@ -208,7 +208,7 @@ def raw_backslash(case: Case) -> str | None:
 
 
 def any_backslash(case: Case) -> str | None:
-    """The same of strings that have escapes as well: these cannot be read in one way."""
+    """The same for strings that also have escapes: these are ambiguous."""
     index = case.string(lambda each: "\\" in each) if (skeleton := case.skeleton()) and _in_json(case) else None
     if index is None:
         return None
@@ -263,7 +263,7 @@ def python_words(case: Case) -> str | None:
 
 
 def python_object(case: Case) -> str | None:
-    """An object between tags is written as Python writes it."""
+    """An object between tags is written in Python's syntax."""
     if not isinstance(case.form, TaggedFormat) or "deep" not in case.arguments:
         return None
     skeleton = case.skeleton()
@@ -316,12 +316,12 @@ def _closing_tag(change: Callable[[random.Random, str], str]) -> Callable[[Case]
 
 
 def closing_tag_left_out(case: Case) -> str | None:
-    """With its line, where values stand on lines of their own; arguments do in any case."""
+    """The tag and its line are missing, in formats with values or arguments on lines of their own."""
     return _without_closing_tag(case, has_lines=True)
 
 
 def closing_tag_left_out_of_a_line(case: Case) -> str | None:
-    """The same where nothing but tags tells arguments apart: the next one may be text of the value."""
+    """The same if only tags separate arguments: the next argument may be text of the value."""
     return _without_closing_tag(case, has_lines=False)
 
 
@@ -406,7 +406,7 @@ def string_of(rng: random.Random, form: ToolFormat) -> str:
     """Return a string: words, paths, code, quotes, and sometimes the format's own marks."""
     if rng.random() < 0.04:
         hostile = rng.choice(HOSTILE)
-        own = "" if "</" in hostile else rng.choice(["", form.write([("now", {})])])  # closed, it would begin a call
+        own = "" if "</" in hostile else rng.choice(["", form.write([("now", {})])])  # a closed one would begin a call
         return hostile + rng.choice(["", " "]) + own
     words = [rng.choice(WORDS) for _ in range(rng.randrange(1, 5))]
     mark = rng.choice([*form.markers, "</parameter>", "</arg_value>", "{}", "`"])
@@ -445,7 +445,7 @@ def calls_of(parts: list[Part]) -> list[tuple[str, str]]:
 
 
 def cut(rng: random.Random, text: str) -> list[str]:
-    """Cut a text at places drawn by chance, sometimes into its characters."""
+    """Cut a text at random places, sometimes into its characters."""
     if rng.random() < 0.15:
         return list(text)
     places = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randrange(1, 6))))
@@ -457,13 +457,13 @@ def _bare(text: str) -> str:
 
 
 def is_written(form: ToolFormat, calls: list[tuple[str, Any]], text: str) -> bool:
-    """Return whether a text holds these calls as the format writes them, together or one by one."""
+    """Return whether a text contains these calls as the format writes them, together or one by one."""
     bare = _bare(text)
     return _bare(form.write(calls)) in bare or all(_bare(form.write([each])) in bare for each in calls)
 
 
 def verdict(case: Case, slip: str, text: str) -> str:
-    """Return "call", "letter", "text" or what is wrong."""
+    """Return "call", "letter", "text" or a description of the error."""
     whole = read(case.form, [text])
     pieces = cut(case.rng, text)
     begun = pieces[: case.rng.randrange(1, len(pieces) + 1)]
@@ -481,7 +481,7 @@ def verdict(case: Case, slip: str, text: str) -> str:
         return "call"
     if is_meant and any(not arguments for name, arguments in calls if name == NAME):
         return "a call without arguments"
-    # of quotes that are not escaped the text may hold another object, as JSON has it
+    # with unescaped quotes the text may contain another object that is valid JSON
     is_json_there = slip in UNESCAPED and all(arguments in text for _, arguments in calls_of(whole))
     return "letter" if is_json_there or is_written(case.form, calls, text) else "another call"
 
@@ -511,7 +511,7 @@ def made(rng: random.Random, slip: str) -> tuple[Case, str]:
 
 
 def run(count: int, seed: int = 1, first: int = 0) -> tuple[dict[str, Counter[str]], list[tuple[str, str, str, str]]]:
-    """Return the verdicts of each slip, and the cases that are wrong: slip, format, verdict, text."""
+    """Return the verdicts of each slip, and the wrong cases: slip, format, verdict, text."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     wrong = []
     kinds = [*SLIPS]
@@ -529,7 +529,7 @@ def run(count: int, seed: int = 1, first: int = 0) -> tuple[dict[str, Counter[st
 
 
 def told_of_a_cut(form: ToolFormat, text: str) -> str:
-    """Return what is told of an answer that a limit cut off.
+    """Return what is reported of an answer that a limit cut off.
 
     j, b, e: a call with arguments that are JSON, broken JSON, or empty. w: the whole text. s: a shorter one.
     """

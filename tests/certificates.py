@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def make_certificate(folder: Path) -> tuple[str, str]:
-    """Return the files of a certificate of 127.0.0.1 that vouches for itself, and of its key; skips without openssl."""
+    """Return the paths of a self-signed certificate for 127.0.0.1 and of its key; skips without openssl."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl that could make a certificate")

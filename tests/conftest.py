@@ -47,8 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Set the process up: no use of the user's cache directory, one seed, no garbage collection during collection.
 
-    Without a compiler octavo warns that plain torch serves; every other warning stays an error. The processes of
-    pytest-xdist inherit the seed. Collecting garbage while tests are collected took each process 2.5 of 19 s.
+    Without a compiler octavo warns that it uses plain torch; every other warning stays an error. The processes of
+    pytest-xdist inherit the seed. Garbage collection during test collection took each process 2.5 of 19 s.
     """
     gc.disable()
     share_logging()
@@ -76,7 +76,7 @@ def commit_suffix() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the part that the command line asks for."""
+    """Keep the tests of the part that the command line requests."""
     if config.option.part is None:
         return
     try:
@@ -96,14 +96,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def share_logging() -> None:
-    """Let what torch logs reach the root: pytest else adds and removes its handlers at 42 loggers, six times a test."""
+    """Send torch's logs to the root logger: pytest otherwise adds and removes handlers of 42 loggers, six times a
+    test.
+    """
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
             logger.propagate = True
 
 
 def one_certificate(folder: Path) -> Path:
-    """Whom clients trust that name nobody: one authority of all. Each client reads the file, which takes 40 ms else."""
+    """Write a file with the one authority that clients trust by default; return its path. Reading all takes a client 40
+    ms.
+    """
     end = "-----END CERTIFICATE-----\n"
     first, _, _ = Path(certifi.where()).read_text(encoding="utf-8").partition(end)
     path = folder / "authority.pem"
@@ -112,7 +116,7 @@ def one_certificate(folder: Path) -> Path:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector thousands of tests, and all the libraries: a full collection took half a second."""
+    """Exclude tests and libraries from garbage collection: a full collection took half a second."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -120,9 +124,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Tell of a test that passes by one message, not by five: they cost processes of pytest-xdist more than most tests.
+    """Report a passing test with one message instead of five: they cost pytest-xdist processes more than most tests.
 
-    With `--durations` all are sent. Which test a process that crashes was in pytest-xdist knows without them.
+    With `--durations` all are sent. pytest-xdist knows the test of a crashed process without them.
     """
     if not hasattr(item.config, "workerinput") or item.config.option.durations is not None:
         return None
@@ -150,7 +154,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, Any, Any]:
-    """Leave out, or mark as slow, what the draw does not give of a sweep."""
+    """Remove, or mark as slow, the cases of a sweep that are not drawn."""
     made = yield
     if isinstance(made, list):
         made = [item for item in made if of_forced_instruction_set(item)]
@@ -169,7 +173,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, An
 def of_forced_instruction_set(item: pytest.Item) -> bool:
     """Return whether a case that names an instruction set names the one that `make test-isa` forces.
 
-    The others are the subject of that target's other runs.
+    Cases of other instruction sets run in other runs of that target.
     """
     forced = isa_from_environment()
     return (
@@ -178,5 +182,7 @@ def of_forced_instruction_set(item: pytest.Item) -> bool:
 
 
 def takes_no_slow_ones(config: pytest.Config) -> bool:
-    """Whether cases that are slow need not be made: nobody names one, and the markers are those of pyproject.toml."""
+    """Return True if slow cases need not be made: the command line names no case, and has the markers of
+    pyproject.toml.
+    """
     return "not slow" in config.option.markexpr and not any("::" in word for word in config.args)

@@ -1,4 +1,4 @@
-"""Answers of reasoning, content and calls in tokens that end anywhere: which of them must be told as the content's."""
+"""Answers of reasoning, content and calls in tokens that end anywhere: which tokens are reported as content."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NOW: Any = {"type": "function", "function": {"name": "now"}}
 CALL = '<tool_call>\n{"name": "now", "arguments": {"a": "content é"}}\n</tool_call>'
 CONTENTS = ["I look.", "狐 🦜🌍", "a  b\n\n<c", "é", "naïve <tool_ e\u0301", "<think", "x"]
 THOUGHTS = ["", "Hm.", "I look. 狐", "two\n\nlines"]
-_LONGEST_PIECE = 12  # bytes, as a marker has
+_LONGEST_PIECE = 12  # bytes, as long as a marker
 
 
 @dataclass
 class Writer:
-    """Writes texts in tokens of one vocabulary, cut at random, with hidden ones among them."""
+    """Writes texts in tokens of one vocabulary, cut at random, with hidden tokens among them."""
 
     tokenizer: Tokenizer
     form: AnswerForm
@@ -48,7 +48,7 @@ class Writer:
 
     @classmethod
     def of(cls, inputs: InputProcessor) -> Writer:
-        """Write as a Hermes model with reasoning does."""
+        """Return a writer for a Hermes model with reasoning."""
         style = AnswerStyle.find("hermes", "think", inputs)
         toolbox = read_chat_tools([NOW], None, None, style.tools)
         return cls(inputs.tokenizer, AnswerForm.of(style, toolbox, "Hello."))  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ class Writer:
 
 
 def written(draw: random.Random) -> tuple[str, list[tuple[int, str]]]:
-    """Return an answer, and its runs of content with the characters in front of each."""
+    """Return an answer, and its runs of content with the number of characters before each."""
     text, contents = "", []
     if draw.random() < 0.7:
         text += "<think>" + draw.choice(["", "\n"]) + draw.choice(THOUGHTS) + draw.choice(["", "\n", " "])
@@ -89,7 +89,7 @@ def written(draw: random.Random) -> tuple[str, list[tuple[int, str]]]:
 
 
 def check_answer(writer: Writer, prompt: list[int], draw: random.Random) -> None:
-    """Write an answer, whole or cut off, and look at what is told of the tokens of its content."""
+    """Write an answer, complete or cut off, and check the reported tokens of its content."""
     text, contents = written(draw)
     ids = writer.write(text, draw)
     is_cut = draw.random() < 0.3
@@ -110,7 +110,7 @@ def check_answer(writer: Writer, prompt: list[int], draw: random.Random) -> None
 
 
 def _covering(writer: Writer, text: str, ids: list[int], start: int, end: int) -> list[int]:
-    """Return the tokens, by their place among all, that have a byte of these characters."""
+    """Return the indices of the tokens that have a byte of these characters."""
     first, last = (len(text[:place].encode()) for place in (start, end))
     covering, position = [], 0
     for index, token_id in enumerate(ids):
@@ -124,7 +124,7 @@ def _covering(writer: Writer, text: str, ids: list[int], start: int, end: int) -
 def _told(
     writer: Writer, prompt: list[int], ids: list[int], finish_reason: str, draw: random.Random
 ) -> list[tuple[str, list[int]]]:
-    """Return the runs of content that are told, and which tokens with each."""
+    """Return the reported runs of content, and the tokens of each."""
     outputs = OutputProcessor(writer.tokenizer, lambda: 0.0)
     params = SamplingParams(output_kind=RequestOutputKind.DELTA, logprobs=0)
     params = writer.form.applied_to(params)

@@ -1,7 +1,7 @@
-"""Stand-ins for what needs a model: a tokenizer of bytes, a chat template, and an executor that recites a text.
+"""Fakes for what needs a model: a tokenizer of bytes, a chat template, and an executor that recites a text.
 
-With them the real core, engine and server run without weights, and what comes out is known beforehand. What only the
-text's side needs is imported late: processes of the core alone start sooner.
+With them the real core, engine and server run without weights and give known answers. Modules that only text needs are
+imported late, so that processes with only the core start faster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EOS = 256
 VOCAB_SIZE = 257
 TEXT = "The quick brown fox — ein schneller Fuchs, 狐 — jumps över the lazy dog. "
-SHIFT = 7  # by how many bytes each further choice of a request starts later in the text
+SHIFT = 7  # each further choice of a request starts so many bytes later in the text
 
 
 class ByteTokenizer:
@@ -109,10 +109,10 @@ class ByteDetokenizer:
 
 
 class FakeChatTemplate:
-    """`<role>content` for each message, and the assistant's tag at the end; in front what else there is.
+    """`<role>content` for each message, then the assistant's tag; other data comes first.
 
-    marks: what its text is said to hold, so that the server knows how calls and reasoning are written.
-    behind: what stands behind the assistant's tag.
+    marks: text that the template claims to contain, from which the server derives the form of calls and reasoning.
+    behind: text after the assistant's tag.
     """
 
     def __init__(self, marks: str = "", behind: str = "") -> None:
@@ -136,7 +136,7 @@ class FakeChatTemplate:
 
 
 def answer_token(num_prompt_tokens: int, sample_index: int, num_output_tokens: int) -> int:
-    """The next token: the text once round, from a place set by the prompt's length and the choice; then EOS."""
+    """Return the next token: one round of the text from a place set by the prompt's length and the choice, then EOS."""
     data = TEXT.encode()
     if num_output_tokens % (len(data) + 1) == len(data):
         return EOS
@@ -144,7 +144,7 @@ def answer_token(num_prompt_tokens: int, sample_index: int, num_output_tokens: i
 
 
 def answer_text(num_prompt_tokens: int, sample_index: int = 0, num_tokens: int | None = None) -> str:
-    """What a request is answered, without EOS; cut after `num_tokens`."""
+    """Return the answer to a request without EOS, cut after `num_tokens`."""
     num_tokens = len(TEXT.encode()) if num_tokens is None else num_tokens
     tokens = [answer_token(num_prompt_tokens, sample_index, index) for index in range(num_tokens)]
     detokenizer = ByteDetokenizer(skip_special_tokens=True)
@@ -159,13 +159,12 @@ class _Row:
 
 
 class FakeExecutor:
-    """Recites `TEXT`. Checks what it is sent as a worker would have to.
+    """Recites `TEXT`. Checks its inputs as a worker would have to.
 
-    step_s: how long a step takes. answer: what is recited instead of `TEXT`, always from its beginning.
-    guesses: whether each token that it guesses behind a step's is right; none are guessed by default.
-    `fail_next` makes the next step that computes a token fail (behind an ended request the engine takes one
-    that computes none, and a test cannot know when), `die` kills the engine's thread.
-    `gate`, while cleared, holds the next step back.
+    step_s: seconds of a step. answer: recited instead of `TEXT`, always from its beginning. guesses: whether each draft
+    after a step's token is right; default no drafts. `fail_next` makes the next step that computes a token fail (after
+    an ended request the engine does a step that computes none, at a time that a test cannot know), `die` kills the
+    engine's thread. `gate`, while cleared, delays the next step.
     """
 
     def __init__(self, step_s: float = 0.0, answer: str | None = None, guesses: tuple[bool, ...] = ()) -> None:
@@ -177,7 +176,7 @@ class FakeExecutor:
         self.gate = threading.Event()
         self.gate.set()
         self.num_steps = 0
-        self.num_computing_steps = 0  # of them those that had tokens to compute
+        self.num_computing_steps = 0  # steps with tokens to compute
         self.is_shut_down = False
         self._rows: dict[str, _Row] = {}
         self._result: ModelOutput | None = None
@@ -252,7 +251,7 @@ class FakeExecutor:
 
 
 def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
-    """The token itself is the most probable one, then come those behind it in the vocabulary."""
+    """Return log probabilities: the token itself is the most probable one, then the next ones in the vocabulary."""
     best = [(token_id + step) % VOCAB_SIZE for step in range(num_top)]
     return TokenLogprobs([token_id, *best], [-0.25, *(-0.25 - step for step in range(num_top))], rank=1)
 
@@ -268,7 +267,7 @@ def make_core(
     kv_format: dict[str, str] | None = None,
     **scheduler_options: Any,
 ) -> EngineCore:
-    """The real core around a fake executor."""
+    """Return the real core with a fake executor."""
     metrics, recent = EngineMetrics(), RecentEvents(2000)
     configs = SchedulerConfig(**scheduler_options), CacheConfig(block_size=block_size)
     scheduler = Scheduler(
@@ -298,7 +297,7 @@ def make_engine(
     chat_template: FakeChatTemplate | None = None,
     **core_options: Any,
 ) -> Engine:
-    """The real engine around a fake executor and tokenizer. core_options: of `make_core`."""
+    """Return the real engine with a fake executor and tokenizer. core_options: of `make_core`."""
     from octavo.engine.input_processor import InputProcessor
     from octavo.engine.llm_engine import Engine
     from octavo.engine.local_core import LocalCore

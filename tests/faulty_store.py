@@ -1,6 +1,6 @@
-"""A store of KV that does everything wrong that a store may: raises, hangs, lies about what it has, spoils records.
+"""A KV store with every fault that a store may have: it raises, hangs, misreports its content, corrupts records.
 
-What it fills blocks with is what the checksum of `MemoryStore` vouches for; nothing else is promised to be right.
+Only content with the right checksum of `MemoryStore` is right.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ RECORD_FAULTS = ("tampered", "truncated", "stale", "another block's", "lost", "l
 
 
 class Panic(BaseException):
-    """What a library's panic looks like."""
+    """Like the panic of a library."""
 
 
 class FaultyStore(MemoryStore):
-    """Does something wrong in a share of its calls; counts by kind. Loads that are wrong leave garbage in blocks."""
+    """Does something wrong in a share of its calls, counted by kind. Wrong loads fill blocks with garbage."""
 
     def __init__(self, pool, node_id, block_bytes, *, seed=0, rate=0.5, raises=True):
         super().__init__(pool, node_id, block_bytes)
@@ -76,7 +76,7 @@ class FaultyStore(MemoryStore):
         return super().save(keys[:most], blocks[:most])
 
     def spoil(self, key, kind):
-        """Do something to a record in the pool, as others might."""
+        """Corrupt a record in the pool, as another process might."""
         pool = self.pool
         with pool._lock:
             records = [pool._nodes[node_id][key] for node_id in pool._holders.get(key, ())]
@@ -99,7 +99,7 @@ class FaultyStore(MemoryStore):
                 del data[self.rng.randrange(len(data)) :]
             elif kind == "longer":
                 data += b"\0"
-            elif kind == "stale":  # the block was used again and its name was not
+            elif kind == "stale":  # the block was reused, but not its key
                 data[32:] = bytes(byte ^ 0xFF for byte in data[32:])
             elif others:
                 data[:] = self.rng.choice(others).kv_data
@@ -111,7 +111,7 @@ class FaultyStore(MemoryStore):
 
 
 class HangingStore(MemoryStore):
-    """Hangs in calls of these names until it is let go."""
+    """Hangs in calls with these names until it is released."""
 
     def __init__(self, pool, node_id, block_bytes, *names):
         super().__init__(pool, node_id, block_bytes)

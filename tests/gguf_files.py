@@ -32,7 +32,7 @@ _MODEL = {
 
 
 def byte_vocabulary(size):
-    """Metadata of a tokenizer of bytes, a few merges, special tokens and others up to a size."""
+    """Return metadata of a byte tokenizer with a few merges, special tokens and filler tokens up to `size`."""
     letters = sorted(ByteLevel.alphabet())
     merges = ["h e", "l l", "he ll", "Ġ w"]
     words = [merge.replace(" ", "") for merge in merges]
@@ -89,7 +89,7 @@ def write_gguf(directory, path, *, kind="F32", kinds=None, changes=None, splits=
 
 
 def add(writer, key, value):
-    """Add one value of metadata, in the type that llama.cpp gives it."""
+    """Add one metadata value, in the type that llama.cpp uses."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -127,7 +127,7 @@ def _numbers(config):
 
 
 def _tensors(directory, config):
-    """Return float32 by llama.cpp's names; rows of a Llama's q and k stand as that rotates them."""
+    """Return float32 by llama.cpp's names; rows of a Llama's q and k are in the order of its rotation."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     is_llama = config["architectures"] == ["LlamaForCausalLM"]
     for name, value in load_file(directory / "model.safetensors").items():
@@ -144,7 +144,7 @@ def _tensors(directory, config):
 
 
 def _llama3_factors(config):
-    """Return what llama.cpp's conversion makes of Llama 3's rope (generate_extra_tensors)."""
+    """Return the factors that llama.cpp's conversion makes of Llama 3's rope (generate_extra_tensors)."""
     rope = config["rope_parameters"]
     if rope["rope_type"] != "llama3":
         return None

@@ -10,7 +10,7 @@ from octavo.kernels.block_weight import BlockKind, random_blocks
 def write_large_gguf(
     path, *, layers, kind, vocabulary_kind, hidden_size=1024, intermediate_size=4096, vocab_size=65536
 ):
-    """Write a Llama with heads of 64, eight for keys, whose layers and vocabulary are in blocks. Return its path."""
+    """Write a Llama with heads of 64, eight of them for keys, and layers and vocabulary in blocks. Return its path."""
     writer, generator = gguf.GGUFWriter(path, "llama"), torch.Generator().manual_seed(0)
     metadata = {
         "block_count": layers,
@@ -25,7 +25,7 @@ def write_large_gguf(
     for key, value in ({f"llama.{key}": value for key, value in metadata.items()} | byte_vocabulary(288)).items():
         add(writer, key, value)
 
-    made = {}  # layers are alike
+    made = {}  # all layers are equal
 
     def matrix(name, in_kind, *shape):
         if (in_kind, shape) not in made:

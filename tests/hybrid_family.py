@@ -1,6 +1,6 @@
 """A family that octavo does not have: its layers are attention, a linear recurrence, and attention over latent rows.
 
-Both other mixers are written in plain torch, one row after another, so that a row has the same bits in every batch.
+The two other mixers are written in plain torch, one row at a time, so that a row has the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def read_architecture(config, name) -> Architecture:
-    """Read a model of four layers: attention, recurrence, latent attention, and attention with a window."""
+    """Return a model of four layers: attention, recurrence, latent attention, and attention with a window."""
     rope, mlp = read_rope(config, 2048), GatedMLPConfig.read(config)
     num_dims = config.values.get("num_position_dims", 1)
     attention = AttentionConfig.read(config, rope=rope)
@@ -48,7 +48,7 @@ def read_architecture(config, name) -> Architecture:
 @register
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
-    """The row at position p reads the state after position p - 1, and writes that after p."""
+    """The row at position p reads the state after position p - 1, and writes the state after p."""
 
     name: ClassVar[str] = "recurrent_state"
 
@@ -151,7 +151,7 @@ class LatentTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Attention of one head whose keys and values are one row of `rank` numbers, as in MLA without its rotary part.
+    """One-head attention whose keys and values are one row of `rank` numbers, as in MLA without its rotary part.
 
     In a model whose positions have several dimensions, rows are scaled by them.
     """

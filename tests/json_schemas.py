@@ -1,6 +1,6 @@
-"""JSON schemas to ask answers for: hard ones written by hand, and as many as one likes from a seed.
+"""JSON schemas for structured answers: hard ones written by hand, and any number from seeds.
 
-All of them bound what they describe (lengths, counts, depth), so that an answer ends within a budget of tokens.
+All of them limit lengths, counts and depth, so that an answer ends within a budget of tokens.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ HARD["deep"] = _deep
 
 
 def generate(seed: int) -> Schema:
-    """Make a schema of a seed: objects and arrays to a depth of three, with plain values that are bounded."""
+    """Return the schema of a seed: objects and arrays to a depth of three, with bounded values."""
     return _generate(random.Random(seed), 3)
 
 
@@ -121,7 +121,7 @@ def _make_array(rng: random.Random, depth: int) -> Schema:
 def _make_number(kind: str) -> Callable[[random.Random, int], Schema]:
     def make(rng: random.Random, _depth: int) -> Schema:
         low = rng.randint(-100, 100)
-        steps = {"multipleOf": 0.25} if kind == "number" else {}  # else digits might go on for ever
+        steps = {"multipleOf": 0.25} if kind == "number" else {}  # digits could continue without end otherwise
         return {"type": kind, "minimum": low, "maximum": low + rng.randint(1, 500), **steps}
 
     return make

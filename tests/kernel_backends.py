@@ -1,4 +1,4 @@
-"""The backends that kernel tests run over."""
+"""The backends of kernel tests."""
 
 import importlib.util
 
@@ -11,7 +11,7 @@ ISAS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 
 
 def compiled_kernels(isa="auto", num_threads=2):
-    """Compiled kernels, or a skip where this machine or installation has none."""
+    """Return compiled kernels; skip if this machine or installation has none."""
     if not COMPILED and not kernels_required():
         pytest.skip("octavo was installed without compiled kernels")
     from octavo import _kernels

@@ -1,4 +1,4 @@
-"""A device that makes its copies late, for tests on a CPU: they are enqueued, and made when somebody waits for them."""
+"""A device with late copies, for tests on a CPU: copies are enqueued, and made when a thread waits for them."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ import torch
 
 
 class OverwrittenError(Exception):
-    """What a copy was to read was changed before the device read it."""
+    """The source of a copy was changed before the device read it."""
 
 
 class Place:
-    """A mark: behind the first `number` copies."""
+    """A mark after the first `number` copies."""
 
     def __init__(self, queue, number):
         self.queue, self.number = queue, number
 
     def synchronize(self):
-        """Let the device go on to this place."""
+        """Run the device up to this mark."""
         self.queue.run_to(self.number)
 
 
 class LateQueue:
-    """A `DeviceQueue`. What is computed of device tensors is computed at once, so these are filled at once, too.
+    """A `DeviceQueue` that computes and fills device tensors immediately.
 
-    But what a copy to the device reads has to be the same when the device comes to it, and what it copies to the host
-    is there only then. num_waits: how often somebody waited for copies that were not made yet. num_to_device: copies to
-    the device so far.
+    The source of a copy to the device must not change before the device runs the copy, and copies to the host are done
+    only then. num_waits: number of waits for copies that were not made yet. num_to_device: copies to the device so far.
     """
 
     def __init__(self):
         self.num_waits = self.num_to_device = 0
         self.copies = []
         self.num_made = 0
-        self.memory = {}  # by address; it is kept, so that none is another's later
+        self.memory = {}  # by address; kept, so that no address is reused
 
     def host_memory(self, num_bytes):
         memory = torch.full((num_bytes,), 0xA5, dtype=torch.uint8)

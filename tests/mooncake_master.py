@@ -1,4 +1,4 @@
-"""A real `mooncake_master` of the package that octavo[mooncake] installs, on a port of its own."""
+"""A real `mooncake_master` of the package that octavo[mooncake] installs, on its own port."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_mooncake = pytest.mark.skipif(
 
 
 class Master:
-    """leases_ms: how long an object that was asked for is kept. clients_s: how long one may be silent."""
+    """leases_ms: time for which a requested object is kept. clients_s: time for which a client may be silent."""
 
     def __init__(self, *, leases_ms: int = 2000, clients_s: int = 2) -> None:
         self.port, self.metrics_port = _free_port(), _free_port()

@@ -1,4 +1,4 @@
-"""Prefill/decode pairs of engines in one process: what a router asks of both."""
+"""Prefill/decode pairs of engines in one process, with the requests that a router would send."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from octavo.data.kv_transfer_params import KVTransferParams
 
 
 def add_prefill(engine, index, request, salt=None):
-    """Have a prompt computed for another engine, as a server does. salt: nothing is shared but with the same one."""
+    """Add a request that computes a prompt for another engine, as a server does. salt: shared only with an equal
+    salt.
+    """
     prompt, params = request
     only_prompt = replace(params, max_tokens=1, logprobs=None)
     pair = KVTransferParams(f"t-{index}", is_prefill=True)
@@ -18,7 +20,7 @@ def add_prefill(engine, index, request, salt=None):
 
 
 def add_decode(engine, index, request, source=None, salt=None):
-    """Have a request answered with what another engine computes of it."""
+    """Add a request that uses the KV that another engine computes for it."""
     prompt, params = request
     pair = KVTransferParams(f"t-{index}", source=source)
     engine.add_request(
@@ -33,7 +35,7 @@ def add_decode(engine, index, request, source=None, salt=None):
 
 
 def prefill(engine, requests):
-    """Compute all prompts, and let what is saved of them get out."""
+    """Compute all prompts and finish their saves."""
     for index, request in enumerate(requests):
         add_prefill(engine, index, request)
     while engine.has_unfinished_requests():
@@ -41,9 +43,9 @@ def prefill(engine, requests):
 
 
 def decode(engine, requests, source=None, *, salts=None, also=lambda: None):
-    """Send requests a few at a time; return (token ids, logprobs) of each, and how many tokens each found.
+    """Add requests a few at a time; return (token ids, logprobs) of each, and how many tokens each found.
 
-    salts: one of each request; also: what is done between steps.
+    salts: one for each request; also: called between steps.
     """
     finished, pending = {}, list(enumerate(requests))
     while pending or engine.has_unfinished_requests():

@@ -1,4 +1,4 @@
-"""Selects one part of many tests, and ends a run in time: CI runs an eighth of the slow tests a day."""
+"""Selects one part of many tests, and limits the time of a run: CI runs an eighth of the slow tests a day."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_in_part(name: str, index: int, number: int) -> bool:
 def in_order_of(items: Sequence[pytest.Item], seed: str) -> list[pytest.Item]:
     """Return the tests with their files in an order drawn by the seed.
 
-    A limit on time then cuts off other tests each time. Tests of a file stay together and share what it sets up.
+    So a time limit skips different tests each time. Tests of a file stay together and share fixtures.
     """
     files = [list(group) for _, group in groupby(items, key=lambda item: item.nodeid.partition("::")[0])]
     random.Random(seed).shuffle(files)

@@ -1,6 +1,6 @@
 """Schemas as tools of public projects emit them: pydantic's, zod's (3 by zod-to-json-schema, 4 its own), OpenAPI's.
 
-Each has an object that fits it, and for those that octavo refuses the place and the words of the refusal.
+Each has a matching object; for schemas that octavo refuses, it has the place and the text of the refusal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UUID = (
 
 @dataclass(frozen=True)
 class PublicSchema:
-    """A schema. refusal: the end of the message with which it is refused; empty for one that is served."""
+    """A schema. refusal: the end of the error message; empty if the schema is accepted."""
 
     schema: Schema
     value: Any = None

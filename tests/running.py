@@ -1,4 +1,4 @@
-"""A real server on a loopback port, in a thread, around the real engine with a fake executor."""
+"""A real server on a loopback port, in a thread, with the real engine and a fake executor."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from octavo.engine.llm_engine import Engine
 
 DEADLINE_S = 20
-# Of a client that threads share. httpcore's pool else closes idle connections that it has given to a request already
-# (github.com/encode/httpcore/issues/1110): surplus ones, those that stand in the way of another, and expired ones.
+# For a client that threads share. httpcore's pool otherwise closes idle connections that are already assigned to a
+# request (github.com/encode/httpcore/issues/1110): surplus ones, ones in the way of another request, and expired ones.
 ALL_KEPT = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
-NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # a client else reads all certificates of the system, in 15 ms
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # otherwise a client reads all certificates of the system, in 15 ms
 _PAUSE_S = 0.005
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """Poll until something holds; fail with its name where it does not within the deadline."""
+    """Poll until a condition holds; fail with its name after the deadline."""
     end = time.monotonic() + DEADLINE_S
     while time.monotonic() < end:
         if result := condition():
@@ -46,12 +46,12 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
 
 
 def ask_as_written(http: httpx.Client, path: str, method: str = "GET", **request: Any) -> httpx.Response:
-    """Ask for a path exactly as it stands: httpx itself resolves `..`, `//` and whatever else is odd before it asks."""
+    """Request a path exactly as written: httpx itself would resolve `..`, `//` and other odd parts first."""
     return http.request(method, "/", extensions={"target": path.encode()}, **request)
 
 
 def connect(running: Running, *, receive_bytes: int | None = None) -> socket.socket:
-    """Open a connection on which nothing is sent yet; receive_bytes: how much of its answers waits to be read."""
+    """Open a connection without sending anything; receive_bytes: size of its receive buffer."""
     host, _, port = running.url.removeprefix("http://").partition(":")
     sock = socket.socket()
     if receive_bytes is not None:
@@ -63,7 +63,7 @@ def connect(running: Running, *, receive_bytes: int | None = None) -> socket.soc
 
 @contextlib.contextmanager
 def asking(running: Any, path: str, body: Any, **headers: str) -> Iterator[None]:
-    """Post to what has a `url`, on a connection of its own; who leaves the block leaves the answer unread."""
+    """Post to a server with a `url`, on a new connection; the answer is not read when the block ends."""
     data = json.dumps(body).encode()
     told = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": str(len(data)), **headers}
     lines = "".join(f"{name}: {value}\r\n" for name, value in told.items())
@@ -85,7 +85,7 @@ def read_all(sock: socket.socket) -> bytes:
 
 @dataclass
 class Running:
-    """A server that runs."""
+    """A running server."""
 
     url: str
     server: GracefulServer
@@ -110,14 +110,14 @@ class Running:
 
 
 def let_time_pass(running: Running, seconds: float) -> None:
-    """Put the clock of the engine's scheduler forward, which times out its requests."""
+    """Advance the clock of the engine's scheduler, so that its requests time out."""
     scheduler = running.engine.core.scheduler
     clock = scheduler._clock
     scheduler._clock = lambda: clock() + seconds
 
 
 class ShortPauses:
-    """asyncio as uvicorn sees it here: it pauses for 0.1 s between two looks at its end, and before it leaves."""
+    """asyncio as uvicorn sees it in tests: uvicorn pauses for 0.1 s between checks for its end, and before it exits."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
@@ -128,7 +128,7 @@ class ShortPauses:
 
 
 def short_pauses() -> contextlib.AbstractContextManager[object]:
-    """Let uvicorn's servers pause for little as long as the block runs: they start and end in it."""
+    """Shorten the pauses of uvicorn's servers that start and end in the block."""
     return patch.object(uvicorn.server, "asyncio", ShortPauses())
 
 
@@ -141,7 +141,7 @@ def run_server(
     max_connections: int = MAX_CONNECTIONS,
     **options: Any,
 ) -> Iterator[Running]:
-    """Serve until the block is left; send_bytes: how much of an answer the system holds for who does not read it."""
+    """Serve until the block ends; send_bytes: size of the send buffer for answers that the client does not read."""
     executor = executor or FakeExecutor()
     engine = make_engine(executor, **(engine_options or {}))
     settings: dict[str, Any] = {

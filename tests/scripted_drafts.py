@@ -1,4 +1,4 @@
-"""A proposer that knows the answers, for tests: it is right as often as it is told to be."""
+"""A proposer that knows the answers, for tests: a given share of its drafts is right."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class ScriptedProposer:
-    """Proposes what follows in a known sequence; each token is wrong with a chance.
+    """Proposes the next tokens of a known sequence; each is wrong with a probability.
 
-    sequences: of requests by their ids in the core, prompt and answer.
+    sequences: by request id in the core; prompt and answer.
     """
 
     num_bytes = 0
@@ -32,7 +32,7 @@ class ScriptedProposer:
         return [self.guess(task.request_id, len(task.token_ids)) for task in tasks]
 
     def guess(self, request_id: str, num_known: int) -> list[int]:
-        """Return drafts behind so many known tokens."""
+        """Return drafts after `num_known` known tokens."""
         drafts = self._sequences[request_id][num_known : num_known + self.num_speculative_tokens]
         return [each if self._rng.random() < self._share_right else each ^ 1 for each in drafts]
 
@@ -44,7 +44,7 @@ class ScriptedProposer:
 
 
 def let_propose(engine: LLMEngine, proposer: ScriptedProposer, *, cut: bool = True) -> None:
-    """Take drafts from the proposer. Not cut: they go to the scheduler as they are, whatever a grammar forbids."""
+    """Use the proposer's drafts. cut=False: they go to the scheduler unchanged, even if a grammar forbids them."""
     core = engine.core
     if cut:
         core.executor.worker.runner.drafting.proposer = proposer
@@ -64,7 +64,7 @@ def let_propose(engine: LLMEngine, proposer: ScriptedProposer, *, cut: bool = Tr
 
 
 def verify_all(engine: LLMEngine) -> None:
-    """Let every draft be guessed and verified, whether or not it pays on this machine."""
+    """Propose and verify every draft, even if it does not pay off on this machine."""
     policy = engine.core.scheduler._state.draft_policy
     policy.bound = lambda _num_tokens, _requests: {}
     policy.allot = lambda wanted, _num_decoding: [count for _, count in wanted]

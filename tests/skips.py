@@ -1,7 +1,7 @@
 """The reasons for which tests are skipped, and those that CI accepts.
 
-CI installs all that tests need. A reason that is not listed here means that something was not installed, or that a test
-became unable to run: CI fails then, instead of skipping in silence.
+CI installs all requirements of tests. A reason that is not listed here means that a package is missing, or that a test
+can no longer run: then CI fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Regular expressions of whole reasons that depend on the machine, or on a case for which nothing is claimed.
+# Regular expressions of whole reasons that depend on the machine, or concern a case without a claim.
 EXPECTED = (
     r"this processor has no \w+",
     r"nothing is promised for \w+",

@@ -1,12 +1,12 @@
-"""Stores of KV outside, as tests of the core need them: what they offer is said, and no bytes move."""
+"""KV stores for tests of the core: their answers are given, and no bytes move."""
 
 from __future__ import annotations
 
 
 class Store:
-    """Offers the first `num_tokens` of requests whose id begins with `prefix`, and notes what it is told.
+    """Offers the first `num_tokens` of requests whose id begins with `prefix`, and records its calls.
 
-    num_tokens None: it does not know yet. wants: whether it saves what it is offered.
+    num_tokens None: the answer comes later. wants: whether it saves offered blocks.
     """
 
     name = "a store"

@@ -1,4 +1,4 @@
-"""Draws which cases of wide sweeps run."""
+"""Draws the cases of wide sweeps that run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Case = TypeVar("Case")
 
 
 def left_out(cases: list[Case], one_in: int, seed: str) -> list[Case]:
-    """Return the cases that do not run: all but one, drawn at random, of every `one_in` that follow one another.
+    """Return the cases that do not run: all but one random case of every `one_in` consecutive ones.
 
-    So each part of a sweep is seen each time, whatever its order.
+    So each run covers every part of a sweep, whatever its order.
     """
     draw = random.Random(seed)
     rows = [cases[first : first + one_in] for first in range(0, len(cases), one_in)]

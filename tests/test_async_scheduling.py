@@ -1,4 +1,4 @@
-"""The built-in model with steps decided ahead: the same answers, text and ends, whatever is asked for beside them."""
+"""The built-in model with steps decided ahead gives the same answers, text and ends, for all options of requests."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ WAYS = ["in background", "launched"]
 
 
 def make_engine(*, ahead=None, **options):
-    """ahead: how the next step is begun before the result of one is in, if at all.
+    """Make an engine. ahead: how the next step is begun before a result is collected; None: it is not.
 
-    "in background": a thread computes. "launched": as on a GPU; what a step sampled is fed on the device, a CPU that
-    makes its copies late.
+    "in background": a thread computes. "launched": as on a GPU; sampled tokens are fed on the device, here a CPU with
+    late copies.
     """
     with pytest.MonkeyPatch.context() as patch:
         if ahead == "launched":
@@ -78,7 +78,7 @@ def answers(engine, params):
 
 
 def count_ahead(engine, monkeypatch):
-    """Note for each step whether it is decided ahead."""
+    """Record for each step whether it is decided ahead."""
     scheduler, ahead = engine.core.scheduler, []
     schedule = scheduler.schedule
 
@@ -91,7 +91,7 @@ def count_ahead(engine, monkeypatch):
 
 
 def count_launched(engine, monkeypatch):
-    """Note for each step whether it is launched before the one before it is collected."""
+    """Record for each step whether it is launched before the previous one is collected."""
     worker, ahead, num_open = engine.core.executor.worker, [], 0
     launch, collect = worker.launch, worker.collect
 
@@ -169,7 +169,7 @@ def test_a_worker_that_breaks_ends_the_requests_of_its_step_and_no_others(breaks
 
 @pytest.mark.parametrize("way", WAYS)
 def test_who_leaves_or_fails_is_computed_in_vain_and_the_others_as_ever(way, expected, monkeypatch):
-    """One is aborted, and one gets logits that are no numbers, while a step is in flight that computes them again."""
+    """One request is aborted, and one gets NaN logits, while a step in flight computes both again."""
     engine = make_engine(ahead=way)
     runner, names = engine.core.executor.worker.runner, ["stays", "aborted", "broken"]
     sample = runner.sample

@@ -1,4 +1,4 @@
-"""What is left open in the configuration is chosen for the model and the machine."""
+"""Options that the configuration does not set are chosen for the model and the machine."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_attention_costs_what_it_does_beside_the_products(architecture, isa):
         q: resolve_scheduler(SchedulerConfig(), architecture, q, isa).attention_cost_tokens
         for q in (None, "int4", "int4_all", "int8")
     }
-    assert 0 < costs[None] < costs["int8"]  # which multiplies faster, so that attention takes more of a step
+    assert 0 < costs[None] < costs["int8"]  # int8 multiplies faster, so attention has a larger share of a step
     assert costs["int8"] / costs["int4"] == pytest.approx(
         attention_slowness(isa, 8) / attention_slowness(isa, 4), abs=0.01
     )
-    assert costs["int4_all"] == costs["int4"]  # the vocabulary is no part of it
+    assert costs["int4_all"] == costs["int4"]  # the vocabulary has no effect
     stored = StoredQuantization(layout=StoredLayout.GPTQ, bits=4, group_size=32, has_zeros=True)
     stored_as_int4 = dataclasses.replace(architecture, stored=stored)
     assert resolve_scheduler(SchedulerConfig(), stored_as_int4, None, isa).attention_cost_tokens == costs["int4"]
@@ -67,7 +67,7 @@ def test_attention_costs_what_it_does_beside_the_products(architecture, isa):
 
 @pytest.mark.skipif(not INSTRUCTION_SETS, reason="the kernels were not compiled")
 def test_what_other_kernels_computed_has_another_name(tmp_path):
-    """Instruction sets give other last bits, so a KV block of one must not be found under the name of another's."""
+    """Instruction sets differ in the last bits, so their KV blocks must have different keys."""
     checkpoint = write_checkpoint(tmp_path / "qwen3", tiny_config("Qwen3ForCausalLM"))
     config = EngineConfig(
         model=ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=64),
@@ -87,7 +87,7 @@ def test_what_other_kernels_computed_has_another_name(tmp_path):
 def test_an_engine_process_is_ready_when_the_vocabulary_for_grammars_is_read(monkeypatch):
     monkeypatch.setattr(
         engine_main, "permanent_generation", contextlib.nullcontext
-    )  # this process goes on with other tests
+    )  # this process continues with other tests
     config = EngineConfig(cache=CacheConfig(num_gpu_blocks=8))
     later = build.build_core(config)
     assert later.executor.worker.grammars._tokenizer is None
@@ -148,6 +148,6 @@ def test_an_engine_says_what_it_can_take(tmp_path, caplog, total, used):
     assert engine.capacity.max_batch_total_tokens == engine.core.scheduler.admission.max_total_tokens == used
     assert engine.capacity.max_batch_prefill_tokens == 256
     roomy = dataclasses.replace(config.scheduler, max_num_batched_tokens=5000)
-    assert EngineCapacity.of(roomy, config.cache, num_blocks=40).max_batch_prefill_tokens == 640  # as the cache holds
+    assert EngineCapacity.of(roomy, config.cache, num_blocks=40).max_batch_prefill_tokens == 640  # cache size
     [line] = [record.message for record in caplog.records if record.message.startswith("KV cache: 40 blocks")]
     assert f"kv_cache_tokens 640, max_batch_total_tokens {used}, max_batch_prefill_tokens 256" in line

@@ -1,6 +1,6 @@
-"""A token never depends on the schedule: `==` on token ids and on logprobs, however a request was computed.
+"""A token never depends on the schedule: `==` on token ids and logprobs, however a request was computed.
 
-Every run below is compared with each request computed alone, whole, from a cold cache.
+Every run below is compared with each request computed alone, with its whole prompt and a cold cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ needs_kernels = pytest.mark.skipif(
 DTYPES = ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV", "int8 with int8 KV"]
 MORE_DTYPES = [*DTYPES, "int4_all", "int4 with int8 KV", "float32 with int8 KV"]
 NUM_REQUESTS = 32
-PRESSING = {"mixed_step_ms": 0.0, "attention_cost_tokens": 0.0}  # prompts fill steps, and the cache soon
+PRESSING = {"mixed_step_ms": 0.0, "attention_cost_tokens": 0.0}  # prompts fill the steps, and soon the cache
 NUM_TOKENS = 12
 
 
@@ -80,7 +80,7 @@ SCHEDULES = [
     Schedule("one_thread", num_threads=1),
     Schedule("two_threads", num_threads=2),
 ]
-# On each instruction set: few requests, whose prompts are cut, swapped out and computed beside others.
+# For each instruction set: few requests, with prompts that are cut, swapped out and computed with other requests.
 EVERYWHERE = Schedule(
     "chunks_and_swaps", **FEW_BLOCKS, threshold=7, swap_space_bytes=1 << 22, options=(("preemption", "swap"),)
 )
@@ -90,7 +90,7 @@ NUM_REQUESTS_OF_THE_REFERENCE = 6
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A Qwen3 with grouped heads and a head size that is no power of two; random weights large enough to matter."""
+    """A Qwen3 with grouped heads and a head size that is not a power of two; random weights large enough to matter."""
     config = tiny_config(
         "Qwen3ForCausalLM", hidden_size=192, intermediate_size=320, head_dim=48, num_hidden_layers=3, vocab_size=1500
     )
@@ -98,7 +98,7 @@ def checkpoint(tmp_path_factory):
 
 
 def make_requests() -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of 1 to 160 tokens, some with a common beginning, greedy and sampled in every way."""
+    """Return prompts of 1 to 160 tokens, some with a common prefix, greedy and sampled in every way."""
     rng = random.Random(1)
     prefix = [rng.randrange(2, 1500) for _ in range(70)]
     ways = [
@@ -114,7 +114,7 @@ def make_requests() -> list[tuple[list[int], SamplingParams]]:
     for index in range(NUM_REQUESTS):
         own = [rng.randrange(2, 1500) for _ in range(rng.choice([1, 2, 15, 16, 17, 33, 64, 90]))]
         prompt = (prefix if index % 3 == 0 else []) + own
-        logprobs = None if index % 4 == 3 else 3  # who asks for none is sampled by the kernel alone
+        logprobs = None if index % 4 == 3 else 3  # without logprobs, the kernel alone samples
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=logprobs, **ways[index % len(ways)])
         requests.append((prompt, params))
     return requests
@@ -141,7 +141,7 @@ def make_engine(checkpoint, dtype: str, schedule: Schedule, kernels: str, isa: s
 
 
 def answers(engine: LLMEngine, requests, *, staggered: bool = True) -> list[tuple]:
-    """Send requests a few at a time between steps; return (token ids, logprobs) of each."""
+    """Add requests a few at a time between steps; return (token ids, logprobs) of each."""
     finished = {}
     pending = list(enumerate(requests))
     while pending or engine.has_unfinished_requests():
@@ -159,14 +159,14 @@ def answers(engine: LLMEngine, requests, *, staggered: bool = True) -> list[tupl
 
 @pytest.fixture(scope="module")
 def window_checkpoint(tmp_path_factory):
-    """A Mistral whose layers see 37 positions: fewer than prompts have, and no whole number of blocks or tiles."""
+    """A Mistral with windows of 37 positions: fewer than prompts have, and not whole blocks or tiles."""
     config = tiny_config("MistralForCausalLM", sliding_window=37, vocab_size=1500)
     return write_checkpoint(tmp_path_factory.mktemp("exact") / "mistral", config, std=0.1)
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """Each request by itself, with seeds as if they had arrived in order."""
+    """Answers to each request alone, with seeds as if they had arrived in order."""
     cache: dict[tuple, list[tuple]] = {}
 
     def run(checkpoint, dtype: str, kernels: str, isa: str = "auto", count: int = NUM_REQUESTS) -> list[tuple]:
@@ -194,7 +194,7 @@ def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
 @pytest.mark.parametrize("dtype", MORE_DTYPES)
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_every_instruction_set_is_exact(checkpoint, alone, isa, dtype, num_threads):
-    """On one thread and on two, which give what one request alone got."""
+    """One thread and two threads give the answer of the request alone."""
     engine = make_engine(checkpoint, dtype, replace(EVERYWHERE, num_threads=num_threads), "cpu", isa)
     kernels = engine.core.executor.worker.kernels
     assert (kernels.isa, kernels.num_threads) == (isa, num_threads)
@@ -217,7 +217,9 @@ def test_a_sliding_window_is_exact(window_checkpoint, alone, isa, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_a_long_common_prefix_is_exact(checkpoint, isa, dtype, monkeypatch):
-    """Two prompts of 200 tokens, each before some requests that come in turns: what they share is read once for all."""
+    """Two prompts of 200 tokens, each the prefix of some requests that alternate: a shared prefix is read once for
+    all.
+    """
     rng = random.Random(2)
     prefixes = [[rng.randrange(2, 1500) for _ in range(200)] for _ in range(2)]
     requests = []
@@ -247,7 +249,7 @@ def test_a_long_common_prefix_is_exact(checkpoint, isa, dtype, monkeypatch):
 
 
 def check(engine: LLMEngine, schedule: Schedule, expected: list[tuple]) -> None:
-    """Answer the requests and compare; look whether what the schedule is for did happen."""
+    """Answer the requests and compare; check that the events happened that the schedule is for."""
     requests = make_requests()[: len(expected)]
     for _ in range(schedule.rounds):
         got = answers(engine, requests)
@@ -266,7 +268,7 @@ def check(engine: LLMEngine, schedule: Schedule, expected: list[tuple]) -> None:
 
 @needs_kernels
 def test_number_formats_are_not_the_same_thing(checkpoint, alone):
-    """Or equality within each would be nothing to be proud of."""
+    """Otherwise equality within each format would mean little."""
     seen = [[logprobs for _, logprobs in alone(checkpoint, dtype, "cpu", count=2)] for dtype in MORE_DTYPES]
     assert all(a != b for a, b in itertools.combinations(seen, 2))
 
@@ -370,7 +372,7 @@ def test_a_preemption_keeps_the_seed_of_a_request_without_one(checkpoint):
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_embeddings_do_not_depend_on_the_schedule(checkpoint, dtype, monkeypatch):
-    """Last states and means of prompts, among requests that are answered; whole, in chunks, preempted and swapped."""
+    """Last states and means of prompts, among other requests; whole, in chunks, preempted and swapped."""
     others = make_requests()
     prompts = [prompt for prompt, _ in others if len(prompt) > 30]
     kinds = ["mean" if index % 3 else "last" for index in range(len(prompts))]
@@ -380,7 +382,7 @@ def test_embeddings_do_not_depend_on_the_schedule(checkpoint, dtype, monkeypatch
     add_request = InputBatch.add_request
 
     def watch(batch, data):
-        """A mean finds nothing in the prefix cache: what is computed already was swapped out."""
+        """A mean does not use the prefix cache: if tokens are computed already, they were swapped."""
         if data.sampling_params.pooling == "mean" and data.num_computed_tokens:
             resumed.append(data.request_id)
         add_request(batch, data)
@@ -419,7 +421,7 @@ def test_embeddings_do_not_depend_on_the_schedule(checkpoint, dtype, monkeypatch
 @needs_kernels
 @pytest.mark.parametrize("name", ["crowd", "few_blocks", "swapped"])
 def test_what_requests_cost_adds_up(checkpoint, name):
-    """Every position that was computed is on one request's receipt; those computed twice are told apart."""
+    """Every computed position is on one request's receipt; positions that are computed twice are listed separately."""
     schedule = next(each for each in SCHEDULES if each.name == name)
     engine = make_engine(checkpoint, "float32", schedule, "cpu")
     requests, done = make_requests(), []

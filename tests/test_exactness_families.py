@@ -1,4 +1,4 @@
-"""`==` over schedules for every family: alone, and in a crowd that is cut, swapped out and put together again."""
+"""`==` over schedules for every family: alone, and in a batch with cut and swapped prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES
 
 DTYPES = ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV"]
-# What random configurations leave out: windows in some layers, parts that only some checkpoints have.
+# Features that random configurations lack: windows in some layers, parts of a few checkpoints.
 MORE = {
     "GraniteForCausalLM": {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 1.5},
     "MinistralForCausalLM": {"sliding_window": 37, "layer_types": ["sliding_attention", "full_attention"]},

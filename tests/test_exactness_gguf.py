@@ -1,4 +1,4 @@
-"""Weights in GGUF's blocks: tokens and logprobs do not depend on the schedule, and the recorded forward pass serves."""
+"""Weights in GGUF blocks: tokens and logprobs do not depend on the schedule, and the recorded forward pass is used."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.weight_bytes import weight_bytes
 from octavo.startup.gguf_checkpoint import GGUFCheckpoint
 
-# Types of matrices, and of some parts of a layer: products of one type, of two, and of blocks beside floats.
+# Types of matrices and of some parts of a layer: products of one type, of two, and of blocks with floats.
 FILES = {
     "Q4_0": {"kind": "Q4_0"},
     "mixed": {"kind": "Q4_1", "kinds": {"attn_v": "Q8_0", "ffn_down": "Q5_1", "attn_output": "F16"}},
@@ -84,15 +84,13 @@ def test_parts_in_blocks_stay_so_and_others_are_expanded(tmp_path):
     assert abs(taken - weight_bytes(architecture, "bfloat16")) < 0.02 * taken  # norms and biases
 
 
-@pytest.mark.parametrize(
-    "path", sorted(FILES.keys() - {"Q4_K_M"}), indirect=True
-)  # whose blocks are random: logits are large
+@pytest.mark.parametrize("path", sorted(FILES.keys() - {"Q4_K_M"}), indirect=True)  # random blocks give large logits
 def test_tokens_are_those_that_the_blocks_mean(path, monkeypatch, tmp_path):
-    """The likeliest tokens' logprobs are those of the expanded weights, but for the rounding of activations."""
+    """The logprobs of the likeliest tokens equal those of the expanded weights, up to the rounding of activations."""
     greedy = [(prompt, SamplingParams(max_tokens=1, logprobs=5)) for prompt, _ in REQUESTS]
     found = crowd(make_engine(path), greedy)
     monkeypatch.setattr(GGUFTensors, "weight", GGUFTensors.tensor)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # other numbers than the fingerprint of the first engine
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the fingerprint of the first engine has other numbers
     for (_, ours), (_, theirs) in zip(found, crowd(make_engine(path), greedy), strict=True):
         for token, logprob in ours[0].items():
             if token in theirs[0]:

@@ -1,4 +1,4 @@
-"""Tokens of a model with three KV groups: `==` to those of each request alone with all layers in one group."""
+"""Tokens of a model with three KV groups are `==` to those of each request alone with all layers in one group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = ["float32", "bfloat16 with int8 KV"]
 
 @pytest.fixture(scope="module", autouse=True)
 def three_kinds():
-    """No family has two windows: the reader of this one is replaced."""
+    """No family has two windows, so its reader of windows is replaced."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ministral, "_read_windows", lambda _config: WINDOWS)
         yield
@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    """Each request alone, computed by an engine with one KV group."""
+    """Answers to each request alone, from an engine with one KV group."""
     known = {}
 
     def run(dtype):
@@ -58,7 +58,7 @@ def alone(checkpoint):
 
 @pytest.fixture
 def few_blocks(monkeypatch):
-    """The bounded groups have the blocks that a single sequence needs."""
+    """The bounded groups have only the blocks that a single sequence needs."""
 
     def with_blocks(plan, num_blocks):
         needed = [each + plan.blocks_of_step for each in plan.blocks_of_sequence]

@@ -1,4 +1,4 @@
-"""Exactness where attention puts several partitions of 1,024 positions together, and through repeated preemption."""
+"""Exactness if attention merges several partitions of 1,024 positions, and after repeated preemption."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_engine(checkpoint, dtype, *, num_threads=1, num_blocks=600, max_num_seq
 
 
 def make_requests(lengths, max_tokens):
-    """Greedy ones and sampled ones in turn."""
+    """Return greedy and sampled requests in turns."""
     rng = random.Random(3)
     ways = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5}]
     return [
@@ -48,7 +48,7 @@ def make_requests(lengths, max_tokens):
 
 @pytest.fixture(scope="module", params=DTYPES)
 def long_answers(request, checkpoint):
-    """(dtype, requests, answers): two prompts that reach into the third partition and four others, each alone."""
+    """Return (dtype, requests, answers): two prompts that reach the third partition and four other ones, each alone."""
     requests = make_requests([2105, 2300, 1, 40, 1020, 300], max_tokens=8)
     return request.param, requests, alone(make_engine(checkpoint, request.param), requests)
 
@@ -59,7 +59,7 @@ def long_answers(request, checkpoint):
     [
         pytest.param({}, id="crowd"),
         pytest.param({"long_prefill_token_threshold": 512}, id="chunks_of_512"),
-        pytest.param({"budget": 700}, id="budget_of_700"),  # cuts prompts where no partition or tile ends
+        pytest.param({"budget": 700}, id="budget_of_700"),  # cuts prompts inside partitions and tiles
         pytest.param({"num_threads": 2}, id="two_threads"),
     ],
 )
@@ -68,12 +68,12 @@ def test_beyond_the_first_partition(checkpoint, long_answers, options):
     got = crowd(make_engine(checkpoint, dtype, **options), requests)
     for index in range(len(requests)):
         assert got[index] == expected[index], f"request {index} differs"
-    assert all(len(set(token_ids)) > 4 for token_ids, _ in expected)  # else equality would say little
+    assert all(len(set(token_ids)) > 4 for token_ids, _ in expected)  # otherwise equality would mean little
 
 
 @pytest.mark.sweep(3)
 def test_all_partitions_reach_the_answer(checkpoint, long_answers):
-    """Another first token, two partitions before the end, changes logprobs: attention does look that far back."""
+    """Another first token, two partitions before the end, changes logprobs: attention does read it."""
     dtype, requests, expected = long_answers
     prompt, params = requests[0]
     other = [(prompt[0] + 1) % VOCAB_SIZE, *prompt[1:]]

@@ -1,4 +1,4 @@
-"""A model with other mixers of tokens than attention: its tokens are `==` on every schedule, as those of any other."""
+"""A model with token mixers other than attention: its tokens are `==` in every schedule."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_tokens_depend_on_what_each_mixer_keeps(checkpoint, alone, monkeypatch, 
 
 
 def test_positions_may_have_two_dimensions(tmp_path):
-    """Requests with the same tokens at other places get other answers, each the one that it gets alone."""
+    """Requests with equal tokens at other places get other answers, each the same as alone."""
     config = tiny_config(hybrid_family.NAME, num_hidden_layers=4, vocab_size=1500, num_position_dims=2)
     path = write_checkpoint(tmp_path, config, std=0.1)
     prompt, params = list(range(20)), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -95,7 +95,7 @@ def test_positions_may_have_two_dimensions(tmp_path):
     image = [[0, *([1] * 9), *range(2, 12)], [0, *range(1, 10), *range(2, 12)]]
 
     def answer(schedule, *places):
-        """Return the answers to requests with the prompt's tokens at these positions, sent together."""
+        """Return the answers to requests with the prompt's tokens at these positions, added together."""
         core = make_engine(path, "float32", schedule, "cpu").core
         requests = [Request(str(index), prompt, params, rotary_positions=each)
                     for index, each in enumerate(places)]  # fmt: skip

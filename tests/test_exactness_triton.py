@@ -1,4 +1,4 @@
-"""The whole engine on the kernels in Triton, in its interpreter or on a GPU: tokens `==` alone and in a crowd."""
+"""The whole engine with the Triton kernels, in its interpreter or on a GPU: tokens are `==` alone and in a batch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_requests(lengths, vocab_size, max_tokens):
     for index, length in enumerate(lengths):
         shared = length // 2 if index % 3 == 0 else 0
         prompt = prefix[:shared] + [rng.randrange(2, vocab_size) for _ in range(length - shared)]
-        logprobs = 2 if index % 2 else None  # who asks for none is sampled by the kernel alone
+        logprobs = 2 if index % 2 else None  # without logprobs, the kernel alone samples
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs, **WAYS[index % len(WAYS)])
         requests.append((prompt, params))
     return requests
@@ -72,14 +72,14 @@ def tiny_model(tmp_path_factory):
 
 
 def watch_sizes(graphs):
-    """Return the sizes of graphs that steps take from now on."""
+    """Return a list that receives the graph sizes of all further steps."""
     size_for, sizes = graphs.size_for, []
     graphs.size_for = lambda batch: sizes.append(size_for(batch)) or sizes[-1]
     return sizes
 
 
 def test_drafts_are_guessed_and_verified_by_graphs(tiny_model):
-    """By the model itself, so that all come true: then it has two tokens of a request to compute in its next pass."""
+    """The model drafts for itself, so all drafts are accepted: its next pass has two tokens of a request to compute."""
     requests = make_requests([3, 5], 96, 6)
     expected = alone(make_engine(tiny_model), requests)
     drafts = SpeculativeConfig(method="draft_model", model=str(tiny_model), num_speculative_tokens=2)
@@ -95,9 +95,9 @@ def test_drafts_are_guessed_and_verified_by_graphs(tiny_model):
 
 
 def test_a_tiny_model_is_exact(tiny_model, monkeypatch):
-    """Prompts are cut, and share steps with decodes; the others of the crowd are computed by graphs.
+    """Prompts are cut, and share steps with decodes; steps without prompts use graphs.
 
-    Steps are launched before those before them are collected.
+    Steps are launched before the previous ones are collected.
     """
     requests = make_requests([3, 40, 17], 96, 2)
     expected = alone(make_engine(tiny_model), requests)
@@ -127,7 +127,7 @@ def test_a_tiny_model_is_exact(tiny_model, monkeypatch):
 
 
 def test_fp8_is_exact(tiny_model):
-    """Of weights and of KV. One prompt is cut; a victim goes to host memory and comes back."""
+    """FP8 weights and KV. One prompt is cut; a victim is swapped out and back in."""
     rng, params = random.Random(2), SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, logprobs=1)
     requests = [([rng.randrange(2, 96) for _ in range(length)], params) for length in (3, 7)]
     options = {"quantization": "fp8", "max_num_seqs": 2, "max_num_batched_tokens": 8}
@@ -139,7 +139,7 @@ def test_fp8_is_exact(tiny_model):
 
 
 def test_weights_in_blocks_are_exact(tmp_path):
-    """Of several types; a prompt that is cut, and decodes by graphs."""
+    """Blocks of several types, a prompt that is cut, and decodes with graphs."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32, "num_hidden_layers": 1}
     config = tiny_config("Qwen3ForCausalLM", hidden_size=64, head_dim=16, vocab_size=96, **sizes)
     folder = write_checkpoint(tmp_path / "folder", config, std=0.2)

@@ -1,4 +1,4 @@
-"""Exactness on layers as wide as those of a real model, where products and sums of other shapes show their order.
+"""Exactness with layers as wide as those of a real model: products and sums have other shapes and orders.
 
 Hidden size 896, MLP 4,864, vocabulary 151,936: the widths of Qwen2 0.5B, in one layer.
 """
@@ -18,7 +18,7 @@ from octavo.models import loader
 from octavo.models.random_weights import tiny_config
 
 VOCAB_SIZE = 151_936
-NUM_REQUESTS = 33  # one more than whole tiles of rows take
+NUM_REQUESTS = 33  # one row more than whole tiles have
 NUM_TOKENS = 3
 CONFIG = tiny_config(
     "Qwen2ForCausalLM",
@@ -35,11 +35,11 @@ CONFIG = tiny_config(
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32", "int8", "int4", "int4_all", "int8 with int8 KV"])
 def engine(request, tmp_path_factory):
-    """An engine that finds nothing of a request's in the cache when it comes a second time."""
+    """An engine without prefix hits for a request that comes a second time."""
     directory = tmp_path_factory.mktemp("wide")
     (directory / "config.json").write_text(json.dumps(CONFIG))
     with pytest.MonkeyPatch.context() as patch:
-        # At the usual 0.02 one layer with tied embeddings would only repeat the last token.
+        # At the usual 0.02, one layer with tied embeddings would only repeat the last token.
         patch.setattr(loader, "RandomWeights", functools.partial(loader.RandomWeights, std=0.1))
         return LLMEngine(
             ModelConfig(
@@ -52,7 +52,7 @@ def engine(request, tmp_path_factory):
 
 
 def make_requests():
-    """Prompts of 1 to 24 tokens: greedy, sampled from all tokens, and sampled from few of them."""
+    """Return prompts of 1 to 24 tokens: greedy, sampled from all tokens, and sampled from few of them."""
     rng = random.Random(0)
     ways = [
         {"temperature": 0.0},
@@ -77,4 +77,4 @@ def test_wide_layers_are_exact(engine):
     for index in range(NUM_REQUESTS):
         assert got[index] == expected[index], f"request {index} differs in the crowd"
     tokens = {token for token_ids, _ in expected for token in token_ids}
-    assert len(tokens) > NUM_REQUESTS * NUM_TOKENS // 2  # else equality would say little
+    assert len(tokens) > NUM_REQUESTS * NUM_TOKENS // 2  # otherwise equality would mean little

@@ -1,4 +1,4 @@
-"""Tokens of models with windows, whose blocks are freed behind them: `==` to each request alone."""
+"""Models with windows, which release blocks before the window: tokens are `==` to those of each request alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = ["float32", "bfloat16", "int8 with int8 KV"]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Models whose layers see 37 tokens: some of them, in the first and the last; or all."""
+    """Models with windows of 37 tokens: in the first and the last layer; or in all."""
     folder = tmp_path_factory.mktemp("windows")
     layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
     some = tiny_config("Gemma3ForCausalLM", num_hidden_layers=3, layer_types=layer_types, vocab_size=1500)
@@ -39,7 +39,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(checkpoints):
-    """Each request by itself."""
+    """Answers to each request alone."""
     known = {}
 
     def run(kind, dtype):
@@ -54,7 +54,7 @@ def alone(checkpoints):
 
 @pytest.fixture
 def few_window_blocks(monkeypatch):
-    """As few as one sequence needs that is alone."""
+    """Only the window blocks that a single sequence needs."""
 
     def with_blocks(plan, num_blocks):
         return KVSize((num_blocks, min(num_blocks, plan.blocks_of_sequence[0] + plan.blocks_of_step)))
@@ -74,7 +74,7 @@ def test_tokens_are_exact_on_few_window_blocks(checkpoints, alone, schedule, kin
     requests = make_requests()[:NUM_TRIED]
     assert answers(engine, requests) == alone(kind, dtype)
     for index, answer in enumerate(answers(engine, requests) if schedule.rounds > 1 else []):
-        # Who has no seed gets one from its number, which a second round does not repeat.
+        # A request without a seed gets one from its number, which a second round does not repeat.
         if requests[index][1].seed is not None or requests[index][1].is_greedy:
             assert answer == alone(kind, dtype)[index]
     assert check(engine.core.scheduler) == []
@@ -104,7 +104,7 @@ def test_a_second_engine_gives_the_same_with_what_the_first_one_saved(checkpoint
 
 
 def guessing(path, speculative):
-    """Return greedy answers on few blocks, the worker, and how many guesses were verified and how many were right."""
+    """Return greedy answers with few blocks, the worker, and the numbers of verified and accepted drafts."""
     log = EventLog()
     engine = LLMEngine(
         ModelConfig(model=str(path), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=512),
@@ -123,7 +123,9 @@ def guessing(path, speculative):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shares_kv", [True, False])
 def test_a_model_that_drafts_sees_what_the_target_sees(checkpoints, monkeypatch, kind, shares_kv):
-    """It is the target itself, so that all it guesses comes true: in the target's window blocks, or in blocks alone."""
+    """The target is its own draft model, so all drafts are accepted: with the target's window blocks, or with blocks
+    alone.
+    """
     path = checkpoints[kind]
     rounded = draft_checkpoint._rounded
     monkeypatch.setattr(

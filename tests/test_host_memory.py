@@ -1,4 +1,4 @@
-"""Tokens and log probabilities are `==`, wherever KV was meanwhile: host memory has what a tiny cache lost."""
+"""Tokens and log probabilities are `==` wherever KV was meanwhile: host memory has blocks evicted from a tiny cache."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ RUNS = [
 
 
 def make_requests() -> list[tuple[list[int], SamplingParams]]:
-    """Four beginnings of 130 tokens in turns: they do not fit the cache together. Some answers go on as prompts."""
+    """Return requests with four prefixes of 130 tokens in turns, too many for the cache. Some answers continue as
+    prompts.
+    """
     rng = random.Random(3)
     beginnings = [[rng.randrange(2, 900) for _ in range(130)] for _ in range(4)]
     requests = []
@@ -106,7 +108,7 @@ def answers(engine: LLMEngine) -> list[tuple[list[int], object]]:
 
 @functools.cache
 def expected(number_format: str) -> list[tuple[list[int], object]]:
-    """Return what each request gets alone, without any cache."""
+    """Return the answer to each request alone, without any cache."""
     run = Run("alone", max_num_seqs=1, swap_space_bytes=0)
     return answers(make_engine(number_format, run, EventLog(), caches=False))
 
@@ -134,7 +136,7 @@ def test_tokens_are_those_of_an_engine_without(run, number_format):
 
 
 def test_what_comes_from_host_memory_counts_as_cached():
-    """In the answer, in its receipt and in the figures; and the bytes are real."""
+    """In the answer, in its receipt and in the figures; and bytes are really copied."""
     engine = make_engine("bfloat16", Run("alone", max_num_seqs=1), EventLog())
     prompt = {"prompt_token_ids": make_requests()[0][0]}
     params = SamplingParams(max_tokens=1, temperature=0.0)

@@ -1,4 +1,4 @@
-"""Engines with KV on disk give the tokens and logprobs of one without: warm, killed, full, shared, of other models."""
+"""Engines with KV on disk give the tokens and logprobs of one without: warm, killed, full, shared, other models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def over_disk(directory, checkpoint, dtype="bfloat16", sink=None, **options):
 
 
 def asked(engine, dtype_answers):
-    """Answer all requests as an engine without a store does; then shut down."""
+    """Answer all requests and compare with an engine without a store; then shut down."""
     assert answers(engine, make_requests()[:NUM_TRIED]) == dtype_answers
     settle(engine)
     engine.core.executor.shutdown()
@@ -131,7 +131,7 @@ def test_another_model_never_hits(tmp_path, checkpoint, alone):
     ("name", "older"), [("startup.identity.__version__", "0.1.0"), ("worker.worker.LAYOUT_VERSION", 0)]
 )
 def test_what_an_older_process_saved_never_hits(tmp_path, checkpoint, alone, monkeypatch, name, older):
-    """It had the same weights and was asked the same; what it computed may be other numbers, or lie otherwise."""
+    """It had the same weights and requests; its results may be other numbers, or have another layout."""
     with monkeypatch.context() as patch:
         patch.setattr(f"octavo.{name}", older)
         asked(over_disk(tmp_path / "kv", checkpoint), alone("bfloat16"))
@@ -165,7 +165,7 @@ def test_an_engine_killed_under_load_leaves_what_the_next_one_may_use(tmp_path, 
         assert process.stdout.readline() == b"ready\n"
         end = time.monotonic() + 30
         while not list((tmp_path / "kv").glob("*.kv")) and time.monotonic() < end:
-            time.sleep(0.01)  # until it has saved something
+            time.sleep(0.01)  # until it has saved a block
     finally:
         process.kill()
         process.wait()
@@ -229,7 +229,7 @@ def test_shutdown_saves_what_ended_with_the_last_step(tmp_path, checkpoint):
 
 
 def test_a_store_that_hangs_holds_back_no_answer(tmp_path, checkpoint, monkeypatch, caplog):
-    """Each wait for saves ends if none of them ends in time: generate, reset_prefix_cache and shutdown return."""
+    """Each wait for saves has a limit: generate, reset_prefix_cache and shutdown return."""
     monkeypatch.setattr("octavo.engine.local_core._SAVING_S", 0.05)
     may_go_on, save = threading.Event(), DiskStore.save
 

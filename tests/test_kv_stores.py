@@ -1,6 +1,6 @@
-"""A token never depends on where its KV came from: `==` on tokens and logprobs to engines without a store.
+"""A token never depends on the source of its KV: tokens and logprobs are `==` to those of engines without a store.
 
-Engines of one process share a pool; what stores do wrong costs time, never a token, a request or a block.
+Engines of one process share a pool. Faults of stores cost time, never a token, a request or a block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.server.telemetry.metrics import _stores
 
 pytestmark = needs_kernels
-NUM_TRIED = 12  # requests; a third of them begins alike
+NUM_TRIED = 12  # requests; a third of them has a common prefix
 DTYPES = ["bfloat16", "bfloat16 with int8 KV", "int8 with int8 KV"]
 FEW_BLOCKS = {"block_size": 2, "num_blocks": 160, "budget": 64}
 SCHEDULES = [
@@ -43,7 +43,7 @@ SCHEDULES = [
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Small, with grouped heads; random weights large enough to matter."""
+    """A small model with grouped heads; random weights large enough to matter."""
     config = tiny_config(
         "Qwen3ForCausalLM", hidden_size=192, intermediate_size=320, head_dim=48, num_hidden_layers=3, vocab_size=1500
     )
@@ -52,7 +52,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    """Each request by itself, without a store."""
+    """Answers to each request alone, without a store."""
     known = {}
 
     def run(dtype):
@@ -81,7 +81,7 @@ def engine_over(
             long_prefill_token_threshold=schedule.threshold,
             **{
                 "min_tokens_to_cache": 2,
-                "kv_lookup_timeout_s": 20.0,  # a machine may be full of other tests
+                "kv_lookup_timeout_s": 20.0,  # the machine may be busy with other tests
                 **PRESSING,
                 **dict(schedule.options),
                 **scheduler_options,
@@ -95,7 +95,7 @@ def engine_over(
 
 
 def node(pool, name="a"):
-    """Return what makes a node's store over a pool."""
+    """Return a function that makes a node's store for a pool."""
     return lambda block_bytes: MemoryStore(pool, name, block_bytes)
 
 
@@ -105,7 +105,7 @@ def count(log, kind, **fields):
 
 
 def settle(engine):
-    """Let saves that are under way end; then nothing is held, kept or wrong."""
+    """Finish open saves; then check that no block is held, no record remains and no invariant is broken."""
     end = time.monotonic() + 20
     while engine.core.has_work() and time.monotonic() < end:
         engine.step()
@@ -115,7 +115,7 @@ def settle(engine):
     assert scheduler.num_kept_records == 0
     assert scheduler.kv_cache_manager.num_transfers == 0
     connector = scheduler.transfers._connector
-    assert getattr(connector, "_connector", connector).num_lookups == 0  # behind what records it
+    assert getattr(connector, "_connector", connector).num_lookups == 0  # inside the connector that records
 
 
 @pytest.mark.sweep(6)
@@ -152,7 +152,7 @@ def test_a_warm_engine_computes_only_what_nobody_has(checkpoint):
 
 
 def test_an_answer_is_there_for_the_turn_that_follows(checkpoint):
-    """All of its whole blocks, those as well that were not enough to be saved before it ended."""
+    """The store has all of its whole blocks, also those that were too few to be saved before its end."""
     pool = GlobalKVPool(5000)
     prompt = list(range(2, 130))
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
@@ -184,7 +184,7 @@ def test_a_store_that_does_everything_wrong_costs_no_token(checkpoint, alone, mo
     pool = GlobalKVPool(5000)
     stores, make = spoiling(pool, 3, raises=raises, rate=0.3)
     engine = engine_over(make, checkpoint, replace(SCHEDULES[2], num_blocks=400))
-    # its answers are compared, so what it takes to load must not decide
+    # the store's answers are compared, so load times must not decide
     monkeypatch.setattr("octavo.core.transfer_cost.TransferCost.is_worth_loading", lambda *_: True)
     requests, expected = make_requests()[:NUM_TRIED], alone("bfloat16")
     while stores[0].num_faults < num_faults:
@@ -221,14 +221,14 @@ def test_a_store_that_hangs_costs_a_deadline_and_the_engine_ends(checkpoint, alo
         return stores[0]
 
     monkeypatch.setattr("octavo.worker.kv_transfers._SHUTDOWN_S", 0.2)
-    lookup_s = 0.05 if name == "num_matched" else 20.0  # what does not hang has time
+    lookup_s = 0.05 if name == "num_matched" else 20.0  # calls that do not hang have time
     engine = engine_over(make, checkpoint, kv_transfer_timeout_s=0.2, kv_lookup_timeout_s=lookup_s)
     assert answers(engine, requests) == expected
     assert stores[0].entered.is_set()
     settle(engine)
     start = time.monotonic()
     engine.core.executor.shutdown()
-    assert time.monotonic() - start < 20  # it hangs for ever
+    assert time.monotonic() - start < 20  # it would hang forever
     stores[0].release_unread.set()
 
 
@@ -287,14 +287,14 @@ def test_two_tiers_give_the_same(checkpoint, alone):
 
 
 def key_of(engine, salt=None):
-    """The key of one block of an engine."""
+    """Return the key of one block of an engine."""
     extra = engine.core.scheduler.kv_cache_manager.prefix_cache.chains.extra_keys
     engine.core.executor.shutdown()
     return hash_block_tokens(None, [1, 2, 3], extra if salt is None else (*extra, f"salt:{salt}"))
 
 
 def test_nothing_of_another_model_format_version_or_secret_has_the_same_key(checkpoint, tmp_path, monkeypatch):
-    """F18. A copy of the checkpoint under another name has the same keys; whatever else differs makes others."""
+    """F18. A copy of the checkpoint under another name has the same keys; any other difference changes them."""
 
     def key(path=checkpoint, dtype="bfloat16", schedule=SCHEDULES[0]):
         return key_of(engine_over(node(GlobalKVPool()), path, schedule, dtype))

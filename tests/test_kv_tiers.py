@@ -1,4 +1,6 @@
-"""Which tier gave, took and lost KV, and what that spared: told by events, figures, sentences and journals alike."""
+"""Hits, saves and evictions of each tier, and the computing that they saved: in events, figures, sentences,
+journals.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ OF_TIERS = (
 
 
 class Told:
-    """An engine over some tiers, what it tells, and what a replay of its journal does."""
+    """An engine with some tiers, its events, and a replay of its journal."""
 
     def __init__(self, checkpoint, path, make_store=None, num_blocks=512, swap_space_bytes=0, **stores):
         self.log, self.path = EventLog(), path
@@ -57,7 +59,7 @@ class Told:
         self.engine.add_request(name, {"prompt_token_ids": prompt}, PARAMS)
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        while self.engine.core.has_work():  # saves that are under way
+        while self.engine.core.has_work():  # open saves
             self.engine.step()
         return explain(self.log.events, name)
 
@@ -69,7 +71,7 @@ class Told:
         return self.log.of_type(kind)
 
     def replayed(self):
-        """The events of the tiers, as they were and as a replay has them."""
+        """Return the events of the tiers, as recorded and as replayed."""
         scheduler = self.engine.core.scheduler
         assert isinstance(scheduler, RecordingScheduler)
         scheduler.close()
@@ -87,7 +89,7 @@ def _every_load_is_worth_it(monkeypatch):
 
 
 def sums(told):
-    """What its events say of each tier, added up here once more."""
+    """Return the sums for each tier, computed from the events."""
     found = {}
     for event in told.log.events:
         for move in getattr(event, "moves", ()):
@@ -135,7 +137,7 @@ def test_a_prefix_from_disk_is_told_in_tokens_time_and_what_it_spared(checkpoint
     block_bytes = first.engine.core.executor.__dict__.get("block_bytes", saved.saved_bytes // saved.num_saved_blocks)
     assert (saved.num_saved_blocks, saved.saved_bytes) == (8, 8 * block_bytes)
     second = Told(checkpoint, tmp_path / "second", disk_dir=tmp_path / "kv", disk_bytes=1 << 30)
-    second.ask("other", [7] * 40)  # what computing takes is known
+    second.ask("other", [7] * 40)  # the cost of computing is known from now on
     text = second.ask("warm").text()
     assert re.search(r"128 tokens from disk, [\d.]+ ms, instead of about [\d.]+ ms of computing", text), text
     disk = second.tiers["disk"]
@@ -152,7 +154,7 @@ def test_a_prefix_from_disk_is_told_in_tokens_time_and_what_it_spared(checkpoint
 
 
 def test_a_load_from_two_tiers_is_told_as_such(checkpoint, tmp_path):
-    """Memory has the first three blocks of the chain alone; those behind them come from disk."""
+    """Memory has only the first three blocks of the chain; the following ones come from disk."""
     stores, pool = {"disk_dir": tmp_path / "kv", "disk_bytes": 1 << 30}, GlobalKVPool(5000)
     for name, prompt, tiers in (("a", PROMPT, ({}, None)), ("b", PROMPT[: 3 * SIZE + 1], (stores, node(pool)))):
         first = Told(checkpoint, tmp_path / name, tiers[1], **(tiers[0] if tiers[1] else stores))

@@ -1,4 +1,4 @@
-"""The laws of the house that the source alone shows. Which room may import which: import-linter, in pyproject.toml."""
+"""Rules that the source alone shows. import-linter, in pyproject.toml, checks which room may import which."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "octavo"
-FACADES = {"__init__", "__main__", "assets", "compatibility", "errors"}  # beside the layers, or below all of them
+FACADES = {"__init__", "__main__", "assets", "compatibility", "errors"}  # not layers, or below all of them
 STANDARD_LIBRARY_ONLY = {"errors", "config", "sampling_params", "outputs", "data", "core"}
 
 
@@ -20,7 +20,7 @@ def modules() -> list[tuple[str, Path]]:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """What is looked at of a file. calls: of names that run data. functions: lines of bodies without docstrings."""
+    """Facts about a file. calls: names of functions that run data. functions: lines of bodies without docstrings."""
 
     imports: frozenset[str]
     calls: frozenset[str]
@@ -96,7 +96,7 @@ def test_no_function_over_60_lines():
 
 
 def test_settings_are_read_from_the_environment_in_one_place():
-    """Another module only hands the environment on, to the engine process."""
+    """Another module only passes the environment on, to the engine process."""
     asked = {"environ", "environb", "getenv"}
     readers = {str(path.relative_to(SOURCE)) for _, path in modules() if read(path).attributes & asked}
     assert readers == {"config/environment.py", "engine/core_life.py"}

@@ -1,4 +1,4 @@
-"""The public facade, on a tiny random checkpoint: a script written for vLLM's offline API runs."""
+"""The public facade with a tiny random checkpoint: a script written for vLLM's offline API runs."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_chat_renders_the_template(llm):
     assert one.prompt == "<user>hi<a>"
     many = llm.chat([messages, messages], SamplingParams(max_tokens=2), use_tqdm=False)
     assert [output.prompt for output in many] == ["<user>hi<a>"] * 2
-    told = [{"role": "developer", "content": "be brief"}, *messages]  # as the server takes it
+    told = [{"role": "developer", "content": "be brief"}, *messages]  # as the server receives it
     (other,) = llm.chat(told, SamplingParams(max_tokens=2), use_tqdm=False)
     assert other.prompt == "<system>be brief<user>hi<a>"
     (whole,) = llm.chat(messages, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""A new API route is one file and one line: server, OpenAPI document, limits, audit log and router follow."""
+"""A new API route needs one file and one line: server, OpenAPI document, limits, audit log and router follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite holds under `python -O`, which drops `assert`: pytest keeps those of test files, helpers raise."""
+"""The tests pass under `python -O`, which drops `assert`: pytest keeps those of test files, and helpers raise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 HELPERS = sorted(path for path in TESTS.rglob("*.py") if not path.name.startswith("test_"))
-# Without a cache: tests of another process may use it. pytest warns of -O itself, and warnings are errors here.
+# Without a cache, because tests of another process may use it. pytest warns of -O, and warnings are errors here.
 PYTEST = ("-O", "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestConfigWarning")
 
 
@@ -30,7 +30,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_s4_guards_hold_under_python_O(tmp_path: Path) -> None:  # noqa: N802 - the option's name
-    """What refuses hostile files, keys and requests is no `assert` that -O would drop. A wrong test fails there."""
+    """Checks that refuse hostile files, keys and requests are not `assert`, which -O would drop. A wrong test still
+    fails.
+    """
     wrong = tmp_path / "test_wrong.py"
     wrong.write_text("def test_optimised():\n    if __debug__:\n        raise RuntimeError\n    assert 1 == 2\n")
     done = run("tests/server/test_threats.py", str(wrong), "-k", "s4 or s7 or s10 or s14 or s22 or optimised")

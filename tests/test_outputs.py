@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt are read as the list of dicts that they were made of."""
+"""Log probabilities of a prompt can be read as the list of dicts that they were made from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prediction is a draft of its request: right, wrong or half right, the answer is the one without it."""
+"""A prediction is a draft of its request: right, wrong or half right, the answer is the same as without it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.config import SpeculativeConfig
 from octavo.errors import RequestError
 
 pytestmark = needs_kernels
-COUNT = 15  # every way of asking
+COUNT = 15  # every combination of options
 WRONG = list(range(300, 340))
 KINDS = {
     "right": lambda answer: answer,
@@ -23,7 +23,7 @@ KINDS = {
 
 
 def run_predicted(kind: str, method: str, run: Run) -> tuple[float, int]:
-    """Compare with what is told without; return the share of drafts that came true, and how many did."""
+    """Compare with the answers without a prediction; return the share and the number of accepted drafts."""
     told, sequences = expected("bfloat16", COUNT)
     verified = Verified()
     config = SpeculativeConfig(**CONFIGS[method], num_speculative_tokens=run.num_drafts)
@@ -41,7 +41,7 @@ def run_predicted(kind: str, method: str, run: Run) -> tuple[float, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_the_same_with_a_prediction(kind):
-    """Without one 116 drafts come true, a share of 0.34."""
+    """Without a prediction 116 drafts are accepted, a share of 0.34."""
     share, num_accepted = run_predicted(kind, "ngram", Run("plain", num_drafts=8))
     if kind == "wrong":
         assert num_accepted < 130
@@ -52,20 +52,20 @@ def test_tokens_are_the_same_with_a_prediction(kind):
 
 @pytest.mark.parametrize(("method", "without"), [("suffix", 82), ("draft_model", 112), ("quantized", 345)])
 def test_every_method_takes_predictions(method, without):
-    """The third choice of three, say, was not predicted."""
+    """For example, the third choice of three was not predicted."""
     _, num_accepted = run_predicted("right", method, Run("plain", num_drafts=8))
     assert num_accepted > max(without + 20, 250)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_a_prediction_comes_back_with_a_preempted_request(method):
-    """Without one 105 drafts come true."""
+    """Without a prediction 105 drafts are accepted."""
     _, num_accepted = run_predicted("edited", method, Run("preempted", **{**FEW_BLOCKS, "num_blocks": 40}))
     assert num_accepted > 200
 
 
 def steps(method: str, predicted: list[int] | None, **params: int) -> tuple[list[int], int]:
-    """Return the tokens of one answer, and in how many steps they came."""
+    """Return the tokens of one answer, and the number of its steps."""
     engine = make_engine("bfloat16", Run("one", num_drafts=8), SpeculativeConfig(method=method))
     prompt = {"prompt": "What", "predicted_token_ids": predicted}
     engine.add_request("r", prompt, SamplingParams(max_tokens=28, temperature=1.0, seed=1, ignore_eos=True, **params))
@@ -82,7 +82,7 @@ def test_from_the_first_token_on_a_step_takes_as_many_as_are_drafted():
     again, num_fewer = steps("ngram", tokens)
     assert tokens == again
     assert num_steps > 20
-    assert num_fewer == 1 + 3 + 1  # a token of the prompt's, three times 9, and one that tells of the end
+    assert num_fewer == 1 + 3 + 1  # a token after the prompt, three times 9, and one that reports the end
 
 
 @pytest.mark.parametrize(("method", "params"), [("none", {}), ("ngram", {"num_speculative_tokens": 0})])

@@ -1,4 +1,4 @@
-"""One engine computes prompts, another one answers: the same tokens, bit for bit, as one engine alone gives."""
+"""One engine computes prompts, another one answers: the tokens are bit for bit those of one engine alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = needs_kernels
 
 
 def whole_blocks(prompt, block_size):
-    """Tokens of a prompt that another engine hands over: of whole blocks, and never the last one of all."""
+    """Return the number of prompt tokens handed over: whole blocks, and never the last token."""
     return min(len(prompt) // block_size * block_size, len(prompt) - 1)
 
 
@@ -72,7 +72,7 @@ def test_over_a_directory_on_disk(tmp_path, checkpoint, alone, dtype):
 
 
 def test_engines_describe_what_their_kv_depends_on(tmp_path, checkpoint, monkeypatch):
-    """Engines that differ in it cannot use each other's KV; a router compares it. It tells nothing of the secret."""
+    """Engines that differ in it cannot use each other's KV; a router compares it. It does not reveal the secret."""
 
     def described(role, schedule=SCHEDULES[0], dtype=DTYPES[0]):
         stores = KVTransferConfig(role=role, disk_dir=tmp_path / "kv", disk_bytes=1 << 28)
@@ -97,7 +97,7 @@ def test_engines_describe_what_their_kv_depends_on(tmp_path, checkpoint, monkeyp
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """What is expected is waited for, also where this process is stopped for a while."""
+    """Expected blocks are awaited, even if this process is stopped for a while."""
     monkeypatch.setattr("octavo.kv_transfer.connector._EXPECTED_S", 20.0)
 
 
@@ -105,7 +105,7 @@ LONG = (list(range(2, 452)), SamplingParams(max_tokens=4, temperature=0.0, ignor
 
 
 def test_what_is_still_being_saved_is_waited_for(checkpoint, monkeypatch):
-    """The router sends a request on when its prompt is computed; its last blocks may be on their way."""
+    """The router forwards a request when its prompt is computed; the last blocks may still be on their way."""
     pool = GlobalKVPool(5000)
     publish, release_unread = pool.publish, threading.Event()
 
@@ -135,7 +135,7 @@ def test_what_is_still_being_saved_is_waited_for(checkpoint, monkeypatch):
 
 
 def test_a_prompt_leaves_whole_although_its_request_ends_with_its_first_step(checkpoint):
-    """It is most of the cache, of which others pin an eighth for saves."""
+    """It takes most of the cache, of which other saves may pin an eighth."""
     pool = GlobalKVPool(5000)
     schedule = replace(SCHEDULES[2], budget=320)  # 160 blocks of 2 tokens
     engine = engine_over(node(pool, "a"), checkpoint, schedule)

@@ -1,4 +1,4 @@
-"""Engines that verify by rejection sampling: their answers are distributed as those without drafts."""
+"""Engines that verify by rejection sampling: their answers have the distribution of answers without drafts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from octavo.worker.verification import ExactVerification
 
 A, B, C = 67, 68, 69  # "abc"
 END = 2
-PROMPT = {"prompt_token_ids": [A, B, C, A, A]}  # behind which the model doubts which comes
+PROMPT = {"prompt_token_ids": [A, B, C, A, A]}  # after it the model is uncertain
 PROMPTS = [PROMPT, "Once upon a time there was a little fox who", "one two three one two three"]
 NUM_ANSWERS = 600
 LEAST_P = 1e-4
@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, object]] = {
 
 
 class Drawing:
-    """A draft model that likes b best, then a, then c, and sometimes what no grammar allows, whatever stands before."""
+    """A draft model that prefers b, then a, then c, and sometimes a token that no grammar allows, after any tokens."""
 
     num_speculative_tokens = 3
     num_bytes = num_passes = 0
@@ -109,7 +109,7 @@ def model():
 
 
 def ask(llm: LLM, way: str, first_seed: int) -> tuple[Counter, float]:
-    """Return how often there was each answer, and the share of drafts that were accepted."""
+    """Return the count of each answer, and the share of accepted drafts."""
     defaults = {"temperature": 1.0, "max_tokens": 4, "ignore_eos": True, "detokenize": False}
     seeds = range(first_seed, first_seed + NUM_ANSWERS)
     params = [SamplingParams(**{**defaults, **WAYS[way]}, seed=seed) for seed in seeds]
@@ -120,7 +120,7 @@ def ask(llm: LLM, way: str, first_seed: int) -> tuple[Counter, float]:
 
 
 def p_value(counts: Counter, others: Counter) -> float:
-    """Return that of a chi-square test of whether both are of one distribution; rare answers count as one."""
+    """Return the p-value of a chi-square test that both have one distribution; rare answers are merged."""
     cells = {key for key in counts | others if counts[key] + others[key] >= 20}
     assert len(cells) > 4, "they tell nothing"
     table = [[each[key] for key in cells] for each in (counts, others)]
@@ -135,7 +135,7 @@ def p_value(counts: Counter, others: Counter) -> float:
 
 @pytest.fixture(scope="module")
 def expected(plain):
-    """Answers without drafts, by other seeds."""
+    """Answers without drafts, with other seeds."""
     return functools.cache(lambda way: ask(plain, way, 1_000_000)[0])
 
 
@@ -149,7 +149,7 @@ def test_answers_are_distributed_as_without_drafts(request, expected, drafts, wa
 
 
 def test_drafts_that_are_dropped_for_what_they_are_would_be_seen(drawn, expected, monkeypatch):
-    """As is done in exact verification, where it makes no difference."""
+    """Exact verification drops them, and there it makes no difference."""
     cut = Drafting._cut
 
     def cut_all(drafting: Drafting, task, drafts: list[int]) -> list[int]:
@@ -166,7 +166,7 @@ def test_drafts_that_are_dropped_for_what_they_are_would_be_seen(drawn, expected
 
 @pytest.mark.parametrize("drafts", ["found", "drawn", "model"])
 def test_greedy_answers_are_those_without_drafts(request, plain, drafts):
-    """And so are those of requests that are given no drafts, and what log probabilities tell of any answer."""
+    """The same holds for requests without drafts, and for the log probabilities of any answer."""
     llm = request.getfixturevalue(drafts)
     greedy = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2) for _ in PROMPTS]
     without = [
@@ -240,7 +240,7 @@ def test_only_two_verifications_are_known():
 
 
 def test_distributions_are_in_the_memory_plan(plain, found):
-    """A row of float32 for each draft, and a slice in float64; nothing where verification is exact."""
+    """A row of float32 for each draft, and a slice in float64; none if verification is exact."""
     exact, rejection = (each.llm_engine.core.executor.worker for each in (plain, found))
     vocab_size = rejection.model.architecture.vocab_size
     more = rejection._scratch_bytes(1 << 20) - exact._scratch_bytes(1 << 20) - rejection.proposer.num_bytes

@@ -59,7 +59,7 @@ def test_options_cross_the_process_border_unchanged():
 
 
 def test_no_function_between_the_apis_and_the_core_repeats_the_options():
-    """They travel as one object; `OptionFields` is the only list of keyword arguments."""
+    """The options are passed as one object; `OptionFields` is the only list of keyword arguments."""
     repeated = {
         f"{path.relative_to(SOURCE)}:{node.lineno}"
         for room in ("engine", "server", "data")

@@ -1,4 +1,4 @@
-"""The scripts of `benchmarks/` and `tools/` can be imported and know their options."""
+"""The scripts of `benchmarks/` and `tools/` can be imported and parse their options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A test that is skipped for a reason that nobody listed fails a run of CI."""
+"""A test that is skipped for an unlisted reason fails a run of CI."""
 
 from __future__ import annotations
 

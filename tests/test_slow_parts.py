@@ -1,4 +1,4 @@
-"""Parts of the slow tests: each test is in exactly one, and a limit on time cuts off other tests each time."""
+"""Parts of the slow tests: each test is in exactly one, and a time limit skips different tests each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens and log probabilities with speculation are those without it: `==`, whatever is guessed and however it runs."""
+"""Tokens and log probabilities with speculation are `==` to those without it, for all drafts and schedules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from octavo.sampling_params import StructuredOutputsParams
 
 pytestmark = needs_kernels
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-TEXTS = [  # behind most others the built-in model repeats itself, where every draft comes true
+TEXTS = [  # after most other texts the built-in model repeats itself, and every draft is accepted
     "Once upon a time there was a little fox who",
     CHAT.format("Repeat after me: one two three one two three one two"),
     CHAT.format("What is 12 + 30?"),
@@ -51,9 +51,9 @@ NUM_TOKENS = 28
 
 @dataclass(frozen=True)
 class Run:
-    """How requests are computed, and what is guessed.
+    """How requests are computed, and with which drafts.
 
-    method: of the proposer, see `CONFIGS`; "uncut" does not look at grammars.
+    method: of the proposer, see `CONFIGS`; "uncut" ignores grammars.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Run:
     swap_space_bytes: int = 0
     rounds: int = 1
     batching: str = "mixed"
-    has_policy: bool = False  # else every draft is verified
+    has_policy: bool = False  # otherwise every draft is verified
 
 
 CONFIGS: dict[str, dict[str, object]] = {
@@ -77,7 +77,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     "draft_model": {"method": "draft_model", "model": BUILT_IN_DRAFT},
     "quantized": {"method": "quantized"},
     "suffix_and_model": {"method": "suffix", "model": BUILT_IN_DRAFT},
-    "itself": {"method": "draft_model", "model": str(built_in_model_path())},  # what it guesses is right
+    "itself": {"method": "draft_model", "model": str(built_in_model_path())},  # its drafts are right
 }
 FEW_BLOCKS = {"block_size": 4, "num_blocks": 80, "max_num_seqs": 12}
 UNCUT = Run("uncut", "uncut", num_drafts=3, share_right=0.7)
@@ -112,7 +112,7 @@ FORMATS = ["bfloat16", "int8", "int4", "bfloat16 with int8 KV"]
 
 
 def make_requests(count: int) -> list[tuple[str, SamplingParams]]:
-    """Every way of asking, over every text."""
+    """Return requests with every combination of options and texts."""
     ways = itertools.cycle(WAYS)
     defaults = {"max_tokens": NUM_TOKENS, "logprobs": 2}
     return [
@@ -152,7 +152,7 @@ def make_engine(
 
 
 def answers(engine: LLMEngine, requests) -> list[list[tuple]]:
-    """Return all that is told of each request. They arrive three at a time, between steps."""
+    """Return all outputs of each request. They arrive three at a time, between steps."""
     told, pending = {}, list(enumerate(requests))
     while pending or engine.has_unfinished_requests():
         for index, (prompt, params) in pending[:3]:
@@ -173,7 +173,7 @@ def answers(engine: LLMEngine, requests) -> list[list[tuple]]:
 
 @functools.cache
 def expected(number_format: str, count: int) -> tuple[list[list[tuple]], dict[str, list[int]]]:
-    """Return what is told without speculation, of each request alone; and all tokens of each output."""
+    """Return the outputs of each request alone without speculation, and all tokens of each output."""
     engine = make_engine(number_format, Run("alone", max_num_seqs=1))
     requests = make_requests(count)
     told = answers(engine, requests)
@@ -186,7 +186,7 @@ def expected(number_format: str, count: int) -> tuple[list[list[tuple]], dict[st
 
 
 class Verified:
-    """Counts drafts, and those that came true; tokens that came from a store."""
+    """Counts drafts, accepted drafts, and tokens from a store."""
 
     def __init__(self) -> None:
         self.num_drafted = self.num_accepted = self.num_loaded = 0
@@ -200,9 +200,9 @@ class Verified:
 
 
 def check(run: Run, number_format: str, count: int, kv_store=None) -> int:
-    """Compute the requests with drafts and compare; look whether what the run is for did happen.
+    """Compute the requests with drafts and compare; check that the events happened that the run is for.
 
-    Return how many tokens came from a store.
+    Return the number of tokens from a store.
     """
     told, sequences = expected(number_format, count)
     verified, config = Verified(), None
@@ -222,13 +222,13 @@ def check(run: Run, number_format: str, count: int, kv_store=None) -> int:
     stats = engine.core.scheduler.get_stats()
     assert stats.kv_cache_usage == 0.0
     if run.method == "suffix":
-        engine.step()  # which tells who ended last
+        engine.step()  # reports the last end
         kept = engine.core.executor.worker.proposer._answers
         assert len(kept) == run.rounds * sum(params.n for _, params in requests), "each once"
     assert (stats.total_preempted > 0) == (run.num_blocks is not None)
     assert (stats.total_swapped > 0) == (run.swap_space_bytes > 0)
     assert (stats.cache_hit_rate > 0.4) or run.rounds == 1
-    while engine.core.has_work():  # until all is saved
+    while engine.core.has_work():  # until all saves have ended
         engine.step()
     if not run.num_drafts:
         assert verified.num_drafted == 0
@@ -318,7 +318,9 @@ def test_tokens_are_the_same_with_a_model_that_drafts_behind_what_a_store_had(ru
 
 
 def test_answers_before_are_drafts_for_their_salt_alone():
-    """Asked again it takes fewer steps; for who has another salt the drafts are those of an engine with no history."""
+    """Repeated with the same salt it takes fewer steps; with another salt, drafts are those of an engine without
+    history.
+    """
     config = SpeculativeConfig(method="suffix", num_speculative_tokens=8)
     engine, fresh = (make_engine("bfloat16", Run("salts"), config) for _ in range(2))
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -355,7 +357,7 @@ def test_a_recorded_run_with_drafts_is_decided_the_same_again(tmp_path):
     result = replay(path)
     assert result.mismatches == []
     verified = [event for event in result.log.events if isinstance(event, DraftsVerified)]
-    assert sum(event.num_drafted for event in verified) > 0  # how many hangs on how long steps take here
+    assert sum(event.num_drafted for event in verified) > 0  # their number depends on step times
 
 
 @pytest.mark.slow

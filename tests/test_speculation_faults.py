@@ -1,7 +1,7 @@
-"""What could go wrong with drafts, done wrong on purpose: each fault is seen by a test that is there for it.
+"""Known faults of drafts, injected on purpose: each fault is detected by the test that is meant for it.
 
-`make mutants` changes every statement of the core. These are the faults that speculation is known for, some of them in
-the worker and in proposers, where it does not look.
+`make mutants` changes every statement of the core. These faults are known for speculation; some are in the worker and
+in proposers, which it does not change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = needs_kernels
 
 @dataclass(frozen=True)
 class Fault:
-    """A function in which one piece of source is replaced by another, and what sees it."""
+    """A function with one piece of source replaced, and the check that detects it."""
 
     name: str
     function: Callable[..., Any]
@@ -110,7 +110,7 @@ FAULTS = [
 
 
 def break_function(patch: pytest.MonkeyPatch, fault: Fault) -> None:
-    """Replace the code of its function, wherever that was imported, until the patch is undone."""
+    """Replace the code of the fault's function, wherever it was imported, until the patch is undone."""
     source = textwrap.dedent(inspect.getsource(fault.function))
     if source.count(fault.before) != 1:
         raise ValueError(f"{fault.before} does not stand once in {fault.function.__qualname__}")
@@ -121,7 +121,7 @@ def break_function(patch: pytest.MonkeyPatch, fault: Fault) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_each_fault_is_seen(monkeypatch, fault):
-    test_speculation.expected("bfloat16", 30)  # once, and before anything is wrong
+    test_speculation.expected("bfloat16", 30)  # once, before any fault is injected
     break_function(monkeypatch, fault)
     with pytest.raises((AssertionError, SimulationError)):
         fault.judge()

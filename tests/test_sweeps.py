@@ -1,4 +1,4 @@
-"""Of a sweep's cases a part runs each day, and all of them run some day."""
+"""A part of a sweep's cases runs each day, and every case runs on some day."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose layers see a window, through the real engine: how far few window blocks reach, what is found."""
+"""A model with windows in the real engine: how far few window blocks suffice, and which prefixes are found."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine_of(checkpoint, log=None, method="auto"):
 
 
 def answer(engine, prompt, max_tokens):
-    """Return an answer's tokens, and the most window blocks that were held behind any step."""
+    """Return an answer's tokens, and the largest number of window blocks held after any step."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     engine.add_request("r", prompt, params)
     windows, most = engine.core.scheduler.kv_cache_manager.bounded[0], 0
@@ -59,7 +59,7 @@ def few_window_blocks(monkeypatch):
 
 @pytest.mark.usefixtures("few_window_blocks")
 def test_a_long_answer_runs_on_the_window_blocks_of_its_window(checkpoint):
-    engine = engine_of(checkpoint, method="none")  # how many are guessed follows the time that steps take
+    engine = engine_of(checkpoint, method="none")  # the number of drafts depends on step times
     num_window_blocks = engine.core.executor.worker.kv_cache.groups[1].num_blocks
     assert num_window_blocks == 10  # 40 tokens
     tokens, most = answer(engine, PROMPT, 300)

@@ -1,4 +1,4 @@
-"""What a store keeps of a model with windows is found again, though window parts were gone when it was saved."""
+"""A store's blocks of a model with windows are found again, even if window parts were evicted when they were saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BEGINNING = [7 * i % 1000 + 10 for i in range(160)]  # of all turns of a convers
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Models whose layers see 37 tokens: some of them, or all."""
+    """Models with windows of 37 tokens: in some layers, or in all."""
     folder = tmp_path_factory.mktemp("windows")
     layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
     some = tiny_config(
@@ -40,7 +40,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def few_window_blocks(monkeypatch):
-    """As few as two sequences need, a step, and what is saved of three more."""
+    """Only the blocks that two sequences, a step, and saves of three more need."""
 
     def with_blocks(plan, num_blocks):
         return KVSize((num_blocks, min(num_blocks, 2 * plan.blocks_of_sequence[0] + 4 * plan.blocks_of_step)))
@@ -49,7 +49,7 @@ def few_window_blocks(monkeypatch):
 
 
 def turn(num_tokens):
-    """A turn of a conversation: what came before it and something new, and how it is answered."""
+    """Return a turn of a conversation: the earlier text and a new part, and its sampling parameters."""
     prompt = BEGINNING + [5 * i % 900 + 11 for i in range(num_tokens)]
     return prompt, SamplingParams(max_tokens=8, temperature=0.0, logprobs=2, ignore_eos=True)
 
@@ -57,8 +57,8 @@ def turn(num_tokens):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("few_window_blocks")
 def test_a_conversation_whose_beginning_a_disk_has_lost_is_saved_again(tmp_path, checkpoints, kind, monkeypatch):
-    """The device has it all the while, but for its window parts; then the engine starts again."""
-    monkeypatch.setattr(disk_directory, "_SCAN_SHARE", 1e9)  # it looks at once what is gone, slow as the last look was
+    """The device keeps the blocks, without their window parts; then the engine restarts."""
+    monkeypatch.setattr(disk_directory, "_SCAN_SHARE", 1e9)  # always look for removed files, even after a slow look
     stores = KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=1 << 28)
     alone = make_engine(checkpoints[kind], "bfloat16", Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu")
     expected = answers(alone, [turn(0), turn(40), turn(80)])
@@ -71,7 +71,7 @@ def test_a_conversation_whose_beginning_a_disk_has_lost_is_saved_again(tmp_path,
         assert manager.bounded[0].id_of(block) is not None
         manager.bounded[0].block_forgotten(block)  # as if it were evicted
     for file in (tmp_path / "kv").glob("*.kv"):
-        file.unlink()  # it made way, as nobody asked for it
+        file.unlink()  # evicted, because no request used it
     assert answers(engine, [turn(40)]) == expected[1:2]
     settle(engine)
     engine.core.executor.shutdown()
@@ -84,7 +84,7 @@ def test_a_conversation_whose_beginning_a_disk_has_lost_is_saved_again(tmp_path,
 
 
 def test_what_was_saved_under_other_windows_never_hits(tmp_path, checkpoints):
-    """A block has as many bytes then, which lie otherwise or are other numbers."""
+    """Then a block has as many bytes, but another layout or other numbers."""
     stores, config = KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=1 << 28), checkpoints["some"] / "config.json"
     engine = engine_over(None, checkpoints["some"], FEW, stores=stores)
     answers(engine, [turn(40)])

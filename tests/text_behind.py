@@ -1,7 +1,7 @@
-"""The text of tokens behind a prompt, by what the `tokenizers` library decodes at once: the measure for streams.
+"""The text of tokens after a prompt, as the `tokenizers` library decodes them in one call: the reference for streams.
 
-A character that the prompt begins and the tokens end is theirs. Bytes of the prompt that never become a character are
-the prompt's, and so is what the library makes of them.
+A character that begins in the prompt and is completed by the tokens belongs to the tokens. Bytes of the prompt that
+never become a character belong to the prompt, with the text that the library makes of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def text_behind(backend: tokenizers.Tokenizer, prompt: list[int], tokens: list[int], *, skip: bool) -> str:
-    """Return the text of tokens behind a prompt."""
+    """Return the text of tokens after a prompt."""
     kinds = b"" if backend.decoder is None else backend.decoder.__getstate__()
     text = backend.decode(prompt + tokens, skip_special_tokens=skip)
     special = _special_ids(backend) if skip else frozenset()
@@ -43,7 +43,7 @@ def _special_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
 
 
 def _shown(backend: tokenizers.Tokenizer, ids: list[int], special: frozenset[int]) -> list[str]:
-    """Return how the tokens are spelled that the decoder sees."""
+    """Return the spellings of the tokens that the decoder gets."""
     spelled = [backend.id_to_token(token_id) for token_id in ids if token_id not in special]
     return [token for token in spelled if token is not None]
 
@@ -79,7 +79,7 @@ def _behind_run(backend: tokenizers.Tokenizer, text: str, prompt: list[str], tok
 
 
 def _run(spelled: Iterable[str]) -> list[int]:
-    """Return the bytes that tokens begin with."""
+    """Return the bytes that the tokens begin with."""
     values = []
     for token in spelled:
         if not (byte := _BYTE.fullmatch(token)):
@@ -97,7 +97,7 @@ def _bytes_of(spelled: str) -> bytes:
 
 @functools.cache
 def _alphabet() -> dict[str, int]:
-    """Return which byte each character of a byte-level vocabulary is, as the library spells them."""
+    """Return the byte of each character of a byte-level vocabulary, with the library's spelling."""
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     codes = [range(0x800), range(0x800, 0xD800, 0x40), range(0xE000, 0x10000, 0x40), range(0x10000, 0x110000, 0x1000)]
     table = {

@@ -1,4 +1,4 @@
-"""Triton's interpreter for tests: what it does again and again without need is done once, and products are exact."""
+"""Triton's interpreter for tests: repeated work is done only once, and products are exact."""
 
 import contextlib
 import functools
@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-SHORT_PARTITION = 128  # of K: two tiles, four of float32. The interpreter multiplies what is behind a row's values, too
+SHORT_PARTITION = 128  # of K: two tiles, four of float32. The interpreter also multiplies the padding of a row
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # of `interpreted_graphs`
 
 
 def kernels_device():
-    """Return where kernels in Triton run: on the CPU in the interpreter, else on the GPU."""
+    """Return the device of the Triton kernels: the CPU in the interpreter, otherwise the GPU."""
     from octavo.kernels.triton.backend import is_interpreted
 
     return torch.device("cpu" if is_interpreted() else "cuda")
 
 
 def partition():
-    """Return how long partitions of products are in tests: on a GPU as long as they serve."""
+    """Return the length of a product's partitions in tests; on a GPU it is the one in use."""
     from octavo.kernels.triton import matmul
     from octavo.kernels.triton.backend import is_interpreted
 
@@ -31,10 +31,10 @@ def partition():
 
 
 def dot(a, b, d, _input_precision, _max_num_imprecise_acc):
-    """Return the product of two tiles and a third one, each sum in the order of k wherever its row stands.
+    """Return the product of two tiles plus a third one, with each sum in the order of k for every row.
 
-    So it is on a GPU. The interpreter's own asks numpy, whose library sums rows in orders of their own, on Zen 3 say.
-    Zeros that pad a tile add nothing to finite numbers, and are left out.
+    A GPU does the same. The interpreter's own version uses numpy, whose library sums rows in other orders, for example
+    on Zen 3. Zeros that pad a tile add nothing to finite numbers, and are omitted.
     """
     from triton.runtime.interpreter import TensorHandle
 
@@ -56,7 +56,7 @@ def ordered_product(left, right):
 
 
 def faster_conversion(convert):
-    """Return the interpreter's conversion of floats, where those of bfloat16 are what they are: the upper half."""
+    """Return the interpreter's conversion of floats, with bfloat16 as the upper half of float32."""
 
     def converted(values, given, wanted, rounding):
         if (given.name, wanted.name, rounding) == ("bf16", "fp32", None):
@@ -70,9 +70,9 @@ def faster_conversion(convert):
 
 @functools.cache
 def remember_types():
-    """Let the types of tiles, and their shapes as tensors tell them, be made once for all and not at each operation.
+    """Make the types of tiles, and the shapes of tensors, only once and not at each operation.
 
-    For the interpreter alone: a compiler in this process would find them, too.
+    Only for the interpreter: a compiler in this process would get them too.
     """
     from triton.language import core
     from triton.runtime import interpreter
@@ -84,7 +84,7 @@ def remember_types():
         key = (cls, element_ty.name, *(getattr(size, "value", size) for size in shape))
         if key not in made:
             new = object.__new__(cls)
-            make_type(new, element_ty, shape)  # raises for a shape that is none
+            make_type(new, element_ty, shape)  # raises for an invalid shape
             made[key] = new
         return made[key]
 
@@ -112,10 +112,10 @@ _undone_at_last = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def interpreted_kernels():
-    """Yield the kernels in Triton, interpreted in a fraction of the time on the CPU; what is compiled is left as it is.
+    """Yield the interpreted Triton kernels, on the CPU in a fraction of the time; compiled kernels are unchanged.
 
-    There are graphs in the interpreter, too. Partitions of products are short there. The last that leaves has all as it
-    was: fixtures of a session and of a module do not end in the order in which they began.
+    The interpreter also has graphs, and short partitions of products. The last user to exit restores everything:
+    fixtures of a session and of a module do not end in the order in which they began.
     """
     from octavo.kernels.triton.backend import TritonKernels
 
@@ -147,7 +147,7 @@ def _patched_interpreter():
     patched = set()
 
     def call(self, *args, **kwargs):
-        """Call a device function: the kernel that calls it has patched `triton.language`, but for other names of it."""
+        """Call a device function. The calling kernel has patched `triton.language`, except for other names of it."""
         if self.fn.__module__ not in patched:
             interpreter._patch_lang(self.fn)
             patched.add(self.fn.__module__)

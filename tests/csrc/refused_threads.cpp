@@ -1,4 +1,4 @@
-// Sets the number of threads of a pool while the system refuses threads, and then again when it gives them.
+// Sets the number of threads of a pool while the system refuses threads, and again when it allows them.
 #include <dlfcn.h>
 #include <pthread.h>
 
@@ -11,14 +11,14 @@
 
 static std::atomic<int> num_given{1000};
 
-// Takes the place of the C library's function.
+// Replaces the C library's function.
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*start)(void*), void* argument) {
   using Create = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
   if (num_given.fetch_sub(1) <= 0) return EAGAIN;
   return reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"))(thread, attributes, start, argument);
 }
 
-// Prints, for each step: the outcome, the number of threads, and how many were asked of the system.
+// Prints for each step: the outcome, the number of threads, and how many threads the pool requested.
 int main() {
   octavo::ThreadPool pool(2);
   for (const int given : {0, 1, 1000}) {

@@ -1,5 +1,5 @@
-// Runs the thread pool and every kernel on odd shapes, for tools/sanitize.py: built with a sanitizer it shows races, reads and
-// writes past the end of memory, and undefined behaviour. Each result must have the same bits on one thread and on several.
+// Runs the thread pool and every kernel on odd shapes, for tools/sanitize.py: built with a sanitizer, it detects races,
+// accesses past the end of memory, and undefined behaviour. Results must have the same bits on one thread and on several.
 //
 // Usage: sanitize INSTRUCTION_SET ROUNDS. Writes one line with a hash of all results; exits with 1 if any two differ.
 #include <atomic>
@@ -31,7 +31,7 @@ void expect(bool holds, const std::string& what) {
   ++num_failures;
 }
 
-// Memory of exactly so many bytes, aligned as the kernels ask: a sanitizer sees one byte too many.
+// Memory of exactly the given size, aligned as the kernels require: a sanitizer detects an access of one byte more.
 class Memory {
  public:
   explicit Memory(int64_t bytes) : size_(static_cast<size_t>(bytes)) {
@@ -80,7 +80,7 @@ class Random {
     for (int64_t i = 0; i < count; ++i) memory.as<float>()[i] = real();
     return memory;
   }
-  // Of float32, bfloat16 or float16.
+  // Random numbers of type float32, bfloat16 or float16.
   Memory reals(DType type, int64_t count) {
     if (type == DType::kFloat32) return floats(count);
     Memory memory(count * 2);
@@ -102,14 +102,14 @@ struct Blocks {
   int64_t values, bytes, packed_bytes;
 };
 
-// Of the kinds of blocks, from kQ8_0 on (octavo.kernels.block_weight.BlockKind).
+// Properties of the kinds of blocks, from kQ8_0 on (octavo.kernels.block_weight.BlockKind).
 constexpr Blocks kBlocks[] = {{32, 34, 34},    {32, 18, 18},    {32, 20, 20},    {32, 22, 22}, {32, 24, 24},
                               {256, 144, 148}, {256, 176, 180}, {256, 210, 210}, {32, 17, 17}};
 
 int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : type == DType::kInt8 ? 1 : 2; }
 int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Two pools of one and of several threads, and a hash of all results.
+// A pool of one thread, a pool of several threads, and a hash of all results.
 class Run {
  public:
   Run(const KernelTable& table, Random& random) : table(table), random(random) {}
@@ -141,7 +141,7 @@ class Run {
   uint64_t hash_ = 0;
 };
 
-// A packed weight with everything that its product takes.
+// A packed weight with all inputs of its product.
 struct Weight {
   DType type;
   int64_t n, k;
@@ -306,7 +306,7 @@ void elementwise(Run& run) {
   });
 }
 
-// New tokens of some sequences over a paged cache: queries are rotated, keys and values written, and all attended to.
+// New tokens of some sequences with a paged cache: queries are rotated, keys and values written, then attention runs.
 void attend(Run& run, DType type, DType kv_dtype, int64_t dim, bool interleaved) {
   Random& random = run.random;
   constexpr int64_t kKvHeads = 2, kHeads = 6, kBlockSize = 16;
@@ -385,7 +385,7 @@ void sampling(Run& run) {
   });
 }
 
-// Callers on several threads share a pool while its size changes; each job's indices are all computed exactly once.
+// Callers on several threads share a pool while its size changes; each index of a job is computed exactly once.
 void share_pool(int rounds) {
   ThreadPool pool(kThreads);
   std::atomic<bool> is_over{false};
@@ -415,7 +415,7 @@ void share_pool(int rounds) {
   is_over.store(true);
   resizer.join();
   pool.shutdown();
-  call(3);  // on its caller's thread alone
+  call(3);  // only on the caller's thread
 }
 
 const KernelTable* table_of(const std::string& isa) {

@@ -229,7 +229,9 @@ class Run:
         self.count["bounded"] += len(scheduled.max_drafts)
 
     def _result(self, scheduled: Any, transfers: list[EndedTransfer], *, is_over: bool) -> ModelOutput:
-        """Sample for each request whose known tokens are computed; verify drafts; fail or postpone some."""
+        """Sample tokens if all known tokens of a request are computed; verify drafts; fail or postpone some
+        requests.
+        """
         rng, sampled = self.rng, dict[str, list[int]]()
         for name, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests.get(name)

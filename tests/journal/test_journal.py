@@ -498,7 +498,9 @@ def test_explains_an_evicted_prefix(make_core):
     for name, prompt in (("first", list(range(9))), ("large", list(range(100, 146))), ("again", list(range(9)))):
         core.add(name, prompt, max_tokens=1)
     core.run()
-    assert "0 of its 9 tokens were found in the prefix cache; the rest was not found: evicted" in explained(core, "again")
+    assert "0 of its 9 tokens were found in the prefix cache; the rest was not found: evicted" in explained(
+        core, "again"
+    )
 
 
 def test_explains_what_came_from_host_memory(make_core):
@@ -527,8 +529,9 @@ def test_explains_the_first_token_that_differs(make_core):
     core.run()
     core.add("b", [0, 1, 2, 3, 4, 99, 6, 7, 8], max_tokens=1)
     core.run()
-    assert "4 of its 9 tokens were found in the prefix cache; the rest was not found: different token at position 5" in (
-        explained(core, "b")
+    assert (
+        "4 of its 9 tokens were found in the prefix cache; the rest was not found: different token at position 5"
+        in (explained(core, "b"))
     )
 
 

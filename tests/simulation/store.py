@@ -294,7 +294,7 @@ class SimulatedStore:
         return moving
 
     def _receive(self, moving: Moving, step: int) -> None:
-        """Take the blocks that a donor has computed, unless it has released them."""
+        """Take the blocks that a donor has computed. An expired lease is recorded as a breach."""
         donor = moving.donor
         if donor is None or moving.records is None:
             return

@@ -1,4 +1,4 @@
-"""The history of evicted blocks: what it remembers, and for how long."""
+"""The history of evicted blocks: its content and its limits."""
 
 from __future__ import annotations
 
