@@ -69,7 +69,7 @@ def test_the_blocks_of_a_gguf_file_are_examined(doctor, tmp_path):
     assert "activations are rounded" in text
     write_gguf(write_checkpoint(folder, config | {"intermediate_size": 128}), path)
     status, _, problem = doctor("--precision", "Q6_K", str(path))
-    assert (status, "precision Q6_K: no product" in problem) == (1, True)
+    assert (status, "precision Q6_K: no matrix" in problem) == (1, True)
 
 
 @pytest.mark.parametrize("slow_at", ["first", "last"])
