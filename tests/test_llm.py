@@ -261,7 +261,7 @@ def test_bad_configurations_say_what_is_wrong(checkpoint, arguments, error, word
 def test_fp8_is_refused_by_kernels_that_have_none(checkpoint):
     with pytest.raises(ConfigError, match=r"kernels cpu do not support .* fp8: choose kv_cache_dtype auto or int8,"):
         LLM(model=str(checkpoint), kv_cache_dtype="fp8", kernels="cpu")
-    with pytest.raises(ConfigError, match="quantization fp8 is for kernels triton and reference"):
+    with pytest.raises(ConfigError, match="quantization fp8 needs kernels triton or reference"):
         LLM(model=str(checkpoint), quantization="fp8", kernels="cpu")
 
 

@@ -364,7 +364,7 @@ def test_debug_shows_the_traceback(fake_model: FakeExecutor) -> None:
     ("name", "make", "text"),
     [
         ("missing", lambda path: None, "does not exist"),
-        ("file", lambda path: path.write_text("x"), "no GGUF file"),
+        ("file", lambda path: path.write_text("x"), "not a GGUF file"),
         ("empty", lambda path: path.mkdir(), "config.json"),
         ("broken", lambda path: (path.mkdir(), (path / "config.json").write_text("{")), "not valid JSON"),
         (

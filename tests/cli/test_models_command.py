@@ -175,8 +175,8 @@ def test_what_a_file_of_gguf_is_stored_as_and_all_its_parts(tmp_path):
     [
         ({"architectures": ["GPT9"]}, "architectures = ['GPT9']: unknown architecture"),
         ({"num_attention_heads": 7}, "num_key_value_heads = 2: must divide num_attention_heads = 7"),
-        ({"hidden_size": "many"}, "hidden_size = 'many': must be a whole number"),
-        ({"num_hidden_layers": 2**30}, "num_hidden_layers = 1073741824: octavo computes at most"),
+        ({"hidden_size": "many"}, "hidden_size = 'many': must be an integer"),
+        ({"num_hidden_layers": 2**30}, "num_hidden_layers = 1073741824: octavo supports at most"),
         ({"quantization_config": {"quant_method": "exl2"}}, "quantization_config.quant_method = 'exl2'"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
     ],

@@ -209,7 +209,7 @@ def test_published_longrope(tmp_path):
         ("Phi3", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "not be above 1"]),
         ("SmolLM3", {"no_rope_layers": [1]}, ["no_rope_layers", "each of 2 layers"]),
         ("SmolLM3", {"no_rope_layers": [1, 2]}, ["no_rope_layers"]),
-        ("SmolLM3", {"no_rope_layers": "all"}, ["no_rope_layers", "whole numbers"]),
+        ("SmolLM3", {"no_rope_layers": "all"}, ["no_rope_layers", "integers"]),
         ("Ministral3", {"rope_parameters": None}, ["rope_parameters is missing"]),
         ("Ministral", {"layer_types": ["sliding_attention", "full_attention"]}, ["layer_types", "sliding_window"]),
         (

@@ -84,7 +84,7 @@ def test_untied_and_without_a_head_gives_embeddings_and_no_tokens(checkpoint, tm
 
 def test_a_head_that_got_lost_is_missed_where_nothing_says_that_it_is_for_embeddings(checkpoint, tmp_path):
     named = without_head(checkpoint, tmp_path / "named", prefix="model.")
-    with pytest.raises(ModelError, match=r"lm_head\.weight missing"):
+    with pytest.raises(ModelError, match=r"lm_head\.weight, which config.json requires"):
         make(named)
     (named / "modules.json").write_text("[]")
     assert embed(make(named))[0].tolist() == embed(make(checkpoint))[0].tolist()

@@ -268,7 +268,7 @@ def test_fp8_stays_so_where_it_is_multiplied_so(blocks, quantization, tmp_path, 
         assert values.dtype == torch.float8_e4m3fn
         bias = 0 if product.bias is None else product.bias.nbytes
         assert product.num_bytes - bias == values.numel() + 4 * groups * len(values)
-    assert "and stay so: they are multiplied as bfloat16" in caplog.text
+    assert "and are not expanded: they are multiplied in bfloat16" in caplog.text
 
 
 def test_fp8_is_expanded_where_its_blocks_are_narrow_or_a_part_is_none(tmp_path):
@@ -311,7 +311,7 @@ def test_what_is_computed_and_what_it_takes_is_told(tmp_path, caplog):
     assert "FP8 with a scale per 32 x 32 values, which is expanded to bfloat16" in expanded
     assert "GB (with quantization int8" in expanded
     assert "Activations are not rounded" in expanded
-    assert rounded.endswith("expanded to bfloat16 and rounded to int8 as they are read")
+    assert rounded.endswith("expanded to bfloat16 and rounded to int8 at load")
 
 
 def test_dummy_weights_of_a_checkpoint_of_small_floats(tmp_path):
@@ -344,7 +344,7 @@ def test_scales_that_are_missing_misshapen_or_broken_are_named(tmp_path, monkeyp
     for broken in (torch.nan, torch.inf):
         changed = scales.clone()
         changed[1, 2] = broken
-        refused(tmp_path, tensors | {name: changed}, name, "infinite or no number")
+        refused(tmp_path, tensors | {name: changed}, name, "infinite or not a number")
     values = tensors[f"{MODULE}.weight"]
     refused(tmp_path, tensors | {f"{MODULE}.weight": values.to(torch.float8_e5m2)}, "F8_E5M2", "F8_E4M3")
     refused(tmp_path, tensors | {f"{MODULE}.weight": values.float()}, "F32", "F8_E4M3")
@@ -370,7 +370,7 @@ def test_an_exponent_that_is_no_number_is_named(tmp_path):
     rewritten(tmp_path, {"quant_method": "mxfp4"}, store)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[f"{MODULE}.weight_scales"][5, 1] = 255
-    refused(tmp_path, tensors, f"{MODULE}.weight_scales", "infinite or no number")
+    refused(tmp_path, tensors, f"{MODULE}.weight_scales", "infinite or not a number")
 
 
 @pytest.mark.parametrize(

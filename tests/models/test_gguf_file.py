@@ -93,10 +93,10 @@ def test_a_model_in_several_files_is_one(checkpoint, small, tmp_path):
     renamed = split.paths[2].rename(tmp_path / "elsewhere.gguf")
     with pytest.raises(ModelError, match=r"some-00003-of-00003.gguf is missing, one of 3 files"):
         GGUFFile.read(first)
-    with pytest.raises(ModelError, match=r"must be called NAME-00001-of-00003.gguf"):
+    with pytest.raises(ModelError, match=r"its name must be NAME-00001-of-00003.gguf"):
         GGUFFile.read(renamed)
     split.paths[2].write_bytes(split.paths[1].read_bytes())
-    with pytest.raises(ModelError, match=r"00003.gguf: split.no = 1 and split.count = 3, where 2 and 3"):
+    with pytest.raises(ModelError, match=r"00003.gguf: split.no = 1 and split.count = 3, but 2 and 3"):
         GGUFFile.read(first)
 
 
@@ -104,7 +104,7 @@ def test_a_model_in_several_files_is_one(checkpoint, small, tmp_path):
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"{}", "no GGUF file"),
+        (b"{}", "not a GGUF file"),
         (b"GGUF", "ends within the version"),
         (file_of(version=1), "version 1"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
@@ -112,15 +112,15 @@ def test_a_model_in_several_files_is_one(checkpoint, small, tmp_path):
         (file_of(num_tensors=2**62), "4611686018427387904 tensors"),
         (file_of(num_keys=1), "ends within|more than the file can hold"),
         (file_of(("key", 8, struct.pack("<Q", 2**63) + b"x")), "ends within a string of key"),
-        (file_of(("key", 9, struct.pack("<IQ", 8, 2**61))), "2305843009213693952 items in key; at most 4194304"),
+        (file_of(("key", 9, struct.pack("<IQ", 8, 2**61))), "2305843009213693952 items in key; the limit is 4194304"),
         (file_of(("key", 9, struct.pack("<IQ", 8, 2**22))), "key has 4194304 strings"),
         (file_of(("key", 9, struct.pack("<IQ", 10, 2**22))), "the file ends within key"),
-        (file_of(("key", 9, struct.pack("<IQ", 7, 2**22 + 1) + bytes(2**22 + 1))), "4194305 items in key; at most"),
+        (file_of(("key", 9, struct.pack("<IQ", 7, 2**22 + 1) + bytes(2**22 + 1))), "4194305 items in key"),
         (file_of(("key", 9, struct.pack("<IQIQ", 9, 1, 4, 1))), "key is an array in an array"),
         (file_of(("key", 13, b"xxxx")), "key is of the unknown type 13"),
         (file_of(("key", 9, struct.pack("<IQ", 99, 3))), "key is of the unknown type 99"),
         (file_of(("key", 8, text(b"\xff"))), "a string of key is not UTF-8"),
-        (file_of(("key", 4, b"1234"), ("key", 4, b"1234")), "the key key stands there twice"),
+        (file_of(("key", 4, b"1234"), ("key", 4, b"1234")), "the key key occurs twice"),
         (file_of(("x" * 70000, 4, b"1234")), "70000 characters"),
         (file_of(("general.alignment", 4, struct.pack("<I", 0))), "general.alignment = 0"),
         (file_of(("general.alignment", 4, struct.pack("<I", 48))), "general.alignment = 48"),
@@ -132,7 +132,7 @@ def test_a_model_in_several_files_is_one(checkpoint, small, tmp_path):
         (file_of(num_tensors=1, tensors=tensor("t", offset=2**63) + bytes(256)), "is not within"),
         (file_of(num_tensors=1, tensors=tensor("t", offset=1) + bytes(256)), "is not within"),
         (file_of(num_tensors=1, tensors=tensor("t", (2**30, 2**9))), "is not within"),
-        (file_of(num_tensors=2, tensors=tensor("t") + tensor("t") + bytes(512)), "two tensors t"),
+        (file_of(num_tensors=2, tensors=tensor("t") + tensor("t") + bytes(512)), "two tensors named t"),
         (file_of(num_tensors=2, tensors=tensor("t") + tensor("u", offset=96) + bytes(512)), "t and u overlap"),
         (file_of(("split.count", 4, struct.pack("<I", 2**31))), "split.count = 2147483648"),
     ],

@@ -80,7 +80,9 @@ def test_tensors_begin_at_a_multiple_of_the_alignment_that_the_file_names(read, 
     end = bytes(begin - 130) + struct.pack("<f", 1.5)
     found = read(*padded(size=130, alignment=alignment), tensors=[tensor("t")], end=end)
     assert found.tensors["t"].offset == begin
-    with pytest.raises(ModelError, match=f"tensor t, of 4 bytes from {begin} on, is not within the {begin + 3} bytes"):
+    with pytest.raises(
+        ModelError, match=f"tensor t, of 4 bytes from {begin} on, is not within the file's {begin + 3} bytes"
+    ):
         read(*padded(size=130, alignment=alignment), tensors=[tensor("t")], end=end[:-1])
 
 
@@ -124,16 +126,16 @@ def test_the_bytes_of_a_tensor_are_those_of_its_blocks(read):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_keys": (1 << 16) + 1}, "it says that it has 65537 keys; at most 65536 are possible"),
+        ({"num_keys": (1 << 16) + 1}, "it has 65537 keys; the limit is 65536"),
         ({"num_keys": 1 << 16}, "the file ends within|key 0 has 1 strings, more than the file can hold"),
-        ({"num_tensors": (1 << 20) + 1}, "it says that it has 1048577 tensors; at most 1048576 are possible"),
+        ({"num_tensors": (1 << 20) + 1}, "it has 1048577 tensors; the limit is 1048576"),
         ({"num_tensors": 1 << 20}, "the name of tensor 0 has 1 strings, more than the file can hold"),
-        ({"tensors": [tensor("t", ())]}, "tensor t has 0 dimensions; 1 to 4 are possible"),
-        ({"tensors": [tensor("t", (1,) * 5)]}, "tensor t has 5 dimensions; 1 to 4 are possible"),
+        ({"tensors": [tensor("t", ())]}, "tensor t has 0 dimensions; 1 to 4 are allowed"),
+        ({"tensors": [tensor("t", (1,) * 5)]}, "tensor t has 5 dimensions; 1 to 4 are allowed"),
         ({"tensors": [tensor("t", (1 << 40,))]}, r"tensor t has the shape \[1099511627776\]"),
         ({"tensors": [tensor("t", ((1 << 40) - 1,))]}, "is not within"),
-        ({"tensors": [tensor("n" * ((1 << 16) + 1))]}, "of 65537 characters is the name of tensor 0; at most"),
-        ({"tensors": [tensor("t", (31, 2), code=8)]}, "tensor t has rows of 31 values, which are no whole"),
+        ({"tensors": [tensor("n" * ((1 << 16) + 1))]}, "of 65537 characters is the name of tensor 0; the limit is"),
+        ({"tensors": [tensor("t", (31, 2), code=8)]}, "tensor t has rows of 31 values, which is no multiple"),
         ({"tensors": [tensor("t")[:-1]]}, "the file ends within t; the download is incomplete"),
     ],
 )  # fmt: skip
@@ -146,7 +148,7 @@ def test_what_is_at_its_limit_is_read(read):
     name = "n" * (1 << 16)
     found = read(number(name, 7), tensors=[tensor("t", (1,) * 4)], end=bytes(100))
     assert (found.metadata[name], found.tensors["t"].shape) == (7, (1,) * 4)
-    with pytest.raises(ModelError, match=r"a string of 65537 characters is key 0; at most 65536"):
+    with pytest.raises(ModelError, match=r"a string of 65537 characters is key 0; the limit is 65536"):
         read(number(name + "n", 7))
 
 
@@ -172,7 +174,7 @@ def test_a_model_whose_count_of_files_is_one_is_whole(read, count):
 def test_a_model_has_a_limit_of_files(read):
     with pytest.raises(ModelError, match=r"split.count = 4097 must be a whole number of files up to 4096"):
         read(number("split.count", 4097))
-    with pytest.raises(ModelError, match=r"must be called NAME-00001-of-04096.gguf"):
+    with pytest.raises(ModelError, match=r"its name must be NAME-00001-of-04096.gguf"):
         read(number("split.count", 4096))
     with pytest.raises(ModelError, match=r"split.count = 'two' must be a whole number"):
         read(field("split.count", STRING, text("two")))
@@ -181,12 +183,12 @@ def test_a_model_has_a_limit_of_files(read):
 def test_a_count_of_files_is_not_negative_and_is_that_of_the_name(read):
     with pytest.raises(ModelError, match=r"split.count = -1 must be a whole number"):
         read(field("split.count", 5, struct.pack("<i", -1)))
-    with pytest.raises(ModelError, match=r"is one of 2 files, and must be called NAME-00001-of-00002.gguf"):
+    with pytest.raises(ModelError, match=r"is one of 2 files, so its name must be NAME-00001-of-00002.gguf"):
         read(number("split.count", 2), number("split.no", 0), name="m-00001-of-00003.gguf")
 
 
 def test_the_first_of_several_files_says_so_itself(read):
-    with pytest.raises(ModelError, match=r"split.no = 1 and split.count = 2, where 0 and 2 are expected"):
+    with pytest.raises(ModelError, match=r"split.no = 1 and split.count = 2, but 0 and 2 are expected"):
         read(number("split.count", 2), number("split.no", 1), name="m-00001-of-00002.gguf")
 
 
@@ -204,7 +206,7 @@ def test_a_tensor_stands_in_one_of_several_files(read):
         write(0)
     with pytest.raises(ModelError, match=r"give the first one, m-00001-of-00002.gguf"):
         write(1)
-    with pytest.raises(ModelError, match=r"m-00002-of-00002.gguf: tensor t stands in m-00001-of-00002.gguf, too"):
+    with pytest.raises(ModelError, match=r"m-00002-of-00002.gguf: tensor t is also in m-00001-of-00002.gguf"):
         write(0)
 
 

@@ -40,7 +40,7 @@ def joining(folder, names, whole):
 )
 def test_all_paths_to_pieces_give_the_command_that_joins_them_in_order(names, tmp_path):
     touch(tmp_path, *names)
-    expected = f"{tmp_path / 'm.gguf'} lies in pieces; join them in order, and give the whole file: " + joining(
+    expected = f"{tmp_path / 'm.gguf'} is split into pieces; join them in order, and give the whole file: " + joining(
         tmp_path, names, "m.gguf"
     )
     assert [refusal(tmp_path / name) for name in (*names, "m.gguf", ".")] == [expected] * (len(names) + 2)
@@ -48,7 +48,9 @@ def test_all_paths_to_pieces_give_the_command_that_joins_them_in_order(names, tm
 
 def test_missing_pieces_are_counted(tmp_path):
     touch(tmp_path, "m.gguf.part1of3", "m.gguf.part3of3", "other.gguf.part2of3")
-    message = f"{tmp_path / 'm.gguf'} lies here in 2 of 3 pieces; download the others, then join them in order, "
+    message = (
+        f"only 2 of 3 pieces of {tmp_path / 'm.gguf'} are here; download the other pieces, then join them in order, "
+    )
     assert refusal(tmp_path / "m.gguf.part1of3") == (
         f"{message}and give the whole file: {joining(tmp_path, ['m.gguf.part1of3', 'm.gguf.part3of3'], 'm.gguf')}"
     )
@@ -72,7 +74,7 @@ def test_a_piece_next_to_the_whole_file_names_the_whole_file(tmp_path):
 def test_a_folder_that_has_a_model_is_accepted(other, tmp_path):
     touch(tmp_path, "m.gguf.part1of2", other)
     assert refusal(tmp_path) == ""
-    assert "lies here in 1 of 2 pieces" in refusal(tmp_path / "m.gguf.part1of2")
+    assert "only 1 of 2 pieces" in refusal(tmp_path / "m.gguf.part1of2")
 
 
 @pytest.mark.parametrize(
@@ -92,4 +94,4 @@ def test_a_folder_named_like_a_piece_is_a_folder(tmp_path):
     (tmp_path / "m.gguf.part1of2").mkdir()
     assert refusal(tmp_path / "m.gguf.part1of2") == ""
     touch(tmp_path / "m.gguf.part1of2", "n.gguf.a")
-    assert re.search(r"n\.gguf lies in pieces", refusal(tmp_path / "m.gguf.part1of2"))
+    assert re.search(r"n\.gguf is split into pieces", refusal(tmp_path / "m.gguf.part1of2"))

@@ -153,7 +153,7 @@ def test_a_norm_or_bias_that_is_no_number_is_refused_by_its_name(own, name, numb
     with path.open("r+b") as file:
         file.seek(read.tensors[own].offset + 12)
         file.write(np.array(number, "<f4").tobytes())
-    with pytest.raises(ModelError, match=rf"model\.gguf: {own} holds a value that is infinite or no number"):
+    with pytest.raises(ModelError, match=rf"model\.gguf: {own} holds a value that is infinite or not a number"):
         GGUFWeights(read).open().tensor(name)
 
 
@@ -186,19 +186,19 @@ def test_names_are_those_of_llama_cpp(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "mamba"}, "general.architecture = 'mamba'; of GGUF files octavo reads llama, "),
-        ({"llama.block_count": 3}, "llama.block_count = 3: there are tensors of 2 layers"),
+        ({"general.architecture": "mamba"}, "'mamba'; the supported architectures of GGUF files are llama, "),
+        ({"llama.block_count": 3}, "llama.block_count = 3: the file has tensors of 2 layers"),
         ({"llama.block_count": 2**31}, "llama.block_count = 2147483648"),
         ({"llama.block_count": None}, "llama.block_count is missing"),
-        ({"llama.embedding_length": "64"}, "llama.embedding_length = '64': must be a whole number"),
+        ({"llama.embedding_length": "64"}, "llama.embedding_length = '64': must be an integer"),
         ({"llama.embedding_length": 48}, "llama.embedding_length = 48: token_embd.weight has the shape .288, 64."),
         ({"llama.attention.head_count": 5, "llama.attention.key_length": None}, "head_count = 5: must divide"),
         ({"llama.rope.dimension_count": 32}, "llama.rope.dimension_count = 32: a head has 16 dimensions"),
-        ({"llama.expert_count": 8}, "llama.expert_count = 8: octavo does not compute this of LlamaForCausalLM"),
-        ({"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5: octavo does not compute this"),
+        ({"llama.expert_count": 8}, "llama.expert_count = 8: octavo does not support this for LlamaForCausalLM"),
+        ({"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5: octavo does not support this"),
         ({"llama.attention.causal": False}, "is_causal = False"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length = 8: keys have a width of 16"),
-        ({"llama.attention.head_count_kv": [2, 1]}, "llama.attention.head_count_kv = .2, 1.: must be a whole number"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "llama.attention.head_count_kv = .2, 1.: must be an integer"),
         ({"llama.rope.scaling.type": "dynamic", "llama.rope.scaling.factor": 2.0}, "supports the rope types"),
         ({"llama.rope.dimension_count": 8}, "partial_rotary_factor|rotates whole heads"),
         ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "layer_norm_rms_epsilon = -1.0: must be a number above 0"),
@@ -220,7 +220,10 @@ def test_another_rotary_embedding_than_llama_3s_is_refused(tmp_path):
     _, path = make(tmp_path, config={"rope_parameters": LLAMA3, "head_dim": 64})
     content, stored = bytearray(path.read_bytes()), GGUFFile.read(path).tensors["rope_freqs.weight"]
     numbers = np.frombuffer(content, np.float32, 32, stored.offset)
-    for changed, message in ((numbers[20] * 1.01, "is not what Llama 3 gives"), (0, "no number above zero")):
+    for changed, message in (
+        (numbers[20] * 1.01, "differs from the values of Llama 3"),
+        (0, "not a number above zero"),
+    ):
         numbers[20] = changed
         path.write_bytes(content)
         with pytest.raises(ModelError, match=message):
@@ -230,8 +233,8 @@ def test_another_rotary_embedding_than_llama_3s_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("renamed", "name", "message"),
     [
-        (b"blk.1.attn_k.weight", b"blk.1.attn_z.weight", "self_attn.k_proj.weight missing"),
-        (b"output_norm.weight", b"output_morn.weight", "model.norm.weight missing"),
+        (b"blk.1.attn_k.weight", b"blk.1.attn_z.weight", "self_attn.k_proj.weight, which this architecture needs"),
+        (b"output_norm.weight", b"output_morn.weight", "model.norm.weight, which this architecture needs"),
         (b"token_embd.weight", b"token_embs.weight", "no tensor token_embd.weight"),
         (b"\0output.weight", b"\0outbut.weight", "would ignore outbut.weight"),
     ],
@@ -280,7 +283,7 @@ def test_kinds_that_are_expanded_are_told(tmp_path, caplog, monkeypatch):
     read.tensors[name] = replace(read.tensors[name], type=TensorType.IQ3_S, num_bytes=256 * 110)
     expected = architecture_of(ConfigFile(path, config_of(read))).stored_tensors()
     GGUFWeights(read).open().check(expected)
-    assert "holds weights of IQ3_S, which octavo does not multiply as they are" in caplog.text
+    assert "has weights of type IQ3_S, which octavo expands" in caplog.text
     monkeypatch.setattr("octavo.models.gguf_tensors.find_spec", lambda _: None)
-    with pytest.raises(ModelError, match=r"IQ3_S are expanded with the package gguf: pip install 'octavo\[gguf\]'"):
+    with pytest.raises(ModelError, match=r"IQ3_S need the package gguf: pip install 'octavo\[gguf\]'"):
         GGUFWeights(read).open().check(expected)

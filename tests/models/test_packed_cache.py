@@ -431,7 +431,7 @@ def test_what_cannot_be_kept_harms_nothing(checkpoint, cache, tmp_path, prompt_l
     blocked = tmp_path / "file"
     blocked.write_text("no directory")
     assert torch.equal(prompt_logits(load(checkpoint, PackedCache(1 << 30, blocked)), PROMPT), expected)
-    assert "cannot be kept" in caplog.text
+    assert "cannot be stored" in caplog.text
     monkeypatch.setattr(packed_cache.shutil, "disk_usage", lambda _path: type("Usage", (), {"free": 1000}))
     load(checkpoint, cache)
     assert kept_files(cache) == []

@@ -145,7 +145,7 @@ def test_tensor_of_groups_is_declared_checked_and_counted(checkpoint):
     path = checkpoint.weights.path / "model.safetensors"
     weights = load_file(path)
     save_file(weights | {name: weights[name][:1]}, path)
-    with pytest.raises(ModelError, match=r"adapters\.weight has shape \[1, 64, 64\], but config.json asks for \[2, 64"):
+    with pytest.raises(ModelError, match=r"adapters\.weight has shape \[1, 64, 64\], but config.json requires \[2, 64"):
         load(checkpoint, "reference")
 
 

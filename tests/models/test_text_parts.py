@@ -95,7 +95,7 @@ def test_logits_are_those_of_the_part_alone(style, tied, tmp_path, prompt_logits
 def test_other_tensors_are_not_dropped(tmp_path):
     part = write_checkpoint(tmp_path / "part", tiny_config("Gemma3ForCausalLM"))
     whole = write_whole(tmp_path / "whole", part, STYLES["language_model first"], prefix="adapter.")
-    with pytest.raises(ModelError, match=r"adapter\.\w+.* does not ask for it"):
+    with pytest.raises(ModelError, match=r"adapter\.\w+.* does not require"):
         FolderWeights(whole).open().check(read_architecture(whole).stored_tensors())
 
 

@@ -181,7 +181,9 @@ def test_pieces_of_a_file_say_how_to_join_them(names, path, tmp_path):
 
 def test_a_missing_piece_is_counted(path, tmp_path):
     path.rename(tmp_path / "m.gguf.part1of3")
-    with pytest.raises(ModelError, match=r"m.gguf lies here in 1 of 3 pieces; download the others, then join"):
+    with pytest.raises(
+        ModelError, match=r"only 1 of 3 pieces of .*m.gguf are here; download the other pieces, then join"
+    ):
         open_checkpoint(tmp_path / "m.gguf.part1of3")
 
 
@@ -212,7 +214,7 @@ def test_a_path_that_is_not_text_in_this_locale_is_refused_with_the_remedy(monke
 
 def test_a_file_that_is_no_model_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("a text")
-    with pytest.raises(ModelError, match=r"notes.txt: this is no GGUF file .*give a .gguf file or a directory"):
+    with pytest.raises(ModelError, match=r"notes.txt: this is not a GGUF file .*give a .gguf file or a directory"):
         open_checkpoint(tmp_path / "notes.txt")
 
 
@@ -224,7 +226,7 @@ def test_a_file_with_a_broken_scale_is_not_served(folder, tmp_path):
     data = bytearray(path.read_bytes())
     data[stored.offset + 18 : stored.offset + 20] = b"\x00\x7c"  # an infinite scale
     path.write_bytes(data)
-    with pytest.raises(ModelError, match=r"blk\.1\.ffn_down\.weight holds a scale that is infinite or no number"):
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_down\.weight holds a scale that is infinite or not a number"):
         tokens_of(path)
 
 

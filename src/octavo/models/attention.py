@@ -81,7 +81,9 @@ class AttentionConfig:
         if head_dim % 2:
             raise config.error("head_dim", f"rotary embeddings need an even head_dim, not {head_dim}")
         if head_dim > _MAX_HEAD_DIM:
-            raise config.error("head_dim", f"octavo's kernels compute heads of up to {_MAX_HEAD_DIM}, not {head_dim}")
+            raise config.error(
+                "head_dim", f"octavo's kernels support a head_dim of at most {_MAX_HEAD_DIM}, not {head_dim}"
+            )
         rope.check(config, head_dim)
         return cls(
             num_heads=num_heads,

@@ -46,7 +46,7 @@ class CheckpointFiles:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 if name in self._file_of:
                     raise ModelError(
-                        f"{path}: {name} stands in {self._file_of[name][0].name}, too; remove the file that is too much"
+                        f"{path}: {name} is also in {self._file_of[name][0].name}; remove the superfluous file"
                     )
                 self._file_of[name] = (path, file)
         self._stored_name = own_names(self._file_of)
@@ -60,14 +60,14 @@ class CheckpointFiles:
         missing = [name for name, each in expected.items() if not each.is_optional and name not in self._file_of]
         if missing:
             raise ModelError(
-                f"{self.directory}: {some(missing)} missing from the weights though config.json asks for it; "
-                "the download is incomplete or config.json belongs to another model"
+                f"{self.directory}: the weights lack {some(missing)}, which config.json requires; the "
+                "download is incomplete or config.json belongs to another model"
             )
         extra = [name for name in self._file_of if name not in expected and not _IGNORED.search(name)]
         if unexpected := [name for name in extra if name != _HEAD]:
             raise ModelError(
-                f"{self.directory}: {some(unexpected)} in the weights though config.json does not ask for it; "
-                "octavo would ignore it and give wrong tokens"
+                f"{self.directory}: the weights have {some(unexpected)}, which config.json does not require; octavo "
+                "would ignore it and generate wrong tokens"
             )
         for name, (shape, dtypes, _) in expected.items():
             if name not in self._file_of:
@@ -77,8 +77,8 @@ class CheckpointFiles:
             found = list(stored.get_shape())
             if found != list(shape) and not (math.prod(found) == math.prod(shape) == 1):  # a number may have any rank
                 raise ModelError(
-                    f"{path}: {name} has shape {found}, but config.json asks for {list(shape)}; "
-                    "the two belong to different models"
+                    f"{path}: {name} has shape {found}, but config.json requires {list(shape)}; the two belong to "
+                    "different models"
                 )
             if stored.get_dtype() not in dtypes:
                 raise ModelError(
@@ -88,8 +88,8 @@ class CheckpointFiles:
 
         if _HEAD in extra and not self._is_tied():
             raise ModelError(
-                f"{self._file_of[_HEAD][0]}: lm_head.weight is another matrix than the embeddings, though config.json "
-                "says tie_word_embeddings; set that to false"
+                f"{self._file_of[_HEAD][0]}: lm_head.weight differs from the embeddings, but config.json has "
+                "tie_word_embeddings = true; set it to false"
             )
 
     def _is_tied(self) -> bool:

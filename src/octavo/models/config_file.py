@@ -65,7 +65,7 @@ class ConfigFile:
         except (ValueError, RecursionError) as error:
             raise ModelError(f"{path} is not valid JSON ({error}); download it again") from error
         if not isinstance(values, dict):
-            raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")
+            raise ModelError(f"{path} has a JSON {type(values).__name__}, but an object was expected")
         return cls(path, values)
 
     def with_defaults(self, **defaults: Any) -> ConfigFile:
@@ -89,7 +89,7 @@ class ConfigFile:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise self.error(key, "must be a whole number from 1 to 2147483647")
+            raise self.error(key, "must be an integer from 1 to 2147483647")
         return value
 
     def number(self, key: str, default: Any = _MISSING, *, above: float = 0.0) -> float:
@@ -114,7 +114,7 @@ class ConfigFile:
         """Return a list of whole numbers."""
         values = self._get(key, default)
         if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in values):
-            raise self.error(key, "must be a list of whole numbers")
+            raise self.error(key, "must be a list of integers")
         return values
 
     def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
@@ -159,7 +159,7 @@ class ConfigFile:
         """
         for key, harmless in _CHANGES_TOKENS.items():
             if key not in self._asked_for and self.values.get(key) not in harmless:
-                raise self.error(key, f"octavo does not compute this of {family}, and would give wrong tokens")
+                raise self.error(key, f"octavo does not support this for {family}; it would generate wrong tokens")
 
     def mark(self, key: str) -> None:
         """Record that a key with a value of no simple type is read."""

@@ -116,7 +116,7 @@ class GGUFFields:
         count = self.count("block_count")
         there = {name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")}
         if count != len(there):
-            raise self.values.error("block_count", f"there are tensors of {len(there)} layers")
+            raise self.values.error("block_count", f"the file has tensors of {len(there)} layers")
         return count
 
     @property
@@ -127,7 +127,9 @@ class GGUFFields:
             raise self.values.error("attention.head_count", f"must divide embedding_length = {hidden}")
         width = self.count("attention.key_length", hidden // heads)
         if self.count("attention.value_length", width) != width:
-            raise self.values.error("attention.value_length", f"keys have a width of {width}; octavo needs both alike")
+            raise self.values.error(
+                "attention.value_length", f"keys have a width of {width}; octavo needs the same width for both"
+            )
         return width
 
     def window(self) -> int | None:
@@ -144,7 +146,7 @@ class GGUFFields:
         elif isinstance(pattern, int):
             pattern = [(layer + 1) % max(pattern, 1) != 0 for layer in range(num_layers)]
         if not isinstance(pattern, list) or len(pattern) != num_layers:
-            raise self.values.error(key, f"must be of {num_layers} layers")
+            raise self.values.error(key, f"must have {num_layers} entries, one for each layer")
         return ["sliding_attention" if window and is_near else "full_attention" for is_near in pattern]
 
     def factors(self, tensor: str) -> list[float]:
@@ -152,12 +154,12 @@ class GGUFFields:
         stored = self.file.tensors[tensor]
         if stored.type is not TensorType.F32 or len(stored.shape) != 1 or stored.shape[0] > self.head_dim:
             raise ModelError(
-                f"{stored.path}: {tensor} is {stored.type.name} {list(stored.shape)}; numbers of F32 are expected, at "
-                f"most {self.head_dim}"
+                f"{stored.path}: {tensor} is {stored.type.name} {list(stored.shape)}; at most {self.head_dim} "
+                "numbers of type F32 are expected"
             )
         found = np.fromfile(stored.path, np.dtype("<f4"), stored.shape[0], offset=stored.offset)
         if not (np.isfinite(found) & (found > 0)).all():
-            raise ModelError(f"{stored.path}: {tensor} holds what is no number above zero")
+            raise ModelError(f"{stored.path}: {tensor} has a value that is not a number above zero")
         return [float(str(each)) for each in found]
 
 
@@ -166,7 +168,10 @@ def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         known = ", ".join(_FAMILIES)
-        raise ModelError(f"{file.path}: general.architecture = {architecture!r}; of GGUF files octavo reads {known}")
+        raise ModelError(
+            f"{file.path}: general.architecture = {architecture!r}; the supported architectures of GGUF "
+            f"files are {known}"
+        )
     return architecture, _FAMILIES[architecture]
 
 
@@ -177,7 +182,9 @@ def read_gguf_config(file: GGUFFile, architecture: str, family: GGUFFamily) -> d
     compute.
     """
     if EMBEDDING not in file.tensors:
-        raise ModelError(f"{file.path}: there is no tensor {EMBEDDING}; the file holds a vocabulary alone, or a part")
+        raise ModelError(
+            f"{file.path}: there is no tensor {EMBEDDING}; the file has only a vocabulary, or only a part of the model"
+        )
     fields = GGUFFields(file, architecture)
     vocab_size, *width = file.tensors[EMBEDDING].shape
     if [fields.count("embedding_length")] != width:
@@ -218,7 +225,7 @@ def _refuse_unread(fields: GGUFFields, name: str) -> None:
     for key in fields.values.unread():
         value = fields.values.values[key]
         if key not in _NOT_READ and value and value != _NEUTRAL.get(key):
-            raise fields.values.error(key, f"octavo does not compute this of {name}, and would give wrong tokens")
+            raise fields.values.error(key, f"octavo does not support this for {name}; it would generate wrong tokens")
 
 
 def _read_dtype(file: GGUFFile) -> str:

@@ -120,7 +120,7 @@ class GGUFFile:
             _check_split(other, more, paths.index(other), len(paths))
             for name, tensor in others.items():
                 if name in tensors:
-                    raise ModelError(f"{other}: tensor {name} stands in {tensors[name].path.name}, too")
+                    raise ModelError(f"{other}: tensor {name} is also in {tensors[name].path.name}")
                 tensors[name] = tensor
         return cls(path, tuple(paths), metadata, tensors)
 
@@ -154,7 +154,7 @@ class _Reader:
     def read_metadata(self) -> tuple[dict[str, Value], int]:
         """Return the values by key, and the number of tensors that are described after them."""
         if self.data[:4] != MAGIC:
-            self.fail(f"this is no GGUF file (it begins with {self.data[:4]!r}); give a .gguf file or a directory")
+            self.fail(f"this is not a GGUF file (it begins with {self.data[:4]!r}); give a .gguf file or a directory")
         version = self.number("I", "the version")
         if version & 0xFFFF == 0:
             self.fail("this GGUF file is in big-endian order; convert it with gguf-convert-endian of the package gguf")
@@ -166,7 +166,7 @@ class _Reader:
         for index in range(num_keys):
             key = self.text(f"key {index}", most=_MAX_NAME_CHARS)
             if key in metadata:
-                self.fail(f"the key {key} stands there twice")
+                self.fail(f"the key {key} occurs twice")
             metadata[key] = self.value(key)
         return metadata, num_tensors
 
@@ -179,15 +179,15 @@ class _Reader:
         tensors: dict[str, StoredArray] = {}
         for name, kind, shape, offset in found:
             if name in tensors:
-                self.fail(f"there are two tensors {name}")
+                self.fail(f"there are two tensors named {name}")
             num_bytes = kind.block_bytes
             for each in shape:
                 num_bytes *= each
             num_bytes //= kind.block_values
             if offset % alignment or begin + offset + num_bytes > self.size:
                 self.fail(
-                    f"tensor {name}, of {num_bytes} bytes from {begin + offset} on, is not within the {self.size} "
-                    "bytes of the file where it should be; the download is incomplete or the file is damaged"
+                    f"tensor {name}, of {num_bytes} bytes from {begin + offset} on, is not within the file's "
+                    f"{self.size} bytes; the download is incomplete or the file is damaged"
                 )
             tensors[name] = StoredArray(self.path, kind, shape, begin + offset, num_bytes)
         in_order = sorted(tensors.items(), key=lambda item: item[1].offset)
@@ -201,18 +201,18 @@ class _Reader:
         name = self.text(f"the name of tensor {index}", most=_MAX_NAME_CHARS)
         num_dimensions = self.number("I", name)
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
-            self.fail(f"tensor {name} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible")
+            self.fail(f"tensor {name} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are allowed")
         shape = tuple(self.number("Q", name) for _ in range(num_dimensions))[::-1]
         if not all(0 < each < 1 << 40 for each in shape):
             self.fail(f"tensor {name} has the shape {list(shape)}")
         code = self.number("I", name)
         if code not in _TYPES:
-            self.fail(
-                f"tensor {name} is of type {code}, which octavo does not know: {', '.join(TensorType.__members__)}"
-            )
+            self.fail(f"tensor {name} is of type {code}, which is none of {', '.join(TensorType.__members__)}")
         kind = _TYPES[code]
         if shape[-1] % kind.block_values:
-            self.fail(f"tensor {name} has rows of {shape[-1]} values, which are no whole blocks of {kind.name}")
+            self.fail(
+                f"tensor {name} has rows of {shape[-1]} values, which is no multiple of the block size of {kind.name}"
+            )
         return name, kind, shape, self.number("Q", name)
 
     def value(self, key: str) -> Value:
@@ -248,13 +248,13 @@ class _Reader:
     def limited(self, what: str, most: int) -> int:
         count = self.number("Q", f"the number of {what}")
         if count > most:
-            self.fail(f"it says that it has {count} {what}; at most {most} are possible")
+            self.fail(f"it has {count} {what}; the limit is {most}")
         return count
 
     def text(self, key: str, most: int | None = None) -> str:
         text = self.texts(key, 1)[0]
         if most is not None and len(text) > most:
-            self.fail(f"a string of {len(text)} characters is {key}; at most {most} are possible")
+            self.fail(f"a string of {len(text)} characters is {key}; the limit is {most}")
         return text
 
     def texts(self, key: str, count: int) -> list[str]:
@@ -304,8 +304,12 @@ def check_piece(path: Path) -> None:
         raise ModelError(f"{path} is a piece of a GGUF file; give the whole file: {whole}")
     count = int(pieces[0]["count"] or len(pieces))
     joined = " ".join(shlex.quote(str(folder / match.string)) for match in pieces)
-    what = f"{whole} lies here in {len(pieces)} of {count} pieces" if len(pieces) < count else f"{whole} lies in pieces"
-    how = "download the others, then join them in order" if len(pieces) < count else "join them in order"
+    what = (
+        f"only {len(pieces)} of {count} pieces of {whole} are here"
+        if len(pieces) < count
+        else f"{whole} is split into pieces"
+    )
+    how = "download the other pieces, then join them in order" if len(pieces) < count else "join them in order"
     raise ModelError(f"{what}; {how}, and give the whole file: cat {joined} > {shlex.quote(str(whole))}")
 
 
@@ -324,7 +328,7 @@ def _other_splits(path: Path, metadata: dict[str, Value]) -> list[Path]:
         return []
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
-        raise ModelError(f"{path} is one of {count} files, and must be called NAME-00001-of-{count:05}.gguf")
+        raise ModelError(f"{path} is one of {count} files, so its name must be NAME-00001-of-{count:05}.gguf")
     first = path.with_name(f"{match['stem']}-00001-of-{count:05}.gguf")
     if int(match["number"]) != 1:
         raise ModelError(f"{path} is one of {count} files; give the first one, {first.name}")
@@ -339,6 +343,6 @@ def _check_split(path: Path, metadata: dict[str, Value], number: int, count: int
     found = metadata.get("split.no"), metadata.get("split.count")
     if found != (number, count):
         raise ModelError(
-            f"{path}: split.no = {found[0]!r} and split.count = {found[1]!r}, where {number} and {count} are expected; "
+            f"{path}: split.no = {found[0]!r} and split.count = {found[1]!r}, but {number} and {count} are expected; "
             "the file belongs to another model"
         )

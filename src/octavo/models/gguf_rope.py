@@ -73,7 +73,7 @@ def _read_yarn(fields: GGUFFields, factor: float) -> dict[str, Any]:
     for name, number in said.items():
         given = fields.values.values.get(f"{_YARN}{name}")
         if isinstance(given, (int, float)) and not math.isclose(given, number, rel_tol=1e-5):
-            fields.warn(f"{_YARN}{name} = {given:g} is not used: as llama.cpp, octavo computes with {number:g}")
+            fields.warn(f"{_YARN}{name} = {given:g} is not used: like llama.cpp, octavo uses {number:g}")
     return computed
 
 
@@ -94,8 +94,9 @@ def _read_llama3(fields: GGUFFields, theta: float) -> dict[str, Any]:
         computed.append(1 / ((1 - share) / factor + share))
     if not np.allclose(stored, computed, rtol=1e-5):
         raise ModelError(
-            f"{fields.file.path}: {ROPE_FREQUENCIES} is not what Llama 3 gives with original_max_position_embeddings = "
-            f"{original} and factor = {factor:g}; octavo does not compute another rotary embedding"
+            f"{fields.file.path}: {ROPE_FREQUENCIES} differs from the values of Llama 3 with "
+            "original_max_position_embeddings = "
+            f"{original} and factor = {factor:g}; octavo supports no other rotary embedding"
         )
     return {
         "rope_type": "llama3",

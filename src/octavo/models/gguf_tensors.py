@@ -55,16 +55,18 @@ class GGUFTensors:
         path = self._weights.path
         missing = [name for name, each in expected.items() if not each.is_optional and name not in self._names]
         if missing:
-            raise ModelError(f"{path}: {some(missing)} missing, which this architecture needs; download it again")
+            raise ModelError(
+                f"{path}: the file lacks {some(missing)}, which this architecture needs; download it again"
+            )
         if unknown := [stored for name, stored in self._names.items() if name not in expected]:
-            raise ModelError(f"{path}: octavo would ignore {some(unknown)} and give wrong tokens")
+            raise ModelError(f"{path}: octavo would ignore {some(unknown)} and generate wrong tokens")
         for name, (shape, _, _) in expected.items():
             if name not in self._names:
                 continue
             stored = self._weights.file.tensors[self._names[name]]
             if stored.shape != shape:
                 raise ModelError(
-                    f"{stored.path}: {self._names[name]} has the shape {list(stored.shape)}, but the metadata asks for "
+                    f"{stored.path}: {self._names[name]} has the shape {list(stored.shape)}, but the metadata requires "
                     f"{list(shape)}"
                 )
         self._check_types()
@@ -78,12 +80,12 @@ class GGUFTensors:
         kinds = ", ".join(sorted({each.type.name for each in rare}))
         if find_spec("gguf") is None:
             raise ModelError(
-                f"{self._weights.path}: weights of {kinds} are expanded with the package gguf: pip install "
-                "'octavo[gguf]', or take a file of another type, Q4_K_M say"
+                f"{self._weights.path}: weights of type {kinds} need the package gguf: pip install "
+                "'octavo[gguf]', or use a file of another type, such as Q4_K_M"
             )
         logger.warning(
-            "%s holds weights of %s, which octavo does not multiply as they are: %d MB become %d MB of float32; with "
-            "--dtype bfloat16 half of that, rounded; a file of another type, Q4_K_M say, is smaller and faster",
+            "%s has weights of type %s, which octavo expands: %d MB become %d MB of float32 (with --dtype bfloat16 "
+            "half as many, rounded). A file of another type, such as Q4_K_M, is smaller and faster",
             self._weights.path,
             kinds,
             sum(each.num_bytes for each in rare) // 10**6,
@@ -176,8 +178,8 @@ def _map(path: Path) -> Tensor:
 
 def _broken(stored: StoredArray, name: str, what: str) -> ModelError:
     return ModelError(
-        f"{stored.path}: {name} holds a {what} that is infinite or no number, and tokens would come out of NaN; the "
-        "file is broken, download it again"
+        f"{stored.path}: {name} holds a {what} that is infinite or not a number, so results would be NaN; the file "
+        "is damaged, download it again"
     )
 
 

@@ -84,8 +84,8 @@ def load_model(
     """
     if quantization == "fp8" and not kernels.has_fp8_weights:
         raise ConfigError(
-            f"quantization fp8 is for kernels triton and reference; kernels {kernels.name} have none: choose int8, "
-            "which takes as much memory"
+            f"quantization fp8 needs kernels triton or reference, not {kernels.name}: choose int8, which takes the "
+            "same memory"
         )
     start_vector_math()
     is_dummy = load_format == "dummy"
@@ -132,7 +132,7 @@ def open_packed_cache(max_bytes: int) -> PackedCache | None:
     try:
         return PackedCache(max_bytes) if max_bytes else None
     except RuntimeError as error:
-        logger.warning("packed weights are not kept: %s; set XDG_CACHE_HOME", error)
+        logger.warning("packed weights are not stored: %s; set XDG_CACHE_HOME", error)
         return None
 
 
@@ -188,21 +188,21 @@ def _tell_of_small_floats(
     columns = architecture.stored_floats.block[1]
     if keeps_fp8 and architecture.stored_floats.bits == 8 and not (columns and columns % FP8_GROUP_MULTIPLE):
         logger.info(
-            "the weights are %s, and stay so: they are multiplied as %s, activations are not rounded", summary, dtype
+            "the weights are %s and are not expanded: they are multiplied in %s, and activations are not rounded",
+            summary,
+            dtype,
         )
         return
     if quantization is not None:
-        logger.info(
-            "the weights are %s, expanded to %s and rounded to %s as they are read", summary, dtype, quantization
-        )
+        logger.info("the weights are %s, expanded to %s and rounded to %s at load", summary, dtype, quantization)
         return
     gigabytes = [
         weight_bytes(architecture, dtype, norm_dtype, each, group_size) / 1e9 for each in (None, "int8", "int4")
     ]
     if architecture.block_bytes:
-        becomes, activations = "multiplied as it is", "Activations are rounded to int8 in groups of 32"
+        becomes, activations = "used without expansion", "Activations are rounded to int8 in groups of 32"
     else:
-        becomes, activations = f"expanded to {dtype} as it is read", "Activations are not rounded to so few bits"
+        becomes, activations = f"expanded to {dtype} at load", "Activations are not rounded"
     logger.warning(
         "the weights are %s, which is %s: they take %.1f GB (with quantization int8 %.1f, int4 %.1f). %s",
         summary,
@@ -295,8 +295,8 @@ class _Packer:
         parts = [each.to(self.device) for each in stored.values() if not isinstance(each, Tensor | BlockWeight)]
         if not have_one_order(parts):
             raise ModelError(
-                f"{', '.join(_modules(stored))} have their input features in different orders (g_idx); octavo computes "
-                "them together, and needs them quantized together if act-order is used"
+                f"{', '.join(_modules(stored))} have different orders of input features (g_idx); octavo computes "
+                "them together, so with act-order they must be quantized together"
             )
         return fuse_quantized(parts)
 
@@ -372,6 +372,6 @@ def _mixed(stored: Mapping[str, StoredWeight]) -> ModelError:
     floats = _modules(name for name, each in stored.items() if isinstance(each, Tensor))
     integers = _modules(name for name, each in stored.items() if not isinstance(each, Tensor))
     return ModelError(
-        f"{', '.join(integers)} is stored as integers, but not {', '.join(floats)}; octavo computes them together and "
-        "cannot mix them"
+        f"{', '.join(integers)} is stored as integers, but not {', '.join(floats)}; octavo computes them together, "
+        "so they must have one format"
     )

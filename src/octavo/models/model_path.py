@@ -32,8 +32,8 @@ def resolve_model_path(model: str | Path, revision: str | None = None, *, weight
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional, and slow to import
     except ImportError as error:
         raise ModelError(
-            f"no directory {model!r} here, and to look for it on the Hugging Face hub the package huggingface_hub is "
-            "needed: pip install 'octavo[hub]'"
+            f"there is no directory {model!r}; to download it from the Hugging Face hub install huggingface_hub: pip "
+            "install 'octavo[hub]'"
         ) from error
     try:
         files = [*_HUB_FILES, _WEIGHTS] if weights else _HUB_FILES
@@ -42,11 +42,11 @@ def resolve_model_path(model: str | Path, revision: str | None = None, *, weight
         # Depending on its version it uses requests, httpx or httpx2, and it does not wrap their exceptions.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"no directory {model!r} here, and the Hugging Face hub did not give a model of that id: {reason}"
+            f"there is no directory {model!r}, and it could not be downloaded from the Hugging Face hub: {reason}"
         ) from error
     if not any((found / name).is_file() for name in ("config.json", "tokenizer.json")):
         raise ModelError(
-            f"{model} has neither config.json nor tokenizer.json on the Hugging Face hub; where it holds GGUF files "
-            f"download one of them, and give its path: hf download {model} NAME.gguf --local-dir ."
+            f"{model} has neither config.json nor tokenizer.json on the Hugging Face hub; if it has GGUF files, "
+            f"download one and give its path: hf download {model} NAME.gguf --local-dir ."
         )
     return found

@@ -177,7 +177,7 @@ class KeptWeights:
         found = restored.out_features, restored.in_features, {part.bias is not None for part in kept}
         asked = declared.out_features, declared.in_features, {declared.has_bias}
         if found != asked or len(kept) > len(declared.parts):
-            raise ValueError(f"{'+'.join(declared.names)} is not as the model has it")
+            raise ValueError(f"{'+'.join(declared.names)} does not have the model's shape")
         return restored
 
     def grouped(self, declared: GroupedLinear) -> PackedGroups:
@@ -208,13 +208,13 @@ class KeptWeights:
                 return
             digest = self._identity.digest()
             if not self._identity.is_current():
-                logger.warning("the checkpoint was changed while it was loaded: its packed weights are not kept")
+                logger.warning("the checkpoint was changed while it was loaded: its packed weights are not stored")
                 return
             _write(self._path, digest, packed, self._goes_on)
             self._identity.keep()
-            logger.info("packed weights are kept in %s (%d MB)", self._path, num_bytes // 10**6)
+            logger.info("packed weights are stored in %s (%d MB)", self._path, num_bytes // 10**6)
         except OSError as error:
-            logger.warning("packed weights cannot be kept in %s: %s", self._path, error)
+            logger.warning("packed weights cannot be stored in %s: %s", self._path, error)
 
     def close(self) -> None:
         """Release the file and the data that was read ahead. A second call has no effect."""
@@ -321,7 +321,7 @@ class _Reader:
             while done < len(view):
                 count = os.preadv(self._file, [view[done:]], offset + done)
                 if count == 0:
-                    raise ValueError("it became shorter")
+                    raise ValueError("it was truncated while it was read")
                 done += count
             sums.append(xxh64(piece))
             offset += done
@@ -350,7 +350,7 @@ def _read_header(file: int) -> tuple[dict[str, Any], int]:
         raise ValueError("it is cut off")
     header = json.loads(os.pread(file, size, 8))
     if not isinstance(header, dict):
-        raise TypeError("its header is no object")
+        raise TypeError("its header is not an object")
     return header, 8 + size
 
 

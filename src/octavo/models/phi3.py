@@ -24,7 +24,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
     max_positions = config.count("max_position_embeddings")
     rope = read_rope(config, max_positions, is_partial=True)
     if rope.kind not in {"default", "longrope"}:
-        raise config.error("rope_scaling", f"{name} knows longrope, not {rope.kind}")
+        raise config.error("rope_scaling", f"{name} supports longrope, not {rope.kind}")
     attention = AttentionConfig.read(config, rope=rope, is_fused=True)
     window = config.count("sliding_window") if config.has("sliding_window") else None
     layer = LayerConfig(attention=replace(attention, window=window), mlp=GatedMLPConfig.read(config, is_fused=True))

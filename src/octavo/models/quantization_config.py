@@ -21,7 +21,7 @@ _KEYS = ("quantization_config", "compression_config")
 _FLOAT_FORMATS = ("float-quantized", "mxfp4-pack-quantized")
 _COMPRESSED_FORMATS = ("int-quantized", "pack-quantized", *_FLOAT_FORMATS)
 
-_TAKE_THE_ORIGINAL = "take the checkpoint that it was made of, and round that with --quantization int8 or int4"
+_TAKE_THE_ORIGINAL = "use the original checkpoint with --quantization int8 or int4"
 _REFUSED = {
     "bitsandbytes": (
         f"octavo does not read the layout of bitsandbytes; {_TAKE_THE_ORIGINAL}, or write its values as plain floats "
@@ -31,7 +31,7 @@ _REFUSED = {
         "T.from_pretrained('{model}').save_pretrained('{model}-plain')\""
     ),
     "auto-round": f"octavo does not read AutoRound's own layout; let it export to auto_gptq, or {_TAKE_THE_ORIGINAL}",
-    "gguf": "octavo reads GGUF files themselves: give the path of the file",
+    "gguf": "octavo reads GGUF files directly: give the path of the file",
 }
 _OTHER_METHODS = {
     "aqlm": "AQLM",
@@ -98,7 +98,11 @@ def _read_compressed_tensors(section: ConfigFile) -> StoredQuantization | Stored
         raise group.error("weights", "is missing")
     if section.text("format") in _FLOAT_FORMATS:
         return _compressed_floats(section, group, weights)
-    _refuse(section, "kv_cache_scheme", "octavo rounds keys and values as kv_cache_dtype says, and in no other way")
+    _refuse(
+        section,
+        "kv_cache_scheme",
+        "octavo does not support this; choose the format of keys and values with kv_cache_dtype",
+    )
     _allow(weights, "type", ("int",), default="int")
     return _compressed_integers(section, group, weights)
 
@@ -148,7 +152,7 @@ def _check_activations(group: ConfigFile) -> None:
     activations = group.section("input_activations")
     expected = {"num_bits": 8, "type": "int", "dynamic": True, "symmetric": True, "strategy": "token"}
     if activations is None or any(activations.values.get(key, value) != value for key, value in expected.items()):
-        raise group.error("input_activations", "octavo rounds activations to int8 on the way, one scale per token")
+        raise group.error("input_activations", "octavo supports activations in int8 with one scale per token")
 
 
 def _read_gptq(section: ConfigFile) -> StoredQuantization:
@@ -219,7 +223,7 @@ def _names(section: ConfigFile, key: str) -> tuple[str, ...]:
             try:
                 re.compile(name[3:])
             except re.error as error:
-                raise section.error(key, f"{name} is no regular expression: {error}") from None
+                raise section.error(key, f"{name} is not a valid regular expression: {error}") from None
     return tuple(map(_as_pattern, names))
 
 
@@ -250,7 +254,7 @@ def _read_fp8(section: ConfigFile) -> StoredFloats:
     _allow(section, "activation_scheme", ("dynamic", "static"), default="dynamic")
     _allow(section, "scale_fmt", ("float", "ue8m0"), default="float")
     if section.values.get("modules_to_convert"):
-        raise section.error("modules_to_convert", "octavo reads linear layers in this format, and no others")
+        raise section.error("modules_to_convert", "octavo reads only linear layers in this format")
     ignored = ("lm_head", *_names(section, "modules_to_not_convert"), *_names(section, "ignored_layers"))
     names = ("weight_scale_inv", "weight_scale")
     if not section.has("weight_block_size"):

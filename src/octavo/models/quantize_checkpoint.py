@@ -65,9 +65,11 @@ def quantize_checkpoint(
     if group_size % GROUP_MULTIPLE or group_size < 1:
         raise ModelError(f"group_size must be a multiple of {GROUP_MULTIPLE}, got {group_size}")
     if precision == "int8" and group_size != DEFAULT_GROUP_SIZE:
-        raise ModelError(f"group_size is of int4; int8 has one scale for each output feature, got {group_size}")
+        raise ModelError(
+            f"group_size is an option of int4; int8 has one scale for each output feature, got {group_size}"
+        )
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ModelError(f"{destination} exists already; name a new directory")
+        raise ModelError(f"{destination} already exists; give a new directory")
     files = open_tensors(FolderWeights(source), architecture, getattr(torch, architecture.dtype))
     refuse_broken_scales(files, architecture.scale_names())
     config = text_part(ConfigFile.read(source / "config.json")).values

@@ -132,7 +132,7 @@ def refuse_broken_scales(files: StoredTensors, names: Iterable[str]) -> None:
         if scales.dtype == torch.uint8:  # exponents: 255 is NaN
             scales = scales.view(torch.float8_e8m0fnu)
         if not bool(scales.float().isfinite().all()):
-            raise ModelError(f"{name} holds a scale that is infinite or no number; the checkpoint is broken")
+            raise ModelError(f"{name} has a scale that is infinite or not a number; the checkpoint is damaged")
     files.release()
 
 
@@ -146,8 +146,8 @@ def _read_order(stored: StoredQuantization, module: str, tensor: Callable[[str],
     expected = torch.arange(len(group_of)) // (stored.group_size or len(group_of))
     if not torch.equal(ordered, expected):
         raise ModelError(
-            f"{module}.{name} gives groups to input features that are not of group_size = {stored.group_size} each; "
-            "the checkpoint is broken"
+            f"{module}.{name} has groups that do not have group_size = {stored.group_size} input features; the "
+            "checkpoint is damaged"
         )
     return None if torch.equal(group_of.long(), expected) else order.int()
 

@@ -50,5 +50,5 @@ def _read_windows(config: ConfigFile) -> tuple[int | None, ...]:
         return tuple(window if kind == SLIDING else None for kind in kinds)
     first = config.values.get("max_window_layers", 28)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise config.error("max_window_layers", "must be a whole number of layers")
+        raise config.error("max_window_layers", "must be an integer, the number of layers")
     return tuple(window if index >= first else None for index in range(num_layers))

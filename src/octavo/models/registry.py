@@ -67,7 +67,7 @@ def read_architecture(directory: Path) -> Architecture:
 def architecture_of(config: ConfigFile) -> Architecture:
     """Read a configuration by the family that `architectures` names. Raises `ModelError` if octavo cannot serve it."""
     if config.has(_LAYERS) and config.count(_LAYERS) > _MOST_LAYERS:
-        raise config.error(_LAYERS, f"octavo computes at most {_MOST_LAYERS}")
+        raise config.error(_LAYERS, f"octavo supports at most {_MOST_LAYERS}")
     names = config.values.get("architectures")
     known = ", ".join([*FAMILIES, *TEXT_PARTS])
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):

@@ -140,7 +140,7 @@ def _refuse_unsupported(config: ConfigFile, *, is_partial: bool, scales_queries:
             raise config.error(key, "octavo rotates whole heads of this family only")
     for key in _UNSUPPORTED_KEYS if scales_queries else (*_UNSUPPORTED_KEYS, _QUERY_SCALE):
         if config.has(key):
-            raise config.error(key, "octavo does not compute this rotary embedding of this family")
+            raise config.error(key, "octavo does not support this rotary embedding for this family")
 
 
 def _original_length(config: ConfigFile, section: ConfigFile, default: int | None) -> int:
@@ -197,7 +197,7 @@ def _read_longrope(section: ConfigFile, theta: float, original: int, max_positio
         attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
     short, long = section.numbers("short_factor"), section.numbers("long_factor")
     if len(short) != len(long):
-        raise section.error("long_factor", f"must have as many numbers as short_factor, which has {len(short)}")
+        raise section.error("long_factor", f"must have {len(short)} numbers, like short_factor")
     return RopeConfig(
         kind="longrope",
         theta=theta,

@@ -100,7 +100,9 @@ class StoredFloats:
         way. Raises `ModelError` for a layer that the format cannot hold.
         """
         if self.bits == 4 and in_features % MXFP4_GROUP:
-            raise ModelError(f"{module} has {in_features} input features, which {MXFP4_GROUP} of MXFP4 do not divide")
+            raise ModelError(
+                f"{module} has {in_features} input features, which is not a multiple of MXFP4's {MXFP4_GROUP}"
+            )
         is_optional = len(self.scale_names) > 1  # reading the weight requires one of them
         dtypes = _BYTES if self.bits == 4 else _SCALES
         scales = StoredTensor(self.scale_shape(out_features, in_features), dtypes, is_optional)

@@ -45,7 +45,7 @@ def _part_of(config: ConfigFile, whole: str) -> ConfigFile:
     if part is None and kind in _FLAT:
         part, kind = config, _FLAT[kind]
     if part is None:
-        raise config.error("text_config", f"{whole} needs it: it describes the part that octavo serves")
+        raise config.error("text_config", f"{whole} needs it, because octavo serves this part")
     if kind not in kinds:
         raise part.error("model_type", f"octavo serves {', '.join(kinds)} as the text part of {whole}")
     values = part.values | {key: config.values[key] for key in _OF_WHOLE if config.has(key)}

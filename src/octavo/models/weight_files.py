@@ -32,8 +32,8 @@ def find_weight_files(directory: Path) -> list[Path]:
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if pickles:
         raise ModelError(
-            f"{directory} holds weights as {some(pickles)} only; octavo reads safetensors, because a pickle can run "
-            "code when it is loaded. Convert it with transformers: from_pretrained(...).save_pretrained(...)"
+            f"{directory} has its weights only as {some(pickles)}; octavo reads only safetensors, because a pickle "
+            "can run code when it is loaded. Convert it with transformers: from_pretrained(...).save_pretrained(...)"
         )
     raise ModelError(
         f"{directory} holds no *.safetensors weights; download the checkpoint again, or give a GGUF file's path"

@@ -114,7 +114,7 @@ def hash_file(path: Path, goes_on: Callable[[], None] = lambda: None) -> str:
             while start < end:
                 data = os.pread(number, min(end - start, _READ_BYTES), start)
                 if not data:
-                    raise OSError(f"{path} became shorter while it was read")
+                    raise OSError(f"{path} was truncated while it was read")
                 digest.update(data)
                 start += len(data)
             return digest.digest()

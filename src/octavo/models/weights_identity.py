@@ -31,7 +31,7 @@ class WeightsIdentity:
         try:
             hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)
         except RuntimeError as error:
-            raise ConfigError(f"a store of KV needs to know the weights' files: {error}; set XDG_CACHE_HOME") from None
+            raise ConfigError(f"KV stores need hashes of the weights' files: {error}; set XDG_CACHE_HOME") from None
         self._identity = Identity(weights.weight_files(), (self._described,), hashes, lambda: None)
         pool = ThreadPoolExecutor(1, thread_name_prefix="octavo-weights")
         self._digest = pool.submit(self._identity.digest)
@@ -48,6 +48,6 @@ class WeightsIdentity:
         except OSError as error:
             raise ModelError(f"{self._path}: the weights cannot be read ({error})") from None
         if not is_current:
-            raise ModelError(f"{self._path} was changed while it was loaded; start again")
+            raise ModelError(f"{self._path} was changed while it was loaded; restart")
         identity.keep()
         return digest
