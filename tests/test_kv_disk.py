@@ -177,9 +177,9 @@ def test_an_engine_killed_under_load_leaves_what_the_next_one_may_use(tmp_path, 
 
 def test_options_that_do_not_go_together_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="kv_disk_bytes is 5, but there is no kv_disk_dir"):
+    with pytest.raises(ConfigError, match="kv_disk_bytes is 5, but kv_disk_dir is not set"):
         KVTransferConfig(disk_bytes=5)
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         KVTransferConfig(disk_dir=tmp_path / "file")
     with pytest.raises(ConfigError, match="the size of a file with one block"):
         create_store(KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=100), 2048)

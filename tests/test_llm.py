@@ -203,7 +203,7 @@ def test_vllms_other_arguments(checkpoint):
         ({"model": "/no/such/path"}, ModelError, "/no/such/path"),
         ({"dtype": "float8"}, ConfigError, "dtype"),
         ({"quantization": "awq"}, ConfigError, "quantization must be one of int8, int4, int4_all"),
-        ({"quantization": "int8", "group_size": 64}, ConfigError, "of int4 and int4_all, not of int8"),
+        ({"quantization": "int8", "group_size": 64}, ConfigError, "needs quantization int4 or int4_all, not int8"),
         ({"quantization": "int4_all", "group_size": 48}, ConfigError, "multiple of 32"),
         ({"seed": "x"}, ConfigError, "seed"),
         ({"max_model_len": 0}, ConfigError, "max_model_len"),

@@ -26,7 +26,7 @@ def test_a_part_of_a_pair_needs_a_way_for_kv(role):
 
 
 def test_the_direct_way_is_between_two_engines():
-    with pytest.raises(ConfigError, match="between a prefill and a decode engine"):
+    with pytest.raises(ConfigError, match="kv_direct needs role prefill or decode"):
         KVTransferConfig(direct=True)
     with pytest.raises(ConfigError, match="kv_direct_bytes"):
         KVTransferConfig(role="prefill", disk_dir=Path("kv"), direct_bytes=1 << 20)
@@ -42,7 +42,7 @@ def test_the_direct_way_is_between_two_engines():
 
 def test_kv_goes_nowhere_without_the_prefix_cache():
     for stores in (KVTransferConfig(disk_dir=Path("kv")), KVTransferConfig(role="prefill", direct=True)):
-        with pytest.raises(ConfigError, match="enable_prefix_caching is off: leave it on"):
+        with pytest.raises(ConfigError, match="need enable_prefix_caching: turn it on"):
             EngineConfig(cache=CacheConfig(enable_prefix_caching=False), kv_transfer=stores)
     assert not EngineConfig(cache=CacheConfig(enable_prefix_caching=False)).kv_transfer.names_store
 

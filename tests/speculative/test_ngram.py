@@ -134,8 +134,8 @@ def test_lengths_that_are_left_open(given, lengths):
 
 NONSENSE = [
     ({"method": "telepathy"}, "must be one of auto, none, ngram, suffix, draft_model, quantized, got 'telepathy'"),
-    ({"num_speculative_tokens": 4}, "an object that names a method"),
-    ([], "an object that names a method"),
+    ({"num_speculative_tokens": 4}, "must be an object with a method"),
+    ([], "must be an object with a method"),
     ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an integer from 1 to 32, got 0"),
     ({"method": "ngram", "num_speculative_tokens": 1000}, "from 1 to 32, got 1000"),
     ({"method": "ngram", "num_speculative_tokens": True}, "from 1 to 32, got True"),
@@ -146,9 +146,9 @@ NONSENSE = [
     ({"method": "ngram", "device": "gpu"}, "a field of speculative_config must be one of method, .*got 'device'"),
     (
         {"method": "ngram", "model": "owner/name"},
-        "model is a field of method draft_model, suffix, auto, which method ngram",
+        "model is a field of method draft_model, suffix, auto, but the method is ngram",
     ),
-    ({"method": "quantized", "model": "owner/name"}, "which method quantized has no use for"),
+    ({"method": "quantized", "model": "owner/name"}, "but the method is quantized"),
     ({"method": "draft_model"}, "draft_model needs a model: a directory .* or octavo-demo-draft"),
     ({"method": "draft_model", "model": 7}, "model of speculative_config must be a path or a hub id, got 7"),
     ({"method": "draft_model", "model": ""}, "must be a path or a hub id, got ''"),
@@ -158,8 +158,8 @@ NONSENSE = [
         {"method": "draft_model", "model": "a", "quantization": "int3"},
         "quantization of speculative_config must be one of",
     ),
-    ({"method": "suffix", "quantization": "int4"}, "that of a model, which method suffix has no use for"),
-    ({"method": "none", "verification": "rejection"}, "verification is that of drafts, of which method none makes"),
+    ({"method": "suffix", "quantization": "int4"}, "of a model that drafts, but the method is suffix"),
+    ({"method": "none", "verification": "rejection"}, "verification has no effect with method none"),
 ]
 
 
@@ -190,5 +190,5 @@ def test_what_is_left_open_follows_from_the_kernels(given, exact, reference):
 def test_what_is_left_open_may_say_how_suffixes_are_kept():
     config = SpeculativeConfig.parse({"method": "auto", "suffix_decoding_max_cached_requests": 7})
     assert config.resolved(is_exact=True).suffix_decoding_max_cached_requests == 7
-    with pytest.raises(ConfigError, match="a field of method ngram, which method auto"):
+    with pytest.raises(ConfigError, match="a field of method ngram, but the method is auto"):
         SpeculativeConfig.parse({"method": "auto", "prompt_lookup_max": 3})

@@ -220,8 +220,11 @@ NONSENSE = [
     ({"suffix_decoding_max_spec_factor": 1e308}, "max_spec_factor must be at most 32, got 1e"),
     ({"suffix_decoding_max_spec_factor": "1"}, "max_spec_factor must be a number of 0 or more, got '1'"),
     ({"suffix_decoding_min_token_prob": 1.1}, "min_token_prob must be at most 1, got 1.1"),
-    ({"prompt_lookup_min": 2}, "prompt_lookup_min is a field of method ngram, which method suffix has no use for"),
-    ({"method": "ngram", "suffix_decoding_max_cached_requests": 5}, "is a field of method suffix, which method ngram"),
+    ({"prompt_lookup_min": 2}, "prompt_lookup_min is a field of method ngram, but the method is suffix"),
+    (
+        {"method": "ngram", "suffix_decoding_max_cached_requests": 5},
+        "is a field of method suffix, but the method is ngram",
+    ),
     ({"num_speculative_tokens": 0}, "num_speculative_tokens must be an integer from 1 to 32, got 0"),
 ]
 

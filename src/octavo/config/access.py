@@ -33,7 +33,7 @@ class AccessConfig:
         unit="SECONDS",
         low=0.0,
     )
-    log_level: str = option("info", "Least severe messages to log.", choices=LOG_LEVELS)
+    log_level: str = option("info", "Minimum severity of messages to log.", choices=LOG_LEVELS)
     api_key: str | None = option(
         None,
         "Key that clients must send. On the command line other users of the machine can read it (ps); "
@@ -116,7 +116,7 @@ class AccessConfig:
             if given is not None:
                 object.__setattr__(self, name, tuple(each.strip().lower().rstrip("/") for each in given))
         if self.api_key is not None and self.api_keys_file is not None:
-            raise ConfigError("give one API key or a file of them, not both")
+            raise ConfigError("api_key and api_keys exclude each other: give one of them")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("TLS needs a certificate and its key: ssl_certfile and ssl_keyfile")
 

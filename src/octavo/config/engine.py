@@ -158,7 +158,9 @@ class ModelConfig:
         if self.group_size % _GROUP_MULTIPLE:
             raise ConfigError(f"group_size must be a multiple of {_GROUP_MULTIPLE}, got {self.group_size}")
         if self.group_size != DEFAULT_GROUP_SIZE and self.quantization not in {"int4", "int4_all"}:
-            raise ConfigError(f"group_size ({self.group_size}) is of int4 and int4_all, not of {self.quantization}")
+            raise ConfigError(
+                f"group_size ({self.group_size}) needs quantization int4 or int4_all, not {self.quantization}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,7 +385,7 @@ class SchedulerConfig:
         self._check_reservation()
         for name in _CUT_PROMPTS:
             if getattr(self, name) and not self.enable_chunked_prefill:
-                raise ConfigError(f"{name} cuts prompts, which enable_chunked_prefill=False forbids")
+                raise ConfigError(f"{name} divides prompts into chunks, so it needs enable_chunked_prefill = True")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -479,14 +481,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.kv_transfer.names_store and not self.cache.enable_prefix_caching:
             raise ConfigError(
-                "kv_disk_dir, kv_mooncake and kv_direct keep and hand over what the prefix cache shares, and "
-                "enable_prefix_caching is off: leave it on, or name none of them"
+                "kv_disk_dir, kv_mooncake and kv_direct need enable_prefix_caching: turn it on, or set none of them"
             )
         asks_for_drafts = self.speculative.method not in {"auto", "none"} or self.speculative.model is not None
         if self.scheduler.async_scheduling and asks_for_drafts:
             raise ConfigError(
-                "async_scheduling decides a step before the tokens are known that drafts follow: leave it off, or ask "
-                "for no speculative_method or speculative_model"
+                "async_scheduling does not work with drafts, because they need the tokens of the previous step: turn "
+                "it off, or set neither speculative_method nor speculative_model"
             )
 
 
@@ -526,9 +527,7 @@ class ModelInfo:
         the checkpoint asks.
         """
         if asked is None and self.pooling_problem is not None:
-            raise RequestError(
-                f"{self.pooling_problem}; where a pooling is chosen (--pooling), that one is taken alone"
-            )
+            raise RequestError(f"{self.pooling_problem}; the option --pooling overrides it")
         return self.pooling if asked is None else asked
 
 

@@ -52,7 +52,7 @@ class KVTransferConfig:
     mooncake: str | None = option(
         None,
         "Share KV with other engines in the pool of the mooncake_master at this address. Needs octavo[mooncake]. "
-        "Use it in private networks only: it authenticates nobody. Default: none.",
+        "Use it only in private networks: it has no authentication. Default: none.",
         unit="HOST:PORT",
         name="kv_mooncake",
     )
@@ -119,35 +119,37 @@ class KVTransferConfig:
     def __post_init__(self) -> None:
         at_least("kv_disk_bytes", self.disk_bytes, 1, may_be_none=True)
         if self.disk_bytes is not None and self.disk_dir is None:
-            raise ConfigError(f"kv_disk_bytes is {self.disk_bytes}, but there is no kv_disk_dir: name a directory")
+            raise ConfigError(f"kv_disk_bytes is {self.disk_bytes}, but kv_disk_dir is not set: give a directory")
         if self.disk_dir is not None and self.disk_dir.exists() and not self.disk_dir.is_dir():
-            raise ConfigError(f"kv_disk_dir is {str(self.disk_dir)!r}, which is no directory: name one, or a new path")
+            raise ConfigError(
+                f"kv_disk_dir is {str(self.disk_dir)!r}, which is not a directory: give a directory, or a new path"
+            )
         within("num_threads of kv_transfer", self.num_threads, 1, _MAX_THREADS)
         check_choices(self)
         at_least("mooncake_segment_bytes", self.mooncake_segment_bytes, 0)
         self._check_role()
         if self.mooncake is None:
             if self.mooncake_segment_bytes != _DEFAULT_SEGMENT_BYTES:
-                raise ConfigError("mooncake_segment_bytes is of no use without mooncake")
+                raise ConfigError("mooncake_segment_bytes has no effect without mooncake")
             if self.mooncake_protocol != "tcp" and not self.direct:
-                raise ConfigError("mooncake_protocol is of no use without mooncake or kv_direct")
+                raise ConfigError("mooncake_protocol has no effect without mooncake or kv_direct")
             return
         address = _ADDRESS.fullmatch(self.mooncake)
         if address is None or int(address.group(2)) > _MAX_PORT:
             raise ConfigError(
-                f"mooncake must be the address of a mooncake_master, HOST:PORT, got {self.mooncake!r}; its port is "
-                "what --rpc_port says there, by default 50051"
+                f"mooncake must be the address of a mooncake_master, HOST:PORT, got {self.mooncake!r}; the port is "
+                "its option --rpc_port, by default 50051"
             )
 
     def _check_role(self) -> None:
         at_least("kv_direct_bytes", self.direct_bytes, 1)
         if self.direct_bytes != _DEFAULT_SEGMENT_BYTES and not (self.direct and self.role == "prefill"):
-            raise ConfigError("kv_direct_bytes is memory of a prefill engine: it needs role prefill and kv_direct")
+            raise ConfigError("kv_direct_bytes needs role prefill and kv_direct: only prefill engines use this memory")
         if self.role == "both":
             if self.direct:
-                raise ConfigError("kv_direct is between a prefill and a decode engine: role both needs no way for KV")
+                raise ConfigError("kv_direct needs role prefill or decode: an engine with role both transfers no KV")
         elif not self.names_store:
             raise ConfigError(
-                f"role {self.role} needs a way for KV from prefill to decode engines: a store that both have "
-                "(kv_disk_dir, kv_mooncake), or kv_direct"
+                f"role {self.role} needs a way to transfer KV from prefill to decode engines: a store of both "
+                "engines (kv_disk_dir, kv_mooncake), or kv_direct"
             )

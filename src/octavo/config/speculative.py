@@ -100,7 +100,7 @@ class SpeculativeConfig:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
         self._check_fields_of_other_methods()
         if self.method == "none" and self.verification != "exact":
-            raise ConfigError("verification is that of drafts, of which method none makes none")
+            raise ConfigError("verification has no effect with method none, which drafts no tokens")
         self._check_model()
         least, most = self.lookup_lengths
         if least > most:
@@ -111,28 +111,25 @@ class SpeculativeConfig:
             own = "suffix" if self.method == "auto" else self.method
             method = next((of for prefix, of in _METHOD_OF_PREFIX.items() if each.name.startswith(prefix)), own)
             if method != own and getattr(self, each.name) != each.default:
-                raise ConfigError(
-                    f"{each.name} is a field of method {method}, which method {self.method} has no use for"
-                )
+                raise ConfigError(f"{each.name} is a field of method {method}, but the method is {self.method}")
 
     def _check_model(self) -> None:
         if self.method == "draft_model" and self.model is None:
             raise ConfigError(
-                "method draft_model needs a model: a directory in Hugging Face layout, a hub id, or octavo-demo-draft "
-                "beside the built-in model"
+                "method draft_model needs a model: a directory in Hugging Face layout, a hub id, or "
+                "octavo-demo-draft with the built-in model"
             )
         if self.model is not None and not (isinstance(self.model, str) and self.model):
             raise ConfigError(f"model of speculative_config must be a path or a hub id, got {self.model!r}")
         if self.model is not None and self.method not in _METHODS_WITH_MODEL:
             raise ConfigError(
-                f"model is a field of method {', '.join(_METHODS_WITH_MODEL)}, which method {self.method} has no "
-                "use for"
+                f"model is a field of method {', '.join(_METHODS_WITH_MODEL)}, but the method is {self.method}"
             )
         if self.quantization is None:
             return
         one_of("quantization of speculative_config", self.quantization, QUANTIZATIONS)
         if not self.drafts_by_model:
-            raise ConfigError(f"quantization is that of a model, which method {self.method} has no use for")
+            raise ConfigError(f"quantization is of a model that drafts, but the method is {self.method}")
 
     @property
     def drafts_by_model(self) -> bool:
@@ -164,7 +161,7 @@ class SpeculativeConfig:
             return given
         names = tuple(each.name for each in fields(cls))
         if not hasattr(given, "keys") or "method" not in given:
-            raise ConfigError(f"speculative_config must be an object that names a method, got {given!r}")
+            raise ConfigError(f"speculative_config must be an object with a method, got {given!r}")
         for name in given:
             one_of("a field of speculative_config", name, names)
         return cls(**given)

@@ -71,7 +71,7 @@ async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: con
             raise error
         if (more := num_bytes - FREE_BYTES - num_taken) > 0:
             if more > pool.room(tenant, besides=num_taken):
-                raise QueueFullError("too many large requests arrive at once")
+                raise QueueFullError("too many large requests arrive at the same time")
             pool.take(tenant, more)
             num_taken += more
         chunks.append(chunk)
