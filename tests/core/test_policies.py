@@ -73,6 +73,21 @@ def test_no_token_is_kept_for_a_prompt_that_the_limit_of_prompts_leaves_without_
     assert core.scheduler.schedule().num_scheduled_tokens == {"a": 4, "b": 4}
 
 
+def test_a_token_is_kept_for_each_later_decode_when_prompts_have_taken_their_limit(make_core):
+    """Of the budget of 8 the prompt takes 4, one token is kept for the later decode, and drafts use the other three."""
+    options = {"max_batch_prefill_tokens": 4, "max_num_batched_tokens": 8, "enable_prefix_caching": False}
+    core = make_core(policy="priority", max_num_seqs=4, **options)
+    b = core.add("b", 1, max_tokens=9, priority=1)
+    core.add("d", 1, max_tokens=9, priority=1)
+    core.add("c", 20, max_tokens=1, priority=2)
+    core.step()
+    core.add("a", 20, max_tokens=1, priority=0)
+    core.step()
+    assert [each.request_id for each in core.scheduler.running] == ["a", "b", "d", "c"]
+    b.spec_token_ids = [1, 2, 3]
+    assert core.scheduler.schedule().num_scheduled_tokens == {"a": 4, "b": 3, "d": 1}
+
+
 def test_a_victims_tokens_return_to_the_limit_of_prompts(make_core):
     """The new request is preempted in the step that scheduled its last chunk; its tokens are given to other
     requests.
