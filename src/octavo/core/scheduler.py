@@ -253,8 +253,11 @@ class Scheduler:
         """
         num_after, running = len(requests), RequestStatus.RUNNING
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
+        num_prompts_after = sum(map(is_prefill, requests)) if are_prompts_limited else 0
         for request in requests:
             num_after -= 1
+            if num_prompts_after:
+                num_prompts_after -= is_prefill(request)
             if request.status is not running or plan.budget <= 0:
                 continue  # it was preempted for a request before it
             sequence, num_computed = request.sequence, request.num_computed_tokens
@@ -263,8 +266,7 @@ class Scheduler:
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
                 plan.give(request, 1)  # the usual case: one more token, into a block that it has
             else:
-                after = requests[len(requests) - num_after :]
-                num_kept = num_after if plan.prompt_room > 0 else sum(not is_prefill(each) for each in after)
+                num_kept = num_after if plan.prompt_room > 0 else num_after - num_prompts_after
                 self._grow(plan, request, num_remaining, num_kept)
 
     def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_kept: int) -> None:
