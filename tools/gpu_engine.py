@@ -19,10 +19,12 @@ from octavo.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfi
 from octavo.models.random_weights import tiny_config, write_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from gpu_device import Check, Entries
 
+    from octavo import RequestOutput
     from octavo.data.events import EventSink
 
 _DRY_SHAPE = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
@@ -63,7 +65,7 @@ def _same_tokens(check: Check) -> dict[str, Any]:
     vocab = 200 if check.is_dry else 1500
     model = random_model(check) if check.is_dry else ModelConfig()
     lengths = [1, sizes.longest_prompt, *(rng.randint(1, sizes.longest_prompt) for _ in range(sizes.requests - 2))]
-    prompts = [{"prompt_token_ids": [rng.randrange(5, vocab) for _ in range(length)]} for length in lengths]
+    prompts = [[rng.randrange(5, vocab) for _ in range(length)] for length in lengths]
     params = [
         SamplingParams(
             temperature=0.8 * (index % 2), seed=index, max_tokens=sizes.new_tokens, ignore_eos=True, detokenize=False
@@ -71,18 +73,44 @@ def _same_tokens(check: Check) -> dict[str, Any]:
         for index in range(len(prompts))
     ]
     alone_engine = make_engine(check, model, kv_bytes=1 << 30)
-    alone = [
-        next(iter(alone_engine.generate_batch([prompt], [some]).values())).outputs[0].token_ids
-        for prompt, some in zip(prompts, params, strict=True)
-    ]
+    alone = [generated(alone_engine, [prompt], [some])[0] for prompt, some in zip(prompts, params, strict=True)]
     cut: dict[str, Any] = {
         "long_prefill_token_threshold": max(1, sizes.longest_prompt // 7),
         "max_num_batched_tokens": 512,
     }
     crowd_engine = make_engine(check, model, kv_bytes=1 << 30, **cut)
-    crowd = [each.outputs[0].token_ids for each in crowd_engine.generate_batch(prompts, params).values()]
+    crowd = generated(crowd_engine, prompts, params)
     differ = [length for length, one, other in zip(lengths, alone, crowd, strict=True) if one != other]
     return {"is_equal": not differ, "num_requests": len(prompts)} | ({"prompts_that_differ": differ} if differ else {})
+
+
+def generated(
+    engine: LLMEngine, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[list[int]]:
+    """Answer prompts of token ids together; return the token ids of each answer.
+
+    Raises `RuntimeError` if an answer ended for another reason than its length, or has another number of tokens than
+    `max_tokens`. Two engines whose steps all fail would otherwise give equal answers: empty ones.
+    """
+    each_params = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    outputs = engine.generate_batch([{"prompt_token_ids": prompt} for prompt in prompts], list(each_params))
+    if len(outputs) != len(prompts):
+        raise RuntimeError(f"{len(outputs)} of {len(prompts)} requests were answered")
+    faults = [fault(output, wanted.max_tokens) for output, wanted in zip(outputs.values(), each_params, strict=True)]
+    if found := next(filter(None, faults), None):
+        raise RuntimeError(found)
+    return [list(output.outputs[0].token_ids) for output in outputs.values()]
+
+
+def fault(output: RequestOutput, num_tokens: int | None) -> str | None:
+    """Return why a finished output is wrong: each of its answers must end by its length, after `num_tokens` tokens."""
+    for answer in output.outputs:
+        if answer.finish_reason != "length" or len(answer.token_ids) != num_tokens:
+            return (
+                f"request {output.request_id} ended with {answer.finish_reason!r} after {len(answer.token_ids)} of "
+                f"{num_tokens} tokens: {output.error or 'no error was reported'}"
+            )
+    return None
 
 
 def make_engine(
@@ -135,14 +163,13 @@ def _octavo(check: Check, prompts: list[list[int]], lengths: list[int]) -> dict[
     params = [
         SamplingParams(temperature=0.6, max_tokens=length, ignore_eos=True, detokenize=False) for length in lengths
     ]
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     if not check.is_dry:
-        engine.generate_batch(inputs[:1], [SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)])
+        generated(engine, prompts[:1], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False))
     start = time.perf_counter()
-    engine.generate_batch(inputs, params)
+    num_tokens = sum(map(len, generated(engine, prompts, params)))
     seconds = time.perf_counter() - start
     engine.shutdown()
-    return {"wall_s": seconds, "output_tok_per_s": sum(lengths) / seconds}
+    return {"wall_s": seconds, "output_tok_per_s": num_tokens / seconds}
 
 
 def _peer(folder: Path, prompts: list[list[int]], lengths: list[int]) -> dict[str, float]:
@@ -157,12 +184,14 @@ def _peer(folder: Path, prompts: list[list[int]], lengths: list[int]) -> dict[st
         params = [NanoParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in lengths]
         peer.generate(["warm"], NanoParams())
         start = time.perf_counter()
-        peer.generate(prompts, params, use_tqdm=False)
+        num_tokens = sum(len(each["token_ids"]) for each in peer.generate(prompts, params, use_tqdm=False))
         seconds = time.perf_counter() - start
     finally:
         atexit.unregister(peer.exit)  # it has been called already
         peer.exit()
-    return {"wall_s": seconds, "output_tok_per_s": sum(lengths) / seconds}
+    if num_tokens != sum(lengths):
+        raise RuntimeError(f"nano-vllm answered with {num_tokens} of {sum(lengths)} tokens")
+    return {"wall_s": seconds, "output_tok_per_s": num_tokens / seconds}
 
 
 def free() -> None:

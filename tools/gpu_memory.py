@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gpu_engine import free, make_engine, random_model
+from gpu_engine import free, generated, make_engine, random_model
 
 import octavo
 from octavo import SamplingParams
@@ -60,7 +60,7 @@ def _planned(check: Check) -> dict[str, Any]:
     count = max(2, check.sizes.requests_at_once)
     whole_steps = [[5 + index] * longest for index in range(most // longest)]
     for prompts in (whole_steps[:1] if check.is_dry else whole_steps, [[5 + index % 100] for index in range(count)]):
-        engine.generate_batch([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        generated(engine, prompts, params)
     taken = weights + worker.kv_cache.num_bytes if check.is_dry else _reserved(check) - before
     found = {"planned": planned, "taken": taken, "weights": weights, "kv": worker.kv_cache.num_bytes, "step": step}
     engine.shutdown()
@@ -100,8 +100,7 @@ def _swapped(check: Check) -> dict[str, Any]:
             block_size=block_size, num_gpu_blocks=num_blocks, swap_space_bytes=(1 << 22) if check.is_dry else 4 << 30
         )
         engine = make_engine(check, random_model(check), cache=cache, dry_kernels="auto", sink=log, preemption="swap")
-        outputs = engine.generate_batch([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        told[num_blocks] = [each.outputs[0].token_ids for each in outputs.values()], log
+        told[num_blocks] = generated(engine, prompts, params), log
         engine.shutdown()
     (tokens, log), (undisturbed, _) = told[few], told[many]
     num_swapped = sum(each.swapped for each in log.of_type(RequestPreempted))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gpu_engine import free, make_engine, random_model
+from gpu_engine import fault, free, make_engine, random_model
 
 from octavo import SamplingParams
 from octavo.config import CacheConfig
@@ -81,9 +81,9 @@ def _soak(check: Check) -> dict[str, Any]:
     engine = make_engine(check, random_model(check), cache=cache, dry_kernels="auto", sink=watch)
     core: Any = engine.core
     start, levels = time.monotonic(), []
-    sent, told = Counter[str](), Counter[str]()
+    sent, told, faults = Counter[str](), Counter[str](), list[str]()
     for share in (_WARM_UP, 1.0):
-        _load(check, engine, start + share * check.soak_s, sent, told)
+        faults += _load(check, engine, start + share * check.soak_s, sent, told)
         breaches = invariants.check(core.scheduler)
         free()
         levels.append(memory_levels(check))
@@ -98,7 +98,7 @@ def _soak(check: Check) -> dict[str, Any]:
     }
     engine.shutdown()
     wrong = wrong_ends(watch.queued, watch.ended) + wrong_ends(sent, told)
-    wrong += [str(breach) for breach in breaches]
+    wrong += faults + [str(breach) for breach in breaches]
     wrong += [f"memory grew by {each:,} bytes" for each in growth if each > MOST_GROWTH]
     return found | ({"is_right": False, "wrong": wrong[:10]} if wrong else {})
 
@@ -112,23 +112,25 @@ def wrong_ends(begun: Counter[str], ended: Counter[str]) -> list[str]:
     ]
 
 
-def _load(check: Check, engine: LLMEngine, end: float, sent: Counter[str], told: Counter[str]) -> None:
+def _load(check: Check, engine: LLMEngine, end: float, sent: Counter[str], told: Counter[str]) -> list[str]:
     """Send requests of all kinds until `end`, and abort some of them. Count the sent and the ended ones.
 
+    Returns what is wrong with the answers to requests that were not aborted.
     The first requests are short, with the maximum concurrency: memory that grows with rows then has its full size.
     """
     rng, sizes = random.Random(len(sent)), check.sizes
     most = 2 * sizes.requests
-    running: set[str] = set()
+    running, wanted, faults = set[str](), dict[str, int](), list[str]()
     while running or engine.has_unfinished_requests() or time.monotonic() < end:
         while len(running) < most and (len(sent) < most or time.monotonic() < end):
             number, is_first = len(sent), len(sent) < most
             request_id = str(number)
             sent[request_id] += 1
             prompt = [rng.randrange(5, 200) for _ in range(1 if is_first else rng.randint(1, sizes.longest_prompt))]
+            wanted[request_id] = rng.randint(1, 2 * sizes.new_tokens)
             params = SamplingParams(
                 temperature=rng.choice([0.0, 0.8]), top_p=rng.choice([1.0, 0.9]), top_k=rng.choice([0, 20]),
-                seed=number, max_tokens=rng.randint(1, 2 * sizes.new_tokens), ignore_eos=True, detokenize=False,
+                seed=number, max_tokens=wanted[request_id], ignore_eos=True, detokenize=False,
                 n=2 if is_first else rng.choice([1, 1, 2]),
             )  # fmt: skip
             engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
@@ -136,11 +138,16 @@ def _load(check: Check, engine: LLMEngine, end: float, sent: Counter[str], told:
             if not is_first and rng.random() < 0.3:
                 break
         if running and rng.random() < 0.05:
-            engine.abort_request(rng.choice(sorted(running)))
+            aborted = rng.choice(sorted(running))
+            engine.abort_request(aborted)
+            wanted.pop(aborted, None)
         for output in engine.step():
             if output.finished:
                 running.discard(output.request_id)
                 told[output.request_id] += 1
+                if (num_tokens := wanted.get(output.request_id)) and (found := fault(output, num_tokens)):
+                    faults.append(found)
+    return faults
 
 
 def memory_levels(check: Check) -> tuple[int, int]:
@@ -192,9 +199,16 @@ class _Server:
             return False
 
     def complete(self, prompt: list[int], max_tokens: int) -> Any:
-        """Return the choices of a greedy completion, with log probabilities."""
+        """Return the choices of a greedy completion, with log probabilities.
+
+        Raises `RuntimeError` if one of them has another number of tokens than `max_tokens`.
+        """
         with self._ask(prompt, max_tokens, logprobs=1) as answer:
-            return json.load(answer)["choices"]
+            choices = json.load(answer)["choices"]
+        for choice in choices:
+            if choice["finish_reason"] != "length" or len(choice["logprobs"]["tokens"]) != max_tokens:
+                raise RuntimeError(f"a completion of {max_tokens} tokens ended otherwise: {choice}")
+        return choices
 
     def stream(self, prompt: list[int], max_tokens: int, num_choices: int) -> Iterator[str]:
         """Yield the events of a streamed completion, the last of which is "[DONE]"."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gpu_engine import free, make_engine
+from gpu_engine import free, generated, make_engine
 
 from octavo import SamplingParams
 from octavo.config import ModelConfig
@@ -80,9 +80,9 @@ def _octavo(check: Check, path: Path, prompts: list[list[int]]) -> list[list[int
     model = ModelConfig(model=str(path), dtype="float32", skip_tokenizer_init=True)
     engine = make_engine(check, model, kv_bytes=1 << 30, dry_kernels="auto")
     params = SamplingParams(temperature=0.0, max_tokens=check.sizes.new_tokens, ignore_eos=True, detokenize=False)
-    outputs = engine.generate_batch([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    answers = generated(engine, prompts, params)
     engine.shutdown()
-    return [list(each.outputs[0].token_ids) for each in outputs.values()]
+    return answers
 
 
 def _load(check: Check, path: Path) -> Any:

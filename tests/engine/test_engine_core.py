@@ -91,6 +91,24 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+def test_engine_becomes_idle_if_every_step_fails(ahead):
+    """Otherwise a caller that steps while there is work, such as a server, would never stop."""
+    engine, core, executor = make_engine(ahead=ahead)
+    core.add("a", 3)
+    collect, executor.collect = executor.collect, lambda: (_ for _ in ()).throw(ExecutionError("broken"))
+    num_steps = 0
+    while engine.has_work():
+        engine.step()
+        num_steps += 1
+        assert num_steps < 5
+    executor.collect = collect
+    core.add("b", 3, max_tokens=1)
+    assert run(engine) == [("b", (7,), "length")]
+    assert executor.steps == []
+    assert core.scheduler.num_kept_records == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
 def test_what_an_interrupt_ends_is_told_with_the_next_step(ahead):
     engine, core, executor = make_engine(ahead=ahead)
     core.add("a", 3)

@@ -1,5 +1,7 @@
 """Stages of tools/gpu_check.py for engine and server: they pass, and detect errors."""
 
+import io
+import json
 import sys
 import types
 from collections import Counter
@@ -13,13 +15,16 @@ pytest.importorskip("triton")
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 import gpu_device  # noqa: E402
+import gpu_engine  # noqa: E402
 import gpu_memory  # noqa: E402
 import gpu_service  # noqa: E402
 import gpu_stages  # noqa: E402
 import gpu_transformers  # noqa: E402
+from triton_interpreter import interpreted_kernels  # noqa: E402
 
 from octavo.core import invariants  # noqa: E402
 from octavo.worker.kv_cache import PagedKVCache  # noqa: E402
+from octavo.worker.worker import Worker  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning:triton.runtime.interpreter", "ignore:octavo was installed without:RuntimeWarning"
@@ -51,7 +56,7 @@ def test_what_load_leaves_behind_is_found(check, monkeypatch, trouble):
         levels = iter([(0, 0), (gpu_service.MOST_GROWTH + 1, 0)])
         monkeypatch.setattr(gpu_service, "memory_levels", lambda _check: next(levels))
     else:
-        monkeypatch.setattr(gpu_service, "_load", lambda _check, _engine, _end, sent, _told: sent.update(["1"]))
+        monkeypatch.setattr(gpu_service, "_load", lambda _check, _engine, _end, sent, _told: sent.update(["1"]) or [])
     entry = found(check, gpu_service.soak)
     wrong = {"leak": "block 3", "growth": "memory grew by", "silence": "1 began 2 times and ended 0 times"}[trouble]
     assert wrong in entry["soak"]["wrong"][0]
@@ -131,8 +136,8 @@ def test_a_block_that_comes_back_broken_is_found(check, monkeypatch):
 
     def broken(self, copies):
         moves = copy(self, copies)
-        for _, _, block in copies.swap_in:
-            self.blocks[block].mul_(-5)
+        for group, _, block in copies.swap_in:
+            self.groups[group].blocks[block].mul_(-5)
         return moves
 
     monkeypatch.setattr(PagedKVCache, "copy", broken)
@@ -183,3 +188,42 @@ def test_other_tokens_than_those_of_transformers_are_found(gap, num_wrong, is_eq
     entry = gpu_transformers.compared(model, torch.device("cpu"), [[1, 3]] * 10, answers)
     assert entry["is_equal"] == is_equal
     assert entry.get("differ", []) == ([[2, 2, 0]] if gap == 1.0 else [])
+
+
+ENGINE_STAGES = {
+    "tokens": gpu_engine.tokens,
+    "transformers": gpu_transformers.transformers,
+    "memory": gpu_memory.memory,
+    "swap": gpu_memory.swap,
+    "workloads": gpu_engine.workloads,
+    "nano_vllm": gpu_engine.nano_vllm,
+    "soak": gpu_service.soak,
+}
+
+
+@pytest.mark.parametrize("stage", ENGINE_STAGES)
+def test_stage_fails_if_every_step_fails(check, monkeypatch, stage):
+    """Requests of failed steps end with the reason "error" and no tokens: they must not count as equal or as fast."""
+
+    def fail(*_arguments):
+        raise ValueError("the device is broken")
+
+    monkeypatch.setattr(Worker, "execute", fail)
+    monkeypatch.setattr(Worker, "launch", fail)
+    with interpreted_kernels():
+        entries = found(check, ENGINE_STAGES[stage])
+    measured = {name: entry for name, entry in entries.items() if "left_out" not in entry}
+    assert measured
+    assert gpu_stages.failures(measured) == list(measured), entries
+    assert "'error' after 0 of" in str(measured)
+
+
+@pytest.mark.parametrize("change", [{"finish_reason": "stop"}, {"logprobs": {"tokens": ["a"]}}])
+def test_completion_that_ends_early_fails_the_restart_stage(monkeypatch, change):
+    choice = {"finish_reason": "length", "logprobs": {"tokens": ["a", "b"]}}
+    server = gpu_service._Server.__new__(gpu_service._Server)
+    monkeypatch.setattr(server, "_ask", lambda *_, **__: io.StringIO(json.dumps({"choices": [choice | change]})))
+    with pytest.raises(RuntimeError, match="of 2 tokens ended otherwise"):
+        server.complete([1], 2)
+    monkeypatch.setattr(server, "_ask", lambda *_, **__: io.StringIO(json.dumps({"choices": [choice]})))
+    assert server.complete([1], 2) == [choice]

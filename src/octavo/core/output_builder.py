@@ -24,6 +24,7 @@ class OutputBuilder:
         # Requests that the worker knows: the length of the block table that it was sent, for each group.
         self._num_sent: dict[str, list[int]] = {}
         self._finished_req_ids: set[str] = set()
+        self.are_notices_due = True  # notices alone justify a step
 
     @property
     def has_endings(self) -> bool:
@@ -68,6 +69,7 @@ class OutputBuilder:
         for data in new:
             known[data.request_id] = list(map(len, data.block_ids))
         finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
+        self.are_notices_due = True
         assert plan.is_balanced, "a victim's budget was not returned"
         return SchedulerOutput(
             step=step,
@@ -109,3 +111,5 @@ class OutputBuilder:
         """
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()
+        # If the worker fails every step, notices alone must not keep an idle core busy: the next request's step has them.
+        self.are_notices_due = bool(scheduled.num_scheduled_tokens)

@@ -389,8 +389,10 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Return whether a step has anything to compute, or must notify the worker of an ended request."""
-        is_awaited = self.requests or self._state.in_flight.steps or self._state.builder.has_endings or self._news
-        return bool(is_awaited or self.transfers.has_work)
+        state, transfers = self._state, self.transfers
+        if self.requests or state.in_flight.steps or self._news or transfers.num_pending:
+            return True
+        return state.builder.are_notices_due and (state.builder.has_endings or transfers.has_work)
 
     def get_num_transfers(self) -> int:
         """Return the number of transfers of KV, and of lookups in stores, that have not ended."""
