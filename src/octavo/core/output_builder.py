@@ -111,5 +111,5 @@ class OutputBuilder:
         """
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()
-        # If the worker fails every step, notices alone must not keep an idle core busy: the next request's step has them.
+        # If every step fails, notices alone must not keep an idle core busy: the step of the next request brings them.
         self.are_notices_due = bool(scheduled.num_scheduled_tokens)
