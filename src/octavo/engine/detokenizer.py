@@ -1,8 +1,7 @@
-"""Incremental detokenizing: the text of each token, and the text of a stream that grows token by token.
+"""The text of each token, and of a stream that grows token by token.
 
-Both follow the decoder of tokenizer.json, which decodes a whole sequence. The result for one token depends on few of
-its neighbours: bytes of an incomplete character are decoded with the bytes after them, and some decoders strip the
-space before the first word.
+Both equal the decoder of tokenizer.json, which decodes a whole sequence. A token's text depends on few neighbours:
+incomplete characters, and for some decoders the space before the first word.
 """
 
 from __future__ import annotations
@@ -19,28 +18,28 @@ if TYPE_CHECKING:
 
     import tokenizers
 
-REPLACEMENT = "\ufffd"  # the result of decoding invalid bytes
+REPLACEMENT = "\ufffd"  # of invalid bytes
 _REPLACEMENT_BYTES = REPLACEMENT.encode()
 _NO_UTF8 = b"\xff"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_UNFINISHED_BYTES = 3  # the maximum of an incomplete character
+_UNFINISHED_BYTES = 3  # of an incomplete character
 _BEFORE = "a"  # a token that precedes the decoded one
 _NUM_REMEMBERED = 1 << 14  # pieces: some 2 MB
 _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
 
 
 class TokenPieces:
-    """The text or bytes that each token of a vocabulary appends to a text that is not empty.
+    """The text or bytes that each token appends to a text that is not empty.
 
-    has_byte_runs  consecutive byte tokens form one run; if the run is not UTF-8, each of its bytes becomes a
-                   replacement character (sentencepiece's byte fallback)
-    strips_start   the decoder may change the beginning of a text, for example strip its first space
+    has_byte_runs: consecutive byte tokens form one run; if it is not UTF-8, each byte becomes a replacement character
+    (sentencepiece's byte fallback).
+    strips_start: the decoder may change the beginning of a text.
     """
 
     __slots__ = ("_decoder", "_decodes_bytes", "_kept", "_special_ids", "_spell", "has_byte_runs", "strips_start")
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
-        """Inspect the decoder. Raises `ModelError` if the text of a token depends on its neighbours."""
+        """Inspect the decoder. Raises `ModelError` if a token's text depends on its neighbours."""
         kinds = set(_kinds(None if backend.decoder is None else json.loads(backend.decoder.__getstate__())))
         if kinds & _BY_NEIGHBOURS:
             name = ", ".join(sorted(kinds & _BY_NEIGHBOURS))
@@ -54,11 +53,11 @@ class TokenPieces:
         self._kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}
 
     def kept(self, *, skip_special_tokens: bool) -> dict[int, str | bytes]:
-        """Return the cache of pieces by token id. It may lack any token; `piece` computes the missing ones."""
+        """Return the cache of pieces by token id; `piece` adds missing ones."""
         return self._kept[skip_special_tokens]
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return the piece of a token: text, or bytes that are not valid UTF-8 alone; "" for a skipped token."""
+        """Return a token's text, or bytes that are not valid UTF-8 alone; "" if it is skipped."""
         kept = self._kept[skip_special_tokens]
         piece = kept.get(token_id)
         if piece is None:
@@ -86,14 +85,13 @@ class TokenPieces:
 
 
 class IncrementalDetokenizer:
-    """Turns a stream of token ids into text. All results of `add` and `finish`, joined, equal `Tokenizer.decode`.
+    """Turns token ids into text. The results of `add` and `finish`, joined, equal `Tokenizer.decode`.
 
-    Text is held back while a later token could still change it: the bytes of an incomplete character, and a run of
-    byte-fallback tokens, which is decoded as a whole.
+    Incomplete characters and runs of byte tokens are held back, because later tokens may change them.
 
-    The text continues the prompt, if there is one. Its first word keeps the leading space that the decoders of
-    sentencepiece models strip from the start of a text. A character that begins in the prompt and ends in these tokens
-    is part of this text. Bytes of the prompt that never become a character are not.
+    The text continues the prompt: its first word keeps the space that sentencepiece's decoders strip from a text's
+    start.
+    A character that begins in the prompt and ends here is part of it; the prompt's other incomplete bytes are not.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_num_prompt_bytes", "_pieces", "_skip")
@@ -109,20 +107,20 @@ class IncrementalDetokenizer:
         """Start after a prompt. decode: returns the text of a complete token sequence."""
         self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
         self._kept = pieces.kept(skip_special_tokens=skip_special_tokens)
-        self._held = bytearray()  # bytes of an incomplete character or run; the first of them may be the prompt's
+        self._held = bytearray()  # of an incomplete character or run; may begin in the prompt
         self._num_prompt_bytes = 0
-        self._first_ids: list[int] | None = None  # tokens so far, until they have some text; None after that
+        self._first_ids: list[int] | None = None  # tokens until they have some text; then None
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
 
     @property
     def held(self) -> bytes:
-        """Bytes held back until later bytes complete them: first the prompt's, then those of this text."""
+        """Bytes held back until later bytes complete them, those of the prompt first."""
         return bytes(self._held)
 
     @property
     def num_prompt_bytes(self) -> int:
-        """How many of the held bytes are the prompt's."""
+        """Number of held bytes that belong to the prompt."""
         return self._num_prompt_bytes
 
     def add(self, token_ids: Iterable[int]) -> str:
@@ -144,11 +142,11 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Return the text that was held back; nothing is added after this."""
+        """Return the text that was held back, at the end."""
         return self._release() if self._first_ids is None else self._decode(self._first_ids)
 
     def _begin(self, first_ids: list[int], token_id: int, piece: str | bytes) -> str:
-        """Decode the first tokens with the library until they have text that no later token can change."""
+        """Decode the first tokens with the library until they have final text."""
         first_ids.append(token_id)
         text = "" if isinstance(piece, bytes) else self._decode(first_ids)
         if text:
@@ -156,7 +154,7 @@ class IncrementalDetokenizer:
         return text
 
     def _release(self) -> str:
-        """Flush the held bytes as text: the character or run has ended."""
+        """Flush the held bytes: the character or run has ended."""
         if not self._pieces.has_byte_runs:
             return self._decode_held(final=True)
         data, num_prompt_bytes = bytes(self._held), self._num_prompt_bytes
@@ -168,7 +166,7 @@ class IncrementalDetokenizer:
             return REPLACEMENT * (len(data) - num_prompt_bytes)
 
     def _decode_held(self, *, final: bool) -> str:
-        """Decode the held bytes up to an incomplete character; all of them if final."""
+        """Decode the held bytes, up to an incomplete character unless final."""
         text, num_bytes = utf_8_decode(self._held, "replace", final)
         if num_bytes and self._num_prompt_bytes:
             self._num_prompt_bytes = 0
@@ -178,10 +176,7 @@ class IncrementalDetokenizer:
         return text
 
     def _continue(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Hold the bytes of a character or run that the prompt leaves incomplete. Returns True if the prompt has text.
-
-        Without byte runs a few tokens from the end suffice.
-        """
+        """Hold the prompt's incomplete character or run. Returns True if the prompt has text."""
         parts: list[bytes] = []
         has_text, has_runs = False, self._pieces.has_byte_runs
         for token_id in reversed(prompt_token_ids):
@@ -201,7 +196,7 @@ class IncrementalDetokenizer:
 
 
 def _kinds(decoder: Any) -> Iterable[str]:
-    """Yield the types of a decoder and of all decoders that it contains."""
+    """Yield the types of a decoder and of those within."""
     if isinstance(decoder, dict):
         yield str(decoder.get("type"))
         for each in decoder.get("decoders", ()):
@@ -209,7 +204,7 @@ def _kinds(decoder: Any) -> Iterable[str]:
 
 
 def _byte_level(spelled: str) -> bytes:
-    """Return the bytes of a byte-level token; a token outside the byte-level alphabet is encoded as UTF-8."""
+    """Return the bytes of a byte-level token; of tokens outside that alphabet, their UTF-8."""
     try:
         return bytes(_BYTES[character] for character in spelled)
     except KeyError:

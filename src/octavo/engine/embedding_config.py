@@ -1,4 +1,4 @@
-"""The embedding settings of a checkpoint as sentence-transformers saves them: `modules.json` and module folders."""
+"""A checkpoint's embedding settings, in the format of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ _COMPUTED = ("Transformer", "Pooling", "Normalize")
 class EmbeddingConfig:
     """How hidden states become an embedding.
 
-    pooling  "last" or "mean"
-    problem  why octavo cannot compute the checkpoint's embeddings, or None; clients see it, so it names files relative
-             to the checkpoint and does not show where the checkpoint is stored
+    pooling: "last" or "mean".
+    problem: why octavo cannot compute it; clients see it, so it must not show where the checkpoint is stored.
     """
 
     pooling: str = "last"
@@ -31,7 +30,7 @@ class EmbeddingConfig:
 
 
 def read_embedding_config(directory: Path) -> EmbeddingConfig:
-    """Read the modules after the transformer. Without such files the pooling is "last". Raises `ModelError`."""
+    """Read the modules after the transformer; without any, pooling is "last". Raises `ModelError`."""
     folder, is_named = directory / _USUAL_POOLING, False
     for name, module in _read_modules(directory / _MODULES):
         kind = name.rpartition(".")[2]
@@ -58,7 +57,7 @@ def read_embedding_config(directory: Path) -> EmbeddingConfig:
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:
-    """Return the class and the folder of every module, in order; empty if the file does not exist."""
+    """Return class and folder of every module, in order."""
     modules = read_json(path)
     if modules is None:
         return []
@@ -71,7 +70,7 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _read_modes(path: Path, values: dict[str, Any]) -> list[str]:
-    """Return the requested poolings, given by name or by one flag each; the flag of the mean is set by default."""
+    """Return the poolings, by name or by flags; the flag of the mean is set by default."""
     named = values.get("pooling_mode")
     if named is None:
         flags = {"pooling_mode_mean_tokens": True, **values}

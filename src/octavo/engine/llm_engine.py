@@ -1,4 +1,4 @@
-"""The synchronous interface of an engine: add requests, step, read outputs."""
+"""The synchronous interface of an engine."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ if TYPE_CHECKING:
     from octavo.errors import EngineDeadError
     from octavo.outputs import RequestOutput
 
-    Lose: TypeAlias = Callable[[str, OctavoError], None]  # called with a request id and the error that ended it
+    Lose: TypeAlias = Callable[[str, OctavoError], None]  # called with a request id and its error
 
 logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Joins input processor, client of the core and output processor. Not safe for several threads.
-
-    Every step and every message to the core passes here, whether the core runs in this process or in another one.
-    """
+    """Joins input processor, client of the core and output processor. Not thread-safe."""
 
     def __init__(
         self,
@@ -46,9 +43,9 @@ class Engine:
         self.input_processor = input_processor
         self.output_processor = output_processor
         self.clock = clock
-        self._submitted: dict[str, ProcessedInput] = {}  # neither accepted nor refused yet
-        self._put_by: list[RequestOutput] = []  # outputs of requests that were not part of the batch; for the next step
-        self._given_up: set[str] = set()  # requests of a batch that failed: their outputs are dropped
+        self._submitted: dict[str, ProcessedInput] = {}  # not answered yet
+        self._put_by: list[RequestOutput] = []  # for the next `step`: outputs of requests outside of a batch
+        self._given_up: set[str] = set()  # requests of a failed batch: their outputs are dropped
         self._num_generated_ids = 0
         self._is_shut_down = False
 
@@ -59,12 +56,12 @@ class Engine:
 
     @property
     def capacity(self) -> EngineCapacity:
-        """Limits of the core: tokens, sequences, blocks."""
+        """Limits of the core."""
         return self.client.capacity
 
     @property
     def stats(self) -> EngineStats:
-        """Counters of the core since its start."""
+        """Counters of the core."""
         return self.client.stats
 
     def on_lost(self, lose: Lose) -> None:
@@ -85,8 +82,7 @@ class Engine:
     ) -> None:
         """Add a request. Raises `RequestError` if it cannot be served; then nothing changes.
 
-        prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. options: those of
-        `octavo.data.request_options.RequestOptions`.
+        options: fields of `octavo.data.request_options.RequestOptions`.
         """
         self.add_processed(
             self.input_processor.process(
@@ -95,10 +91,7 @@ class Engine:
         )
 
     def add_processed(self, processed: ProcessedInput) -> None:
-        """Add a request that the input processor has checked: all of its streams or, with an error, none.
-
-        Waits until the request is prepared, for example until its grammar is compiled.
-        """
+        """Add all streams of a request or, with an error, none. Waits until it is prepared."""
         answers: list[OctavoError | None] = []
         self.submit(processed, answers.append)
         try:
@@ -111,7 +104,7 @@ class Engine:
             raise answers[0]
 
     def submit(self, processed: ProcessedInput, accept: Answer) -> None:
-        """Add a request to the core. Calls accept(None) once it is in the queue, or accept(error) if it is refused."""
+        """Add a request. Calls accept(None) once it is in the queue, or accept(error) if it is refused."""
         request_id = processed.request_id
         if request_id in self._submitted or request_id in self.output_processor:
             accept(RequestError(f"request id {request_id!r} is in use", parameter="request_id"))
@@ -138,10 +131,7 @@ class Engine:
             raise
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests now. A later `step` returns the last output of each, with finish_reason "abort".
-
-        Unknown and finished ids are ignored.
-        """
+        """Abort requests; a later `step` returns their last outputs. Unknown and finished ids are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             stream_ids = self.output_processor.stream_ids(request_id)
             if request_id in self._submitted:  # the core accepts it first, then ends it
@@ -154,15 +144,12 @@ class Engine:
         self._given_up.update(name for name in request_ids if name in self.output_processor)
 
     def step(self) -> list[RequestOutput]:
-        """Do one step; return an output for every request that has a new one.
-
-        Outputs of other requests that arrived during `generate_batch` come first.
-        """
+        """Do one step; return new outputs, first those that arrived during `generate_batch`."""
         put_by, self._put_by = self._put_by, []
         return put_by + self._step()
 
     def _step(self) -> list[RequestOutput]:
-        """Do one step; drop the outputs of a batch that was given up."""
+        """Do one step without the outputs of abandoned batches."""
         processed = self.output_processor.process(self.client.step())
         if processed.streams_to_stop:
             self.client.finish_requests(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)
@@ -176,7 +163,7 @@ class Engine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether another `step` has something to compute or to return."""
+        """Whether `step` has something to compute or to return."""
         return bool(self._put_by) or self.client.has_work()
 
     def generate(
@@ -198,15 +185,13 @@ class Engine:
         on_output: Callable[[RequestOutput], None] | None = None,
         priorities: Sequence[int] | None = None,
     ) -> dict[str, RequestOutput]:
-        """Answer all prompts together; return the last output of each by request id, in the order of the prompts.
+        """Answer all prompts together; return each last output by request id, in the order of the prompts.
 
-        Returns after stores have saved the KV of these prompts (see `finish_transfers`). If other requests are
-        unfinished, it does not wait for that, and later steps save the KV.
-
-        sampling_params: for all prompts, or one for each. params: another name of it. on_output is called with every
-        output of these prompts when it arrives. Requests that were added before continue; the next `step` returns
-        their outputs.
-        Raises `RequestError` if one prompt cannot be served; then all requests of the batch are aborted.
+        sampling_params: for all prompts, or one for each; also named params. on_output: called with every output of the
+        batch.
+        Earlier requests continue, and the next `step` returns their outputs. If there are none, it waits until stores
+        have saved the KV.
+        Raises `RequestError` if one prompt cannot be served; then the batch is aborted.
         """
         if sampling_params is not None and params is not None:
             raise RequestError("sampling_params and params are two names of one argument", parameter="sampling_params")
@@ -253,15 +238,12 @@ class Engine:
     def finish_transfers(self) -> None:
         """Step until the KV of ended requests is saved, if no request is unfinished.
 
-        Logs a warning and returns if no transfer ends for some seconds; later steps continue with the rest.
+        Logs a warning and returns if no transfer ends for some seconds; later steps do the rest.
         """
         self.client.finish_transfers()
 
     def shutdown(self) -> None:
-        """Finish the saves of KV to stores, and free the core's memory. A second call does nothing.
-
-        Unfinished requests are aborted; requests that are still being prepared are refused.
-        """
+        """Abort open requests, finish the saves of KV, and free the core's memory. May be called twice."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

@@ -1,4 +1,4 @@
-"""A core in this process: prepares, adds, steps and ends requests. An engine process uses it, too."""
+"""A core in this process, also used by an engine process."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 HELD_CHECK_S = 0.005
 IDLE_CHECK_S = 1.0
-_SAVING_S = 5.0  # the longest wait for the next transfer to end; a store may hang
+_SAVING_S = 5.0  # for the next transfer to end; a store may hang
 _ABORTED = RequestStatus.FINISHED_ABORTED.finish_reason
 
 
 @dataclass(slots=True)
 class _Held:
-    """A request that waits for its preparation, such as its grammar: first for its turn, then for the result."""
+    """A request that waits for its preparation, such as its grammar."""
 
     request_id: str
     streams: Sequence[Request]
@@ -49,7 +49,7 @@ class _Held:
 class LocalCore:
     """A `octavo.engine.core_client.CoreClient` of a core in this process.
 
-    prepare_s: seconds that a preparation may take once it has begun. turn_s: seconds that it may wait for its turn.
+    prepare_s: limit on a preparation, in seconds. turn_s: limit on the wait before it.
     """
 
     num_restarts = num_failed_starts = 0
@@ -72,12 +72,12 @@ class LocalCore:
 
     @property
     def capacity(self) -> EngineCapacity:
-        """Limits of the core: tokens, sequences, blocks."""
+        """Limits of the core."""
         return self._core.capacity
 
     @property
     def stats(self) -> EngineStats:
-        """Counters of the core since its start; they change with every step."""
+        """Counters of the core, which change with every step."""
         return self._core.metrics.stats
 
     @property
@@ -114,7 +114,7 @@ class LocalCore:
             answer(None)
 
     def _take_prepared(self) -> None:
-        """Add the held requests whose preparation is over; refuse those that failed or took too long."""
+        """Add prepared requests; refuse those that failed or took too long."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -154,7 +154,7 @@ class LocalCore:
             self._undelivered += outputs
 
     def has_work(self) -> bool:
-        """Whether `step` has something to compute or to return."""
+        """See `CoreClient.has_work`."""
         return bool(self._undelivered) or self._core.has_work()
 
     def step(self) -> list[EngineCoreOutput]:
@@ -169,12 +169,12 @@ class LocalCore:
         return outputs
 
     def check_when_idle(self) -> None:
-        """Check the core's invariants in an idle moment; blocks that violate one are not used again."""
+        """Check the core's invariants; blocks that violate one are not used again."""
         for breach in self._core.scheduler.check_when_idle():
             logger.error("%s; the blocks concerned are not used any more", breach)
 
     def wait(self) -> None:
-        """Block until `wake` is called, also by the end of a preparation, or a short timeout. Add prepared requests."""
+        """Block until `wake`, the end of a preparation, or a short timeout; add prepared requests."""
         if not self._core.has_work():
             self.check_when_idle()
         self._woken.wait(HELD_CHECK_S if self._held else IDLE_CHECK_S)
@@ -182,11 +182,11 @@ class LocalCore:
         self._take_prepared()
 
     def wake(self) -> None:
-        """End the current `wait`, or the next one if none is running. Any thread may call it."""
+        """See `CoreClient.wake`."""
         self._woken.set()
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener, those that are still kept first. None: stop reporting."""
+        """Report events to a listener, kept ones first; None: stop."""
         self._feed = None if listener is None else SnapshotFeed(self._core)
         self._listener = listener or self._listener
         self._show()
@@ -197,10 +197,7 @@ class LocalCore:
                 self._listener(snapshot)
 
     def finish_transfers(self) -> None:
-        """Step until the KV of ended requests is saved, if no request is unfinished.
-
-        Logs a warning and returns if no transfer ends for some seconds; later steps continue with the rest.
-        """
+        """See `octavo.engine.llm_engine.Engine.finish_transfers`."""
         scheduler = self._core.scheduler
         if not scheduler.get_num_transfers():
             return
