@@ -1,30 +1,28 @@
-"""The format of a journal: a JSON object as header, then one JSON array for each call into the core, one per line.
+"""The format of a journal: a JSON object as header, then a JSON array per line for each call into the core.
 
-The core is deterministic, so a journal needs its inputs only: a replay computes its decisions again, and compares them
-with checksums. A journal has no text and no token ids. Each token is replaced by a pseudonym: 31 bits of a running hash
-over it and all tokens before it (BLAKE2b with a key that is not stored). So the pseudonyms of two requests are equal
-exactly as far as their tokens are, and reveal nothing else. Cache salts are replaced by keyed hashes, and so are the
-keys of spans of the prompt: the option "spans" has [first, end, key] for each.
+The core is deterministic, so a journal has only its inputs, and checksums of its decisions for a replay. It has no text
+and no token ids. A token is replaced by a pseudonym: 31 bits of a running hash over it and all tokens before it
+(BLAKE2b with a key that is not stored). So pseudonyms of two requests are equal as far as their tokens are, and reveal
+nothing else. Cache salts and keys of spans are replaced by keyed hashes; "spans" has [first, end, key] for each.
 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided; checksum null: not known
     ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks, moves, evicted], ...],
      seconds, passes, [numbers], [moves], {number: count}]          the result of a step; see below
-    ["k", [answers]]                                                answers of an external KV store, before the line of
-                                                                    the call that asked for them
+    ["k", [answers]]                                                answers of a KV store, before the line of their call
     ["x", t, message]                                               the step failed
     ["p", [numbers]], ["r"]                                         preempt these requests; reset the prefix cache
-    ["g", number, output]                                           the tokens that a request generated, when it ends
+    ["g", number, output]                                           the generated tokens of a request at its end
 
 A result omits requests that were due exactly one token, got it and continue. A request with a postponed token has
-sampled 0 and no error. The last five fields are omitted if all are empty: seconds and passes of drafting, requests with
-drafts that a model computed, copies to host memory and back, and the number of drafts proposed for each request.
+sampled 0 and no error. The last five fields, omitted if all are empty, are seconds and passes of drafting, requests
+with computed drafts, copies to and from host memory, and numbers of proposed drafts.
 
-The header has the version as "journal". Its "kv_groups" has one object per KV group, full attention first:
+The header has the version as "journal". "kv_groups" has one object per KV group, full attention first:
 {"kind": "full_attention", "num_blocks": n}, {"kind": "sliding_window", "num_blocks": n, "window": tokens}.
-"converted_from": the original version, if a converter brought the journal to this one. Checksums of version 2 become
-null then, because they do not fit the decisions of later versions.
+"converted_from": original version of a converted journal. Checksums of version 2 become null then, because later
+versions decide differently.
 
 t: microseconds since the previous line with a time. A move is [tier, blocks, bytes, seconds]. Prompts and outputs:
 base64 of pseudonyms of four bytes, whose highest bit is not used.
@@ -74,13 +72,13 @@ REQUEST_DEFAULTS: dict[str, Any] = {
 
 
 class Pseudonyms:
-    """Pseudonyms for the tokens of one sequence. Each depends on all earlier tokens and on `key`."""
+    """Pseudonyms for the tokens of one sequence."""
 
     def __init__(self, key: bytes) -> None:
         self._hash = hashlib.blake2b(key=key, digest_size=4)
 
     def extend(self, token_ids: list[int]) -> bytes:
-        """Return the pseudonyms of the next tokens, four bytes each."""
+        """Return the next tokens' pseudonyms, four bytes each."""
         update, digest, packed = self._hash.update, self._hash.digest, array("q", token_ids).tobytes()
         names = []
         for start in range(0, len(packed), 8):
@@ -90,7 +88,7 @@ class Pseudonyms:
 
 
 def hidden(text: str, key: bytes) -> str:
-    """Return a keyed hash that replaces a secret text: 16 hexadecimal digits, equal for equal texts."""
+    """Return a keyed hash of a secret text: 16 hexadecimal digits."""
     return hashlib.blake2b(text.encode(), key=key, digest_size=8).hexdigest()
 
 
@@ -100,7 +98,7 @@ def encode_tokens(names: bytes) -> str:
 
 
 def decode_tokens(text: str) -> list[int]:
-    """Decode pseudonyms to 31-bit ids, which replace the token ids in a replay."""
+    """Decode pseudonyms to 31-bit ids, which replace token ids in a replay."""
     packed = array("I")
     packed.frombytes(base64.b64decode(text))
     return [name & 0x7FFFFFFF for name in packed]
@@ -115,7 +113,7 @@ def decode_transfer(
 
 
 def checksum(scheduled: SchedulerOutput) -> int:
-    """Return a checksum of all decisions of a step: requests, token counts, blocks, copies and transfers."""
+    """Return a checksum of all decisions of a step."""
     cached, counts, copies = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens, scheduled.copies
     seldom = (
         [(new.request_id, new.num_computed_tokens, new.block_ids) for new in scheduled.scheduled_new_reqs],
@@ -134,16 +132,16 @@ def checksum(scheduled: SchedulerOutput) -> int:
 
 
 def open_journal(path: Path, mode: str) -> IO[str]:
-    """Open a journal as text. mode: "r" or "w". A journal with a name that ends in .gz is compressed."""
+    """Open a journal as text, compressed if its name ends in .gz. mode: "r" or "w"."""
     if path.suffix == ".gz":
         return gzip.open(path, mode + "t", compresslevel=1, encoding="ascii")  # type: ignore[return-value]
     return path.open(mode, encoding="ascii")
 
 
 def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return header and lines of a journal. Omits an incomplete last line.
+    """Return header and lines of a journal, without an incomplete last line.
 
-    Raises `ConfigError` if the file is no journal, cannot be read, or has another version than this one.
+    Raises `ConfigError` if it cannot be read or has another version.
     """
     header, lines = read_any_version(path)
     version = header["journal"]
@@ -155,7 +153,7 @@ def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
 
 
 def read_any_version(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return header and lines like `read_journal`, but of any version, which is header["journal"]."""
+    """Return header and lines of a journal of any version."""
     try:
         with open_journal(path, "r") as file:
             lines = list(_complete_lines(file))

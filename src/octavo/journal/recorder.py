@@ -1,4 +1,4 @@
-"""A wrapper of the scheduler that writes every call to a journal. It has the same interface as the scheduler."""
+"""A wrapper of the scheduler that writes every call to a journal."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class RecordedClock:
         self.microseconds = round(1e6 * clock())
 
     def __call__(self) -> float:
-        """Return the time now, in seconds."""
+        """Return the time in seconds."""
         self.microseconds = round(1e6 * self._clock())
         return self.microseconds / 1e6
 
 
 @dataclasses.dataclass(slots=True)
 class _Unfinished:
-    """A request that has not ended, and its number in the journal. Its generated tokens are written when it ends."""
+    """An open request. Its generated tokens are written when it ends."""
 
     number: int
     request: Request
@@ -72,8 +72,7 @@ class _Unfinished:
 class RecordingScheduler:
     """Passes every call on to `scheduler` and writes it to the file at `path`.
 
-    clock: the scheduler's clock. header: as of `describe`. store: the scheduler's connector; None without a store.
-    The attribute `seconds` is the CPU time of recording so far.
+    header: of `describe`. store: the scheduler's connector. The attribute `seconds` is the CPU time of recording.
     Raises OSError if the file cannot be opened. If writing fails later, the journal ends and the engine continues.
     """
 
@@ -104,7 +103,7 @@ class RecordingScheduler:
         return getattr(self._scheduler, name)
 
     def add_request(self, request: Request) -> None:
-        """Add a request, and record it. A refused request is not recorded, because it changes nothing."""
+        """Add a request and record it, unless it is refused."""
         asked = request.max_total_tokens
         self._scheduler.add_request(request)
         start = time.thread_time()
@@ -128,7 +127,7 @@ class RecordingScheduler:
         self.seconds += time.thread_time() - start
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """End requests from outside, and record those that were known."""
+        """End requests from outside, and record known ones."""
         outputs = self._scheduler.finish_requests(request_ids, status)
         start = time.thread_time()
         self._note_answers()
@@ -144,7 +143,7 @@ class RecordingScheduler:
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> SchedulerOutput:
-        """Decide a step, and record it. Injected preemptions are written before it."""
+        """Decide and record a step, after injected preemptions."""
         to_preempt, known = self._scheduler.faults.to_preempt, self._unfinished
         if to_preempt and self._scheduler.in_flight is None:
             self._write(["p", [known[name].number for name in to_preempt if name in known]])
@@ -156,7 +155,7 @@ class RecordingScheduler:
         return scheduled
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Process a step's result, and record it unless it is stale."""
+        """Process and record a step's result."""
         is_taken = result.step == scheduled.step and scheduled is self._scheduler.in_flight
         outputs = self._scheduler.update_from_output(scheduled, result)
         if not is_taken:
@@ -208,11 +207,11 @@ class RecordingScheduler:
         return self._scheduler.reset_prefix_cache()
 
     def get_stats(self) -> SchedulerStats:
-        """Return totals since the start, and the present state."""
+        """Return totals and the present state."""
         return self._scheduler.get_stats()
 
     def get_num_transfers(self) -> int:
-        """Return the number of transfers of KV, and of lookups in stores, that have not ended."""
+        """Return the number of transfers and store lookups that have not ended."""
         return self._scheduler.get_num_transfers()
 
     def has_work(self) -> bool:
@@ -228,7 +227,7 @@ class RecordingScheduler:
     def _note_endings(self, outputs: list[EngineCoreOutput], *, of_step: bool) -> None:
         """Write the generated tokens of ended requests.
 
-        of_step: whether the outputs are of a step. If an id was reused meanwhile, they are then of the first request.
+        of_step: the outputs are of a step, so those of a reused id are of its first request.
         """
         for output in outputs:
             if output.finish_reason is None:
@@ -238,12 +237,12 @@ class RecordingScheduler:
             self._write(["g", ended.number, ended.generated()])
 
     def _note_answers(self) -> None:
-        """Write the store's answers since the last call, before the line of the call that asked for them."""
+        """Write the store's new answers, before the line of their call."""
         if self._store is not None and (answers := self._store.take_answers()):
             self._write(["k", answers])
 
     def _elapsed(self) -> int:
-        """Return the microseconds since the previous line with a time, on the scheduler's clock."""
+        """Return the microseconds since the previous line with a time."""
         elapsed = self._clock.microseconds - self._last_time
         self._last_time = self._clock.microseconds
         return elapsed
@@ -257,7 +256,7 @@ class RecordingScheduler:
             self._flush()
 
     def _flush(self) -> None:
-        """Write the gathered lines. One write for many lines costs a step less than many writes."""
+        """Write gathered lines in one write, which costs a step less."""
         self._last_flush = self._clock.microseconds
         if not self._is_broken:
             try:
@@ -275,7 +274,7 @@ def _write_out(file: IO[str], lines: list[str]) -> None:
 
 
 def _finish(file: IO[str], lines: list[str]) -> None:
-    """Write the remaining lines when the recorder is deleted without having been closed."""
+    """Write the remaining lines of a recorder that was not closed."""
     if not file.closed:
         with contextlib.suppress(OSError):
             _write_out(file, lines)

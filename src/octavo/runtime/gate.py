@@ -1,4 +1,4 @@
-"""A fair lock on an event loop: tenants take turns."""
+"""A fair lock on an event loop."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Gate:
             await granted
             yield
         finally:
-            if not ticket.cancel():  # cancelled: the turn was never granted
+            if not ticket.cancel():  # if it was cancelled, the turn was never granted
                 self._is_taken = False
                 self._let_in()
 
     def submit(self, run_next: Callable[[], None]) -> None:
-        """Queue a callback of `Turns`, which runs when the lock is free (the `Executor` protocol)."""
+        """Queue a callback of `Turns`, which runs when the lock is free."""
         self._asked.append(run_next)
 
     def _let_in(self) -> None:

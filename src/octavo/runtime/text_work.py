@@ -1,7 +1,4 @@
-"""Threads for work on texts: parsing, templates, tokenization, detokenization, serialization.
-
-A request waits only for texts in its own size class.
-"""
+"""Threads for work on texts. A request waits only for texts in its own size class."""
 
 from __future__ import annotations
 
@@ -23,9 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # Text sizes in characters. Work queues only in its own lane: eight texts of 30,000 characters take 150 ms, a whole
-# short request 4 ms. The threads still share the interpreter and the cores.
-# Tiny texts are read on the event loop: that takes 0.2 ms. A thread would wait several times as long for the busy
-# interpreter, and the event loop would wait for the thread.
+# short request 4 ms. Tiny texts take 0.2 ms on the event loop; a thread would wait longer for the busy interpreter.
 _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
 _LARGE = 256  # entries; serializing one takes a few microseconds
@@ -39,7 +34,7 @@ class AbandonedError(Exception):
 
 
 class _Work:
-    """State of one piece of work: abandoned or not, and the number of tokens read so far."""
+    """State of one piece of work."""
 
     def __init__(self) -> None:
         self.is_abandoned = False
@@ -47,7 +42,7 @@ class _Work:
         self._end = math.inf
 
     def begin(self) -> None:
-        """Start the time limit. Raises `AbandonedError` if the caller is gone."""
+        """Start the time limit. Raises like `check`."""
         self._end = time.monotonic() + _LONGEST_S
         self.check()
 
@@ -63,10 +58,10 @@ _local = threading.local()  # `work`: the `_Work` that this thread runs
 
 
 def progress(num_tokens: int = 0) -> None:
-    """Add num_tokens to the tokens read by this thread's work. Does nothing if it runs none.
+    """Count tokens read by this thread's work, if any.
 
-    Long work must call it often, as it is the only cancellation point. Raises `AbandonedError` if the caller is gone,
-    and `RequestError` if the work takes too long.
+    Long work must call it often: it is the only cancellation point. Raises `AbandonedError` if the caller is gone, and
+    `RequestError` if the work takes too long.
     """
     work: _Work | None = getattr(_local, "work", None)
     if work is not None:
@@ -77,8 +72,8 @@ def progress(num_tokens: int = 0) -> None:
 class TextWork:
     """Thread pool for work on texts: four lanes by size, each with one thread that tenants use in turns.
 
-    Tiny texts run directly on the event loop, unless they are only counted. Counting has its own threads. One count per
-    lane is in progress until the event loop has received its result, so other callbacks wait for at most one per lane.
+    Tiny texts run on the event loop, unless they are only counted. Counting has its own threads. The next count of a
+    lane starts only when the event loop has the last result, so other callbacks wait for at most one per lane.
     """
 
     def __init__(self) -> None:
@@ -102,8 +97,8 @@ class TextWork:
     ) -> T:
         """Run `work` and return its result.
 
-        num_chars: size of its text. deadline: in seconds, on the event loop's clock. on_read: always called at the end
-        with the number of tokens read (see `progress`). is_count: tokens are only counted, no generation waits for it.
+        deadline: in seconds, on the event loop's clock. on_read: always called at the end with the number of tokens
+        read (see `progress`). is_count: no generation waits for it.
         If the caller is cancelled, the work does not start, or stops at its next `progress`.
         Raises `DeadlineError`, and the exceptions of `work`.
         """
@@ -128,7 +123,7 @@ class TextWork:
                 on_read(under_way.num_tokens)
 
     def shutdown(self) -> None:
-        """Accept no new work. The threads finish all queued work and end; this call does not wait for them."""
+        """Accept no new work. The threads finish queued work; this call does not wait."""
         for executor in self._executors:
             executor.shutdown(wait=False)
 
@@ -151,7 +146,7 @@ async def beside(
     deadline: float = math.inf,
     is_count: bool = False,
 ) -> T:
-    """Run `work` on the event loop, or in a thread if it has many entries and would block other requests."""
+    """Run `work` on the event loop, or in a thread if many entries would block other requests."""
     if num_entries <= _LARGE:
         return work()
     num_chars = num_entries * _BYTES_PER_ENTRY
@@ -159,5 +154,5 @@ async def beside(
 
 
 def entries_of_bytes(num_bytes: int) -> int:
-    """Convert a size of JSON in bytes to an estimated number of entries."""
+    """Estimate the entries in a size of JSON."""
     return num_bytes // _BYTES_PER_ENTRY

@@ -17,7 +17,7 @@ BYTES_PER_ANSWER = 400  # end position, salt digest and owner number: a measured
 class Answers:
     """Ring buffer of answers, limited in bytes and in number. The oldest is overwritten first, whatever its salt.
 
-    Each distinct salt has an owner number in the index while at least one of its answers is kept.
+    A salt has an owner number in the index while one of its answers is kept.
     """
 
     def __init__(self, max_bytes: int, max_answers: int) -> None:
@@ -36,7 +36,7 @@ class Answers:
         return len(self._ends)
 
     def add(self, token_ids: list[int], cache_salt: str | None) -> None:
-        """Keep an answer. token_ids: the end of the prompt, by which later requests match it, then the answer."""
+        """Keep an answer. token_ids: the end of the prompt, to match later requests, then the answer."""
         while len(self._ends) >= self._max_answers:
             self._index.drop(self._ends[0][0])
             self._release_oldest()
@@ -54,7 +54,7 @@ class Answers:
     def propose(
         self, suffix: array[int], most: int, cache_salt: str | None, *, factor: float, min_probability: float
     ) -> tuple[list[int], float]:
-        """Return the best continuation in answers of that salt, and its score; see `SuffixIndex.propose`."""
+        """Return the best continuation in answers of that salt; see `SuffixIndex.propose`."""
         owner = self._owners.get(_digest(cache_salt))
         if owner is None:
             return [], 0.0
@@ -70,5 +70,5 @@ class Answers:
 
 
 def _digest(cache_salt: str | None) -> bytes:
-    """Return a short key for a salt of any length; empty if there is no salt."""
+    """Return a short key for a salt of any length."""
     return b"" if cache_salt is None else hashlib.sha256(cache_salt.encode()).digest()

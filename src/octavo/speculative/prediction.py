@@ -1,7 +1,4 @@
-"""Predicted outputs: drafts from the answer that the client expects (OpenAI's `prediction`).
-
-A prediction is used for its own request only and is not kept.
-"""
+"""Drafts from the answer that the client expects (OpenAI's `prediction`), only for its own request."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ DRAFTS_PER_TOKEN = 2  # drafts per matching token
 
 
 class PredictionProposer:
-    """Wraps a proposer; uses the prediction instead if it yields at least as many drafts.
+    """Uses the prediction instead of a proposer's drafts if it yields at least as many.
 
-    Each draft adds at most one token to a step, so an equal number is as good. The wrapped proposer is always called.
+    Each draft adds at most one token to a step, so an equal number is as good.
     """
 
     num_passes, computed, computes = 0, frozenset[str](), False
@@ -46,19 +43,19 @@ class PredictionProposer:
         return drafts
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Forward to the wrapped proposer; predictions are part of the task."""
+        """See `Proposer`."""
         self._proposer.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Forward to the wrapped proposer; no prediction is kept."""
+        """See `Proposer`; no prediction is kept."""
         self._proposer.finish(ended)
 
 
 def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int) -> list[int]:
     """Return up to `most` tokens that follow the end of the answer in the prediction.
 
-    If the answer is a prefix of the prediction, these are the next tokens. Otherwise they follow the longest match of
-    the answer's last tokens; of equally long matches, the one whose position is closest to that in the answer.
+    Unless the answer is a prefix of the prediction, they follow the longest match of its last tokens; of equal ones,
+    that with the closest position.
     """
     start = len(answer)
     if not np.array_equal(predicted[:start], answer):
@@ -73,7 +70,7 @@ def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most
 def _longest_matches(
     predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the end positions of the longest matches of the answer's last tokens, and their length in tokens.
+    """Return the ends of the longest matches of the answer's last tokens, and their length.
 
     A single match is extended only as far as `most` drafts require.
     """

@@ -1,13 +1,13 @@
-"""Suffix decoding: drafts from the request's own tokens, and from earlier answers with the same cache salt.
+"""Drafts from a request's own tokens, and from earlier answers with the same cache salt.
 
-After SuffixDecoding (Oliaro et al., arXiv 2411.04975). Accepted drafts make an answer faster, which is observable like
-a prefix hit. So the cache salt isolates drafts as it isolates prefix-cache blocks:
+After SuffixDecoding (Oliaro et al., arXiv 2411.04975). Accepted drafts make an answer observably faster, like a prefix
+hit. So drafts are isolated by the cache salt, like prefix-cache blocks:
 
-- An answer is a draft only for requests of equal salt; requests without a salt share with one another. The server gives
-  each tenant its own salts, unless its key shares the prefix cache.
-- A request with a unique salt gets drafts from its own tokens only. Its answer is kept but never used.
-- The last MAX_MATCH tokens of a prompt are kept under the same salt, to match the beginning of an answer.
-- While a request runs, or waits after a preemption, its tokens are drafts for itself only.
+- An answer is a draft only for requests of equal salt, or for those without one. The server gives each tenant its own
+  salts, unless its key shares the prefix cache.
+- So a request with a unique salt gets drafts from its own tokens only.
+- The end of a prompt is kept under the same salt, to match the beginning of an answer.
+- The tokens of a request that has not ended are drafts for itself only.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
     from octavo.speculative.interface import DraftTask, EndedRequest
 
-_MOST_TOKENS = 1 << 17  # total of all running requests
+_MOST_TOKENS = 1 << 17  # of all running requests
 _LEAST_ROOM = 256  # minimum spare capacity of a new index, in tokens
 
 
 class SuffixProposer(LookupProposer[SuffixIndex]):
-    """Proposer that takes the better draft, by the paper's score, of the request's own tokens and earlier answers.
+    """Takes the better draft, by the paper's score, of the request's own tokens and earlier answers.
 
-    Each running request has an index of its own tokens, whose capacity grows by half. When all indices together reach
-    the limit, an index keeps its newest tokens only, and a new request gets no index until indexed ones have ended.
+    At the size limit of all indices an index keeps only its newest tokens, and a new request gets none.
     """
 
     def __init__(self, config: SpeculativeConfig, *, max_num_seqs: int, max_model_len: int) -> None:
@@ -78,7 +77,7 @@ class SuffixProposer(LookupProposer[SuffixIndex]):
         return draft
 
     def _extended(self, task: DraftTask) -> SuffixIndex | None:
-        """Update the index of a request and return it; None if there is no room. May replace it by a larger one."""
+        """Update a request's index, or replace it by a larger one; None without room."""
         num_tokens = len(task.token_ids)
         index = self._indices.get(task.request_id)
         if index is None or num_tokens > index.capacity:

@@ -1,4 +1,4 @@
-"""The main module of an engine process: `python -m octavo.startup.engine_main`. Its settings come on standard input."""
+"""The main module of an engine process. Its settings come on standard input."""
 
 from __future__ import annotations
 

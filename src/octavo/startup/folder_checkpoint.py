@@ -1,4 +1,4 @@
-"""A checkpoint that is a folder in Hugging Face's layout."""
+"""A checkpoint in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FolderCheckpoint:
-    """An `octavo.startup.checkpoint.Checkpoint` of config.json, safetensors files and the other files of a folder."""
+    """An `octavo.startup.checkpoint.Checkpoint` of a folder."""
 
     __slots__ = ("path", "weights")
 
@@ -28,7 +28,7 @@ class FolderCheckpoint:
         self.weights = FolderWeights(path)
 
     def read_config(self) -> dict[str, Any]:
-        """Read config.json; empty if it does not exist."""
+        """Read config.json; {} if it does not exist."""
         return read_json_object(self.path / "config.json")
 
     def read_architecture(self) -> Architecture:
@@ -36,15 +36,15 @@ class FolderCheckpoint:
         return read_architecture(self.path)
 
     def check_tokenizer(self) -> None:
-        """Raise if there is no tokenizer.json."""
+        """Raise without a tokenizer.json."""
         Tokenizer.check_directory(self.path)
 
     def read_tokenizer(self) -> Tokenizer:
-        """Read tokenizer.json and the files that belong to it."""
+        """Read tokenizer.json and related files."""
         return Tokenizer.from_directory(self.path)
 
     def stored_tokenizer(self) -> bytes | None:
-        """Return the bytes of tokenizer.json; None if it does not exist."""
+        """Return the bytes of tokenizer.json, if it exists."""
         path = self.path / "tokenizer.json"
         return path.read_bytes() if path.is_file() else None
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is a GGUF file, or several files of one model."""
+"""A checkpoint in GGUF files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class GGUFCheckpoint:
         self.vocabulary = GGUFVocabulary(path, self.file.metadata)
 
     def read_config(self) -> dict[str, Any]:
-        """Return the metadata as the keys of a config.json."""
+        """Return the metadata as keys of a config.json."""
         return read_gguf_config(self.file, self.weights.architecture, self.weights.family)
 
     def read_architecture(self) -> Architecture:
@@ -61,11 +61,11 @@ class GGUFCheckpoint:
         return replace(architecture_of(ConfigFile(self.path, config)), block_bytes=self.weights.block_bytes())
 
     def check_tokenizer(self) -> None:
-        """Raise if the metadata describe no tokenizer of a known kind."""
+        """See `Checkpoint`."""
         self.vocabulary.check()
 
     def read_tokenizer(self) -> Tokenizer:
-        """Build the tokenizer that the metadata describes."""
+        """Build the tokenizer of the metadata."""
         return self.vocabulary.build()
 
     def stored_tokenizer(self) -> bytes | None:
@@ -86,7 +86,7 @@ class GGUFCheckpoint:
         return ChatTemplate({name: str(text) for name, text in texts.items()}, special_tokens) if texts else None
 
     def read_generation_defaults(self) -> GenerationDefaults:
-        """Return the parameters of `general.sampling.*`, and the EOS token ids."""
+        """Return the parameters of `general.sampling.*`, and EOS ids."""
         fields = ConfigFile(self.path, self.file.metadata, "")
         sampling: dict[str, float | int] = {}
         for key, name in _SAMPLING_KEYS.items():
@@ -97,7 +97,7 @@ class GGUFCheckpoint:
         return GenerationDefaults(sampling, self.vocabulary.eos_token_ids(), self.path)
 
     def read_embedding_config(self) -> EmbeddingConfig:
-        """Return how hidden states become an embedding; without metadata by the last state."""
+        """See `Checkpoint`; the default is the last state."""
         key = f"{self.weights.architecture}.pooling_type"
         kind = self.file.metadata.get(key, 0)
         if not isinstance(kind, int) or kind not in _POOLING:

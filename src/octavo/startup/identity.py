@@ -1,4 +1,4 @@
-"""Describes an engine's numbers as text: the fingerprint of a start, and the keys under which engines share KV."""
+"""Describes an engine's numbers: the fingerprint of a start, and the keys under which engines share KV."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHOWN_KEY = 100  # characters
 
 
 def find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
-    """Start to hash the weights in the background while they are loaded."""
+    """Start to hash the weights in the background."""
     seed = config.seed if config.load_format == "dummy" else None
     return WeightsIdentity(served.checkpoint.weights, served.architecture, seed)
 
@@ -44,7 +44,7 @@ def check_fingerprint(
     """Return the engine's fingerprint. Refuse a start that computes other numbers than an earlier one.
 
     identity: hashes the weights, so that starts with a copy of them are compared, too; None if KV is not shared.
-    Nothing is compared if the disk must not be used (packed_cache_bytes 0), or if there are no checksums.
+    Nothing is compared without use of the disk (packed_cache_bytes 0), or without checksums.
     Raises `FingerprintError`, and `ModelError` for weights that have changed meanwhile.
     """
     logger.info("fingerprint: %s", fingerprint.summary)
@@ -65,7 +65,7 @@ def check_fingerprint(
 def _describe_engine(
     config: EngineConfig, served: ServedModel, info: WorkerInfo, draft: DraftCheckpoint | None, dtype: str
 ) -> dict[str, Any]:
-    """Return everything on which the numbers of a start may depend. Raises `OSError` if a file is missing."""
+    """Return everything on which a start's numbers may depend. Raises `OSError`."""
     model = config.model
     seed = model.seed if model.load_format == "dummy" else None
     hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)  # written by now if the weights were hashed
@@ -102,9 +102,9 @@ def cache_keys(
 
 
 def kv_format(keys: tuple[str, ...]) -> dict[str, str]:
-    """Return the cache keys by name, for a router: engines share KV only if all of them are equal.
+    """Return the cache keys by name, for a router: engines share KV only if all are equal.
 
-    The secret is omitted. Long texts, such as architectures, are hashed.
+    The secret is omitted, and long texts are hashed.
     """
     values = dict(key.split(":", 1) for key in keys)
     values.pop("secret", None)
