@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-_CHARS_PER_ID = 4  # a token id counts as so many
+_CHARS_PER_ID = 4
 
 
 class AsyncLLM:
-    """Steps an engine in a thread; other code reaches the engine through the inbox only.
+    """Steps an engine in a thread; other code reaches it through the inbox only.
 
-    max_unread_outputs: a request with more unread outputs is ended; None for no limit.
+    max_unread_outputs: a request with more unread outputs is ended.
     """
 
     def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:
@@ -43,7 +43,7 @@ class AsyncLLM:
         self.text = TextWork()
         self._max_unread = max_unread_outputs
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._read: dict[str, OutputStream] = {}  # by request
+        self._read: dict[str, OutputStream] = {}
         self._streams: dict[str, OutputStream] = {}  # only for the engine's thread, like `_submitted`
         self._submitted: set[OutputStream] = set()  # not answered yet
         self._dead: OctavoError | None = None
@@ -73,10 +73,10 @@ class AsyncLLM:
         on_unread: Callable[[RequestOutput], None] | None = None,
         **fields: Unpack[OptionFields],
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of one request until it is finished. Closing the iterator early aborts it.
+        """Yield a request's outputs until it is finished. Closing the iterator early aborts it.
 
-        fields: replace those of `options`.
-        on_processed: awaited with the tokenized request before it is sent; its error ends the request.
+        fields: replace those of `options`. on_processed: awaited before the request is sent; its error ends the
+        request.
         on_unread: called with each output that a disconnected or slow reader missed.
         Raises `RequestError`, `EngineDeadError`, and `SlowReaderError` for too many unread outputs.
         """
@@ -113,25 +113,25 @@ class AsyncLLM:
             if self._read.get(request_id) is stream:
                 del self._read[request_id]
             if not finished:
-                with contextlib.suppress(EngineDeadError):  # a dead engine has nothing to abort
+                with contextlib.suppress(EngineDeadError):
                     self._post(lambda: self._abort(request_id, stream))
 
     def fail(self, request_id: str, error: OctavoError) -> None:
-        """Fail a request's stream now, even during a long step, and abort it. Unknown ids are ignored."""
+        """Fail a request's stream now, even during a long step, and abort it."""
         stream = self._read.get(request_id)
         if stream is not None:
             _call_soon(stream.loop, stream.fail, error)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort requests; each gets a last output. Raises `EngineDeadError`."""
+        """Abort requests. Raises `EngineDeadError`."""
         await self.call(lambda engine: engine.abort_request(request_ids))
 
     async def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener on the engine's thread; None: stop. Raises `EngineDeadError`."""
+        """See `CoreClient.watch`; the listener runs on the engine's thread."""
         await self.call(lambda engine: engine.client.watch(listener))
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
-        """Run a function on the engine's thread, between two steps; return its result or raise its error."""
+        """Run a function on the engine's thread, between two steps."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
@@ -147,7 +147,7 @@ class AsyncLLM:
         return await result
 
     def shutdown(self) -> None:
-        """Stop the thread; open streams end with `EngineDeadError`."""
+        """Stop the thread and end open streams."""
         self._inbox.put(None)
         self.client.wake()
         self._thread.join()
@@ -179,7 +179,7 @@ class AsyncLLM:
         self.engine.shutdown()
 
     def _run_commands(self) -> bool:
-        """Run the commands in the inbox. Returns False if the thread has to stop."""
+        """Run commands. Returns False if the thread has to stop."""
         while not self._inbox.empty():
             command = self._inbox.get()
             if command is None:
@@ -215,7 +215,7 @@ class AsyncLLM:
             _call_soon(stream.loop, stream.put, error)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Deliver outputs in one batch per event loop: waking a loop costs more than an output."""
+        """Wake each event loop once: that costs more than an output."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
@@ -232,7 +232,7 @@ class AsyncLLM:
             _call_soon(loop, _put_all, batch)
 
     def _end_slow(self, output: RequestOutput, stream: OutputStream, limit: int) -> None:
-        """End a request and drop its unread and later outputs, to free memory."""
+        """End a request and drop its outputs, to free memory."""
         stream.is_left = True
         if not output.finished:
             self.engine.abort_request(output.request_id)
@@ -255,7 +255,7 @@ class AsyncLLM:
 
     @staticmethod
     def _run_last(command: Callable[[], None]) -> None:
-        """Run a command of a dead engine, so that its caller gets an answer."""
+        """Answer the caller of a command, although the engine is dead."""
         try:
             command()
         except Exception:
@@ -263,7 +263,7 @@ class AsyncLLM:
 
 
 def _num_chars(prompt: Any, params: SamplingParams | None) -> int:
-    """Return the size of a request in characters."""
+    """Return a request's size."""
     if hasattr(prompt, "keys"):
         ids = prompt.get("prompt_token_ids")
         prompt = prompt.get("prompt") if ids is None else ids

@@ -1,4 +1,4 @@
-"""Read the arguments of a model's call as an object. Nothing that the model wrote is dropped."""
+"""Read a model's arguments of a call as an object, without dropping anything."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from octavo.engine.json_recovery import recover_object
 
 _NO_VALUE = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.)*("\s*(:\s*)?)?)?\Z')  # cut off before its first value
 UNREADABLE_KEY = "arguments"
-"""The key under which a chat template receives arguments that are no object."""
+"""The key of arguments that are no object, for chat templates."""
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a complete call, {} for an empty text; None if they cannot be repaired to an object."""
+    """Return a complete call's arguments, {} for an empty text; None if they are no object even after repairs."""
     if not text.strip():
         return {}
     try:
@@ -28,10 +28,10 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of any call as an object, the form that chat templates need.
+    """Return any call's arguments as an object, as chat templates need, so that clients can send back any call.
 
-    So a client can send back any call. One that was cut off has the arguments that arrived, with the beginning of the
-    last string. A text that is no object becomes the value of `UNREADABLE_KEY`, so that the model sees it.
+    A call that was cut off has the arguments that arrived, with the beginning of the last string. Other text becomes
+    the value of `UNREADABLE_KEY`, so that the model sees it.
     """
     whole = parse_arguments(text)
     if whole is not None:
@@ -41,7 +41,7 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def begun_arguments(text: str, *, with_last_string: bool = False) -> dict[str, Any]:
-    """Return the complete members of arguments that were cut off; {} if they begin no object.
+    """Return the complete members of arguments that were cut off, perhaps {}.
 
     with_last_string: include an incomplete last string, unlike clients that parse a stream.
     """

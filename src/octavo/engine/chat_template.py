@@ -1,4 +1,4 @@
-"""Render conversations with a checkpoint's Jinja template, in a sandbox: templates are untrusted programs."""
+"""Render conversations with Jinja templates in a sandbox: they are untrusted programs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one
+_ROLES = {"developer": "system"}  # OpenAI's newer name
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# Templates read the first key of a message's reasoning, or an older one.
+# Templates read the first or an older key.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# Errors of templates for data that they do not expect; no faults of octavo.
+# Of templates for unexpected data; no faults of octavo.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -42,7 +42,7 @@ _TEMPLATE_ERRORS = (
 
 
 class ChatTemplate:
-    """The chat templates of a checkpoint by name: "tool_use" for requests with tools if it exists, else "default".
+    """A checkpoint's chat templates by name: "tool_use" for requests with tools if it exists, else "default".
 
     special_tokens: by key ("bos_token", ...), variables of the templates. now: clock of `strftime_now`.
     """
@@ -63,7 +63,7 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
-        """Read a checkpoint's templates; None without any. Raises `ModelError`.
+        """Read a checkpoint's templates, if any. Raises `ModelError`.
 
         chat_template.jinja replaces those of tokenizer_config.json; additional_chat_templates/*.jinja adds more.
         """
@@ -86,11 +86,10 @@ class ChatTemplate:
         chat_template: str | None = None,
         **chat_template_kwargs: Any,
     ) -> str:
-        """Return the prompt of a conversation, as `apply_chat_template` of transformers does.
+        """Return a prompt, as `apply_chat_template` of transformers does. Raises `RequestError`.
 
         continue_final_message: end the prompt within the last message, so that the model continues it.
         chat_template: a template's name or text. Other keywords are its variables.
-        Raises `RequestError` if the template refuses the messages.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -129,7 +128,7 @@ class ChatTemplate:
                 compiled = _Compiled(self._environment, source, self._special_tokens)
             except _TEMPLATE_ERRORS as error:
                 raise RequestError(f"the chat template is broken: {error}", parameter="chat_template") from error
-            if source in self.templates.values():  # the cache must not grow with templates of callers
+            if source in self.templates.values():  # callers may pass any number of texts
                 self._compiled[source] = compiled
         return compiled
 
@@ -137,7 +136,7 @@ class ChatTemplate:
 class _Compiled:
     """A compiled template with its traits.
 
-    no_tools: value of `tools` without any: None as in transformers, or [] if the template fails with None.
+    no_tools: None as in transformers, or [] if the template fails with None.
     """
 
     __slots__ = ("no_tools", "template", "traits")
@@ -150,7 +149,7 @@ class _Compiled:
         self.no_tools: list[Any] | None = None if takes_null or self._try(question, special, []) is None else []
 
     def render(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Return the text of a conversation, in its first shape that the template accepts.
+        """Return a conversation's text, in its first shape that the template accepts.
 
         Raises `RequestError` with the first shape's error if there is none.
         """
@@ -167,7 +166,7 @@ class _Compiled:
     def _try(
         self, messages: list[dict[str, Any]], special: Mapping[str, str], *choices: list[Any] | None
     ) -> str | None:
-        """Render with the first of `choices` as tools that the template accepts; None if it accepts none."""
+        """Render with the first of `choices` as tools that the template accepts."""
         for tools in choices:
             with contextlib.suppress(*_TEMPLATE_ERRORS):
                 return self.template.render(
@@ -177,7 +176,7 @@ class _Compiled:
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} marks text for training; only its body is rendered."""
+    """{% generation %} marks text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -188,7 +187,7 @@ class _GenerationBlock(Extension):
 
 
 def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    """Build the environment of transformers' templates."""
+    """Build transformers' environment."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -203,7 +202,7 @@ def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironm
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # unlike jinja's own filter, no escapes for HTML
+        # not escaped for HTML, unlike jinja's
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
@@ -236,10 +235,7 @@ def _read_config_templates(path: Path) -> dict[str, str]:
 
 
 def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copy messages into plain data. Of null fields only content stays.
-
-    Renames roles, parses arguments of calls, and stores reasoning under the keys that templates read.
-    """
+    """Copy messages into plain data, with the roles, arguments and reasoning keys that templates read."""
     if not messages or isinstance(messages, str | Mapping):
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     chat = []
@@ -300,7 +296,7 @@ def _rebuilt(value: Any) -> Any:
 
 
 def _tag_final_message(chat: list[dict[str, Any]]) -> None:
-    """Mark the end of the last message's text, where the prompt is cut."""
+    """Mark the end of the last text."""
     content = chat[-1].get("content")
     if isinstance(content, str):
         chat[-1]["content"] = content + _CONTINUE_TAG
@@ -311,7 +307,7 @@ def _tag_final_message(chat: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_tag(text: str) -> str:
-    """Cut the text at the mark; strip it if the template strips messages, and so the mark's space."""
+    """Cut the text at the mark; strip it if the template stripped the mark's space."""
     position = text.rfind(_CONTINUE_TAG.strip())
     if position < 0:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""The protocol between an engine and its core, which runs in this process or another one."""
+"""The protocol between an engine and its core, in this process or another one."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from octavo.outputs import EngineCoreOutput
 
     Answer: TypeAlias = Callable[[OctavoError | None], None]
-    """Called once for each added request: with None once it is queued, or with the error that refuses it."""
+    """Called once per added request: with None once it is queued, or with the error that refuses it."""
 
 
 class CoreClient(Protocol):
     """A core as an engine uses it. Only `wake` and properties are thread-safe.
 
-    A request is answered once and then ends once: by the outputs of its streams, or by `on_lost`.
+    A request is answered and then ends, once: by outputs of its streams, or by `on_lost`.
     """
 
     @property
     def core(self) -> EngineCore:
-        """The core object. Raises `EngineError` if it runs in another process."""
+        """The core object. Raises `EngineError` if it is in another process."""
         ...
 
     @property
@@ -43,17 +43,17 @@ class CoreClient(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be added now."""
+        """Whether requests can be added."""
         ...
 
     @property
     def num_restarts(self) -> int:
-        """How often the core's process was restarted."""
+        """Restarts of the core's process."""
         ...
 
     @property
     def num_failed_starts(self) -> int:
-        """How many processes in a row never took a request."""
+        """Processes in a row that never took a request."""
         ...
 
     @property
@@ -66,19 +66,19 @@ class CoreClient(Protocol):
         ...
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Add all streams of a request or, with an error, none. May answer before it returns."""
+        """Add all streams of a request or, with an error, none. May answer immediately."""
         ...
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams now. Only aborted ones have a last output: the engine itself decides on other ends."""
+        """End streams. Only aborted ones have a last output: the engine itself decides on other ends."""
         ...
 
     def has_work(self) -> bool:
-        """Whether `step` has something to compute or to return."""
+        """Whether `step` would do anything."""
         ...
 
     def step(self) -> list[EngineCoreOutput]:
-        """Return new outputs, after computing a step if the core is in this process."""
+        """Return new outputs, after computing a step if the core is here."""
         ...
 
     def wait(self) -> None:
@@ -86,7 +86,7 @@ class CoreClient(Protocol):
         ...
 
     def wake(self) -> None:
-        """End the current or the next `wait`. Any thread may call it."""
+        """End the current or next `wait`. Thread-safe."""
         ...
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:

@@ -1,4 +1,4 @@
-"""One engine process from its start to its end."""
+"""One engine process from start to end."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from octavo.errors import OctavoError
 
 _STANDARD_ERROR = 2
-_MOST_AT_ONCE = 1000  # messages read in a row; commands of the engine wait meanwhile
+_MOST_AT_ONCE = 1000  # messages read in a row; commands wait meanwhile
 
 
 @dataclass(slots=True)
 class CoreLife:
-    """A process that runs `octavo.engine.core_process.run_core_process`, with sockets of its own.
+    """A process of `run_core_process`, with sockets of its own.
 
     ready_at: monotonic time at which it first took requests. failure: the error that it reported.
     """
@@ -49,7 +49,7 @@ class CoreLife:
     def begin(
         cls, context: zmq.Context[zmq.Socket[bytes]], command: Sequence[str], config: EngineConfig, patience: Patience
     ) -> CoreLife:
-        """Start a process. Raises `ConfigError` without a folder for sockets, and any error of the operating system."""
+        """Start a process. Raises `ConfigError` without a folder for sockets, and any `OSError`."""
         with contextlib.ExitStack() as stack:
             folder = ipc.make_folder()
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -74,13 +74,13 @@ class CoreLife:
 
     @property
     def why_over(self) -> str | None:
-        """How the process ended, or why it must be killed; None if it is healthy."""
+        """How the process ended, or why it must be killed, if so."""
         if self.process.poll() is not None:
             return f"ended with status {self.process.returncode}"
         return self.health.why_given_up
 
     def send(self, message: bytes) -> bool:
-        """Send a message; return False if the process does not take requests."""
+        """Send a message; return False if the process takes none."""
         if self.ready_at is None:
             return False
         try:
@@ -90,7 +90,7 @@ class CoreLife:
         return True
 
     def received(self, wait_ms: int = 0) -> Iterator[bytes]:
-        """Yield arrived messages, waiting up to `wait_ms` for each."""
+        """Yield messages, waiting up to `wait_ms` for each."""
         for _ in range(_MOST_AT_ONCE):
             if not (self.news.poll(wait_ms) if wait_ms else int(self.news.get(zmq.EVENTS)) & zmq.POLLIN):
                 return

@@ -1,4 +1,4 @@
-"""The engine core in a process of its own. It exits when its standard input ends: then its parent is dead."""
+"""The engine core in a process of its own, which exits with its parent: when standard input ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 BEAT_S = 0.5
 IDLE_CHECK_MS = 1000
-PREPARE_S = 10.0  # counted from the start of the preparation
+PREPARE_S = 10.0  # from the start of the preparation
 TURN_S = 60.0
 _SAVING_S = 2.0  # the parent kills this process 5 s after `Stop`
 _HELD_CHECK_MS = 5
@@ -45,11 +45,11 @@ _HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 
 
 def run_core_process(build: Build) -> None:
-    """Read a `Launch` from standard input, build the core, and serve it until `Stop`.
+    """Build the core of the `Launch` on standard input, and serve it until `Stop`.
 
-    build(config, progress): an error that it raises is sent to the parent and ends the process with status 1.
+    build(config, progress): its error is sent to the parent and ends the process with status 1.
     """
-    # Signals may reach the whole process group. The parent handles them and sends `Stop`.
+    # Signals may reach the whole process group; the parent handles them.
     for each in (signal.SIGINT, signal.SIGTERM, *_HANG_UP):
         signal.signal(each, signal.SIG_IGN)
     _wake_when_parent_dies()
@@ -65,7 +65,7 @@ def run_core_process(build: Build) -> None:
     try:
         core = build(launch.config, lambda done, total: news.send(ipc.encode(ipc.Loading(done, total))))
     except Exception as error:
-        if not isinstance(error, OctavoError):  # the parent reports octavo's own errors
+        if not isinstance(error, OctavoError):  # the parent reports octavo's own
             logger.exception("the engine cannot be built")
         news.send(ipc.encode(ipc.failure(error)))
         context.destroy(linger=1000)
@@ -82,9 +82,9 @@ def run_core_process(build: Build) -> None:
 
 
 class Pulse:
-    """Sends `octavo.engine.ipc.Alive` messages from a thread, also during a long step.
+    """Sends `Alive` messages from a thread, also during a long step.
 
-    progress: the count in these messages; the `CoreServer` increases it.
+    progress: their count, which the `CoreServer` increases.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
@@ -98,7 +98,7 @@ class Pulse:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and wait for its end."""
+        """Stop the thread."""
         self._is_over.set()
         self._thread.join()
 
@@ -111,7 +111,7 @@ class Pulse:
 
 
 class CoreServer:
-    """Serves a core: messages become calls of a `LocalCore`, its outputs become messages."""
+    """Turns messages into calls of a `LocalCore`, and outputs into messages."""
 
     def __init__(self, core: EngineCore, requests: zmq.Socket[bytes], news: zmq.Socket[bytes], pulse: Pulse) -> None:
         self._engine_core = core
@@ -198,15 +198,14 @@ class CoreServer:
 def _wake_when_parent_dies() -> None:
     """Have Linux send SIGCONT when the parent dies: a stopped process would not notice the end of standard input.
 
-    A running process ignores the signal. So it is harmless that the end of the parent's thread already sends it, or
-    that the parent died before this call.
+    A running process ignores the signal. So it may come early, at the end of the parent's thread, or never.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Remove the folder and exit when standard input ends."""
+    """Clean up and exit when standard input ends."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)

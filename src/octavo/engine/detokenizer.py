@@ -1,7 +1,7 @@
-"""The text of each token, and of a stream that grows token by token.
+"""The text of tokens, and of a stream that grows token by token, as the decoder of tokenizer.json gives it.
 
-Both equal the decoder of tokenizer.json, which decodes a whole sequence. A token's text depends on few neighbours:
-incomplete characters, and for some decoders the space before the first word.
+That decodes whole sequences, but a token's text depends on few neighbours: incomplete characters, and for some decoders
+the space before the first word.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REPLACEMENT_BYTES = REPLACEMENT.encode()
 _NO_UTF8 = b"\xff"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNFINISHED_BYTES = 3  # of an incomplete character
-_BEFORE = "a"  # a token that precedes the decoded one
+_BEFORE = "a"  # precedes the decoded token
 _NUM_REMEMBERED = 1 << 14  # pieces: some 2 MB
 _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
 
@@ -31,15 +31,14 @@ _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
 class TokenPieces:
     """The text or bytes that each token appends to a text that is not empty.
 
-    has_byte_runs: consecutive byte tokens form one run; if it is not UTF-8, each byte becomes a replacement character
-    (sentencepiece's byte fallback).
-    strips_start: the decoder may change the beginning of a text.
+    has_byte_runs: consecutive byte tokens form a run; if it is not UTF-8, each becomes a replacement character
+    (sentencepiece's byte fallback). strips_start: the decoder may change a text's beginning.
     """
 
     __slots__ = ("_decoder", "_decodes_bytes", "_kept", "_special_ids", "_spell", "has_byte_runs", "strips_start")
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
-        """Inspect the decoder. Raises `ModelError` if a token's text depends on its neighbours."""
+        """Raises `ModelError` if a token's text depends on its neighbours."""
         kinds = set(_kinds(None if backend.decoder is None else json.loads(backend.decoder.__getstate__())))
         if kinds & _BY_NEIGHBOURS:
             name = ", ".join(sorted(kinds & _BY_NEIGHBOURS))
@@ -53,11 +52,11 @@ class TokenPieces:
         self._kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}
 
     def kept(self, *, skip_special_tokens: bool) -> dict[int, str | bytes]:
-        """Return the cache of pieces by token id; `piece` adds missing ones."""
+        """Return the cache of pieces, which `piece` fills."""
         return self._kept[skip_special_tokens]
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return a token's text, or bytes that are not valid UTF-8 alone; "" if it is skipped."""
+        """Return a token's text, or bytes if they are not valid UTF-8 alone; "" if it is skipped."""
         kept = self._kept[skip_special_tokens]
         piece = kept.get(token_id)
         if piece is None:
@@ -90,8 +89,8 @@ class IncrementalDetokenizer:
     Incomplete characters and runs of byte tokens are held back, because later tokens may change them.
 
     The text continues the prompt: its first word keeps the space that sentencepiece's decoders strip from a text's
-    start.
-    A character that begins in the prompt and ends here is part of it; the prompt's other incomplete bytes are not.
+    start. A character that begins in the prompt and ends here is part of it; the prompt's other incomplete bytes are
+    not.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_num_prompt_bytes", "_pieces", "_skip")
@@ -104,23 +103,23 @@ class IncrementalDetokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> None:
-        """Start after a prompt. decode: returns the text of a complete token sequence."""
+        """Start after a prompt. decode: returns the text of a complete sequence."""
         self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
         self._kept = pieces.kept(skip_special_tokens=skip_special_tokens)
-        self._held = bytearray()  # of an incomplete character or run; may begin in the prompt
+        self._held = bytearray()  # of an incomplete character or run, perhaps of the prompt
         self._num_prompt_bytes = 0
-        self._first_ids: list[int] | None = None  # tokens until they have some text; then None
+        self._first_ids: list[int] | None = None  # tokens without text so far; None once there is text
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
 
     @property
     def held(self) -> bytes:
-        """Bytes held back until later bytes complete them, those of the prompt first."""
+        """See `Detokenizer`."""
         return bytes(self._held)
 
     @property
     def num_prompt_bytes(self) -> int:
-        """Number of held bytes that belong to the prompt."""
+        """See `Detokenizer`."""
         return self._num_prompt_bytes
 
     def add(self, token_ids: Iterable[int]) -> str:
@@ -142,11 +141,11 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Return the text that was held back, at the end."""
+        """Return the text that was held back."""
         return self._release() if self._first_ids is None else self._decode(self._first_ids)
 
     def _begin(self, first_ids: list[int], token_id: int, piece: str | bytes) -> str:
-        """Decode the first tokens with the library until they have final text."""
+        """Decode first tokens with the library until they have final text."""
         first_ids.append(token_id)
         text = "" if isinstance(piece, bytes) else self._decode(first_ids)
         if text:
@@ -154,7 +153,7 @@ class IncrementalDetokenizer:
         return text
 
     def _release(self) -> str:
-        """Flush the held bytes: the character or run has ended."""
+        """Flush the held bytes at the end of a character or run."""
         if not self._pieces.has_byte_runs:
             return self._decode_held(final=True)
         data, num_prompt_bytes = bytes(self._held), self._num_prompt_bytes
@@ -171,12 +170,12 @@ class IncrementalDetokenizer:
         if num_bytes and self._num_prompt_bytes:
             self._num_prompt_bytes = 0
             if text[0] == REPLACEMENT and not self._held.startswith(_REPLACEMENT_BYTES):
-                text = text[1:]  # the incomplete character belongs to the prompt
+                text = text[1:]  # of the prompt
         del self._held[:num_bytes]
         return text
 
     def _continue(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Hold the prompt's incomplete character or run. Returns True if the prompt has text."""
+        """Hold the prompt's incomplete bytes. Returns True if the prompt has text."""
         parts: list[bytes] = []
         has_text, has_runs = False, self._pieces.has_byte_runs
         for token_id in reversed(prompt_token_ids):
@@ -196,7 +195,7 @@ class IncrementalDetokenizer:
 
 
 def _kinds(decoder: Any) -> Iterable[str]:
-    """Yield the types of a decoder and of those within."""
+    """Yield a decoder's types."""
     if isinstance(decoder, dict):
         yield str(decoder.get("type"))
         for each in decoder.get("decoders", ()):
@@ -204,7 +203,7 @@ def _kinds(decoder: Any) -> Iterable[str]:
 
 
 def _byte_level(spelled: str) -> bytes:
-    """Return the bytes of a byte-level token; of tokens outside that alphabet, their UTF-8."""
+    """Return a token's bytes; UTF-8 for one outside the byte-level alphabet."""
     try:
         return bytes(_BYTES[character] for character in spelled)
     except KeyError:
@@ -212,7 +211,7 @@ def _byte_level(spelled: str) -> bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of GPT-2's byte-level BPE: printable bytes stay, the rest start at U+0100."""
+    """Return the bytes of GPT-2's characters: printable bytes stay, the rest start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""One step of the engine: schedule, compute, process the result. Read this module first."""
+"""One step of the engine. Read this module first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EngineCore:
-    """Runs steps of a scheduler on an executor. The next step may be scheduled while one is computed."""
+    """Runs steps of a scheduler on an executor. The next one may be scheduled during a step."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class EngineCore:
     def step(self) -> list[EngineCoreOutput]:
         """Schedule, compute, process the oldest result; return new outputs.
 
-        If the executor fails a step, its requests end with an error; all others continue.
+        If the executor fails a step, only its requests end with an error.
         """
         scheduler = self.scheduler
         try:
@@ -64,7 +64,7 @@ class EngineCore:
             self.executor.submit(scheduled)
 
     def _fail(self, message: str) -> list[EngineCoreOutput]:
-        """Abandon all submitted steps; fail the oldest one and return its last outputs."""
+        """Abandon all submitted steps; fail the oldest and return its outputs."""
         self.executor.abandon()
         scheduled = self.scheduler.in_flight
         return [] if scheduled is None else self.scheduler.fail_step(scheduled, message)
@@ -74,7 +74,7 @@ class EngineCore:
         return bool(self._undelivered) or self.scheduler.has_work()
 
     def finish_transfers(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Step until the KV of ended requests is saved, if no request is unfinished and no step fails.
+        """Step until the KV of ended requests is saved, a step fails, or a request is unfinished.
 
         may_go_on: asked before each step. A hanging save ends by `kv_transfer_timeout_s`.
         """
@@ -90,6 +90,6 @@ class EngineCore:
             self._undelivered += news
 
     def _take_undelivered(self) -> list[EngineCoreOutput]:
-        """Return and clear the outputs that an earlier call could not return."""
+        """Return outputs that an earlier call could not."""
         outputs, self._undelivered = self._undelivered, []
         return outputs

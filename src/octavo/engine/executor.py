@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Computes steps in order: `submit` starts one, `collect` waits for the oldest result.
+    """Computes steps in order, with all copies and transfers.
 
-    These two calls include all other work, such as copies and transfers. `collect` raises `ExecutionError` if the step
-    failed. After any exception of either, call `abandon` before the next step. A step that `only_waits_for_transfers`
-    ends when a transfer has ended, or after a few milliseconds: it must not spin, and must not delay new requests.
+    `collect` raises `ExecutionError` if the step failed. After any exception of `collect` or `submit`, call `abandon`
+    before the next step. A step that `only_waits_for_transfers` ends when one has ended, or after a few milliseconds:
+    it must not spin, and must not delay new requests.
     """
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Start a step; another may be submitted before its result is collected."""
+        """Start a step; another may follow before its result is collected."""
         ...
 
     def collect(self) -> ModelOutput:
-        """Wait for the oldest step that was not collected."""
+        """Wait for the oldest submitted step."""
         ...
 
     def abandon(self) -> None:
-        """Abandon all steps that were not collected. None of them runs when this returns."""
+        """Abandon all submitted steps. None of them runs when this returns."""
         ...
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:

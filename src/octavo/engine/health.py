@@ -1,4 +1,4 @@
-"""The health of an engine process, derived from its messages alone."""
+"""The health of an engine process, from its messages alone."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from octavo.engine import ipc
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_AWAY_S = 1.0  # a longer gap between two looks: the watching thread itself was stopped
+_AWAY_S = 1.0  # the watching thread itself was stopped in a longer gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """Time limits for an engine process, in seconds.
 
-    Without a message, which come every half second:
-    frozen: it counts as not ready. dead: it is killed. loading: replaces `dead` while it loads.
-    Without progress (see `octavo.engine.ipc.Alive`; packed weights count):
-    stuck: it counts as not ready. endless: it is killed.
-    restarts: pauses before consecutive restarts; the last one repeats. healthy: time of service after which they begin
+    Without a message (they come every half second): frozen: it counts as not ready. dead: it is killed. loading:
+    replaces `dead` while it loads. Without progress (packed weights count): stuck: it counts as not ready. endless: it
+    is killed.
+    restarts: pauses before consecutive restarts; the last one repeats. healthy: after so long a service they begin
     again.
     """
 
@@ -35,7 +34,7 @@ class Patience:
 
 
 class Health:
-    """The health of one engine process at the watcher's last look. Other threads may only read `is_well`."""
+    """The health of one process at the watcher's last look. Other threads may only read `is_well`."""
 
     def __init__(self, patience: Patience, now: float) -> None:
         self._patience = patience
@@ -46,7 +45,7 @@ class Health:
     def look(self, now: float) -> None:
         """Record the time of a look, several times a second.
 
-        After a longer gap this thread was stopped, so the gap does not count as silence of the process.
+        After a longer gap this thread was stopped, so the gap is no silence of the process.
         """
         away = now - self._looked_at
         if away > _AWAY_S:
@@ -68,13 +67,13 @@ class Health:
 
     @property
     def is_well(self) -> bool:
-        """Whether silence and stillness are below `frozen` and `stuck`."""
+        """Whether the last message and progress are recent enough."""
         silent_s, still_s = self._looked_at - self._heard_at, self._looked_at - self._moved_at
         return silent_s < self._patience.frozen and still_s < self._patience.stuck
 
     @property
     def why_given_up(self) -> str | None:
-        """Why the process has to be killed, if it has."""
+        """Why the process has to be killed, if so."""
         limit = self._patience.loading if self._is_loading else self._patience.dead
         if self._looked_at - self._heard_at > limit:
             return f"was not heard of for {limit:g} s"

@@ -1,7 +1,4 @@
-"""Rewrite histories for chat templates that refuse the usual form, or lose a part of it.
-
-Content is text, text parts or null; arguments of calls are objects. No function changes its arguments.
-"""
+"""Rewrite histories that chat templates refuse or lose parts of. Arguments are not changed."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ _DIGITS = string.ascii_letters + string.digits
 
 
 def with_short_ids(chat: Sequence[Message]) -> list[Message]:
-    """Give all calls ids of nine letters and digits, and their results the same ones.
+    """Give calls ids of nine letters and digits, and their results the same ones.
 
-    Ids of this form are kept. A new id depends only on the old one, or without one on the call's place, so the prefix
-    of a growing history stays cached.
+    Such ids are kept. A new id depends only on the old one, or else on the call's place, so prefixes of a growing
+    history stay cached.
     """
     ids = _ShortIds(chat)
     found: list[Message] = []
@@ -52,7 +49,7 @@ class _ShortIds:
         self._taken = {*self._new}
 
     def of(self, old: Any, place: str) -> str:
-        """Return the new id of an old one. place: replaces a missing old id."""
+        """Return an id's new one. place: replaces a missing id."""
         key = str(old) if old not in (None, "") else f"\0{place}"
         if key not in self._new:
             attempt = 0
@@ -63,7 +60,7 @@ class _ShortIds:
         return self._new[key]
 
     def renamed_result(self, result: Message, call_id: str | None, index: int) -> Message:
-        """Return a result that names its call; without a known call it gets an id of its own."""
+        """Return a result that names its call, or has its own id."""
         return {**result, "tool_call_id": call_id or self.of(result.get("tool_call_id"), f"{index}-result")}
 
 
@@ -79,7 +76,7 @@ def _hashed(text: str) -> str:
 def with_single_calls(chat: Sequence[Message]) -> list[Message]:
     """Split several calls into rounds of one call and its results.
 
-    The first round has text and reasoning. Results that match no call follow the last round.
+    The first round has text and reasoning, the last one results that match no call.
     """
     found: list[Message] = []
     for message, results in _rounds(chat):
@@ -112,7 +109,7 @@ def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list
 
 
 def begun_by_user(chat: Sequence[Message]) -> list[Message]:
-    """Insert an empty user message before an assistant message that begins the conversation."""
+    """Insert an empty user message before an assistant message at the beginning."""
     start = 1 if chat[0]["role"] == "system" else 0
     if len(chat) > start and chat[start]["role"] == "assistant":
         return [*chat[:start], {"role": "user", "content": ""}, *chat[start:]]
@@ -120,7 +117,7 @@ def begun_by_user(chat: Sequence[Message]) -> list[Message]:
 
 
 def _rounds(chat: Sequence[Message]) -> list[tuple[Message, list[Message]]]:
-    """Return messages with the results that follow each; a result at the beginning is an own entry."""
+    """Group messages with the results after each."""
     rounds: list[tuple[Message, list[Message]]] = []
     for message in chat:
         if message["role"] == "tool" and rounds:
@@ -136,10 +133,7 @@ def _calls(message: Message) -> Calls:
 
 
 def _matched(calls: Calls, results: Sequence[Message]) -> list[int | None]:
-    """Return the place of each result's call, or None.
-
-    A result without an id belongs to the first call without a result.
-    """
+    """Return the place of each result's call, if any; without an id, the first call without a result."""
     of_ids: dict[str, deque[int]] = {}
     for place, call in enumerate(calls):
         of_ids.setdefault(str(call.get("id")), deque()).append(place)

@@ -1,4 +1,4 @@
-"""Turn a user's prompt and parameters into core requests."""
+"""Turn prompts and parameters into core requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.data.request_options import RequestOptions
 
 _PREDICTED = "predicted_token_ids"
-_ORDINARY_CHARS = 16  # per token; the longest token has more, but finding it takes 0.1 s
+_ORDINARY_CHARS = 16  # the longest token has more, but finding it takes 0.1 s
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
@@ -29,7 +29,7 @@ A dictionary may have "predicted_token_ids", the expected answer; no token depen
 
 
 class TextCodec(Protocol):
-    """A tokenizer, as far as prompts need it."""
+    """A tokenizer, as prompts need it."""
 
     @property
     def longest_token_chars(self) -> int:
@@ -37,11 +37,11 @@ class TextCodec(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return token ids, without a second BOS. most: encoding may stop after more tokens than this."""
+        """Return token ids, without a second BOS. most: encoding may stop after more."""
         ...
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last token ids of a text."""
+        """Return the last token ids."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -49,28 +49,28 @@ class TextCodec(Protocol):
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if a token, such as EOS, is not part of the text."""
+        """Return True if a token, such as EOS, is not part of texts."""
         ...
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token with this text."""
+        """Return the id of this token."""
         ...
 
     def token(self, token_id: int) -> str:
-        """Return how the vocabulary spells a token."""
+        """Return a token's spelling."""
         ...
 
 
 class ChatRenderer(Protocol):
-    """A chat template, as far as prompts need it."""
+    """A chat template, as prompts need it."""
 
     @property
     def templates(self) -> Mapping[str, str]:
-        """Texts of the templates, by name."""
+        """Texts by name."""
         ...
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Return the text of a prompt."""
+        """Return a prompt's text."""
         ...
 
 
@@ -88,7 +88,7 @@ class ProcessedInput:
 class InputProcessor:
     """Checks requests of users and translates them for the core.
 
-    Counts arrivals: the seed of a request without one depends on the count.
+    The seed of a request without one depends on the count of arrivals.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class InputProcessor:
         self._chat_template = chat_template
         self.model_info = model_info
         self._seed = seed
-        self._arrivals = itertools.count()  # `next` is atomic: several threads may process requests
+        self._arrivals = itertools.count()  # `next` is atomic, for several threads
 
     @property
     def has_chat_template(self) -> bool:
@@ -107,7 +107,7 @@ class InputProcessor:
 
     @property
     def chat_templates(self) -> list[str]:
-        """The texts of the checkpoint's templates."""
+        """The checkpoint's templates."""
         return [] if self._chat_template is None else list(self._chat_template.templates.values())
 
     @property
@@ -118,7 +118,7 @@ class InputProcessor:
         return self._tokenizer
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Return the checkpoint's default parameters, otherwise vLLM's."""
+        """Return the checkpoint's parameters, otherwise vLLM's."""
         return SamplingParams(**{**self.model_info.generation_defaults, **overrides})
 
     def encode(
@@ -126,10 +126,10 @@ class InputProcessor:
     ) -> list[int]:
         """Return token ids. Raises `RequestError`, and `PromptTooLongError` if the text cannot fit.
 
-        is_prompt: refuse a prompt without room for `least_output_tokens`, and stop tokenizing it when it is too long.
+        is_prompt: stop tokenizing and refuse a prompt without room for `least_output_tokens`.
         """
         num_tokens = self.model_info.max_model_len
-        if len(text) > _ORDINARY_CHARS * num_tokens:  # finding the longest token takes time
+        if len(text) > _ORDINARY_CHARS * num_tokens:  # that takes time
             most = self.tokenizer.longest_token_chars * num_tokens
             if len(text) > most:
                 raise PromptTooLongError(
@@ -149,7 +149,7 @@ class InputProcessor:
         return token_ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last `num_tokens` token ids of a text, at most `max_model_len`.
+        """Return the last `num_tokens` ids, at most `max_model_len`.
 
         That is one more than a prompt may have, so callers can detect it.
         """
@@ -162,7 +162,7 @@ class InputProcessor:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most)[:most]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-        """Render a conversation into a prompt for `process`. options: those of `ChatTemplate.render`."""
+        """Render a conversation for `process`. options: see `ChatTemplate.render`."""
         text = self.chat_text(messages, **options)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
@@ -183,7 +183,7 @@ class InputProcessor:
         options: RequestOptions = NO_OPTIONS,
         arrival_time: float = 0.0,
     ) -> ProcessedInput:
-        """Check a request and split it into its streams. Raises `RequestError` with the field's name."""
+        """Check a request and split it into its streams. Raises `RequestError`."""
         params = replace(params) if params is not None else self.default_sampling_params()  # a copy, checked again
         if params.pooling is None and not self.model_info.has_head:
             raise RequestError("this checkpoint has no lm_head.weight: it gives embeddings, and no tokens")
@@ -192,7 +192,7 @@ class InputProcessor:
         self._check_structure(params)
         least = params.least_output_tokens
         text, token_ids = self._read_prompt(prompt, least)
-        # The scheduler refuses it only after it is copied for n outputs or sent to another process.
+        # The scheduler would refuse it only after copies for n outputs or another process.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len, least_output_tokens=least)
         predicted = self._read_predicted(prompt)
         self._check_token_ids(token_ids, params, predicted)
@@ -274,7 +274,7 @@ class InputProcessor:
 
 
 def _token_id(value: Any, parameter: str = "prompt") -> int:
-    """Convert any integer, also numpy's, but no bool. Raises `RequestError`."""
+    """Convert any integer, also numpy's, but no bool."""
     try:
         token_id = None if isinstance(value, bool) else operator.index(value)
     except TypeError:

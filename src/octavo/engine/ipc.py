@@ -1,4 +1,4 @@
-"""The messages between an engine process and its parent, as msgpack, never as pickle.
+"""Messages between an engine process and its parent, as msgpack, never as pickle.
 
 Each process has new sockets, so it never gets a message for an earlier one.
 """
@@ -64,7 +64,7 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """One stream of a request: a `Request` without prompt and prediction."""
+    """A `Request` without prompt and prediction."""
 
     request_id: str
     sampling_params: SamplingParams
@@ -77,7 +77,7 @@ class Stream(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """A request, answered by `Accepted` or `Refused`. Times are those of CLOCK_MONOTONIC."""
+    """A request, answered by `Accepted` or `Refused`. Times are of CLOCK_MONOTONIC."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -86,14 +86,14 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, request_id: str, requests: Sequence[Request]) -> Add:
-        """Build the message from the core requests of one user request."""
+        """Encode the core requests of a user's request."""
         fields = [name for name in Stream.__struct_fields__ if name != "request_id"]
         streams = [Stream(r.request_id, *(getattr(r, name) for name in fields)) for r in requests]
         first = requests[0]
         return cls(request_id, first.sequence.prompt_token_ids, first.predicted_token_ids, streams)
 
     def to_requests(self) -> list[Request]:
-        """Rebuild the core requests, which share one `structured_outputs` object again."""
+        """Rebuild the core requests, which share one `structured_outputs` again."""
         requests = []
         wanted = self.streams[0].sampling_params.structured_outputs
         for stream in self.streams:
@@ -105,14 +105,14 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """End streams now. Unknown ids are ignored."""
+    """End streams. Unknown ids are ignored."""
 
     stream_ids: list[str]
     status: RequestStatus
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Start or stop sending events as `Seen`, kept ones first."""
+    """Start or stop sending `Seen`, kept events first."""
 
     is_on: bool
 
@@ -122,7 +122,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Progress of loading, in packed bytes of weights."""
+    """Progress, in packed bytes of weights."""
 
     done: int
     total: int
@@ -135,20 +135,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not be built. kind: name of an error of `octavo.errors`."""
+    """The engine could not be built. kind: an error of `octavo.errors`."""
 
     kind: str
     message: str
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """A request is in the queue."""
+    """A request is queued."""
 
     request_id: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request cannot be served."""
+    """A request is refused."""
 
     request_id: str
     kind: str
@@ -169,7 +169,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """An encoded `Snapshot`: each event with the name of its type."""
+    """A `Snapshot`: each event with its type's name."""
 
     events: list[tuple[str, msgspec.Raw]]
     is_first: bool
@@ -199,7 +199,7 @@ ToParent = Loading | Ready | Failed | Accepted | Refused | Outputs | Report | Se
 
 
 class _Envelope(msgspec.Struct, tag="Add"):
-    """All that is read from an `Add` message that cannot be decoded."""
+    """What is read of an invalid `Add`: its id."""
 
     request_id: str
 
@@ -214,7 +214,7 @@ decode_from_engine = msgspec.msgpack.Decoder(ToParent).decode
 
 
 def request_id_of(data: bytes) -> str | None:
-    """Return the request id of an undecodable `Add` message; None for other messages."""
+    """Return the request id of an invalid `Add`, None for other messages."""
     try:
         return _decode_envelope(data).request_id
     except DecodeError:
@@ -222,11 +222,11 @@ def request_id_of(data: bytes) -> str | None:
 
 
 def make_folder() -> Path:
-    """Create a folder for sockets that only this user can enter. Raises `ConfigError` if no place is writable."""
+    """Create a folder for sockets, only for this user. Raises `ConfigError` if no place is writable."""
     try:
         return Path(tempfile.mkdtemp(prefix=_FOLDER))
     except OSError:
-        pass  # a container with a read-only file system often has shared memory
+        pass  # a read-only container often has shared memory
     try:
         return Path(tempfile.mkdtemp(prefix=_FOLDER, dir=_SHARED_MEMORY))
     except OSError as error:
@@ -238,7 +238,7 @@ def make_folder() -> Path:
 
 
 def encode_launch(launch: Launch) -> bytes:
-    """Return the message as one line of JSON."""
+    """Return one line of JSON."""
     return msgspec.json.encode(launch, enc_hook=str) + b"\n"
 
 
@@ -252,18 +252,18 @@ def _decode_path(kind: type, value: Any) -> Any:
 
 
 def refusal(request_id: str, error: OctavoError) -> Refused:
-    """Return the message that refuses a request."""
+    """Encode the error that refuses a request."""
     return Refused(request_id, type(error).__name__, str(error), getattr(error, "parameter", None))
 
 
 def failure(error: BaseException) -> Failed:
-    """Return the message for a failed build; unknown kinds become `EngineDeadError`."""
+    """Encode the error of a failed build; unknown kinds become `EngineDeadError`."""
     kind = type(error).__name__
     return Failed(kind, str(error)) if kind in _ERRORS else Failed("EngineDeadError", f"{kind}: {error}")
 
 
 def error_of(message: Refused | Failed) -> OctavoError:
-    """Return the error in a message; `EngineDeadError` for an unknown kind."""
+    """Decode an error; unknown kinds become `EngineDeadError`."""
     kind = _ERRORS.get(message.kind, EngineDeadError)
     if isinstance(message, Refused) and issubclass(kind, RequestError):
         return kind(message.message, parameter=message.parameter)

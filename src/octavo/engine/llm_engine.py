@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from octavo.errors import EngineDeadError
     from octavo.outputs import RequestOutput
 
-    Lose: TypeAlias = Callable[[str, OctavoError], None]  # called with a request id and its error
+    Lose: TypeAlias = Callable[[str, OctavoError], None]  # of a request id and its error
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +44,14 @@ class Engine:
         self.output_processor = output_processor
         self.clock = clock
         self._submitted: dict[str, ProcessedInput] = {}  # not answered yet
-        self._put_by: list[RequestOutput] = []  # for the next `step`: outputs of requests outside of a batch
-        self._given_up: set[str] = set()  # requests of a failed batch: their outputs are dropped
+        self._put_by: list[RequestOutput] = []  # outputs outside of a batch, for the next `step`
+        self._given_up: set[str] = set()  # requests of failed batches
         self._num_generated_ids = 0
         self._is_shut_down = False
 
     @property
     def core(self) -> EngineCore:
-        """The core object. Raises `EngineError` if it runs in another process."""
+        """The core object. Raises `EngineError` if it is in another process."""
         return self.client.core
 
     @property
@@ -80,10 +80,7 @@ class Engine:
         params: SamplingParams | None = None,
         **options: Unpack[OptionFields],
     ) -> None:
-        """Add a request. Raises `RequestError` if it cannot be served; then nothing changes.
-
-        options: fields of `octavo.data.request_options.RequestOptions`.
-        """
+        """Add a request, or raise `RequestError`. options: fields of `RequestOptions`."""
         self.add_processed(
             self.input_processor.process(
                 request_id, prompt, params, options=RequestOptions(**options), arrival_time=self.clock()
@@ -91,7 +88,7 @@ class Engine:
         )
 
     def add_processed(self, processed: ProcessedInput) -> None:
-        """Add all streams of a request or, with an error, none. Waits until it is prepared."""
+        """Add all streams of a request or, with an error, none. Waits for its preparation."""
         answers: list[OctavoError | None] = []
         self.submit(processed, answers.append)
         try:
@@ -104,7 +101,7 @@ class Engine:
             raise answers[0]
 
     def submit(self, processed: ProcessedInput, accept: Answer) -> None:
-        """Add a request. Calls accept(None) once it is in the queue, or accept(error) if it is refused."""
+        """Add a request. Calls accept(None) once it is queued, or accept(error)."""
         request_id = processed.request_id
         if request_id in self._submitted or request_id in self.output_processor:
             accept(RequestError(f"request id {request_id!r} is in use", parameter="request_id"))
@@ -126,12 +123,12 @@ class Engine:
         self._submitted[request_id] = processed
         try:
             self.client.add_request(request_id, processed.streams, answer)
-        except BaseException:  # also after an interrupt: otherwise the id would stay in use for ever
+        except BaseException:  # also after an interrupt: otherwise the id would stay in use
             self._submitted.pop(request_id, None)
             raise
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests; a later `step` returns their last outputs. Unknown and finished ids are ignored."""
+        """Abort requests; a later `step` returns their last outputs. Unknown ids are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             stream_ids = self.output_processor.stream_ids(request_id)
             if request_id in self._submitted:  # the core accepts it first, then ends it
@@ -144,12 +141,12 @@ class Engine:
         self._given_up.update(name for name in request_ids if name in self.output_processor)
 
     def step(self) -> list[RequestOutput]:
-        """Do one step; return new outputs, first those that arrived during `generate_batch`."""
+        """Do one step; return new outputs, those that arrived during `generate_batch` first."""
         put_by, self._put_by = self._put_by, []
         return put_by + self._step()
 
     def _step(self) -> list[RequestOutput]:
-        """Do one step without the outputs of abandoned batches."""
+        """Do one step without outputs of failed batches."""
         processed = self.output_processor.process(self.client.step())
         if processed.streams_to_stop:
             self.client.finish_requests(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)
@@ -163,7 +160,7 @@ class Engine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to compute or to return."""
+        """Whether `step` would do anything."""
         return bool(self._put_by) or self.client.has_work()
 
     def generate(
@@ -185,13 +182,13 @@ class Engine:
         on_output: Callable[[RequestOutput], None] | None = None,
         priorities: Sequence[int] | None = None,
     ) -> dict[str, RequestOutput]:
-        """Answer all prompts together; return each last output by request id, in the order of the prompts.
+        """Answer all prompts together; return the last outputs by request id, in the order of the prompts.
 
-        sampling_params: for all prompts, or one for each; also named params. on_output: called with every output of the
+        sampling_params: for all prompts, or one for each; also named params. on_output: called with all outputs of the
         batch.
-        Earlier requests continue, and the next `step` returns their outputs. If there are none, it waits until stores
-        have saved the KV.
-        Raises `RequestError` if one prompt cannot be served; then the batch is aborted.
+        Earlier requests continue, and the next `step` returns their outputs. Without any, it waits until the KV is
+        saved.
+        Raises `RequestError` if a prompt cannot be served; then the batch is aborted.
         """
         if sampling_params is not None and params is not None:
             raise RequestError("sampling_params and params are two names of one argument", parameter="sampling_params")
@@ -210,7 +207,7 @@ class Engine:
                 self.add_request(request_id, prompt, prompt_params, priority=priority)
                 results[request_id] = None
             self._run(results, on_output)
-        except BaseException:  # also after an interrupt: no request of the batch may stay open
+        except BaseException:  # also after an interrupt
             self._give_up(results)
             raise
         self.finish_transfers()
@@ -238,12 +235,12 @@ class Engine:
     def finish_transfers(self) -> None:
         """Step until the KV of ended requests is saved, if no request is unfinished.
 
-        Logs a warning and returns if no transfer ends for some seconds; later steps do the rest.
+        Warns and returns if no transfer ends for some seconds; later steps do the rest.
         """
         self.client.finish_transfers()
 
     def shutdown(self) -> None:
-        """Abort open requests, finish the saves of KV, and free the core's memory. May be called twice."""
+        """Abort open requests, save their KV, and free the core's memory. May be called twice."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

@@ -1,4 +1,4 @@
-"""A core in this process, also used by an engine process."""
+"""A core in this process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Held:
 
 
 class LocalCore:
-    """A `octavo.engine.core_client.CoreClient` of a core in this process.
+    """A `CoreClient` of a core in this process.
 
     prepare_s: limit on a preparation, in seconds. turn_s: limit on the wait before it.
     """
@@ -86,10 +86,10 @@ class LocalCore:
         return bool(self._held)
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Do nothing: this core cannot die without this process."""
+        """Do nothing: this core dies with this process."""
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Add a request, or hold it until it is prepared; other requests continue meanwhile."""
+        """Add a request, or hold it until it is prepared; other requests continue."""
         try:
             prepared = self._core.executor.prepare(streams[0].sampling_params, streams[0].tenant)
         except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
@@ -114,7 +114,7 @@ class LocalCore:
             answer(None)
 
     def _take_prepared(self) -> None:
-        """Add prepared requests; refuse those that failed or took too long."""
+        """Add prepared requests; refuse failed or late ones."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -142,7 +142,7 @@ class LocalCore:
         return QueueFullError(f"too many grammars wait to be compiled: this one had no turn within {self._turn_s:g} s")
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams now. A held request is accepted first, because every request is answered before it ends."""
+        """End streams. A held request is accepted first, because each is answered before it ends."""
         ended = set(stream_ids)
         for each in [each for each in self._held if any(stream.request_id in ended for stream in each.streams)]:
             self._held.remove(each)
@@ -150,7 +150,7 @@ class LocalCore:
             each.answer(None)
             self._undelivered += [EngineCoreOutput(s.request_id, finish_reason=_ABORTED) for s in each.streams]
         outputs = self._core.scheduler.finish_requests(stream_ids, status)
-        if status is RequestStatus.FINISHED_ABORTED:  # the engine itself decided on any other end
+        if status is RequestStatus.FINISHED_ABORTED:  # the engine decided on any other end
             self._undelivered += outputs
 
     def has_work(self) -> bool:
@@ -158,9 +158,9 @@ class LocalCore:
         return bool(self._undelivered) or self._core.has_work()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Add prepared requests; return the outputs of aborts if there are any, else compute a step."""
+        """Return the outputs of aborts, or else of a step with prepared requests."""
         self._take_prepared()
-        if self._undelivered:  # do not delay these by computing a step
+        if self._undelivered:  # not delayed by a step
             outputs, self._undelivered = self._undelivered, []
         else:
             outputs = self._core.step() if self._core.has_work() else []
@@ -174,7 +174,7 @@ class LocalCore:
             logger.error("%s; the blocks concerned are not used any more", breach)
 
     def wait(self) -> None:
-        """Block until `wake`, the end of a preparation, or a short timeout; add prepared requests."""
+        """Block until `wake`, the end of a preparation, or a short timeout."""
         if not self._core.has_work():
             self.check_when_idle()
         self._woken.wait(HELD_CHECK_S if self._held else IDLE_CHECK_S)
@@ -197,7 +197,7 @@ class LocalCore:
                 self._listener(snapshot)
 
     def finish_transfers(self) -> None:
-        """See `octavo.engine.llm_engine.Engine.finish_transfers`."""
+        """See `Engine.finish_transfers`."""
         scheduler = self._core.scheduler
         if not scheduler.get_num_transfers():
             return

@@ -1,9 +1,8 @@
 """Tokenize long texts in pieces, or only their ends, with the ids of the whole text.
 
-A text may be cut where no token of the vocabulary can span: before a blank between two letters, and after a single line
-break between two visible characters. BPE merges and unigram paths only build tokens, so the tokens on both sides are
-independent. Pre-tokenizers split there, too, or tokens would span the cut. Both properties are checked: in the
-vocabulary, and with a sample text.
+Texts are cut where no token of the vocabulary can span: before a blank between two letters, and after a single line
+break between two visible characters. BPE merges and unigram paths only build tokens, so both sides are independent.
+Pre-tokenizers split there, too, or tokens would span the cut. The vocabulary and a sample text are checked for this.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 PIECE_CHARS = 1 << 15  # 15 ms of work
-MAX_UNCUT_CHARS = 1 << 20  # a second or two of work that cannot be cancelled
-# Blanks and line breaks in vocabularies: byte-level, sentencepiece, plain.
+MAX_UNCUT_CHARS = 1 << 20  # a second or two that cannot be cancelled
+# byte-level, sentencepiece, plain
 _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
 _ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
 _BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\S\n)(?=\S)"
-# All contexts of a cut. Its pieces must give the ids of the whole text.
+# All contexts of a cut.
 _SAMPLE = (
     "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
     "\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"
@@ -35,7 +34,7 @@ _SAMPLE = (
 
 
 class WholeEncoder(Protocol):
-    """Tokenizes a text as a whole."""
+    """Tokenizes whole texts."""
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return token ids."""
@@ -45,8 +44,7 @@ class WholeEncoder(Protocol):
 class LongTextEncoder:
     """Encodes texts of any length.
 
-    encode: tokenizes a whole text. bos_token_id: the token that it adds unless the text begins with it; None: it adds
-    none.
+    encode: tokenizes a whole text. bos_token_id: added unless the text begins with it; None: not added.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, encode: WholeEncoder, bos_token_id: int | None) -> None:
@@ -57,9 +55,9 @@ class LongTextEncoder:
         self._front, self._back = self._special_tokens()
 
     def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
-        """Return token ids. most: stop after more than this number of ids.
+        """Return token ids. most: stop after more ids than this.
 
-        Raises `RequestError` if too many characters lie between two possible cuts.
+        Raises `RequestError` if too many characters lie between possible cuts.
         """
         ids = list(self._front) if add_special_tokens else []
         for piece in self._pieces(text, 0):
@@ -74,10 +72,7 @@ class LongTextEncoder:
         return ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool) -> list[int]:
-        """Return the last `num_tokens` of the ids of `encode`, tokenizing little more.
-
-        Raises `RequestError` like `encode`.
-        """
+        """Return the last ids of `encode`, tokenizing little more. Raises `RequestError`."""
         back = self._back if add_special_tokens else []
         num_chars = max(PIECE_CHARS, 8 * num_tokens)
         while num_chars < len(text):
@@ -94,7 +89,7 @@ class LongTextEncoder:
         return self.encode(text, add_special_tokens=add_special_tokens)[-num_tokens:]
 
     def _pieces(self, text: str, start: int) -> Iterator[list[int]]:
-        """Yield the ids of text[start:] in pieces. start: 0 or a cut."""
+        """Yield the ids of text[start:]. start: 0 or a cut."""
         while start < len(text):
             end = self._next_cut(text, start + PIECE_CHARS)
             end = len(text) if end is None else end
@@ -108,7 +103,7 @@ class LongTextEncoder:
             start = end
 
     def _ids(self, text: str, start: int, end: int) -> list[int]:
-        """Return a piece's ids, tokenized with the word before it: normalizers may change the start of a text."""
+        """Tokenize a piece with the word before it: normalizers may change the start of a text."""
         before = self._cut_before(text, start)
         if before == start:
             return self._encode(text[start:end], add_special_tokens=False)
@@ -116,10 +111,10 @@ class LongTextEncoder:
         return ids[len(self._encode(text[before:start], add_special_tokens=False)) :]
 
     def _next_cut(self, text: str, start: int) -> int | None:
-        """Return the first cut from `start` on, if any."""
+        """Return the first cut from `start` on."""
         if self._cut is None or (text.find(" ", start) < 0 and text.find("\n", start - 1) < 0):
-            return None  # takes a thousandth of the time of the search below
-        for begin in range(start, len(text), PIECE_CHARS):  # `progress` can cancel the work between the pieces
+            return None  # in a thousandth of the time of the search
+        for begin in range(start, len(text), PIECE_CHARS):  # `progress` can cancel between these
             progress()
             found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)  # a cut looks at two more
             if found is not None and 0 < found.start() < len(text):
@@ -127,7 +122,7 @@ class LongTextEncoder:
         return None
 
     def _cut_before(self, text: str, place: int) -> int:
-        """Return a cut shortly before a position, or 0."""
+        """Return a near cut before a position, or 0."""
         if place == 0 or self._cut is None:
             return place
         back = 64
@@ -139,7 +134,7 @@ class LongTextEncoder:
         return 0
 
     def _is_as_said(self) -> bool:
-        """Return True if the sample's pieces have the ids of the whole sample."""
+        """Return True if the sample's pieces have the sample's ids."""
         assert self._cut is not None
         text = _SAMPLE * 2
         places = [0, *(found.start() for found in self._cut.finditer(text)), len(text)]
@@ -147,7 +142,7 @@ class LongTextEncoder:
         return [id_ for piece in pieces for id_ in piece] == self._encode(text, add_special_tokens=False)
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
-        """Return the ids added before and after a text."""
+        """Return the ids added before and after texts."""
         bare, dressed = (self._encode("a", add_special_tokens=add) for add in (False, True))
         for start in range(len(dressed) - len(bare) + 1):
             if dressed[start : start + len(bare)] == bare:
@@ -156,10 +151,10 @@ class LongTextEncoder:
 
 
 def _cuts(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
-    """Return the pattern of possible cuts with this vocabulary, if any."""
+    """Return the pattern of cuts, if any."""
     tokens: Iterable[str] = backend.get_vocab()
     added = backend.get_added_tokens_decoder().values()
-    greedy = [token.content[:1] for token in added if token.lstrip]  # such a token absorbs the blanks before it
+    greedy = [token.content[:1] for token in added if token.lstrip]  # absorbs the blanks before it
     greedy += [token.content[-1:] for token in added if token.rstrip]
     kinds = []
     if not any(map(_ACROSS_BLANK.search, tokens)) and not any(edge.isalpha() for edge in greedy):

@@ -17,18 +17,18 @@ _STOPS = {quote: re.compile(rf"[{quote}\\\n\r]") for quote in "\"'"}
 _MAX_ESCAPE_CHARS = 12
 _WORD = re.compile(r"[\w.]+")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
-_PARSING = threading.Lock()  # `catch_warnings` changes the filters of the whole process
+_PARSING = threading.Lock()  # `catch_warnings` changes the whole process
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
 class NotALiteralError(ValueError):
-    """A text is no literal that can be converted to JSON."""
+    """A text is no literal with a JSON form."""
 
 
 class ValueScanner:
-    """Finds the end of a value in a growing text: the first of `ends` outside of brackets, or else its last bracket.
+    """Finds the end of a value in a growing text: one of `ends` outside of brackets, or else its last bracket.
 
-    is_begun: the text ended within it. line_ends: positions of line ends within single-line strings.
+    is_begun: the text ended within it. line_ends: positions in single-line strings.
     """
 
     def __init__(self, start: int, ends: str = ",)") -> None:
@@ -41,7 +41,7 @@ class ValueScanner:
         self._whole: tuple[int, str] | None = None  # the end of the last whole member, and closers of open brackets
 
     def end(self, text: str, *, is_over: bool) -> int | None:
-        """Return the position of the value's end; None if more text is needed. is_over: no more follows.
+        """Return where the value ends; None if more text is needed. is_over: no more follows.
 
         Raises `NotALiteralError` if brackets do not match, or the text is over within the value.
         """
@@ -54,7 +54,7 @@ class ValueScanner:
                 return before
             elif opened := _STRING.match(text, before):
                 if not is_over and _BEGUN_STRING.match(text, before):
-                    break  # two quotes are an empty string, or begin three
+                    break  # may be an empty string, or begin three
                 self._quote, self._position = opened.group("quote"), opened.end()
             else:
                 self._take(text, char)
@@ -76,7 +76,7 @@ class ValueScanner:
         return "".join([*pieces, text[start:end]])
 
     def begun_json(self, text: str) -> str | None:
-        """Return the JSON of a string, list or dict that was cut off, else None.
+        """Return the JSON of a string, list or dict that was cut off.
 
         Lists and dicts have their complete members, and no closing brackets.
         """
@@ -120,10 +120,11 @@ class ValueScanner:
 
 
 def literal(text: str) -> Any:
-    """Return the value of JSON or of a Python literal: strings, numbers, booleans, None, lists and dictionaries.
+    """Return the value of JSON or a Python literal: strings, numbers, booleans, None, lists and dictionaries.
 
-    Tuples become lists. Python literals may contain JSON's `true`, `false` and `null`. Raises `NotALiteralError` for
-    all else: names, calls, f-strings, bytes, sets, keys that are no strings, lone surrogates.
+    Tuples become lists. JSON's `true`, `false` and `null` are allowed everywhere. Raises `NotALiteralError` for all
+    else:
+    names, calls, f-strings, bytes, sets, keys that are no strings, lone surrogates.
     """
     if len(text) > _MAX_CHARS or not text.strip():
         raise NotALiteralError
@@ -135,15 +136,15 @@ def literal(text: str) -> Any:
 
 
 def literal_json(text: str) -> str:
-    """Return the JSON of `literal`. Raises `NotALiteralError`."""
+    """Return the JSON of `literal`."""
     try:
         return json.dumps(literal(text), ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):  # for example a number with more digits than Python converts
+    except (ValueError, RecursionError):  # such as too many digits for Python
         raise NotALiteralError from None
 
 
 def begun_string_json(text: str) -> str | None:
-    """Return the JSON of a begun string, without its last quote and any incomplete escape; None for another text."""
+    """Return the JSON of a begun string, without its last quote and any incomplete escape."""
     opened = _STRING.match(text)
     if opened is None:
         return None
@@ -160,7 +161,7 @@ def _python_value(text: str) -> Any:
     try:
         with _PARSING, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unknown escapes, which stay in the text
-            tree = ast.parse(f"({text.strip()})", mode="eval")  # a value in parentheses may have several lines
+            tree = ast.parse(f"({text.strip()})", mode="eval")  # in parentheses it may have several lines
         return _value_of(tree.body)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise NotALiteralError from None

@@ -41,23 +41,23 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL_MS = 250
 _PAUSE_POLL_MS = 20  # between two processes
-_LAST_WORDS_MS = 100  # the last messages of a dead process may still be on their way
+_LAST_WORDS_MS = 100  # last messages may still be on their way
 _STOP_S = 5.0
 _STOP_POLL_MS = 20
-_KILL_S = 5.0  # for a shutdown to await the end of a killed process
-_GIVE_BACK_S = 60.0  # the same for a new process, which needs its memory
+_KILL_S = 5.0  # for a killed process to end, at a shutdown
+_GIVE_BACK_S = 60.0  # the same before a new process, which needs its memory
 _MAX_PENDING = 4096
 
 
 class RemoteCore:
-    """A `octavo.engine.core_client.CoreClient` that watches and restarts the core's process while it waits.
+    """A `CoreClient` that watches and restarts the core's process while it waits.
 
-    command: starts a process that calls `octavo.engine.core_process.run_core_process`.
+    command: starts a process of `run_core_process`.
     """
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
-        self.capacity: EngineCapacity  # of the last process that was ready
-        self.stats = EngineStats()  # at most half a second old unless a step takes longer
+        self.capacity: EngineCapacity  # of the last ready process
+        self.stats = EngineStats()  # at most half a second old, except in a longer step
         self.num_restarts = 0
         self.num_failed_starts = 0
         self._command, self._config = command, config
@@ -83,7 +83,7 @@ class RemoteCore:
     # --- its life ------------------------------------------------------------------------------------------------
 
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
-        """Start the process, call `meanwhile` while it loads, and return its result once the process is ready.
+        """Start the process, call `meanwhile` while it loads, and return its result when the process is ready.
 
         progress(done, total): called with bytes of packed weights, after `meanwhile` has returned.
         Raises errors of `meanwhile`, the process's `ConfigError` or `ModelError`, and `EngineDeadError` if it ends.
@@ -100,9 +100,9 @@ class RemoteCore:
         return result
 
     def _begin(self) -> None:
-        """Start a process; handle a failed start like its death."""
+        """Start a process; a failed start counts as its death."""
         config, number = self._config, self._num_lives
-        if number and config.record is not None:  # do not overwrite the journal of the process that died
+        if number and config.record is not None:  # keep the journal of the process that died
             record = config.record.with_name(f"{config.record.stem}-{number}{config.record.suffix}")
             config = replace(config, record=record)
         self._num_lives += 1
@@ -111,7 +111,7 @@ class RemoteCore:
             self._poller.register(self._life.news, zmq.POLLIN)
         except ConfigError as error:
             self._die(f"cannot be started: {error}")
-        except Exception as error:  # the system may lack resources only for now: try again later
+        except Exception as error:  # the system may lack resources only for now
             logger.exception("the engine process cannot be started")
             self._die(f"cannot be started: {error}")
 
@@ -131,7 +131,7 @@ class RemoteCore:
             for data in life.received(_LAST_WORDS_MS):
                 self._hear(life, data)
         if self._news:
-            return  # deliver its last outputs first; the next call detects the end again
+            return  # first deliver its last outputs; the next call detects the end again
         self._die(reason)
 
     def _is_gone(self, now: float) -> bool:
@@ -211,7 +211,7 @@ class RemoteCore:
 
     @property
     def core(self) -> EngineCore:
-        """Raise `EngineError`: the core runs in another process."""
+        """Raise `EngineError`."""
         raise EngineError("the core of this engine runs in another process")
 
     @property
@@ -227,7 +227,7 @@ class RemoteCore:
 
     @property
     def pid(self) -> int | None:
-        """Id of the engine process; None between two processes."""
+        """The process's id; None between two processes."""
         return None if self._life is None else self._life.process.pid
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
@@ -235,13 +235,13 @@ class RemoteCore:
         self._lose = lose
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Send a request to the process. A later `wait` receives the answer."""
+        """Send a request. A later `wait` receives the answer."""
         if len(self._pending) >= _MAX_PENDING:
             answer(QueueFullError(f"{_MAX_PENDING} requests have been sent to the engine, which has not answered yet"))
             return
         try:
             message = ipc.encode(ipc.Add.of(request_id, streams))
-        except (TypeError, ValueError, OverflowError) as error:  # for example a text that is not valid Unicode
+        except (TypeError, ValueError, OverflowError) as error:  # such as invalid Unicode
             answer(RequestError(f"the request cannot be sent to the engine: {error}"))
             return
         if self._life is not None and self._life.send(message):
@@ -262,12 +262,12 @@ class RemoteCore:
             answer(error)
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """Ask the process to end streams. The socket has room: `_MAX_PENDING` bounds the waiting requests."""
+        """Ask the process to end streams. The socket has room: `_MAX_PENDING` bounds requests."""
         if stream_ids:
             self._send(ipc.Finish([*stream_ids], status))
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener, also those of later processes."""
+        """Report events of this and later processes."""
         self._listener = listener
         self._send(ipc.Watch(listener is not None))
 
@@ -281,7 +281,7 @@ class RemoteCore:
         return bool(self._news)
 
     def step(self) -> list[EngineCoreOutput]:
-        """Return the outputs that have arrived."""
+        """Return arrived outputs."""
         news, self._news = self._news, []
         return news
 
@@ -295,11 +295,11 @@ class RemoteCore:
 
     def wake(self) -> None:
         """See `CoreClient.wake`."""
-        with contextlib.suppress(OSError):  # the socket is full, which ends the wait as well, or closed
+        with contextlib.suppress(OSError):  # full, which ends the wait as well, or closed
             self._waker.send(b"\0")
 
     def finish_transfers(self) -> None:
-        """Do nothing: the process saves KV whenever it is idle, and when it stops."""
+        """Do nothing: the process saves KV when it is idle or stops."""
 
     def shutdown(self) -> None:
         """Ask the process to end; kill it after some seconds."""

@@ -1,4 +1,4 @@
-"""Reports an engine's events to a watcher as snapshots."""
+"""Reports an engine's events as snapshots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_WEIGHT = 5_000  # of one snapshot: it must not occupy its reader's thread f
 
 
 class SnapshotFeed:
-    """Follows a core for one watcher, beginning with past events that are kept. Use it only between two steps."""
+    """Follows a core for one watcher, beginning with kept past events. Use it between two steps."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -29,16 +29,16 @@ class SnapshotFeed:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for another look."""
+        """Whether another look is due."""
         return time.monotonic() >= self._next
 
     def look(self) -> Iterator[Snapshot]:
-        """Yield snapshots of the events since the last look."""
+        """Yield events since the last look."""
         self._next = time.monotonic() + SNAPSHOT_INTERVAL_S
         recent = self._core.recent
         if recent.num_seen == self._num_told and not self._is_first:
             return
-        if recent.first_kept > self._num_told:  # events since the last look were dropped: start again
+        if recent.first_kept > self._num_told:  # some were dropped: start again
             self._is_first = True
         *parts, last = _parts(recent.since(self._num_told))
         self._num_told = recent.num_seen

@@ -1,4 +1,4 @@
-"""Find stop strings in a stream of text, also across pieces."""
+"""Find stop strings in a stream of text."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string, and the number of characters after it in its piece of text."""
+    """A stop string, and the number of characters after it in its piece."""
 
     stop_string: str
     num_chars_behind: int
 
 
 class StopStrings:
-    """The stop strings of a request as one automaton (Aho and Corasick, 1975), computed node by node when reached.
+    """All stop strings as one automaton (Aho and Corasick, 1975), computed node by node when reached.
 
-    A node is the number of a prefix. The nodes of one string have consecutive numbers. A shared prefix belongs to the
-    first string in alphabetical order, from which the others branch off. Node 0 is the empty prefix.
+    A node is the number of a prefix; those of one string are consecutive. A shared prefix belongs to the first string
+    in alphabetical order, from which the others branch off. Node 0 is the empty prefix.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
         strings = sorted(set(stop_strings))
-        self._characters = "".join(text + _END for text in strings)  # by node: the character to the next node
+        self._characters = "".join(text + _END for text in strings)  # by node: the next character
         self._first_nodes = list(accumulate((len(text) + 1 for text in strings[:-1]), initial=0))
         self._branches: dict[int, dict[str, int]] = {}
         self._string_at = {first + len(text): text for first, text in zip(self._first_nodes, strings, strict=True)}
@@ -44,7 +44,7 @@ class StopStrings:
         self.first_characters = frozenset({self._characters[0], *self._branches.get(0, ())})
 
     def _branch_off(self, strings: list[str]) -> None:
-        lengths = [0]  # of the prefix that each string shares with the one before it
+        lengths = [0]  # of the prefix shared with the string before
         for index, (before, text) in enumerate(pairwise(strings), start=1):
             length = _shared_length(before, text)
             lengths.append(length)
@@ -101,14 +101,14 @@ class StopSearch:
 
     @property
     def num_held_back_chars(self) -> int:
-        """Number of characters that may begin a stop string and must not be shown yet."""
+        """Number of characters that may begin a stop string."""
         return self._stops.num_held_back_chars(self._node)
 
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
         """Add a piece of text; return the stop string that ends first in it, and stop reading there.
 
-        counts: False to ignore stop strings that end in this piece; one that begins here still counts later.
-        If two end at one position, the longer one is returned, so the cuts of the text do not matter.
+        counts: False to ignore stop strings that end in this piece. Of two that end together the longer one is
+        returned, so the cuts of the text do not matter.
         """
         stops = self._stops
         if not self._node and stops.first_characters.isdisjoint(text):
@@ -121,12 +121,12 @@ class StopSearch:
 
 
 def _shared_length(first: str, second: str) -> int:
-    """Return the length of the common prefix."""
+    """Return the common prefix's length."""
     return bisect_left(range(min(len(first), len(second))), True, key=lambda n: first[: n + 1] != second[: n + 1])
 
 
 def num_held_back_chars(text: str, stop_string: str) -> int:
-    """Return how many characters at the end of a text may begin a short stop string."""
+    """Return how many last characters of a text may begin a short stop string."""
     for length in range(min(len(stop_string) - 1, len(text)), 0, -1):
         if text.endswith(stop_string[:length]):
             return length

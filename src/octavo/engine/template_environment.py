@@ -1,4 +1,4 @@
-"""Jinja's sandbox with a time limit: a template may contain any loop."""
+"""Jinja's sandbox with a time limit, for any loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.runtime.text_work import progress
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Ends a template that takes too long. Lookups check that; every loop needs some."""
+    """Ends a template that takes too long. Lookups check that; every loop has some."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Look up `obj.attribute`."""

@@ -1,4 +1,4 @@
-"""Detect which forms of messages a chat template needs, by rendering small conversations."""
+"""Detect the messages that a chat template needs, by rendering small conversations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 EmptyContent = Literal["null", "empty", "absent"]
 SystemPlaces = Literal["anywhere", "first", "never"]
 
-_SEPARATOR = "\n\n"  # between the texts of joined messages
+_SEPARATOR = "\n\n"  # between joined messages
 _FIRST, _SECOND, _EXTRA = "octavo-first", "octavo-second", "octavo-extra"
 _USER = {"role": "user", "content": "Question"}
 _ARGUMENTS = {_FIRST: 1}
-_CALL_ID = "call00001"  # nine letters and digits: some templates check that
+_CALL_ID = "call00001"  # some templates check for nine letters and digits
 _OTHER_ID = "call00002"
 _LONG_ID = "call_octavo_of_another_server"
 _TOOL_NAME = "lookup"
@@ -45,12 +45,11 @@ TOOL = {
 class TemplateTraits:
     """The forms of messages that one template demands.
 
-    part_roles: roles whose content it reads as a list of parts; for other roles texts are joined by a line feed.
-    only_part_roles: those of them for which it cannot read text.
-    null_content, empty_content: the form of a call's message without text, for null and "".
+    part_roles: roles whose content it reads as parts; else texts are joined by line feeds.
+    only_part_roles: those for which it cannot read text.
+    null_content, empty_content: content of a call's message, for null and "".
     takes_text_arguments: a call's arguments must be JSON text.
-    joins_turns: it refuses two consecutive turns of a role.
-    joins_results: it refuses a user's turn after a tool's result.
+    joins_turns: it refuses two consecutive turns of a role. joins_results: it refuses a user's turn after a result.
     wants_short_ids: it refuses call ids that are not nine letters and digits.
     wants_single_calls: it refuses or loses several calls in a message.
     system: which system messages it shows; "first": one at the beginning.
@@ -69,9 +68,9 @@ class TemplateTraits:
 
     @classmethod
     def find(cls, render: Render) -> TemplateTraits:
-        """Detect a template's traits. render: returns a text, None if the template refuses the messages.
+        """Detect a template's traits. render: returns None if it refuses the messages.
 
-        There is no time limit, because a prompt must not depend on the machine's load.
+        Without a time limit: a prompt must not depend on the machine's load.
         """
         null_content, takes_text = _find_call_form(render, ("null", "empty", "absent"), (False, True))
         empty_content, _ = _find_call_form(render, ("empty", "null", "absent"), (takes_text,))
@@ -110,7 +109,7 @@ class TemplateTraits:
         )
 
     def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
-        """Yield messages in the form of the traits; then, if the template refuses these, in stricter forms.
+        """Yield messages in the form of the traits; then stricter forms, if the template refuses these.
 
         chat: content is text, text parts, null or absent; arguments of calls are objects.
         """
@@ -121,7 +120,7 @@ class TemplateTraits:
             before = variant
 
     def _variants(self, chat: list[Message]) -> Iterator[list[Message]]:
-        """Yield the history unchanged, then in stricter forms."""
+        """Yield the history, then stricter forms."""
         yield chat
         yield self._joined(chat)
         strict = begun_by_user(_with_calls_joined(chat))
@@ -175,7 +174,7 @@ def _find_call_form(
 ) -> tuple[EmptyContent, bool]:
     """Return the best content of a call without text, and whether its arguments are text.
 
-    It shows the arguments, then prints the fewest of "None", "null" and Python dictionaries, then comes first.
+    It shows the arguments, then prints the fewest of "None", "null" and Python dictionaries.
     """
     best: tuple[EmptyContent, bool] = ("empty", False)
     best_faults: tuple[bool, int] | None = None
@@ -201,7 +200,7 @@ def _wants_short_ids(render: Render, content: EmptyContent, *, as_text: bool) ->
 
 
 def _wants_single_calls(render: Render, content: EmptyContent, *, as_text: bool) -> bool:
-    """Return True if a template shows two calls in two messages, but not in one."""
+    """Return True if a template shows two calls only in two messages."""
     calling = _calling(content, as_text=as_text)
     other = _calling(content, as_text=as_text, arguments={_SECOND: 2})
     other["tool_calls"][0]["id"] = _OTHER_ID
@@ -213,7 +212,7 @@ def _wants_single_calls(render: Render, content: EmptyContent, *, as_text: bool)
 
 
 def _find_system_places(render: Render) -> SystemPlaces:
-    """Return which system messages a template shows, if it accepts the rest as user messages."""
+    """Return which system messages a template shows, if user messages can replace the rest."""
     answer = {"role": "assistant", "content": "Answer"}
     first, second = _message("system", _FIRST), _message("system", _SECOND)
     text = render([first, _USER, answer, second, _USER])
@@ -267,7 +266,7 @@ def _with_text_arguments(call: Any) -> Any:
 
 
 def _with_calls_joined(chat: Sequence[Message]) -> list[Message]:
-    """Join an assistant's turn without calls with a following one with calls."""
+    """Join an assistant's text with its following calls."""
     found: list[Message] = []
     for message in chat:
         before = found[-1] if found else {"role": ""}
@@ -279,7 +278,7 @@ def _with_calls_joined(chat: Sequence[Message]) -> list[Message]:
 
 
 def _join(run: list[Message]) -> Message:
-    """Join messages, with their texts in order."""
+    """Join messages."""
     joined = dict(run[0])
     for name in ("content", "reasoning_content", "thinking") if len(run) > 1 else ():
         texts = [message[name] for message in run if message.get(name)]

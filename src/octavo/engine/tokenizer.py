@@ -1,4 +1,4 @@
-"""Encode and decode with a `tokenizer.json` through the `tokenizers` library."""
+"""Encode and decode with a `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _SHORT_CHARS = 1024  # so short a text may hold the interpreter lock
 class Tokenizer:
     """The tokenizer of one checkpoint.
 
-    special_tokens: text by key of tokenizer_config.json ("bos_token", ...).
-    eos_token_id: the tokenizer's own; other files may name more.
+    special_tokens: by key of tokenizer_config.json ("bos_token", ...). eos_token_id: other files may name more.
     """
 
     __slots__ = (
@@ -44,11 +43,11 @@ class Tokenizer:
     )
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
-        """Wrap a tokenizer and modify it. config: content of tokenizer_config.json."""
+        """Wrap a tokenizer and modify it. config: of tokenizer_config.json."""
         self._longest_token_chars: int | None = None
         self._long_text: LongTextEncoder | None = None
         config = config or {}
-        backend.no_padding()  # some files carry the settings of a training run
+        backend.no_padding()  # set by some training runs
         backend.no_truncation()
         self.backend = backend
         self.special_tokens = _read_special_tokens(config)
@@ -60,19 +59,18 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = TokenPieces(backend, self._special_ids)
-        # Only the post-processor decides: as in transformers 5, add_bos_token and add_eos_token of
-        # tokenizer_config.json have no effect.
+        # As in transformers 5, add_bos_token and add_eos_token of tokenizer_config.json have no effect.
         self._adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """Read the tokenizer of a checkpoint. Raises `ModelError`."""
+        """Read a checkpoint's tokenizer. Raises `ModelError`."""
         cls.check_directory(directory)
         path = directory / "tokenizer.json"
         try:
             backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except Exception as error:
-            # The library raises plain Exception for any fault of a file.
+            # The library raises plain Exception for any fault.
             raise ModelError(f"{path} is not a tokenizer that octavo can read ({error}); download it again") from error
         config_path = directory / "tokenizer_config.json"
         config = read_json_object(config_path)
@@ -83,12 +81,12 @@ class Tokenizer:
 
     @staticmethod
     def check_directory(directory: Path) -> None:
-        """Raise `ModelError` if a checkpoint has no readable tokenizer."""
+        """Raise `ModelError` without a readable tokenizer."""
         if not (directory / "tokenizer.json").is_file():
             raise ModelError(_explain_missing(directory))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return token ids, without a second BOS. most: encoding a long text may stop after more ids than this.
+        """Return token ids, without a second BOS. most: encoding a long text may stop after more ids.
 
         Raises `RequestError` for invalid Unicode, or a long text that cannot be cut.
         """
@@ -100,10 +98,7 @@ class Tokenizer:
         return ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last `num_tokens` ids of `encode(text)`, mostly without tokenizing all of it.
-
-        Raises `RequestError` like `encode`.
-        """
+        """Return the last ids of `encode`, mostly without tokenizing all of a text. Raises `RequestError`."""
         _check_unicode(text)
         if len(text) > PIECE_CHARS:
             return self._long_texts.encode_end(text, num_tokens, add_special_tokens=add_special_tokens)
@@ -111,7 +106,7 @@ class Tokenizer:
 
     @property
     def _long_texts(self) -> LongTextEncoder:
-        """The encoder of long texts. It reads the whole vocabulary, so it is created at first use."""
+        """Created at first use, because it reads the whole vocabulary."""
         if self._long_text is None:
             bos = self.bos_token_id if self._adds_bos else None
             self._long_text = LongTextEncoder(self.backend, self._encode_at_once, bos)
@@ -120,7 +115,7 @@ class Tokenizer:
     def _encode_at_once(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= _SHORT_CHARS:
             ids = list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        else:  # only the library's functions for batches release the interpreter lock
+        else:  # only batches release the interpreter lock
             ids = list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         doubled = add_special_tokens and self._adds_bos and ids[1:2] == [self.bos_token_id]
         return ids[1:] if doubled else ids
@@ -134,23 +129,23 @@ class Tokenizer:
 
     @property
     def longest_token_chars(self) -> int:
-        """Characters of the longest token."""
+        """See `TextCodec`."""
         if self._longest_token_chars is None:
             self._longest_token_chars = max(map(len, self.backend.get_vocab()))
         return self._longest_token_chars
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if a token, such as EOS, is not part of the text."""
+        """See `TextCodec`."""
         return token_id in self._special_ids
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token with this text."""
+        """See `TextCodec`."""
         token_id: int | None = self.backend.token_to_id(text)
         return token_id
 
     @property
     def added_ids(self) -> frozenset[int]:
-        """Ids outside the trained vocabulary: special ones, and others such as markers of calls."""
+        """Ids outside the trained vocabulary, not only special ones."""
         return frozenset(self.backend.get_added_tokens_decoder())
 
     def token(self, token_id: int) -> str:
@@ -158,23 +153,23 @@ class Tokenizer:
         return self.backend.id_to_token(token_id) or ""
 
     def piece(self, token_id: int, *, skip_special_tokens: bool = False) -> str | bytes:
-        """Return the text that a token appends, or its bytes if they are not valid UTF-8 alone."""
+        """See `DetokenizerFactory`."""
         return self._pieces.piece(token_id, skip_special_tokens=skip_special_tokens)
 
     @property
     def has_byte_runs(self) -> bool:
-        """Whether consecutive byte tokens are decoded together."""
+        """See `DetokenizerFactory`."""
         return self._pieces.has_byte_runs
 
     def decode_token(self, token_id: int) -> str:
-        """Return the text that a token, also a special one, appends."""
+        """Return a token's text, also a special one's."""
         piece = self.piece(token_id)
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
     def incremental_detokenizer(
         self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> IncrementalDetokenizer:
-        """Return a detokenizer for a stream that continues a prompt."""
+        """See `DetokenizerFactory`."""
         decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
         return IncrementalDetokenizer(self._pieces, decode, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 

@@ -1,4 +1,4 @@
-"""The interface of tokenizers for outputs, and null objects without text."""
+"""The interface of tokenizers for outputs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Detokenizer(Protocol):
 
     @property
     def held(self) -> bytes:
-        """Bytes held back until later bytes complete them, those of the prompt first."""
+        """Bytes held back for later ones, those of the prompt first."""
         ...
 
     @property
     def num_prompt_bytes(self) -> int:
-        """Number of held bytes that belong to the prompt."""
+        """Held bytes of the prompt."""
         ...
 
     def add(self, token_ids: list[int]) -> str:
@@ -31,7 +31,7 @@ class Detokenizer(Protocol):
 
 
 class DetokenizerFactory(Protocol):
-    """A tokenizer, as far as outputs need it."""
+    """A tokenizer, as outputs need it."""
 
     @property
     def has_byte_runs(self) -> bool:
@@ -39,11 +39,11 @@ class DetokenizerFactory(Protocol):
         ...
 
     def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Return a detokenizer for a stream that continues a prompt."""
+        """Return a detokenizer for a stream after a prompt."""
         ...
 
     def decode_token(self, token_id: int) -> str | None:
-        """Return the text of one token, for logprobs."""
+        """Return one token's text, for logprobs."""
         ...
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
@@ -56,7 +56,7 @@ class DetokenizerFactory(Protocol):
 
 
 class NoDetokenizer:
-    """For requests that need only token ids."""
+    """For requests without text."""
 
     held = b""
     num_prompt_bytes = 0
@@ -98,7 +98,7 @@ class NoTokenizer:
 
 
 class SomeSpecialTokens:
-    """A tokenizer that shows a few special tokens even if special tokens are skipped."""
+    """A tokenizer that shows a few special tokens even if they are skipped."""
 
     def __init__(self, tokenizer: DetokenizerFactory, shown: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -120,7 +120,7 @@ class SomeSpecialTokens:
         return self._tokenizer.decode_token(token_id)
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return "" for a hidden token; see `DetokenizerFactory`."""
+        """Return "" for a hidden token."""
         is_hidden = skip_special_tokens and self._is_hidden(token_id)
         return "" if is_hidden else self._tokenizer.piece(token_id, skip_special_tokens=False)
 
@@ -133,7 +133,7 @@ class SomeSpecialTokens:
 
 
 class _SomeHidden:
-    """A detokenizer that drops hidden tokens."""
+    """Drops hidden tokens."""
 
     def __init__(
         self, tokenizer: DetokenizerFactory, prompt_token_ids: list[int], is_hidden: Callable[[int], bool]
