@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Values of an argument that change nothing, and the reason. values: None accepts every value."""
+    """Values without effect, and the reason. values: None accepts all."""
 
     values: tuple[Any, ...] | None
     reason: str

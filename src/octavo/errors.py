@@ -1,19 +1,19 @@
 """Errors that octavo raises on purpose. `octavo.http.errors` has further errors, for servers only.
 
     OctavoError
-    ├── ConfigError      an invalid option; raised before anything is allocated
-    ├── ModelError       an unusable checkpoint: missing, broken, or of an unknown kind
-    ├── RequestError     one request cannot be served; the engine continues
-    │   ├── PromptTooLongError   the prompt exceeds the model's length or the KV cache
-    │   ├── QueueFullError       too many requests are open or waiting
-    │   └── SlowReaderError      the client did not read its output in time
-    └── EngineError      the engine failed
-        ├── ExecutionError   a step failed: its requests end
-        ├── RequestFailedError   work for a single request failed: only that request ends
-        ├── FingerprintError   the engine computes other numbers than an earlier start
-        ├── DeadlineError    the request's deadline passed
-        └── EngineDeadError  the engine has stopped
-            └── EngineRestartingError    the engine's process is being restarted
+    ├── ConfigError
+    ├── ModelError
+    ├── RequestError                 the engine continues
+    │   ├── PromptTooLongError
+    │   ├── QueueFullError
+    │   └── SlowReaderError
+    └── EngineError
+        ├── ExecutionError           the step's requests end
+        ├── RequestFailedError       only that request ends
+        ├── FingerprintError
+        ├── DeadlineError
+        └── EngineDeadError
+            └── EngineRestartingError
 
 `assert` is for octavo's own bugs only. An error that a user can cause is one of these or of `octavo.http.errors`.
 """
@@ -26,11 +26,14 @@ class OctavoError(Exception):
 
 
 class ConfigError(OctavoError):
-    """An option is invalid. The message names the option, its value, the limit and what to do."""
+    """An option is invalid. The message names the option, its value, the limit and what to do.
+
+    Raised before anything is allocated.
+    """
 
 
 class ModelError(OctavoError):
-    """A checkpoint cannot be used. The message names the file and its problem."""
+    """A checkpoint is missing, broken, or of an unknown kind. The message names the file and its problem."""
 
 
 class RequestError(OctavoError):
@@ -85,7 +88,7 @@ class ExecutionError(EngineError):
 
 
 class RequestFailedError(EngineError):
-    """Work for a single request failed, because of a bug in octavo or in a library. The message names its id."""
+    """Work for one request failed, because of a bug in octavo or in a library. The message names its id."""
 
 
 class FingerprintError(EngineError):

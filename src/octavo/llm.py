@@ -120,7 +120,7 @@ class AsyncLLM(_AsyncLLM):
 
 
 def _shut_down(loading: asyncio.Future[Engine]) -> None:
-    """Shut down an engine that finished loading after its caller was cancelled."""
+    """Shut down an engine that loaded after its caller was cancelled."""
     if not loading.cancelled() and loading.exception() is None:
         threading.Thread(target=loading.result().shutdown, name="octavo-shutdown").start()
 
@@ -342,13 +342,13 @@ class LLM:
 
 
 def final_only(params: SamplingParams) -> SamplingParams:
-    """Return a copy that requests only the finished output: a batch has no reader of earlier ones."""
+    """Return a copy for a batch, which has no reader of unfinished outputs."""
     return params.replace(output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def _take_fields(
     arguments: dict[str, Any], config: type[SchedulerConfig | CacheConfig | DeviceConfig]
 ) -> dict[str, Any]:
-    """Take the arguments that are fields of a configuration without a parameter of their own."""
+    """Take fields of a configuration that are no parameters here."""
     names = {each.name for each in fields(config)} - {"policy", "num_gpu_blocks"}
     return {name: arguments.pop(name) for name in sorted(names & arguments.keys())}

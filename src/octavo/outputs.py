@@ -48,7 +48,7 @@ _TEXTS = {
 }
 
 
-@dataclass(slots=True)  # not frozen, which would double the time to make it: there is one for each alternative
+@dataclass(slots=True)  # not frozen: that would double the time to make it, and there is one for each alternative
 class Logprob:
     """Log probability of a token at a position, from the model's raw logits (before temperature and filters)."""
 
@@ -109,7 +109,7 @@ class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
 class CompletionOutput:
     """One of the n outputs of a request.
 
-    finish_reason: "stop", "length", "abort", "error", or None while the output is not finished.
+    finish_reason: "stop", "length", "abort", "error", or None until it is finished.
     stop_reason: the stop string or token id that ended the output; None for EOS and other reasons.
     logprobs: one dict of token id -> Logprob per output token, if requested.
     """

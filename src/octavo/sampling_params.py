@@ -275,7 +275,7 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_specia
 
 
 def plain_number(value: Any) -> Any:
-    """Convert a number of another library to Python's: only those can be sent to another process."""
+    """Convert another library's number to Python's: only those can be sent to another process."""
     if type(value) in (int, float, bool):
         return value
     if isinstance(value, Integral):
@@ -284,7 +284,7 @@ def plain_number(value: Any) -> Any:
 
 
 def _plain_flag(value: Any) -> Any:
-    """Convert 0, 1 and truth values of another library to Python's."""
+    """Convert 0, 1 and other libraries' truth values."""
     is_flag = isinstance(value, Integral) or type(value).__name__ in ("bool", "bool_")  # numpy's are not Integral
     return bool(value) if is_flag and value in (0, 1) else value
 
@@ -303,7 +303,7 @@ def _plain_bias(bias: Any) -> dict[Any, Any]:
 
 
 def _listed(name: str, values: Any, of: str) -> list[Any]:
-    """Return an iterable as a list; [] for None."""
+    """Return a list; [] for None."""
     try:
         return [] if values is None else list(values)
     except TypeError:

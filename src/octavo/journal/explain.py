@@ -1,4 +1,4 @@
-"""Explains from the event stream how a request spent its time."""
+"""Explains from events how a request spent its time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A time in one phase. details: text about its result, by name."""
+    """A time in one phase. details: about its result, by name."""
 
     phase: str
     start: float
@@ -47,19 +47,19 @@ class Explanation:
 
     @property
     def wall_s(self) -> float:
-        """Seconds from its arrival to its end."""
+        """Seconds from arrival to end."""
         return self.intervals[-1].end - self.intervals[0].start if self.intervals else 0.0
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds in each of its phases."""
+        """Seconds by phase."""
         total: dict[str, float] = defaultdict(float)
         for each in self.intervals:
             total[each.phase] += each.end - each.start
         return {phase: total[phase] for phase in PHASES if phase in total}
 
     def text(self) -> str:
-        """Return the explanation as lines of text."""
+        """Return lines of text."""
         lines = [f"request {self.request_id}: {self.wall_s:.3f} s, {self.ending}"]
         for phase, seconds in self.seconds.items():
             share = 100 * seconds / self.wall_s if self.wall_s else 0.0
@@ -70,7 +70,7 @@ class Explanation:
 def explain(log: Iterable[Event], request_id: str, end_time: float | None = None) -> Explanation:
     """Explain the first request with this id. Raises `ConfigError` if there is none.
 
-    end_time: of the stream, for an unfinished request; by default the time of its last event.
+    end_time: of the stream, for an open request; by default of its last event.
     """
     stream = list(log)
     start = next((i for i, e in enumerate(stream) if _is(e, events.RequestQueued, request_id)), None)
@@ -86,9 +86,9 @@ def explain(log: Iterable[Event], request_id: str, end_time: float | None = None
 
 
 def intervals(log: Iterable[Event], end_time: float) -> dict[str, list[Interval]]:
-    """Return the phases of every request by id, in order of arrival. A reused id gets the suffix "'".
+    """Return every request's phases by id, in order of arrival. A reused id gets the suffix "'".
 
-    end_time: of the stream, for unfinished requests.
+    end_time: of the stream, for open requests.
     """
     tellers: dict[str, _Teller] = {}
     done: dict[str, list[Interval]] = {}
@@ -117,7 +117,7 @@ def _is(event: Event, kind: type[events.RequestEvent], request_id: str) -> bool:
 
 
 class _Teller:
-    """Follows one request through the stream."""
+    """Follows one request."""
 
     def __init__(self, request_id: str, before: list[Event]) -> None:
         self.request_id = request_id
@@ -130,7 +130,7 @@ class _Teller:
         self.num_postponed = 0
         self.shared: Counter[str] = Counter()
         self.drafts = DraftStats()
-        self.drafted_step = -1  # the newest in which its drafts were verified
+        self.drafted_step = -1  # in which its drafts were verified
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
@@ -140,7 +140,7 @@ class _Teller:
             self._note_blocked(event)
 
     def tell(self, event: Event) -> None:
-        """Process an event during the request's life."""
+        """Process any event during the request's life."""
         self._note_blocked(event)
         if isinstance(event, events.StepScheduled):
             self._note_step(event)
@@ -161,7 +161,7 @@ class _Teller:
             self.note_own(event)
 
     def finish(self, end: float) -> Explanation:
-        """Close the last phase, add the remaining reasons, and return the explanation."""
+        """Close the last phase and add the remaining reasons."""
         self.enter(None, end)
         result = self.result
         result.reasons[:0] = list(self._why_queued())
@@ -186,7 +186,7 @@ class _Teller:
         return result
 
     def enter(self, phase: str | None, time: float, details: dict[str, str] | None = None) -> None:
-        """End the present phase, with its details, and begin another one unless `phase` is None."""
+        """End the phase, with its details, and begin another one, if any."""
         if self.phase is not None and time > self.since:
             self.result.intervals.append(Interval(self.phase, self.since, time, details or {}))
         if self.phase == QUEUED and self.blocked is not None:
@@ -194,7 +194,7 @@ class _Teller:
         self.phase, self.since = phase, time
 
     def _note_blocked(self, event: Event) -> None:
-        """Record why the head of the queue cannot start, and for how long this request waited meanwhile."""
+        """Record why the head of the queue cannot start while this request waits."""
         now_blocked: tuple[events.RequestBlocked, float] | None = None
         if isinstance(event, (events.RequestAdmitted, events.RequestParked, events.RequestFinished)):
             if self.blocked is None or event.request_id != self.blocked[0].request_id:
@@ -233,7 +233,7 @@ class _Teller:
         self.shared.update({name: n for name, n in event.num_scheduled_tokens.items() if name != self.request_id})
 
     def note_tokens(self, event: events.StepCompleted) -> None:
-        """Count the request's new tokens. The first one ends the prompt phase."""
+        """Count new tokens. The first one ends the prompt phase."""
         count = event.num_new_tokens.get(self.request_id, 0)
         self.num_tokens += count
         if count and not self.has_output:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-FIRST_WITH_DROPPED_SAVES = 3  # first version with answers of stores about dropped saves
+FIRST_WITH_DROPPED_SAVES = 3  # first version with answers about dropped saves
 STOP_TOKEN = -1  # replaces any stop token
 
 
@@ -43,10 +43,9 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The outcome of a replay.
+    """The outcome of a replay. num_unchecked: steps without a checksum.
 
     log: events on the recorded clock. end_time: of the last line, in seconds.
-    num_unchecked: number of steps without a checksum.
     """
 
     log: EventLog
@@ -60,7 +59,7 @@ class Replay:
 class Player:
     """Drives a new `scheduler` through the lines of a journal. Its events go to `log`.
 
-    names: request ids by number in the journal. Raises `ConfigError` for an unknown option or KV group.
+    names: request ids by number. Raises `ConfigError` for an unknown option or KV group.
     """
 
     def __init__(self, header: dict[str, Any], lines: list[list[Any]]) -> None:
@@ -95,7 +94,7 @@ class Player:
         self.scheduler.transfers.reports_dropped_saves = was_asked
 
     def play(self, line: list[Any]) -> None:
-        """Repeat the call of one line. All lines must be played in order."""
+        """Repeat a line's call. Lines must be played in order."""
         kind, rest = line[0], line[1:]
         if kind in "afsux":
             self.microseconds += rest[0]
@@ -196,7 +195,7 @@ class Player:
 
 
 def _kv_groups(groups: Sequence[dict[str, Any]]) -> list[KVGroupSpec]:
-    """Return the KV groups of a header. Raises `ConfigError`."""
+    """Return a header's KV groups."""
     try:
         return [KVGroupSpec.from_json(group) for group in groups]
     except (KeyError, TypeError):
@@ -206,7 +205,7 @@ def _kv_groups(groups: Sequence[dict[str, Any]]) -> list[KVGroupSpec]:
 
 
 def replay(path: Path) -> Replay:
-    """Replay a journal. Raises `ConfigError` if this version cannot read it."""
+    """Replay a journal. Raises `ConfigError` if it cannot be read."""
     header, lines = read_journal(path)
     player = Player(header, lines)
     for line in lines:

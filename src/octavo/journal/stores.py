@@ -1,4 +1,4 @@
-"""Records the answers of an external KV store, and repeats them in a replay."""
+"""Records and repeats the answers of an external KV store."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RecordedConnector:
 
 
 class ReplayedConnector:
-    """A `KVConnector` that gives the answers that the replay sets, in order. Raises `ConfigError` if it has no more."""
+    """A `KVConnector` that gives recorded answers in order. Raises `ConfigError` if it has no more."""
 
     def __init__(self, name: str) -> None:
         self.name = name

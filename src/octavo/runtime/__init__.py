@@ -1,1 +1,1 @@
-"""Services for every process: logs, faults of requests, fair scheduling on threads."""
+"""Services for every process."""

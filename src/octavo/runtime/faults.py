@@ -1,4 +1,4 @@
-"""Faults that concern one request: logged with its id, and reported to that request only.
+"""Faults that concern one request: logged with its id, and reported to it only.
 
 A loop over many requests guards the work for each with
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def request_failed(request_id: str) -> str:
-    """Return the error text for a failed request, without server internals."""
+    """Return an error text without server internals."""
     return f"request {request_id}: {ErrorCode.REQUEST_FAILED.text}"
 
 
@@ -30,7 +30,7 @@ def is_fault(error: BaseException) -> bool:
 
 
 def log_fault(request_id: str, doing: str, error: BaseException) -> None:
-    """Log a fault; re-raise an error that is none."""
+    """Log a fault; re-raise any other error."""
     if not is_fault(error):
         raise error
     logger.error("request %s failed while %s", request_id, doing, exc_info=error)

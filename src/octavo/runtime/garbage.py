@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 def permanent_generation() -> Iterator[None]:
     """Disable the collector during the block, then freeze all existing objects.
 
-    So later full collections, which delay requests, visit only newer objects. Use it only in a process that octavo
-    owns.
+    So later full collections, which delay requests, visit only newer objects. Only for a process that octavo owns.
     """
     was_enabled = gc.isenabled()
     gc.disable()

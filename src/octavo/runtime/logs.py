@@ -1,4 +1,4 @@
-"""Log lines as text or JSON, each with its request id."""
+"""Log lines as text or JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TextFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)s {place}%(name)s: %(message)s")
 
     def formatTime(self, record: logging.LogRecord, _datefmt: str | None = None) -> str:  # noqa: N802 - its base's name
-        """Return the time of the record."""
+        """Return the record's time."""
         return _time_of(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - its base's name
@@ -53,7 +53,7 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one JSON object."""
+        """Return one JSON object."""
         line: dict[str, Any] = {"time": _time_of(record), "level": record.levelname.lower(), "logger": record.name}
         if self._process:
             line["process"] = self._process
@@ -74,7 +74,7 @@ class _AuditHandler(logging.handlers.WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # from reopening; since Python 3.14 `logging` handles it itself
+        except OSError:  # from reopening; handled by `logging` since Python 3.14
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - named by `logging`
@@ -90,8 +90,8 @@ def configure(level: int | str, style: str, *, process: str = "", audit_file: Pa
     """Log to standard error; changes the root logger unless it already has handlers.
 
     style: one of `LOG_FORMATS`. process: name of a process that the user did not start.
-    audit_file: gets the `AUDIT` logger's lines as JSON, whatever the level, instead of standard error; reopened after
-    rotation. Raises `ConfigError` if it cannot be opened.
+    audit_file: gets the `AUDIT` logger's lines as JSON, whatever the level; reopened after rotation. Raises
+    `ConfigError` if it cannot be opened.
     """
     formatter = JsonFormatter(process) if style == "json" else TextFormatter(process)
     handler = logging.StreamHandler()
@@ -111,7 +111,7 @@ def configure(level: int | str, style: str, *, process: str = "", audit_file: Pa
 
 
 def in_use() -> tuple[int, str]:
-    """Return this process's log level and style, for a child process."""
+    """Return level and style, for a child process."""
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in root.handlers)
     return root.getEffectiveLevel(), LOG_FORMATS[is_json]

@@ -1,4 +1,4 @@
-"""Threads for work on texts. A request waits only for texts in its own size class."""
+"""Threads for work on texts. A request waits only for texts of its size class."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-# Text sizes in characters. Work queues only in its own lane: eight texts of 30,000 characters take 150 ms, a whole
-# short request 4 ms. Tiny texts take 0.2 ms on the event loop; a thread would wait longer for the busy interpreter.
+# In characters. Work queues only in its own lane: eight texts of 30,000 characters take 150 ms, a whole short request 4
+# ms. Tiny texts take 0.2 ms on the event loop; a thread would wait longer for the busy interpreter.
 _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
-_LARGE = 256  # entries; serializing one takes a few microseconds
+_LARGE = 256  # entries; serializing one takes microseconds
 _BYTES_PER_ENTRY = 128  # of JSON input
-_KINDS = "text", "count"  # of threads: for requests that get an answer, and for token counts
-_LONGEST_S = 30.0  # limit on one piece of work; 8 MB of text take a third of it
+_KINDS = "text", "count"  # for answers, and for token counts
+_LONGEST_S = 30.0  # for one piece of work; 8 MB of text take a third of it
 
 
 class AbandonedError(Exception):
@@ -42,19 +42,19 @@ class _Work:
         self._end = math.inf
 
     def begin(self) -> None:
-        """Start the time limit. Raises like `check`."""
+        """Start the time limit."""
         self._end = time.monotonic() + _LONGEST_S
         self.check()
 
     def check(self) -> None:
-        """Raise `AbandonedError` if the caller is gone, `RequestError` if the time limit has passed."""
+        """Raise `AbandonedError` if the caller is gone, `RequestError` after the time limit."""
         if self.is_abandoned:
             raise AbandonedError
         if time.monotonic() > self._end:
             raise RequestError(f"reading this request took longer than {_LONGEST_S:g} s; send a shorter request")
 
 
-_local = threading.local()  # `work`: the `_Work` that this thread runs
+_local = threading.local()  # `work`: the `_Work` of this thread
 
 
 def progress(num_tokens: int = 0) -> None:
@@ -72,8 +72,8 @@ def progress(num_tokens: int = 0) -> None:
 class TextWork:
     """Thread pool for work on texts: four lanes by size, each with one thread that tenants use in turns.
 
-    Tiny texts run on the event loop, unless they are only counted. Counting has its own threads. The next count of a
-    lane starts only when the event loop has the last result, so other callbacks wait for at most one per lane.
+    Tiny texts run on the event loop, except counts, which have own threads. A lane's next count starts only when the
+    event loop has the last result, so other callbacks wait for at most one per lane.
     """
 
     def __init__(self) -> None:
@@ -95,12 +95,12 @@ class TextWork:
         on_read: Callable[[int], None] | None = None,
         is_count: bool = False,
     ) -> T:
-        """Run `work` and return its result.
+        """Run `work` and return its result. Raises `DeadlineError`, and its exceptions.
 
-        deadline: in seconds, on the event loop's clock. on_read: always called at the end with the number of tokens
-        read (see `progress`). is_count: no generation waits for it.
+        deadline: on the event loop's clock. on_read: always called at the end with the number of tokens read (see
+        `progress`).
+        is_count: no generation waits for it.
         If the caller is cancelled, the work does not start, or stops at its next `progress`.
-        Raises `DeadlineError`, and the exceptions of `work`.
         """
         under_way = _Work()
         if num_chars <= _AT_ONCE_CHARS and not is_count:
@@ -123,7 +123,7 @@ class TextWork:
                 on_read(under_way.num_tokens)
 
     def shutdown(self) -> None:
-        """Accept no new work. The threads finish queued work; this call does not wait."""
+        """Accept no new work. Queued work finishes later."""
         for executor in self._executors:
             executor.shutdown(wait=False)
 
@@ -154,5 +154,5 @@ async def beside(
 
 
 def entries_of_bytes(num_bytes: int) -> int:
-    """Estimate the entries in a size of JSON."""
+    """Estimate the entries of JSON."""
     return num_bytes // _BYTES_PER_ENTRY

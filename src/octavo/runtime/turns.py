@@ -1,4 +1,4 @@
-"""Round-robin scheduling of tenants' tasks on one executor."""
+"""Round-robin scheduling of tenants' tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Executor(Protocol):
-    """Runs submitted callables later."""
+    """Runs callables later."""
 
     def submit(self, run: Callable[[], None], /) -> object:
         """Queue a callable; must not call it before returning."""
@@ -29,8 +29,7 @@ class Executor(Protocol):
 class Turns:
     """Round-robin queue of an executor: a tenant's backlog delays only that tenant. Thread-safe.
 
-    max_waiting: per tenant; math.inf for no limit. refusal: message of the error beyond it; parameter: the request
-    field that it names.
+    max_waiting: per tenant. refusal, parameter: message and request field of the error beyond it.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Turns:
         return None
 
     def _run_next(self) -> None:
-        """Run the next task, if any: cancelled tasks leave spare calls."""
+        """Run the next task, if any: cancelled ones leave spare calls."""
         if (task := self._take()) is None:
             return
         future, run = task

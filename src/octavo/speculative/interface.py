@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 class DraftTask:
     """A request that needs draft tokens.
 
-    token_ids: int32 [num_tokens], including this step's sampled tokens; append-only, valid until the next step.
-    max_drafts: the engine cannot use more.
+    token_ids: int32 [num_tokens], with this step's sampled tokens; append-only, valid until the next step.
     max_computed: limit on drafts that cost a forward pass each; None: max_drafts.
     cache_salt: drafts pass only between requests of equal salt.
     predicted_token_ids: int32, the answer that the client expects.
@@ -35,7 +34,7 @@ class DraftTask:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request that ended. token_ids: int32, prompt and output; valid during the call."""
+    """An ended request. token_ids: int32, prompt and output; valid during the call."""
 
     request_id: str
     token_ids: NDArray[np.int32]
@@ -48,8 +47,7 @@ class Proposer(Protocol):
 
     A rejected draft costs one row of a step and never changes the output.
 
-    num_speculative_tokens: maximum number of drafts per request. num_bytes: maximum memory use.
-    num_passes: forward passes of a model in the latest `propose` call.
+    num_bytes: maximum memory use. num_passes: forward passes of a model in the latest call.
     computes: it may run a model when lookup finds no drafts.
     """
 
@@ -60,17 +58,17 @@ class Proposer(Protocol):
 
     @property
     def computed(self) -> AbstractSet[str]:
-        """Requests for which the latest `propose` call ran a model."""
+        """Requests for which the latest call ran a model."""
         ...
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
-        """Return the drafts of each task."""
+        """Return each task's drafts."""
         ...
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the state of requests that may resume; unknown ids are ignored."""
+        """Drop the state of requests that may resume. Unknown ids are ignored."""
         ...
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Drop the state of ended requests. Their answers may be drafts for requests of equal salt."""
+        """Drop the state of ended requests. Their answers may be kept."""
         ...

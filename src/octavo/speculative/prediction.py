@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from octavo.speculative.interface import DraftTask, EndedRequest, Proposer
 
-NGRAM = 3  # minimum match length, in tokens
-MAX_MATCH = 32  # maximum match length, in tokens
-DRAFTS_PER_TOKEN = 2  # drafts per matching token
+NGRAM = 3  # of a match, in tokens
+MAX_MATCH = 32  # of a match, in tokens
+DRAFTS_PER_TOKEN = 2  # per matching token
 
 
 class PredictionProposer:
-    """Uses the prediction instead of a proposer's drafts if it yields at least as many.
+    """Prefers the prediction to a proposer's drafts if it yields at least as many.
 
     Each draft adds at most one token to a step, so an equal number is as good.
     """
@@ -32,7 +32,7 @@ class PredictionProposer:
         self._proposer = proposer
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
-        """Return the drafts of each task."""
+        """See `Proposer`."""
         drafts = self._proposer.propose(tasks)
         for index, task in enumerate(tasks):
             if task.predicted_token_ids is not None:
@@ -47,15 +47,15 @@ class PredictionProposer:
         self._proposer.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """See `Proposer`; no prediction is kept."""
+        """See `Proposer`."""
         self._proposer.finish(ended)
 
 
 def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int) -> list[int]:
     """Return up to `most` tokens that follow the end of the answer in the prediction.
 
-    Unless the answer is a prefix of the prediction, they follow the longest match of its last tokens; of equal ones,
-    that with the closest position.
+    Unless the answer is its prefix, they follow the longest match of the answer's last tokens; of equal ones, the
+    closest.
     """
     start = len(answer)
     if not np.array_equal(predicted[:start], answer):
@@ -74,7 +74,7 @@ def _longest_matches(
 
     A single match is extended only as far as `most` drafts require.
     """
-    num_places = len(predicted) - NGRAM  # at least one token must follow
+    num_places = len(predicted) - NGRAM  # a token must follow
     if len(answer) < NGRAM or num_places <= 0:
         return np.empty(0, dtype=np.int64), 0
     matches = np.ones(num_places, dtype=bool)

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    Hit = tuple[int, int]  # the position after a match, and its length in tokens
+    Hit = tuple[int, int]  # end position and length of a match
 
-NGRAM = 3  # minimum match length, in tokens
-MAX_MATCH = 32  # maximum match length, in tokens
+NGRAM = 3  # shortest match, in tokens
+MAX_MATCH = 32  # longest match, in tokens
 MIN_CAPACITY = 2 * NGRAM
 BYTES_PER_TOKEN = 2 * array("i").itemsize + 2 * array("q").itemsize
 _BOUNDARY = -1
 _TOKEN_BITS = 8 * array("i").itemsize
-_MAX_HITS = 6  # the newest, among which continuations are counted
-_MAX_STEPS = 64  # limit on chain entries visited, collisions included
-_MAX_LENGTHS = 2  # number of match lengths compared
+_MAX_HITS = 6  # the newest are counted
+_MAX_STEPS = 64  # limit on chain entries, collisions included
+_MAX_LENGTHS = 2  # of matches compared
 
 
 class SuffixIndex:
@@ -44,13 +44,13 @@ class SuffixIndex:
 
     @property
     def nbytes(self) -> int:
-        """Size of the arrays in bytes."""
+        """Size in bytes."""
         arrays = (self._tokens, self._owners, self._previous, self._heads)
         return sum(len(each) * each.itemsize for each in arrays)
 
     @property
     def oldest(self) -> int:
-        """The first position that is still kept."""
+        """The first kept position."""
         return max(self._oldest, self.num_tokens - self.capacity)
 
     def extend(self, token_ids: Iterable[int], owner: int = 0) -> None:
@@ -76,12 +76,12 @@ class SuffixIndex:
         self.num_tokens = end
 
     def close(self) -> None:
-        """End the newest text. No match or draft crosses the boundary."""
+        """End the newest text. No match or draft crosses its end."""
         self._tokens[self.num_tokens % self.capacity] = _BOUNDARY
         self.num_tokens += 1
 
     def drop(self, position: int) -> None:
-        """Discard all tokens before a position."""
+        """Discard tokens before a position."""
         self._oldest = max(self._oldest, position)
 
     def propose(
@@ -89,10 +89,10 @@ class SuffixIndex:
     ) -> tuple[list[int], float]:
         """Return the best continuation of the suffix in the owner's texts, and the expected number of accepted tokens.
 
-        A draft has at most `most` tokens, and at most factor times the match length. Each draft token is the most
-        frequent one among the hits that agree so far, the newest on a tie. Its probability is their share, times the
-        previous token's; the draft ends below min_probability. The score, the sum of probabilities, decides between
-        match lengths (section 4 of the paper).
+        A draft has at most `most` tokens, and at most factor times the match length. Each token is the most frequent
+        one among the hits that agree so far, the newest on a tie. Its probability is their share, times the previous
+        token's; the draft ends below min_probability. The sum of probabilities decides between match lengths (section 4
+        of the paper).
         If the newest text is not closed, the suffix must be its end; a repetition there is continued.
         """
         hits = self._find(suffix, owner)
@@ -130,7 +130,7 @@ class SuffixIndex:
             if owners[place] == owner and position < last:
                 start = place + 1 - length
                 stood = tokens[start : place + 1] if start >= 0 else tokens[start:] + tokens[: place + 1]
-                # The highest differing bit is in the last differing token; all later tokens match.
+                # The highest differing bit is in the last token that differs.
                 differing = (to_number(stood.tobytes(), "little") ^ as_number).bit_length()
                 num_same = length - (differing + _TOKEN_BITS - 1) // _TOKEN_BITS
                 if num_same >= NGRAM:
@@ -154,7 +154,7 @@ class SuffixIndex:
 
 
 def _most_frequent(runs: list[list[int]], num_tokens: int, min_probability: float) -> tuple[list[int], float]:
-    """Return the most frequent token at each depth, among runs that agree so far, and the score."""
+    """Return the most frequent tokens among runs that agree so far, and the score."""
     draft: list[int] = []
     score, probability = 0.0, 1.0
     for depth in range(num_tokens):

@@ -1,1 +1,1 @@
-"""Reads a checkpoint's files, and starts the core's process."""
+"""Reads checkpoints, and starts the core's process."""

@@ -1,4 +1,4 @@
-"""The interface of checkpoints of any format."""
+"""The interface of checkpoints."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Protocol):
-    """A model as its files describe it. Methods read files, and raise `ModelError` for missing or invalid ones."""
+    """A model as its files describe it. Methods read files, and raise `ModelError`."""
 
     @property
     def path(self) -> Path:
-        """Its path, with which another process can open the same checkpoint."""
+        """Another process can open it there."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
         ...
 
     def check_tokenizer(self) -> None:
-        """Raise those errors of `read_tokenizer` that are found quickly."""
+        """Raise errors of `read_tokenizer` that are found quickly."""
         ...
 
     def read_tokenizer(self) -> Tokenizer:
@@ -55,24 +55,24 @@ class Checkpoint(Protocol):
         ...
 
     def stored_tokenizer(self) -> bytes | None:
-        """Return bytes that identify the tokenizer; None if there is none."""
+        """Return bytes that identify the tokenizer, if any."""
         ...
 
     def read_chat_template(self, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-        """Return the chat template, if any. special_tokens: those of the tokenizer."""
+        """Return the chat template, if any."""
         ...
 
     def read_generation_defaults(self) -> GenerationDefaults:
-        """Return default sampling parameters and EOS ids."""
+        """Return sampling defaults and EOS ids."""
         ...
 
     def read_embedding_config(self) -> EmbeddingConfig:
-        """Return how embeddings are made from hidden states."""
+        """Return how embeddings are made."""
         ...
 
 
 def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
-    """Open a checkpoint by path, hub id or built-in name. A file is read as GGUF. Raises `ModelError`.
+    """Open a path, hub id or built-in model; a file is read as GGUF. Raises `ModelError`.
 
     weights: False to not download them.
     """

@@ -25,7 +25,7 @@ _WORTHWHILE_SHARE = 0.8  # of the model's bytes: with more, a draft takes almost
 def find_draft_checkpoint(
     speculative: SpeculativeConfig | None, config: ModelConfig, target: ServedModel
 ) -> DraftCheckpoint | None:
-    """Return the draft model's checkpoint; None if no model drafts. Raises `ConfigError`.
+    """Return the draft model's checkpoint, if a model drafts. Raises `ConfigError`.
 
     config: that of the target.
     """
@@ -61,7 +61,7 @@ def find_draft_checkpoint(
 
 
 def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> DraftCheckpoint:
-    """Return the target in fewer bits. Raises `ConfigError` if that would hardly be smaller."""
+    """Return the target in fewer bits. Raises `ConfigError` if that hardly saves bytes."""
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(
@@ -123,7 +123,7 @@ def _check_shapes(name: str, draft: Architecture, target: Architecture) -> None:
 
 
 def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
-    """Raise `ConfigError` if a token of the target has another id, or none, in the draft model."""
+    """Raise `ConfigError` if the draft model lacks a token of the target, or has another id for it."""
     stored = draft.stored_tokenizer()
     if stored is None:
         logger.warning("%s has no tokenizer: it is assumed to use the model's tokens", name)
@@ -132,7 +132,7 @@ def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
         return
     own, others = (each.read_tokenizer().backend.get_vocab() for each in (draft, target))
     for token, number in others.items():
-        # Conversions to GGUF name rows without a token [PADn]; no text produces them.
+        # Conversions to GGUF name unused rows [PADn]; no text produces them.
         if own.get(token) != number and (token in own or token != f"[PAD{number}]"):
             there = f"number {own[token]}" if token in own else "no token"
             raise ConfigError(

@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 class ServedModel:
     """A model that will be served.
 
-    text: the checkpoint of tokenizer and chat template; another one if `tokenizer` names it.
-    max_model_len: the longest sequence to serve, in tokens.
+    text: the checkpoint of tokenizer and chat template. max_model_len: of a sequence, in tokens.
     """
 
     checkpoint: Checkpoint
@@ -65,7 +64,7 @@ def launch_engine(
     progress: Callable[[int, int], None] | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> Engine:
-    """Start a process for the core, and load the tokenizer meanwhile; return the engine when it is ready.
+    """Start a process for the core, load the tokenizer meanwhile, and return the engine when it is ready.
 
     progress(done, total): called with bytes of packed weights. meanwhile: called while the process loads; its errors
     end the start. Raises `ConfigError` and `ModelError`.
@@ -74,9 +73,9 @@ def launch_engine(
 
     served, asked = ServedModel.find(config.model), config.model
     draft = find_draft_checkpoint(config.speculative, config.model, served)
-    # -P: otherwise a file in the current directory could be imported as a module.
+    # -P: never import a file of the current directory.
     command = [sys.executable, "-P", "-m", "octavo.startup.engine_main"]
-    # Pass paths: a hub id may mean other files when the process is restarted.
+    # After a restart a hub id may mean other files.
     if config.model.model is not None:
         config = replace(config, model=replace(config.model, model=str(served.checkpoint.path)))
     if config.model.tokenizer is not None:
@@ -94,7 +93,7 @@ def launch_engine(
 
 
 def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProcessor, OutputProcessor]:
-    """Load tokenizer and chat template; return the processors of inputs and outputs."""
+    """Load the processors of inputs and outputs."""
     tokenizer = template = None
     if not config.skip_tokenizer_init:
         tokenizer = served.text.read_tokenizer()
@@ -169,7 +168,7 @@ def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Token
 
 
 def _eos_token_ids(served: ServedModel, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the ids in the vocabulary that end an answer, from all sources."""
+    """Return ids in the vocabulary that end an answer, from all sources."""
     checkpoint, architecture = served.checkpoint, served.architecture
     eos = set(architecture.eos_token_ids) | set(checkpoint.read_generation_defaults().eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -183,7 +182,7 @@ def _eos_token_ids(served: ServedModel, tokenizer: Tokenizer | None) -> frozense
 
 
 def _chat_template(config: ModelConfig, served: ServedModel, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Read the template that the user chose (a file or a text), otherwise the tokenizer's or the checkpoint's."""
+    """Read the user's template (a file or a text), the tokenizer's or the checkpoint's."""
     chosen = config.chat_template
     if chosen is None:
         own = served.text.read_chat_template(tokenizer.special_tokens)
