@@ -48,7 +48,7 @@ ACCEPTED_ARGUMENTS: dict[str, Accepted] = {
 
 
 def accept_arguments(arguments: Mapping[str, Any]) -> None:
-    """Warn once about arguments that change nothing. Raises `ConfigError` for all others."""
+    """Warn once about arguments that change nothing. Raises `ConfigError` for any other argument."""
     for name, value in arguments.items():
         accepted = ACCEPTED_ARGUMENTS.get(name)
         if accepted is None:

@@ -42,9 +42,9 @@ _TEMPLATE_ERRORS = (
 
 
 class ChatTemplate:
-    """A checkpoint's chat templates by name: "tool_use" for requests with tools if it exists, else "default".
+    """A checkpoint's chat templates by name: "tool_use" for tools if it exists, else "default".
 
-    special_tokens: by key ("bos_token", ...), variables of the templates. now: clock of `strftime_now`.
+    special_tokens: by key ("bos_token", ...), variables of the templates.
     """
 
     __slots__ = ("_compiled", "_environment", "_special_tokens", "templates")
@@ -88,7 +88,7 @@ class ChatTemplate:
     ) -> str:
         """Return a prompt, as `apply_chat_template` of transformers does. Raises `RequestError`.
 
-        continue_final_message: end the prompt within the last message, so that the model continues it.
+        continue_final_message: end within the last message, so that the model continues it.
         chat_template: a template's name or text. Other keywords are its variables.
         """
         if continue_final_message and add_generation_prompt:
@@ -149,7 +149,7 @@ class _Compiled:
         self.no_tools: list[Any] | None = None if takes_null or self._try(question, special, []) is None else []
 
     def render(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Return a conversation's text, in its first shape that the template accepts.
+        """Return a text, in the first shape that the template accepts.
 
         Raises `RequestError` with the first shape's error if there is none.
         """
@@ -235,7 +235,7 @@ def _read_config_templates(path: Path) -> dict[str, str]:
 
 
 def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copy messages into plain data, with the roles, arguments and reasoning keys that templates read."""
+    """Copy messages into plain data for templates."""
     if not messages or isinstance(messages, str | Mapping):
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     chat = []

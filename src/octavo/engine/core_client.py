@@ -1,4 +1,4 @@
-"""The protocol between an engine and its core, in this process or another one."""
+"""The protocol between an engine and its core."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CoreClient(Protocol):
-    """A core as an engine uses it. Only `wake` and properties are thread-safe.
+    """A core, here or in another process. Only `wake` and properties are thread-safe.
 
     A request is answered and then ends, once: by outputs of its streams, or by `on_lost`.
     """
@@ -70,7 +70,7 @@ class CoreClient(Protocol):
         ...
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams. Only aborted ones have a last output: the engine itself decides on other ends."""
+        """End streams. Only aborted ones have a last output: the engine decides on other ends."""
         ...
 
     def has_work(self) -> bool:
@@ -90,7 +90,7 @@ class CoreClient(Protocol):
         ...
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener, a few times a second; None: stop."""
+        """Report events to a listener, if any, a few times a second."""
         ...
 
     def finish_transfers(self) -> None:

@@ -1,4 +1,4 @@
-"""The engine core in a process of its own, which exits with its parent: when standard input ends."""
+"""The engine core in a process of its own, which exits when its parent does."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class CoreServer:
 def _wake_when_parent_dies() -> None:
     """Have Linux send SIGCONT when the parent dies: a stopped process would not notice the end of standard input.
 
-    A running process ignores the signal. So it may come early, at the end of the parent's thread, or never.
+    A running process ignores the signal, also the one at the end of the parent's thread.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)

@@ -89,8 +89,7 @@ class IncrementalDetokenizer:
     Incomplete characters and runs of byte tokens are held back, because later tokens may change them.
 
     The text continues the prompt: its first word keeps the space that sentencepiece's decoders strip from a text's
-    start. A character that begins in the prompt and ends here is part of it; the prompt's other incomplete bytes are
-    not.
+    start. A character that begins in the prompt is part of it; the prompt's other incomplete bytes are not.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_num_prompt_bytes", "_pieces", "_skip")
@@ -211,7 +210,7 @@ def _byte_level(spelled: str) -> bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the bytes of GPT-2's characters: printable bytes stay, the rest start at U+0100."""
+    """Return GPT-2's characters: printable bytes stay, the rest start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MODULES, _USUAL_POOLING = "modules.json", "1_Pooling"
 _KINDS = {"lasttoken": "last", "mean": "mean"}
-_OWN = "sentence_transformers."  # others are custom code
+_OWN = "sentence_transformers."  # any other prefix is custom code
 _COMPUTED = ("Transformer", "Pooling", "Normalize")
 
 
@@ -69,7 +69,7 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _read_modes(path: Path, values: dict[str, Any]) -> list[str]:
-    """Return the poolings, by name or by flags; the mean is on by default."""
+    """Return the poolings; the mean is on by default."""
     named = values.get("pooling_mode")
     if named is None:
         flags = {"pooling_mode_mean_tokens": True, **values}

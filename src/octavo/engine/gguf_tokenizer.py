@@ -1,7 +1,7 @@
 """A GGUF file's tokenizer, rebuilt for the `tokenizers` library.
 
-"gpt2" is byte-level BPE; "llama" is SentencePiece BPE with merges by score, converted as in transformers; "gemma4" is
-the same with listed merges.
+"gpt2" is byte-level BPE; "llama" is SentencePiece BPE with merges by score, as in transformers; "gemma4" has listed
+merges.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # ordina
 
 
 class GGUFVocabulary:
-    """The tokenizer in a GGUF file's metadata. Methods raise `ModelError` if these are invalid.
+    """The tokenizer in a GGUF file's metadata. Methods raise `ModelError`.
 
     size: number of tokens; 0 if the file needs another checkpoint's tokenizer.
     """

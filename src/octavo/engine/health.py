@@ -17,9 +17,9 @@ _AWAY_S = 1.0  # the watching thread itself was stopped in a longer gap
 class Patience:
     """Time limits for an engine process, in seconds.
 
-    Without a message (they come every half second): frozen: it counts as not ready. dead: it is killed. loading:
-    replaces `dead` while it loads. Without progress (packed weights count): stuck: it counts as not ready. endless: it
-    is killed.
+    Without a message for `frozen` seconds it counts as not ready, after `dead`, or `loading` before it is ready, it is
+    killed; messages come every half second. The same holds without progress for `stuck` and `endless`; packed weights
+    are progress.
     restarts: pauses before consecutive restarts; the last one repeats. healthy: after so long a service they begin
     again.
     """
@@ -34,7 +34,7 @@ class Patience:
 
 
 class Health:
-    """The health of one process at the watcher's last look. Other threads may only read `is_well`."""
+    """The health of one process. Other threads may only read `is_well`."""
 
     def __init__(self, patience: Patience, now: float) -> None:
         self._patience = patience
@@ -45,7 +45,7 @@ class Health:
     def look(self, now: float) -> None:
         """Record the time of a look, several times a second.
 
-        After a longer gap this thread was stopped, so the gap is no silence of the process.
+        After a longer gap this thread was stopped: that is no silence of the process.
         """
         away = now - self._looked_at
         if away > _AWAY_S:
@@ -54,7 +54,7 @@ class Health:
         self._looked_at = now
 
     def hear(self, message: ipc.ToParent) -> None:
-        """Record a message as received at the last look."""
+        """Record a message."""
         self._heard_at = self._looked_at
         match message:
             case ipc.Alive():
@@ -67,7 +67,7 @@ class Health:
 
     @property
     def is_well(self) -> bool:
-        """Whether the last message and progress are recent enough."""
+        """Whether the last message and progress are recent."""
         silent_s, still_s = self._looked_at - self._heard_at, self._looked_at - self._moved_at
         return silent_s < self._patience.frozen and still_s < self._patience.stuck
 

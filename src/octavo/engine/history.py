@@ -20,7 +20,7 @@ _DIGITS = string.ascii_letters + string.digits
 
 
 def with_short_ids(chat: Sequence[Message]) -> list[Message]:
-    """Give calls ids of nine letters and digits, and their results the same ones.
+    """Give calls and their results ids of nine letters and digits.
 
     Such ids are kept. A new id depends only on the old one, or else on the call's place, so prefixes of a growing
     history stay cached.
@@ -60,7 +60,7 @@ class _ShortIds:
         return self._new[key]
 
     def renamed_result(self, result: Message, call_id: str | None, index: int) -> Message:
-        """Return a result that names its call, or has its own id."""
+        """Return a result with its call's id, or an own one."""
         return {**result, "tool_call_id": call_id or self.of(result.get("tool_call_id"), f"{index}-result")}
 
 

@@ -29,7 +29,7 @@ A dictionary may have "predicted_token_ids", the expected answer; no token depen
 
 
 class TextCodec(Protocol):
-    """A tokenizer, as prompts need it."""
+    """A tokenizer for prompts."""
 
     @property
     def longest_token_chars(self) -> int:
@@ -62,7 +62,7 @@ class TextCodec(Protocol):
 
 
 class ChatRenderer(Protocol):
-    """A chat template, as prompts need it."""
+    """A chat template for prompts."""
 
     @property
     def templates(self) -> Mapping[str, str]:

@@ -36,7 +36,7 @@ from octavo.structured_output.grammars import GrammarError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_FOLDER, _SHARED_MEMORY = "octavo-", "/dev/shm"  # noqa: S108 - only for names that nobody can guess
+_FOLDER, _SHARED_MEMORY = "octavo-", "/dev/shm"  # noqa: S108 - names that cannot be guessed
 _ERRORS: dict[str, type[OctavoError]] = {
     kind.__name__: kind
     for kind in (
@@ -199,7 +199,7 @@ ToParent = Loading | Ready | Failed | Accepted | Refused | Outputs | Report | Se
 
 
 class _Envelope(msgspec.Struct, tag="Add"):
-    """What is read of an invalid `Add`: its id."""
+    """The id in an invalid `Add`."""
 
     request_id: str
 
@@ -214,7 +214,7 @@ decode_from_engine = msgspec.msgpack.Decoder(ToParent).decode
 
 
 def request_id_of(data: bytes) -> str | None:
-    """Return the request id of an invalid `Add`, None for other messages."""
+    """Return the request id of an invalid `Add`."""
     try:
         return _decode_envelope(data).request_id
     except DecodeError:
@@ -222,7 +222,7 @@ def request_id_of(data: bytes) -> str | None:
 
 
 def make_folder() -> Path:
-    """Create a folder for sockets, only for this user. Raises `ConfigError` if no place is writable."""
+    """Create a folder for sockets, only for this user. Raises `ConfigError`."""
     try:
         return Path(tempfile.mkdtemp(prefix=_FOLDER))
     except OSError:
@@ -243,7 +243,7 @@ def encode_launch(launch: Launch) -> bytes:
 
 
 def decode_launch(line: bytes) -> Launch:
-    """Read a line of `encode_launch`."""
+    """Read a `Launch`."""
     return msgspec.json.decode(line, type=Launch, dec_hook=_decode_path)
 
 
@@ -252,18 +252,18 @@ def _decode_path(kind: type, value: Any) -> Any:
 
 
 def refusal(request_id: str, error: OctavoError) -> Refused:
-    """Encode the error that refuses a request."""
+    """Encode a refusal."""
     return Refused(request_id, type(error).__name__, str(error), getattr(error, "parameter", None))
 
 
 def failure(error: BaseException) -> Failed:
-    """Encode the error of a failed build; unknown kinds become `EngineDeadError`."""
+    """Encode a failed build; unknown errors become `EngineDeadError`."""
     kind = type(error).__name__
     return Failed(kind, str(error)) if kind in _ERRORS else Failed("EngineDeadError", f"{kind}: {error}")
 
 
 def error_of(message: Refused | Failed) -> OctavoError:
-    """Decode an error; unknown kinds become `EngineDeadError`."""
+    """Decode an error."""
     kind = _ERRORS.get(message.kind, EngineDeadError)
     if isinstance(message, Refused) and issubclass(kind, RequestError):
         return kind(message.message, parameter=message.parameter)

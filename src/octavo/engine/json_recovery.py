@@ -1,4 +1,4 @@
-"""Read JSON objects that models write: strictly while text arrives, and with unambiguous repairs.
+"""Read JSON objects that models write, with unambiguous repairs.
 
 json_repair returns a value for every text. Here a wrong value would run a tool, so exactly one reading must need the
 fewest repairs.
@@ -45,7 +45,7 @@ END = re.compile(r"\s*\Z")
 class StrictObject:
     """Scans one JSON object piece by piece.
 
-    num_safe: length of text that stays unchanged whatever follows. is_broken: it is no JSON.
+    num_safe: length of text that stays unchanged whatever follows.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class StrictObject:
         self._is_in_string = False
 
     def scan(self, text: str, position: int) -> int:
-        """Scan from a position; return where more text is needed, or the object ends or breaks."""
+        """Scan until more text is needed, or the object ends or breaks; return that position."""
         while not self.is_over and not self.is_broken and position < len(text):
             before = position
             if self._is_in_string:
@@ -127,7 +127,7 @@ class StrictObject:
 
 
 class SearchBudget:
-    """Limits the time for one answer's repairs."""
+    """Limits the steps of one answer's repairs."""
 
     def __init__(self, num_steps: int = _MAX_STEPS) -> None:
         self.num_steps = num_steps
@@ -157,7 +157,7 @@ def recover_object(
     breaks = _breaks(text, ends, opener)
     found = _Search(text, ends, known, breaks).run(budget)
     if found is not None and known is not None and found.num_strays:
-        # An unknown key is more likely than a string that contains it in quotes.
+        # More likely an unknown key than a string that contains it.
         other = _Search(text, ends, None, breaks).run(budget)
         found = other if other is not None and other.num_strays < found.num_strays else found
         found = found if budget.num_steps else None  # else the second search may not have ended
@@ -172,7 +172,7 @@ def recover_object(
 
 
 def _breaks(text: str, ends: re.Pattern[str], opener: re.Pattern[str] | None) -> list[int]:
-    """Return the positions at which the object may have ended, or a call begins."""
+    """Return positions at which the object may have ended, or a call begins."""
     places = [] if opener is None else [found.start() for found in opener.finditer(text)]
     for bracket in re.finditer("}", text):
         found = ends.match(text, bracket.end())
@@ -195,7 +195,7 @@ class _Reading:
     """One way to read a text up to a position.
 
     num_strays: quotes taken for text. written: linked pieces of the JSON, last first. keys: of the outermost object.
-    is_clear: no other repair explains the text. is_paired: no string with a stray quote has an odd number of quotes.
+    is_clear: no other repair explains the text. is_paired: no string with strays has an odd number of quotes.
     """
 
     position: int = 0
@@ -216,7 +216,7 @@ class _Reading:
         return "".join(reversed(pieces))
 
     def behind(self, end: int, piece: str, expects: str, **changes: Any) -> _Reading:
-        """Return the reading after one more piece."""
+        """Return this reading with one more piece."""
         return replace(self, position=end, expects=expects, written=(self.written, piece), **changes)
 
 
@@ -260,7 +260,7 @@ class _Search:
         heapq.heappush(self._heap, (cost, next(self._serial), reading, strings))
 
     def _advanced(self, reading: _Reading) -> _Reading | None:
-        """Read up to the next string value or the object's end."""
+        """Read up to the next string value or the end."""
         on: _Reading | None = reading
         while on is not None and on.expects not in {"string", "end"}:
             blanks = _BLANKS.match(self._text, on.position)
@@ -310,7 +310,7 @@ class _Search:
         return on.behind(found.end(), blanks + found.group(), "colon", keys=on.keys | {key})
 
     def _strings(self, before: _Reading) -> Iterator[_Reading]:
-        """Yield readings up to each quote that may end the string, nearest first."""
+        """Yield readings up to each possible end of the string, nearest first."""
         text, start = self._text, before.position
         pieces, position = ['"'], start
         strays: list[int] = []
@@ -377,7 +377,7 @@ class _Search:
         return char
 
     def _is_known(self, key: str, before: _Reading) -> bool:
-        """Return True if the object may have this member."""
+        """Return True if this member may follow."""
         if len(before.stack) > 1:
             return True
         return key not in before.keys and (self._known is None or key in self._known)
@@ -407,7 +407,7 @@ class _Escapes:
             self.has_other = self.has_other or written[1:] in {"'", "\n", "\r", ""}
 
     def are_clear(self, *, has_strays: bool) -> bool:
-        """Return True if all backslashes have only one reading."""
+        """Return True if all have only one reading."""
         if self.has_end and (self.has_invalid or has_strays):
             return False
         return not (self.has_invalid and self.has_other)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Joins input processor, client of the core and output processor. Not thread-safe."""
+    """Joins input processor, core and output processor. Not thread-safe."""
 
     def __init__(
         self,
@@ -51,17 +51,17 @@ class Engine:
 
     @property
     def core(self) -> EngineCore:
-        """The core object. Raises `EngineError` if it is in another process."""
+        """See `CoreClient`."""
         return self.client.core
 
     @property
     def capacity(self) -> EngineCapacity:
-        """Limits of the core."""
+        """See `CoreClient`."""
         return self.client.capacity
 
     @property
     def stats(self) -> EngineStats:
-        """Counters of the core."""
+        """See `CoreClient`."""
         return self.client.stats
 
     def on_lost(self, lose: Lose) -> None:
@@ -186,8 +186,8 @@ class Engine:
 
         sampling_params: for all prompts, or one for each; also named params. on_output: called with all outputs of the
         batch.
-        Earlier requests continue, and the next `step` returns their outputs. Without any, it waits until the KV is
-        saved.
+        Earlier requests continue, and the next `step` returns their outputs. Without earlier requests it waits until
+        the KV is saved.
         Raises `RequestError` if a prompt cannot be served; then the batch is aborted.
         """
         if sampling_params is not None and params is not None:
@@ -235,12 +235,12 @@ class Engine:
     def finish_transfers(self) -> None:
         """Step until the KV of ended requests is saved, if no request is unfinished.
 
-        Warns and returns if no transfer ends for some seconds; later steps do the rest.
+        Warns and returns if no transfer ends for some seconds.
         """
         self.client.finish_transfers()
 
     def shutdown(self) -> None:
-        """Abort open requests, save their KV, and free the core's memory. May be called twice."""
+        """Abort requests, save their KV, and free the core's memory. May be called twice."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

@@ -67,17 +67,17 @@ class LocalCore:
 
     @property
     def core(self) -> EngineCore:
-        """The core object."""
+        """See `CoreClient`."""
         return self._core
 
     @property
     def capacity(self) -> EngineCapacity:
-        """Limits of the core."""
+        """See `CoreClient`."""
         return self._core.capacity
 
     @property
     def stats(self) -> EngineStats:
-        """Counters of the core, which change with every step."""
+        """See `CoreClient`."""
         return self._core.metrics.stats
 
     @property
@@ -154,7 +154,7 @@ class LocalCore:
             self._undelivered += outputs
 
     def has_work(self) -> bool:
-        """See `CoreClient.has_work`."""
+        """See `CoreClient`."""
         return bool(self._undelivered) or self._core.has_work()
 
     def step(self) -> list[EngineCoreOutput]:
@@ -182,7 +182,7 @@ class LocalCore:
         self._take_prepared()
 
     def wake(self) -> None:
-        """See `CoreClient.wake`."""
+        """See `CoreClient`."""
         self._woken.set()
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:

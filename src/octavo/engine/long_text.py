@@ -1,6 +1,6 @@
 """Tokenize long texts in pieces, or only their ends, with the ids of the whole text.
 
-Texts are cut where no token of the vocabulary can span: before a blank between two letters, and after a single line
+A cut is a position that no token of the vocabulary can span: before a blank between two letters, or after a single line
 break between two visible characters. BPE merges and unigram paths only build tokens, so both sides are independent.
 Pre-tokenizers split there, too, or tokens would span the cut. The vocabulary and a sample text are checked for this.
 """
@@ -34,7 +34,7 @@ _SAMPLE = (
 
 
 class WholeEncoder(Protocol):
-    """Tokenizes whole texts."""
+    """A function for whole texts."""
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return token ids."""
@@ -42,9 +42,9 @@ class WholeEncoder(Protocol):
 
 
 class LongTextEncoder:
-    """Encodes texts of any length.
+    """Encodes texts of any length. encode: for whole texts.
 
-    encode: tokenizes a whole text. bos_token_id: added unless the text begins with it; None: not added.
+    bos_token_id: added unless the text begins with it.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, encode: WholeEncoder, bos_token_id: int | None) -> None:
@@ -55,7 +55,7 @@ class LongTextEncoder:
         self._front, self._back = self._special_tokens()
 
     def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
-        """Return token ids. most: stop after more ids than this.
+        """Return token ids. most: stop after more ids.
 
         Raises `RequestError` if too many characters lie between possible cuts.
         """
@@ -89,7 +89,7 @@ class LongTextEncoder:
         return self.encode(text, add_special_tokens=add_special_tokens)[-num_tokens:]
 
     def _pieces(self, text: str, start: int) -> Iterator[list[int]]:
-        """Yield the ids of text[start:]. start: 0 or a cut."""
+        """Yield the ids of text[start:]."""
         while start < len(text):
             end = self._next_cut(text, start + PIECE_CHARS)
             end = len(text) if end is None else end

@@ -137,7 +137,7 @@ class OutputProcessor:
         )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return a complete sequence's text; "" without a tokenizer."""
+        """Return a complete sequence's text, if there is a tokenizer."""
         detokenizer = self.tokenizer.incremental_detokenizer([], skip_special_tokens=skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
 
@@ -146,7 +146,7 @@ class OutputProcessor:
         return self._token_pieces[token_id]
 
     def tokenizer_of(self, params: SamplingParams) -> DetokenizerFactory:
-        """Return a tokenizer that shows the special tokens that a request asks for."""
+        """Return a tokenizer that shows the special tokens of a request."""
         shown = params.shown_special_token_ids
         return SomeSpecialTokens(self.tokenizer, shown) if shown else self.tokenizer
 
@@ -227,7 +227,7 @@ class OutputProcessor:
         )
 
     def _advance(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput, now: float) -> bool:
-        """Apply a core output. Returns True if a stop string ends a stream that the core has not ended."""
+        """Apply a core output. Returns True if only a stop string ends the stream."""
         state.num_cached_tokens = max(state.num_cached_tokens, news.num_cached_tokens)
         stream.num_cached_tokens = max(stream.num_cached_tokens, news.num_cached_tokens)
         stream.num_computed_tokens = max(stream.num_computed_tokens, news.num_computed_tokens)

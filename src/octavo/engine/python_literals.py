@@ -41,7 +41,7 @@ class ValueScanner:
         self._whole: tuple[int, str] | None = None  # the end of the last whole member, and closers of open brackets
 
     def end(self, text: str, *, is_over: bool) -> int | None:
-        """Return where the value ends; None if more text is needed. is_over: no more follows.
+        """Return the value's end; None if more text is needed. is_over: no more follows.
 
         Raises `NotALiteralError` if brackets do not match, or the text is over within the value.
         """
@@ -68,7 +68,7 @@ class ValueScanner:
         return None
 
     def value(self, text: str, end: int) -> str:
-        """Return the value's text, with escapes for line ends in single-line strings."""
+        """Return the value, with escapes for line ends in single-line strings."""
         pieces, start = list[str](), self._start
         for place in (each for each in self.line_ends if each < end):
             pieces += [text[start:place], "\\n" if text[place] == "\n" else "\\r"]
@@ -78,7 +78,7 @@ class ValueScanner:
     def begun_json(self, text: str) -> str | None:
         """Return the JSON of a string, list or dict that was cut off.
 
-        Lists and dicts have their complete members, and no closing brackets.
+        Lists and dicts have complete members, and no closing brackets.
         """
         if self._whole is None:
             return begun_string_json(self.value(text, len(text)).lstrip())

@@ -222,12 +222,12 @@ class RemoteCore:
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until the next process may be ready: its pause plus the last loading time."""
+        """Seconds until the next process may be ready."""
         return max(self._expected_at - time.monotonic(), 1.0)
 
     @property
     def pid(self) -> int | None:
-        """The process's id; None between two processes."""
+        """The process's id, if any."""
         return None if self._life is None else self._life.process.pid
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.engine.engine_core import EngineCore
 
 SNAPSHOT_INTERVAL_S = 0.25
-_MAX_WEIGHT = 5_000  # of one snapshot: it must not occupy its reader's thread for long
+_MAX_WEIGHT = 5_000  # it must not occupy its reader's thread for long
 
 
 class SnapshotFeed:
@@ -50,7 +50,7 @@ class SnapshotFeed:
 
 
 def _parts(events: list[Event]) -> Iterator[list[Event]]:
-    """Cut events into parts of limited weight; the last may be empty."""
+    """Cut events into parts of limited weight."""
     part: list[Event] = []
     weight = 0
     for event in events:

@@ -27,7 +27,7 @@ class StopStrings:
     """All stop strings as one automaton (Aho and Corasick, 1975), computed node by node when reached.
 
     A node is the number of a prefix; those of one string are consecutive. A shared prefix belongs to the first string
-    in alphabetical order, from which the others branch off. Node 0 is the empty prefix.
+    in alphabetical order. Node 0 is the empty prefix.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
@@ -70,7 +70,7 @@ class StopStrings:
             node = self._fallbacks[node]
 
     def _reach(self, node: int, character: str, child: int) -> None:
-        """Compute the fields of a child, and of its fallbacks."""
+        """Compute a child's fields, and those of its fallbacks."""
         fallback = self.next(self._fallbacks[node], character) if node else 0
         is_end = child in self._string_at
         self._fallbacks[child] = fallback
@@ -126,7 +126,7 @@ def _shared_length(first: str, second: str) -> int:
 
 
 def num_held_back_chars(text: str, stop_string: str) -> int:
-    """Return how many last characters of a text may begin a short stop string."""
+    """Return how many last characters may begin a short stop string."""
     for length in range(min(len(stop_string) - 1, len(text)), 0, -1):
         if text.endswith(stop_string[:length]):
             return length

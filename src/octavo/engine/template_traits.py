@@ -45,12 +45,11 @@ TOOL = {
 class TemplateTraits:
     """The forms of messages that one template demands.
 
-    part_roles: roles whose content it reads as parts; else texts are joined by line feeds.
-    only_part_roles: those for which it cannot read text.
+    part_roles: roles with content as parts; else texts are joined by line feeds. only_part_roles: never as text.
     null_content, empty_content: content of a call's message, for null and "".
     takes_text_arguments: a call's arguments must be JSON text.
     joins_turns: it refuses two consecutive turns of a role. joins_results: it refuses a user's turn after a result.
-    wants_short_ids: it refuses call ids that are not nine letters and digits.
+    wants_short_ids: call ids must be nine letters and digits.
     wants_single_calls: it refuses or loses several calls in a message.
     system: which system messages it shows; "first": one at the beginning.
     """
@@ -109,9 +108,9 @@ class TemplateTraits:
         )
 
     def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
-        """Yield messages in the form of the traits; then stricter forms, if the template refuses these.
+        """Yield messages in the form of the traits, then in stricter forms for a template that refuses these.
 
-        chat: content is text, text parts, null or absent; arguments of calls are objects.
+        chat: arguments of calls are objects.
         """
         before: list[Message] | None = None
         for variant in self._variants(self._without_losses(chat)):
@@ -212,7 +211,7 @@ def _wants_single_calls(render: Render, content: EmptyContent, *, as_text: bool)
 
 
 def _find_system_places(render: Render) -> SystemPlaces:
-    """Return which system messages a template shows, if user messages can replace the rest."""
+    """Return which system messages a template shows."""
     answer = {"role": "assistant", "content": "Answer"}
     first, second = _message("system", _FIRST), _message("system", _SECOND)
     text = render([first, _USER, answer, second, _USER])
@@ -226,7 +225,7 @@ def _find_system_places(render: Render) -> SystemPlaces:
 
 
 def _shows(text: str | None, *marks: str) -> bool:
-    """Return True if a text contains all marks in order, and no printed list of parts."""
+    """Return True if a text has all marks in order, and no printed list of parts."""
     if text is None or _EXTRA in text:
         return False
     place = 0

@@ -23,9 +23,9 @@ _SHORT_CHARS = 1024  # so short a text may hold the interpreter lock
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint.
+    """A checkpoint's tokenizer. special_tokens: by key of tokenizer_config.json ("bos_token", ...).
 
-    special_tokens: by key of tokenizer_config.json ("bos_token", ...). eos_token_id: other files may name more.
+    eos_token_id: other files may name more.
     """
 
     __slots__ = (
@@ -43,7 +43,7 @@ class Tokenizer:
     )
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
-        """Wrap a tokenizer and modify it. config: of tokenizer_config.json."""
+        """Wrap and modify a tokenizer. config: of tokenizer_config.json."""
         self._longest_token_chars: int | None = None
         self._long_text: LongTextEncoder | None = None
         config = config or {}
@@ -121,7 +121,7 @@ class Tokenizer:
         return ids[1:] if doubled else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; unknown ids have none."""
+        """Return text; unknown ids have none."""
         ids = list(token_ids)
         if len(ids) <= _SHORT_CHARS:
             return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -149,7 +149,7 @@ class Tokenizer:
         return frozenset(self.backend.get_added_tokens_decoder())
 
     def token(self, token_id: int) -> str:
-        """Return a token's spelling; "" for an unknown id."""
+        """See `TextCodec`; "" for an unknown id."""
         return self.backend.id_to_token(token_id) or ""
 
     def piece(self, token_id: int, *, skip_special_tokens: bool = False) -> str | bytes:
@@ -162,7 +162,7 @@ class Tokenizer:
         return self._pieces.has_byte_runs
 
     def decode_token(self, token_id: int) -> str:
-        """Return a token's text, also a special one's."""
+        """Return a token's text, even if it is special."""
         piece = self.piece(token_id)
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 

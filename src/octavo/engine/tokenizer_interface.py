@@ -13,12 +13,12 @@ class Detokenizer(Protocol):
 
     @property
     def held(self) -> bytes:
-        """Bytes held back for later ones, those of the prompt first."""
+        """Bytes held back for later ones, first the prompt's."""
         ...
 
     @property
     def num_prompt_bytes(self) -> int:
-        """Held bytes of the prompt."""
+        """How many of these are the prompt's."""
         ...
 
     def add(self, token_ids: list[int]) -> str:
@@ -31,7 +31,7 @@ class Detokenizer(Protocol):
 
 
 class DetokenizerFactory(Protocol):
-    """A tokenizer, as outputs need it."""
+    """A tokenizer for outputs."""
 
     @property
     def has_byte_runs(self) -> bool:
@@ -125,7 +125,7 @@ class SomeSpecialTokens:
         return "" if is_hidden else self._tokenizer.piece(token_id, skip_special_tokens=False)
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if a token is hidden."""
+        """Return True for a hidden token."""
         return self._is_hidden(token_id)
 
     def _is_hidden(self, token_id: int) -> bool:

@@ -67,7 +67,7 @@ class Turns:
         return None
 
     def _run_next(self) -> None:
-        """Run the next task, if any: cancelled ones leave spare calls."""
+        """Run the next task. After cancelled tasks there may be none."""
         if (task := self._take()) is None:
             return
         future, run = task
