@@ -131,7 +131,7 @@ class AsyncLLM:
         await self.call(lambda engine: engine.client.watch(listener))
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
-        """Run a function on the engine's thread, between two steps."""
+        """Run a function between two steps, on the engine's thread."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
@@ -170,7 +170,7 @@ class AsyncLLM:
                     self._deliver(self.engine.step())
                 else:
                     self.client.wait()
-        except Exception as error:  # every reader must get an error before the thread ends
+        except Exception as error:  # every reader must get an error
             logger.exception("the engine's thread failed")
             reason = f"the engine failed: {error}"
         with self._door:
@@ -207,7 +207,7 @@ class AsyncLLM:
         if stream in self._submitted and request_id not in self._streams:  # its preparation can be cancelled
             self.engine.abort_request(request_id)
         if self._streams.get(request_id) is stream:
-            self.engine.abort_request(request_id)  # its last output is still delivered and counted
+            self.engine.abort_request(request_id)  # its last output is still delivered
 
     def _lose(self, request_id: str, error: OctavoError) -> None:
         stream = self._streams.pop(request_id, None)

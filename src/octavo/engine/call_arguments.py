@@ -12,11 +12,11 @@ from octavo.engine.json_recovery import recover_object
 
 _NO_VALUE = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.)*("\s*(:\s*)?)?)?\Z')  # cut off before its first value
 UNREADABLE_KEY = "arguments"
-"""The key of arguments that are no object, for chat templates."""
+"""The key of arguments that are no object."""
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return a complete call's arguments, {} for an empty text; None if they are no object even after repairs."""
+    """Return a complete call's arguments, {} for an empty text; None if even repairs give no object."""
     if not text.strip():
         return {}
     try:
@@ -28,7 +28,7 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return any call's arguments as an object, as chat templates need, so that clients can send back any call.
+    """Return any call's arguments as an object, as chat templates need, so that clients can send it back.
 
     A call that was cut off has the arguments that arrived, with the beginning of the last string. Other text becomes
     the value of `UNREADABLE_KEY`, so that the model sees it.

@@ -166,7 +166,7 @@ class _Compiled:
     def _try(
         self, messages: list[dict[str, Any]], special: Mapping[str, str], *choices: list[Any] | None
     ) -> str | None:
-        """Render with the first of `choices` as tools that the template accepts."""
+        """Render with the first of `choices` that the template accepts."""
         for tools in choices:
             with contextlib.suppress(*_TEMPLATE_ERRORS):
                 return self.template.render(
@@ -235,7 +235,7 @@ def _read_config_templates(path: Path) -> dict[str, str]:
 
 
 def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copy messages into plain data for templates."""
+    """Copy messages for templates."""
     if not messages or isinstance(messages, str | Mapping):
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     chat = []

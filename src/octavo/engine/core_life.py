@@ -1,4 +1,4 @@
-"""One engine process from start to end."""
+"""One engine process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_AT_ONCE = 1000  # messages read in a row; commands wait meanwhile
 class CoreLife:
     """A process of `run_core_process`, with sockets of its own.
 
-    ready_at: monotonic time at which it first took requests. failure: the error that it reported.
+    ready_at: monotonic time at which it first took requests. failure: its own report.
     """
 
     process: subprocess.Popen[bytes]
@@ -49,7 +49,7 @@ class CoreLife:
     def begin(
         cls, context: zmq.Context[zmq.Socket[bytes]], command: Sequence[str], config: EngineConfig, patience: Patience
     ) -> CoreLife:
-        """Start a process. Raises `ConfigError` without a folder for sockets, and any `OSError`."""
+        """Start a process. Raises `ConfigError` and `OSError`."""
         with contextlib.ExitStack() as stack:
             folder = ipc.make_folder()
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -97,7 +97,7 @@ class CoreLife:
             yield self.news.recv()
 
     def end(self) -> None:
-        """Kill the process and remove its sockets. The system may end it later."""
+        """Kill the process, which may end later, and remove its sockets."""
         self.process.kill()
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):

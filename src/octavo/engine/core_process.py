@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 BEAT_S = 0.5
 IDLE_CHECK_MS = 1000
-PREPARE_S = 10.0  # from the start of the preparation
+PREPARE_S = 10.0
 TURN_S = 60.0
 _SAVING_S = 2.0  # the parent kills this process 5 s after `Stop`
 _HELD_CHECK_MS = 5

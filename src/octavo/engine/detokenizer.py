@@ -1,7 +1,6 @@
-"""The text of tokens, and of a stream that grows token by token, as the decoder of tokenizer.json gives it.
+"""The text of tokens, and of a growing stream, as the decoder of tokenizer.json gives it for whole sequences.
 
-That decodes whole sequences, but a token's text depends on few neighbours: incomplete characters, and for some decoders
-the space before the first word.
+A token's text depends on few neighbours: incomplete characters, and for some decoders the space before the first word.
 """
 
 from __future__ import annotations
@@ -105,9 +104,9 @@ class IncrementalDetokenizer:
         """Start after a prompt. decode: returns the text of a complete sequence."""
         self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
         self._kept = pieces.kept(skip_special_tokens=skip_special_tokens)
-        self._held = bytearray()  # of an incomplete character or run, perhaps of the prompt
+        self._held = bytearray()  # perhaps of the prompt
         self._num_prompt_bytes = 0
-        self._first_ids: list[int] | None = None  # tokens without text so far; None once there is text
+        self._first_ids: list[int] | None = None  # tokens without text so far; then None
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
 
@@ -144,7 +143,7 @@ class IncrementalDetokenizer:
         return self._release() if self._first_ids is None else self._decode(self._first_ids)
 
     def _begin(self, first_ids: list[int], token_id: int, piece: str | bytes) -> str:
-        """Decode first tokens with the library until they have final text."""
+        """Decode first tokens with the library, until they have final text."""
         first_ids.append(token_id)
         text = "" if isinstance(piece, bytes) else self._decode(first_ids)
         if text:
@@ -202,7 +201,7 @@ def _kinds(decoder: Any) -> Iterable[str]:
 
 
 def _byte_level(spelled: str) -> bytes:
-    """Return a token's bytes; UTF-8 for one outside the byte-level alphabet."""
+    """Return a token's bytes; UTF-8 outside the byte-level alphabet."""
     try:
         return bytes(_BYTES[character] for character in spelled)
     except KeyError:

@@ -1,4 +1,4 @@
-"""The protocol by which the engine has steps computed."""
+"""The protocol that computes steps."""
 
 from __future__ import annotations
 

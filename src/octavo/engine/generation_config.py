@@ -12,7 +12,6 @@ from octavo.errors import ModelError
 if TYPE_CHECKING:
     from pathlib import Path
 
-# in the file -> the sampling parameter
 _SAMPLING_KEYS = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -52,7 +51,7 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
 
 
 def read_json(path: Path, missing: Any = None) -> Any:
-    """Return a JSON file's content; `missing` if it does not exist. Raises `ModelError`."""
+    """Return a JSON file's content, or `missing`. Raises `ModelError`."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -64,7 +63,7 @@ def read_json(path: Path, missing: Any = None) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return a JSON file's object; {} if it does not exist. Raises `ModelError`."""
+    """Return a JSON file's object, or {}. Raises `ModelError`."""
     values = read_json(path, {})
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")

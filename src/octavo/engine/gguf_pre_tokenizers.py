@@ -58,7 +58,7 @@ _SEED = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_END}"
 class PreTokenizer(NamedTuple):
     """One kind of pre-tokenizer, with llama.cpp's settings.
 
-    ignores_merges: a piece in the vocabulary becomes that token. adds_bos: unless the file says otherwise.
+    ignores_merges: a piece in the vocabulary becomes that token. adds_bos: by default.
     """
 
     patterns: tuple[str, ...]

@@ -28,7 +28,7 @@ _PREFIX = "tokenizer.ggml."
 _BYTES, _SCORES, _SPACED = "gpt2", "llama", "gemma4"  # of tokenizer.ggml.model
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # of tokenizer.ggml.token_type
 _SPACE = "\u2581"
-_IDS = {  # keys of tokenizer_config.json and of GGUF
+_IDS = {
     "bos_token": "bos",
     "eos_token": "eos",
     "unk_token": "unknown",
@@ -104,7 +104,7 @@ class GGUFVocabulary:
         return Tokenizer(backend, special)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return ids that end an answer, by key or by text."""
+        """Return ids that end an answer."""
         named = {id_ for each in _ENDS if (id_ := self._id(each)) is not None}
         by_text = {
             id_
@@ -171,7 +171,7 @@ class GGUFVocabulary:
         return merges
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """Return all pairs of tokens that form a token, in transformers' order, best score first."""
+        """Return pairs of tokens that form a token, in transformers' order, best score first."""
         scores = self._list("scores", float)
         if len(scores) < self.size:
             raise self._error("scores", f"has {len(scores)} entries, but there are {self.size} tokens")

@@ -1,4 +1,4 @@
-"""The health of an engine process, from its messages alone."""
+"""The health of an engine process, from its messages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _AWAY_S = 1.0  # the watching thread itself was stopped in a longer gap
 class Patience:
     """Time limits for an engine process, in seconds.
 
-    Without a message for `frozen` seconds it counts as not ready, after `dead`, or `loading` before it is ready, it is
-    killed; messages come every half second. The same holds without progress for `stuck` and `endless`; packed weights
-    are progress.
+    frozen, stuck: after so long without a message, or progress, it counts as not ready.
+    dead, endless: after so long it is killed. loading: replaces `dead` before it is ready.
+    Messages come every half second; packed weights are progress.
     restarts: pauses before consecutive restarts; the last one repeats. healthy: after so long a service they begin
     again.
     """
@@ -45,7 +45,7 @@ class Health:
     def look(self, now: float) -> None:
         """Record the time of a look, several times a second.
 
-        After a longer gap this thread was stopped: that is no silence of the process.
+        In a longer gap this thread was stopped: that is no silence of the process.
         """
         away = now - self._looked_at
         if away > _AWAY_S:

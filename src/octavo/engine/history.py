@@ -76,7 +76,7 @@ def _hashed(text: str) -> str:
 def with_single_calls(chat: Sequence[Message]) -> list[Message]:
     """Split several calls into rounds of one call and its results.
 
-    The first round has text and reasoning, the last one results that match no call.
+    The first has text and reasoning, the last one results that match no call.
     """
     found: list[Message] = []
     for message, results in _rounds(chat):
@@ -109,7 +109,7 @@ def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list
 
 
 def begun_by_user(chat: Sequence[Message]) -> list[Message]:
-    """Insert an empty user message before an assistant message at the beginning."""
+    """Insert an empty user message before an assistant's first one."""
     start = 1 if chat[0]["role"] == "system" else 0
     if len(chat) > start and chat[start]["role"] == "assistant":
         return [*chat[:start], {"role": "user", "content": ""}, *chat[start:]]
@@ -133,7 +133,7 @@ def _calls(message: Message) -> Calls:
 
 
 def _matched(calls: Calls, results: Sequence[Message]) -> list[int | None]:
-    """Return the place of each result's call, if any; without an id, the first call without a result."""
+    """Return the places of results' calls; without an id, the first call without a result."""
     of_ids: dict[str, deque[int]] = {}
     for place, call in enumerate(calls):
         of_ids.setdefault(str(call.get("id")), deque()).append(place)

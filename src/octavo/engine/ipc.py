@@ -54,7 +54,7 @@ _ERRORS: dict[str, type[OctavoError]] = {
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """The first line on an engine process's standard input, as JSON."""
+    """The first line on standard input, as JSON."""
 
     config: EngineConfig
     requests_endpoint: str

@@ -19,7 +19,7 @@ from octavo.engine.python_literals import NotALiteralError, ValueScanner, litera
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_MAX_STEPS = 1_000  # of one answer: a step reads a string to one possible end
+_MAX_STEPS = 1_000  # of one answer: each reads a string to one possible end
 _MAX_DEPTH = 128
 _SPACE = " \t\r\n"
 _BLANKS = re.compile(r"[ \t\r\n]*")

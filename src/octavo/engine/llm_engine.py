@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from octavo.errors import EngineDeadError
     from octavo.outputs import RequestOutput
 
-    Lose: TypeAlias = Callable[[str, OctavoError], None]  # of a request id and its error
+    Lose: TypeAlias = Callable[[str, OctavoError], None]
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Engine:
         """Abort requests; a later `step` returns their last outputs. Unknown ids are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             stream_ids = self.output_processor.stream_ids(request_id)
-            if request_id in self._submitted:  # the core accepts it first, then ends it
+            if request_id in self._submitted:  # the core accepts it first
                 stream_ids = [stream.request_id for stream in self._submitted[request_id].streams]
             self.client.finish_requests(stream_ids, RequestStatus.FINISHED_ABORTED)
 

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 HELD_CHECK_S = 0.005
 IDLE_CHECK_S = 1.0
-_SAVING_S = 5.0  # for the next transfer to end; a store may hang
+_SAVING_S = 5.0  # for the next transfer; a store may hang
 _ABORTED = RequestStatus.FINISHED_ABORTED.finish_reason
 
 
 @dataclass(slots=True)
 class _Held:
-    """A request that waits for its preparation, such as its grammar."""
+    """A request that waits for its preparation, such as a grammar."""
 
     request_id: str
     streams: Sequence[Request]
@@ -89,7 +89,7 @@ class LocalCore:
         """Do nothing: this core dies with this process."""
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Add a request, or hold it until it is prepared; other requests continue."""
+        """Add a request, or hold it until it is prepared."""
         try:
             prepared = self._core.executor.prepare(streams[0].sampling_params, streams[0].tenant)
         except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
@@ -186,7 +186,7 @@ class LocalCore:
         self._woken.set()
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener, kept ones first; None: stop."""
+        """Report events, kept ones first."""
         self._feed = None if listener is None else SnapshotFeed(self._core)
         self._listener = listener or self._listener
         self._show()

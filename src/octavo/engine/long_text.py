@@ -72,7 +72,7 @@ class LongTextEncoder:
         return ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool) -> list[int]:
-        """Return the last ids of `encode`, tokenizing little more. Raises `RequestError`."""
+        """Return the last ids of `encode`, tokenizing little more."""
         back = self._back if add_special_tokens else []
         num_chars = max(PIECE_CHARS, 8 * num_tokens)
         while num_chars < len(text):
@@ -113,7 +113,7 @@ class LongTextEncoder:
     def _next_cut(self, text: str, start: int) -> int | None:
         """Return the first cut from `start` on."""
         if self._cut is None or (text.find(" ", start) < 0 and text.find("\n", start - 1) < 0):
-            return None  # in a thousandth of the time of the search
+            return None  # much faster than the search
         for begin in range(start, len(text), PIECE_CHARS):  # `progress` can cancel between these
             progress()
             found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)  # a cut looks at two more
@@ -134,7 +134,7 @@ class LongTextEncoder:
         return 0
 
     def _is_as_said(self) -> bool:
-        """Return True if the sample's pieces have the sample's ids."""
+        """Return True if the sample can be cut."""
         assert self._cut is not None
         text = _SAMPLE * 2
         places = [0, *(found.start() for found in self._cut.finditer(text)), len(text)]

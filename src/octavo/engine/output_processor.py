@@ -26,7 +26,7 @@ _NUM_TEXTS = 1 << 14  # some 2 MB
 
 @dataclass(slots=True)
 class _Stream:
-    """One of the n outputs of a request while it grows.
+    """One of the n outputs of a request.
 
     num_shown_chars, num_shown_tokens: of DELTA outputs. detokenizer, stops: created with the first token.
     logprobs: with DELTA outputs only undelivered ones, because they are large.
@@ -75,7 +75,7 @@ class _RequestState:
 class ProcessedOutputs:
     """The outputs of a step, and streams that the core must end.
 
-    streams_to_stop: ended by a stop string. streams_to_fail: failed here.
+    streams_to_stop: by a stop string. streams_to_fail: failed here.
     """
 
     request_outputs: list[RequestOutput]
@@ -200,7 +200,7 @@ class OutputProcessor:
         return ProcessedOutputs(outputs, to_stop, to_fail)
 
     def _give_up(self, state: _RequestState, error: BaseException) -> list[str]:
-        """Fail a request; return its streams that run in the core."""
+        """Fail a request; return its streams in the core."""
         log_fault(state.request_id, "its answer was made", error)
         state.error_code, state.error = ErrorCode.REQUEST_FAILED, request_failed(state.request_id)
         stream_ids = []
@@ -212,7 +212,7 @@ class OutputProcessor:
         return stream_ids
 
     def _failed_output(self, state: _RequestState) -> RequestOutput:
-        """Drop a failed request; return its last output."""
+        """Return a failed request's last output."""
         self._states.pop(state.request_id, None)
         outputs = [CompletionOutput(each.index, "", [], finish_reason="error") for each in state.streams.values()]
         return RequestOutput(
@@ -227,7 +227,7 @@ class OutputProcessor:
         )
 
     def _advance(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput, now: float) -> bool:
-        """Apply a core output. Returns True if only a stop string ends the stream."""
+        """Apply a core output. Returns True if a stop string ended a stream that the core continues."""
         state.num_cached_tokens = max(state.num_cached_tokens, news.num_cached_tokens)
         stream.num_cached_tokens = max(stream.num_cached_tokens, news.num_cached_tokens)
         stream.num_computed_tokens = max(stream.num_computed_tokens, news.num_computed_tokens)
@@ -257,7 +257,7 @@ class OutputProcessor:
         return False
 
     def _append(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput) -> bool:
-        """Append tokens one by one, up to one that completes a stop string. Returns True if one did."""
+        """Append tokens one by one. Returns True if one completes a stop string."""
         params, detokenizer = state.params, stream.detokenizer
         if detokenizer is None:
             detokenizer = self._begin(state, stream)

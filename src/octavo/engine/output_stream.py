@@ -1,4 +1,4 @@
-"""The outputs of one request between the engine's thread and their reader."""
+"""The outputs of one request for their reader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from octavo.outputs import RequestOutput
 
-DEADLINE_GRACE_S = 1.0  # after it; for an engine in a long step, which misses the deadline
+DEADLINE_GRACE_S = 1.0  # later, for an engine in a long step
 
 
 class OutputStream:

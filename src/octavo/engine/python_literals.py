@@ -1,4 +1,4 @@
-"""Find and read Python literals by the rules of `ast`. Nothing is evaluated."""
+"""Read Python literals by the rules of `ast`. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ValueScanner:
         self._position, self._ends = start, ends
         self._stack: list[str] = []
         self._quote = ""  # of the string at the position
-        self._whole: tuple[int, str] | None = None  # the end of the last whole member, and closers of open brackets
+        self._whole: tuple[int, str] | None = None  # the end of the last whole member, and open brackets' closers
 
     def end(self, text: str, *, is_over: bool) -> int | None:
         """Return the value's end; None if more text is needed. is_over: no more follows.
@@ -122,9 +122,8 @@ class ValueScanner:
 def literal(text: str) -> Any:
     """Return the value of JSON or a Python literal: strings, numbers, booleans, None, lists and dictionaries.
 
-    Tuples become lists. JSON's `true`, `false` and `null` are allowed everywhere. Raises `NotALiteralError` for all
-    else:
-    names, calls, f-strings, bytes, sets, keys that are no strings, lone surrogates.
+    Tuples become lists. JSON's `true`, `false` and `null` are allowed. Raises `NotALiteralError` for all else: names,
+    calls, f-strings, bytes, sets, keys that are no strings, lone surrogates.
     """
     if len(text) > _MAX_CHARS or not text.strip():
         raise NotALiteralError
@@ -160,7 +159,7 @@ def begun_string_json(text: str) -> str | None:
 def _python_value(text: str) -> Any:
     try:
         with _PARSING, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about unknown escapes, which stay in the text
+            warnings.simplefilter("ignore")  # about unknown escapes
             tree = ast.parse(f"({text.strip()})", mode="eval")  # in parentheses it may have several lines
         return _value_of(tree.body)
     except (ValueError, SyntaxError, RecursionError, MemoryError):

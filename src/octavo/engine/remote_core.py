@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL_MS = 250
-_PAUSE_POLL_MS = 20  # between two processes
-_LAST_WORDS_MS = 100  # last messages may still be on their way
+_PAUSE_POLL_MS = 20
+_LAST_WORDS_MS = 100  # last messages may still come
 _STOP_S = 5.0
 _STOP_POLL_MS = 20
 _KILL_S = 5.0  # for a killed process to end, at a shutdown
@@ -235,7 +235,7 @@ class RemoteCore:
         self._lose = lose
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Send a request. A later `wait` receives the answer."""
+        """Send a request; `wait` receives the answer."""
         if len(self._pending) >= _MAX_PENDING:
             answer(QueueFullError(f"{_MAX_PENDING} requests have been sent to the engine, which has not answered yet"))
             return

@@ -32,7 +32,7 @@ class StopStrings:
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
         strings = sorted(set(stop_strings))
-        self._characters = "".join(text + _END for text in strings)  # by node: the next character
+        self._characters = "".join(text + _END for text in strings)
         self._first_nodes = list(accumulate((len(text) + 1 for text in strings[:-1]), initial=0))
         self._branches: dict[int, dict[str, int]] = {}
         self._string_at = {first + len(text): text for first, text in zip(self._first_nodes, strings, strict=True)}
@@ -55,7 +55,7 @@ class StopStrings:
             branches[text[length]] = self._first_nodes[index] + length + 1
 
     def next(self, node: int, character: str) -> int:
-        """Return the node after a character. The amortized cost is constant."""
+        """Return the next node. The amortized cost is constant."""
         while True:
             if self._characters[node] == character:
                 child = node + 1
@@ -86,7 +86,7 @@ class StopStrings:
         return self._string_at[end] if end else None
 
     def num_held_back_chars(self, node: int) -> int:
-        """Return the length of the longest suffix that begins a longer stop string."""
+        """Length of the longest suffix that begins a longer stop string."""
         return self._num_held_back[node]
 
 
@@ -108,7 +108,7 @@ class StopSearch:
         """Add a piece of text; return the stop string that ends first in it, and stop reading there.
 
         counts: False to ignore stop strings that end in this piece. Of two that end together the longer one is
-        returned, so the cuts of the text do not matter.
+        returned, so cuts of the text do not matter.
         """
         stops = self._stops
         if not self._node and stops.first_characters.isdisjoint(text):

@@ -98,7 +98,7 @@ class Tokenizer:
         return ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last ids of `encode`, mostly without tokenizing all of a text. Raises `RequestError`."""
+        """Return the last ids of `encode`, mostly without tokenizing everything. Raises `RequestError`."""
         _check_unicode(text)
         if len(text) > PIECE_CHARS:
             return self._long_texts.encode_end(text, num_tokens, add_special_tokens=add_special_tokens)

@@ -38,7 +38,7 @@ class Interval:
 
 @dataclass(slots=True)
 class Explanation:
-    """The phases of a request, which add up to its wall time, and the reasons for them."""
+    """A request's phases, which add up to its wall time, and their reasons."""
 
     request_id: str
     intervals: list[Interval] = field(default_factory=list)
@@ -130,7 +130,7 @@ class _Teller:
         self.num_postponed = 0
         self.shared: Counter[str] = Counter()
         self.drafts = DraftStats()
-        self.drafted_step = -1  # in which its drafts were verified
+        self.drafted_step = -1
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
@@ -140,7 +140,7 @@ class _Teller:
             self._note_blocked(event)
 
     def tell(self, event: Event) -> None:
-        """Process any event during the request's life."""
+        """Process an event during the request's life."""
         self._note_blocked(event)
         if isinstance(event, events.StepScheduled):
             self._note_step(event)
@@ -194,7 +194,7 @@ class _Teller:
         self.phase, self.since = phase, time
 
     def _note_blocked(self, event: Event) -> None:
-        """Record why the head of the queue cannot start while this request waits."""
+        """Record why the head of the queue cannot start."""
         now_blocked: tuple[events.RequestBlocked, float] | None = None
         if isinstance(event, (events.RequestAdmitted, events.RequestParked, events.RequestFinished)):
             if self.blocked is None or event.request_id != self.blocked[0].request_id:

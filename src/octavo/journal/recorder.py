@@ -1,4 +1,4 @@
-"""A scheduler that writes every call to a journal."""
+"""A scheduler that writes a journal."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class RecordingScheduler:
         self.seconds += time.thread_time() - start
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """End requests from outside, and record known ones."""
+        """End requests from outside; record known ones."""
         outputs = self._scheduler.finish_requests(request_ids, status)
         start = time.thread_time()
         self._note_answers()
@@ -139,7 +139,7 @@ class RecordingScheduler:
         return outputs
 
     def abort_request(self, request_id: str) -> list[EngineCoreOutput]:
-        """Abort a request, and record it if it was known."""
+        """Abort a request."""
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> SchedulerOutput:
@@ -242,7 +242,7 @@ class RecordingScheduler:
             self._write(["k", answers])
 
     def _elapsed(self) -> int:
-        """Return the microseconds since the previous line with a time."""
+        """Return microseconds since the previous line with a time."""
         elapsed = self._clock.microseconds - self._last_time
         self._last_time = self._clock.microseconds
         return elapsed
@@ -256,7 +256,7 @@ class RecordingScheduler:
             self._flush()
 
     def _flush(self) -> None:
-        """Write many lines together, which costs a step less."""
+        """Write many lines together, which costs less."""
         self._last_flush = self._clock.microseconds
         if not self._is_broken:
             try:
@@ -274,7 +274,7 @@ def _write_out(file: IO[str], lines: list[str]) -> None:
 
 
 def _finish(file: IO[str], lines: list[str]) -> None:
-    """Write the lines of a recorder that was not closed."""
+    """Write the lines of an unclosed recorder."""
     if not file.closed:
         with contextlib.suppress(OSError):
             _write_out(file, lines)
@@ -282,7 +282,7 @@ def _finish(file: IO[str], lines: list[str]) -> None:
 
 
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
-    """Return a journal's header, with which an equal scheduler can be made. more: further fields."""
+    """Return a header, with which an equal scheduler can be made. more: further fields."""
     manager = scheduler.kv_cache_manager
     return {
         "scheduler": dataclasses.asdict(scheduler.config),

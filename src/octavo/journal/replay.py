@@ -1,4 +1,4 @@
-"""Replays a journal: drives a new core through its calls, and compares every decision."""
+"""Replays a journal with a new core, and compares every decision."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class RecordedConnector:
-    """Passes every call to a `KVConnector`, and keeps its answers until they are taken.
+    """Passes every call to a `KVConnector`, and keeps its answers.
 
-    An answer is a number of tokens, None, or the indices of wanted keys.
+    These are numbers of tokens, None, or indices of wanted keys.
     """
 
     def __init__(self, connector: KVConnector) -> None:

@@ -26,7 +26,7 @@ class _Index:
     """The latest end of each n-gram in a request's first `num_tokens` tokens.
 
     N-grams that end with the last token are added when a token follows them.
-    ends: by n-gram as one integer. newest: the last tokens, encoded likewise.
+    ends: by n-gram as one integer. newest: the last tokens, likewise.
     """
 
     ends: dict[int, int] = field(default_factory=dict)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NGRAM = 3  # of a match, in tokens
 MAX_MATCH = 32  # of a match, in tokens
-DRAFTS_PER_TOKEN = 2  # per matching token
+DRAFTS_PER_TOKEN = 2
 
 
 class PredictionProposer:
@@ -72,7 +72,7 @@ def _longest_matches(
 ) -> tuple[NDArray[np.int64], int]:
     """Return the ends of the longest matches of the answer's last tokens, and their length.
 
-    A single match is extended only as far as `most` drafts require.
+    A single match is extended only as far as needed.
     """
     num_places = len(predicted) - NGRAM  # a token must follow
     if len(answer) < NGRAM or num_places <= 0:

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
     Hit = tuple[int, int]  # end position and length of a match
 
-NGRAM = 3  # shortest match, in tokens
-MAX_MATCH = 32  # longest match, in tokens
+NGRAM = 3  # in tokens
+MAX_MATCH = 32  # in tokens
 MIN_CAPACITY = 2 * NGRAM
 BYTES_PER_TOKEN = 2 * array("i").itemsize + 2 * array("q").itemsize
 _BOUNDARY = -1
 _TOKEN_BITS = 8 * array("i").itemsize
 _MAX_HITS = 6  # the newest are counted
 _MAX_STEPS = 64  # limit on chain entries, collisions included
-_MAX_LENGTHS = 2  # of matches compared
+_MAX_LENGTHS = 2
 
 
 class SuffixIndex:

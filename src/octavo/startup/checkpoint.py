@@ -30,7 +30,7 @@ class Checkpoint(Protocol):
 
     @property
     def path(self) -> Path:
-        """Another process can open it there."""
+        """Its path, for another process."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
         ...
 
     def check_tokenizer(self) -> None:
-        """Raise errors of `read_tokenizer` that are found quickly."""
+        """Raise quickly found errors of `read_tokenizer`."""
         ...
 
     def read_tokenizer(self) -> Tokenizer:

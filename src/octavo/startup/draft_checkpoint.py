@@ -1,4 +1,4 @@
-"""Finds a draft model's checkpoint and checks that it fits the target, before weights are read."""
+"""Finds a draft model's checkpoint and checks that it fits the target."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _check_shapes(name: str, draft: Architecture, target: Architecture) -> None:
 
 
 def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
-    """Raise `ConfigError` if the draft model lacks a token of the target, or has another id for it."""
+    """Raise `ConfigError` if a token of the target has another id, or none, in the draft model."""
     stored = draft.stored_tokenizer()
     if stored is None:
         logger.warning("%s has no tokenizer: it is assumed to use the model's tokens", name)

@@ -43,7 +43,7 @@ def check_fingerprint(
 ) -> EngineFingerprint:
     """Return the engine's fingerprint. Refuse a start that computes other numbers than an earlier one.
 
-    identity: hashes the weights, so that starts with a copy of them are compared, too.
+    identity: hashes the weights, so that starts with a copy of them are compared, too; None if KV is not shared.
     Nothing is compared without use of the disk (packed_cache_bytes 0), or without checksums.
     Raises `FingerprintError`, and `ModelError` for weights that have changed.
     """

@@ -47,7 +47,7 @@ class ServedModel:
 
     @classmethod
     def find(cls, config: ModelConfig) -> ServedModel:
-        """Find a configuration's model and read its architecture. Raises `ConfigError` and `ModelError`."""
+        """Find a configuration's model. Raises `ConfigError` and `ModelError`."""
         checkpoint = text = open_checkpoint(config.model or BUILT_IN_MODEL, weights=config.load_format != "dummy")
         if config.tokenizer is not None and not config.skip_tokenizer_init:
             text = open_checkpoint(config.tokenizer, weights=False)
@@ -126,7 +126,7 @@ def make_grammars(config: ModelConfig, served: ServedModel) -> GrammarCompiler |
 
 
 def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture) -> int:
-    """Return the configured maximum length, by default the checkpoint's. Raises `ConfigError` if it exceeds that."""
+    """Return the configured maximum length, by default the checkpoint's. Raises `ConfigError` if it is larger."""
     longest = architecture.max_context_tokens
     asked = model_config.max_model_len
     if asked is not None and asked > longest:
@@ -168,7 +168,7 @@ def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Token
 
 
 def _eos_token_ids(served: ServedModel, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return ids in the vocabulary that end an answer, from all sources."""
+    """Return all valid ids that end an answer."""
     checkpoint, architecture = served.checkpoint, served.architecture
     eos = set(architecture.eos_token_ids) | set(checkpoint.read_generation_defaults().eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
