@@ -185,7 +185,7 @@ def _make_worker(
 def _create_direct(
     config: EngineConfig, block_bytes: int, keys: tuple[str, ...]
 ) -> DirectDonor | DirectReceiver | None:
-    """Return the side of direct transfers, if any."""
+    """Return this engine's side of direct transfers, if any."""
     return create_connector(
         config.kv_transfer,
         block_bytes=block_bytes,

@@ -117,7 +117,7 @@ class AsyncLLM:
                     self._post(lambda: self._abort(request_id, stream))
 
     def fail(self, request_id: str, error: OctavoError) -> None:
-        """Fail a request's stream now, even during a long step, and abort it."""
+        """Fail an open request's stream now, even during a long step, and abort it."""
         stream = self._read.get(request_id)
         if stream is not None:
             _call_soon(stream.loop, stream.fail, error)

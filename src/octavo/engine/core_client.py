@@ -70,7 +70,7 @@ class CoreClient(Protocol):
         ...
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams. Only aborted ones have a last output: the engine decides on other ends."""
+        """End known streams. Only aborted ones have a last output: the engine decides on other ends."""
         ...
 
     def has_work(self) -> bool:

@@ -209,7 +209,7 @@ def _byte_level(spelled: str) -> bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's characters: printable bytes stay, the rest start at U+0100."""
+    """Return the byte of each GPT-2 character: printable bytes stay, the rest start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

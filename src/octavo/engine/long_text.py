@@ -134,7 +134,7 @@ class LongTextEncoder:
         return 0
 
     def _is_as_said(self) -> bool:
-        """Return True if the sample can be cut."""
+        """Return True if the sample's pieces give the whole sample's ids."""
         assert self._cut is not None
         text = _SAMPLE * 2
         places = [0, *(found.start() for found in self._cut.finditer(text)), len(text)]
