@@ -33,7 +33,7 @@ _CHARS_PER_ID = 4
 class AsyncLLM:
     """Steps an engine in a thread; other code reaches it through the inbox only.
 
-    max_unread_outputs: a request with more unread outputs is ended.
+    max_unread_outputs: a request with more unread outputs is ended; None for no limit.
     """
 
     def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:
@@ -73,12 +73,13 @@ class AsyncLLM:
         on_unread: Callable[[RequestOutput], None] | None = None,
         **fields: Unpack[OptionFields],
     ) -> AsyncIterator[RequestOutput]:
-        """Yield a request's outputs until it is finished. Closing the iterator early aborts it.
+        """Yield the outputs of one request until it is finished. Closing the iterator early aborts the request.
 
-        fields: replace those of `options`. on_processed: awaited before the request is sent; its error ends the
-        request.
+        The arguments are those of `Engine.add_request`. fields: replace those of `options`.
+        on_processed: awaited with the tokenized request before it is sent; an error that it raises ends the request.
         on_unread: called with each output that a disconnected or slow reader missed.
-        Raises `RequestError`, `EngineDeadError`, and `SlowReaderError` for too many unread outputs.
+        Raises `RequestError` if the request cannot be served, `EngineDeadError` if the engine stops, and
+        `SlowReaderError` if too many outputs are unread.
         """
         if self._dead is not None:
             raise self._dead
@@ -117,21 +118,21 @@ class AsyncLLM:
                     self._post(lambda: self._abort(request_id, stream))
 
     def fail(self, request_id: str, error: OctavoError) -> None:
-        """Fail an open request's stream now, even during a long step, and abort it."""
+        """Fail the request's output stream now, even during a long step, and abort it. Unknown ids are ignored."""
         stream = self._read.get(request_id)
         if stream is not None:
             _call_soon(stream.loop, stream.fail, error)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort requests. Raises `EngineDeadError`."""
+        """Abort requests. Each gets a last output with finish_reason "abort". Raises `EngineDeadError`."""
         await self.call(lambda engine: engine.abort_request(request_ids))
 
     async def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """See `CoreClient.watch`; the listener runs on the engine's thread."""
+        """Report events to a listener on the engine's thread; None: stop. Raises `EngineDeadError`."""
         await self.call(lambda engine: engine.client.watch(listener))
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
-        """Run a function between two steps, on the engine's thread."""
+        """Run a function on the engine's thread, between two steps, and return its result or raise its error."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
@@ -147,7 +148,7 @@ class AsyncLLM:
         return await result
 
     def shutdown(self) -> None:
-        """Stop the thread and end open streams."""
+        """Stop the thread; open streams end with `EngineDeadError`."""
         self._inbox.put(None)
         self.client.wake()
         self._thread.join()
@@ -215,7 +216,7 @@ class AsyncLLM:
             _call_soon(stream.loop, stream.put, error)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Wake each event loop once: that costs more than an output."""
+        """Deliver outputs in one batch per event loop: waking a loop costs more than an output."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# Templates read the first or an older key.
+# Templates read the first of these keys, or an older one.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# Of templates for unexpected data; no faults of octavo.
+# Templates raise these for unexpected data; they are no faults of octavo.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -202,7 +202,7 @@ def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironm
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # not escaped for HTML, unlike jinja's
+        # unlike jinja's own filter, no escapes for HTML
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
@@ -235,7 +235,7 @@ def _read_config_templates(path: Path) -> dict[str, str]:
 
 
 def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copy messages for templates."""
+    """Copy messages into plain data, with the roles, arguments and reasoning keys that templates read."""
     if not messages or isinstance(messages, str | Mapping):
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     chat = []
@@ -296,7 +296,7 @@ def _rebuilt(value: Any) -> Any:
 
 
 def _tag_final_message(chat: list[dict[str, Any]]) -> None:
-    """Mark the end of the last text."""
+    """Mark the end of the last message's text, where the prompt is cut."""
     content = chat[-1].get("content")
     if isinstance(content, str):
         chat[-1]["content"] = content + _CONTINUE_TAG
@@ -307,7 +307,7 @@ def _tag_final_message(chat: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_tag(text: str) -> str:
-    """Cut the text at the mark; strip it if the template stripped the mark's space."""
+    """Cut the text at the mark; strip it if the mark's space is missing, because then the template strips messages."""
     position = text.rfind(_CONTINUE_TAG.strip())
     if position < 0:
         raise RequestError(

@@ -90,7 +90,7 @@ class CoreClient(Protocol):
         ...
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener, if any, a few times a second."""
+        """Report events to a listener, a few times a second; None: stop."""
         ...
 
     def finish_transfers(self) -> None:

@@ -198,7 +198,8 @@ class CoreServer:
 def _wake_when_parent_dies() -> None:
     """Have Linux send SIGCONT when the parent dies: a stopped process would not notice the end of standard input.
 
-    A running process ignores the signal, also the one at the end of the parent's thread.
+    A running process ignores the signal, so an early one, at the end of the parent's thread, is harmless. If the parent
+    died before this call, this process notices the end by itself.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)

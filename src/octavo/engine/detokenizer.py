@@ -21,7 +21,7 @@ REPLACEMENT = "\ufffd"  # of invalid bytes
 _REPLACEMENT_BYTES = REPLACEMENT.encode()
 _NO_UTF8 = b"\xff"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_UNFINISHED_BYTES = 3  # of an incomplete character
+_UNFINISHED_BYTES = 3  # at most, of an incomplete character
 _BEFORE = "a"  # precedes the decoded token
 _NUM_REMEMBERED = 1 << 14  # pieces: some 2 MB
 _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
@@ -104,7 +104,7 @@ class IncrementalDetokenizer:
         """Start after a prompt. decode: returns the text of a complete sequence."""
         self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
         self._kept = pieces.kept(skip_special_tokens=skip_special_tokens)
-        self._held = bytearray()  # perhaps of the prompt
+        self._held = bytearray()  # the first bytes may be the prompt's
         self._num_prompt_bytes = 0
         self._first_ids: list[int] | None = None  # tokens without text so far; then None
         if not self._continue(prompt_token_ids) and pieces.strips_start:
@@ -168,7 +168,7 @@ class IncrementalDetokenizer:
         if num_bytes and self._num_prompt_bytes:
             self._num_prompt_bytes = 0
             if text[0] == REPLACEMENT and not self._held.startswith(_REPLACEMENT_BYTES):
-                text = text[1:]  # of the prompt
+                text = text[1:]  # the incomplete character is the prompt's
         del self._held[:num_bytes]
         return text
 

@@ -76,7 +76,7 @@ class EngineCore:
     def finish_transfers(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Step until the KV of ended requests is saved, a step fails, or a request is unfinished.
 
-        may_go_on: asked before each step.
+        may_go_on: asked before each step. A hanging save ends by `kv_transfer_timeout_s`.
         """
         scheduler, stats = self.scheduler, self.metrics.stats
         news: list[EngineCoreOutput] = []

@@ -1,4 +1,4 @@
-"""The protocol that computes steps."""
+"""The protocol by which the engine has steps computed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Executor(Protocol):
         ...
 
     def collect(self) -> ModelOutput:
-        """Wait for the oldest submitted step."""
+        """Wait for the oldest step that was not collected."""
         ...
 
     def abandon(self) -> None:
-        """Abandon all submitted steps. None of them runs when this returns."""
+        """Abandon all steps that were not collected. None of them runs when this returns."""
         ...
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:

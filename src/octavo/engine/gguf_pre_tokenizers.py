@@ -58,7 +58,7 @@ _SEED = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_END}"
 class PreTokenizer(NamedTuple):
     """One kind of pre-tokenizer, with llama.cpp's settings.
 
-    ignores_merges: a piece in the vocabulary becomes that token. adds_bos: by default.
+    ignores_merges: a piece in the vocabulary becomes that token. adds_bos: unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -66,7 +66,7 @@ class PreTokenizer(NamedTuple):
     adds_bos: bool = False
 
 
-# Of old files, which name none.
+# For old files, which name no pre-tokenizer.
 DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
 _OF_KINDS: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((_LLAMA3,), True, True), "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"),

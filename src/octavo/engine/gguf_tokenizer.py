@@ -1,7 +1,7 @@
 """A GGUF file's tokenizer, rebuilt for the `tokenizers` library.
 
-"gpt2" is byte-level BPE; "llama" is SentencePiece BPE with merges by score, as in transformers; "gemma4" has listed
-merges.
+"gpt2" is byte-level BPE; "llama" is SentencePiece BPE with merges by score, as in transformers; "gemma4" is the same
+with listed merges.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class GGUFVocabulary:
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._path = path
         self._metadata = metadata
-        # as llama.cpp names missing texts
+        # Missing texts get llama.cpp's names.
         tokens = self._list("tokens", str) if f"{_PREFIX}tokens" in metadata else []
         self._tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(tokens)]
         self.size = len(self._tokens)
         types = self._list("token_type", int, [_NORMAL] * self.size) if tokens else []
-        # Like llama.cpp, make these special: many files list them as normal.
+        # These texts only ever end a turn. Many files list them as normal; make them special, as llama.cpp does.
         marks = {id_ for id_, text in enumerate(tokens) if text in _END_MARKS}
         self._types = [_CONTROL if id_ in marks else kind for id_, kind in enumerate(types)]
 
@@ -198,7 +198,7 @@ class GGUFVocabulary:
     def _strips_behind(self) -> frozenset[str]:
         """Return tokens that strip spaces after them.
 
-        Only Phi-3 has some, unlisted, so it is detected by name, as in llama.cpp.
+        Only Phi-3 has such tokens. Its files do not list them, so it is detected by name, as in llama.cpp.
         """
         name = str(self._metadata.get("general.name", "")).lower()
         if "phi-3" not in name and "phi3" not in name:

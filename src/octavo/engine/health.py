@@ -10,7 +10,7 @@ from octavo.engine import ipc
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_AWAY_S = 1.0  # the watching thread itself was stopped in a longer gap
+_AWAY_S = 1.0  # a longer gap between two looks means that the watching thread was stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Patience:
 
 
 class Health:
-    """The health of one process. Other threads may only read `is_well`."""
+    """The health of one process. Only the watcher's thread uses it, but any thread may read `is_well`."""
 
     def __init__(self, patience: Patience, now: float) -> None:
         self._patience = patience
@@ -45,7 +45,7 @@ class Health:
     def look(self, now: float) -> None:
         """Record the time of a look, several times a second.
 
-        In a longer gap this thread was stopped: that is no silence of the process.
+        After a longer gap this thread itself was stopped, so the gap does not count as silence.
         """
         away = now - self._looked_at
         if away > _AWAY_S:

@@ -60,7 +60,7 @@ class _ShortIds:
         return self._new[key]
 
     def renamed_result(self, result: Message, call_id: str | None, index: int) -> Message:
-        """Return a result with its call's id, or an own one."""
+        """Return a result with its call's id, or with an id of its own."""
         return {**result, "tool_call_id": call_id or self.of(result.get("tool_call_id"), f"{index}-result")}
 
 
@@ -76,7 +76,7 @@ def _hashed(text: str) -> str:
 def with_single_calls(chat: Sequence[Message]) -> list[Message]:
     """Split several calls into rounds of one call and its results.
 
-    The first has text and reasoning, the last one results that match no call.
+    The first round has text and reasoning. Results that match no call follow the last round.
     """
     found: list[Message] = []
     for message, results in _rounds(chat):
@@ -133,7 +133,10 @@ def _calls(message: Message) -> Calls:
 
 
 def _matched(calls: Calls, results: Sequence[Message]) -> list[int | None]:
-    """Return the places of results' calls; without an id, the first call without a result."""
+    """Return the place of each result's call, if any.
+
+    A result without an id belongs to the first call without a result.
+    """
     of_ids: dict[str, deque[int]] = {}
     for place, call in enumerate(calls):
         of_ids.setdefault(str(call.get("id")), deque()).append(place)

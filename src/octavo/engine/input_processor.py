@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.data.request_options import RequestOptions
 
 _PREDICTED = "predicted_token_ids"
-_ORDINARY_CHARS = 16  # the longest token has more, but finding it takes 0.1 s
+_ORDINARY_CHARS = 16  # per token; the longest token has more, but finding it takes 0.1 s
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
@@ -33,7 +33,7 @@ class TextCodec(Protocol):
 
     @property
     def longest_token_chars(self) -> int:
-        """Characters of the longest token."""
+        """Characters of the longest token: n tokens have at most n times as many."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
@@ -129,7 +129,7 @@ class InputProcessor:
         is_prompt: stop tokenizing and refuse a prompt without room for `least_output_tokens`.
         """
         num_tokens = self.model_info.max_model_len
-        if len(text) > _ORDINARY_CHARS * num_tokens:  # that takes time
+        if len(text) > _ORDINARY_CHARS * num_tokens:  # finding the longest token takes time
             most = self.tokenizer.longest_token_chars * num_tokens
             if len(text) > most:
                 raise PromptTooLongError(
@@ -192,7 +192,7 @@ class InputProcessor:
         self._check_structure(params)
         least = params.least_output_tokens
         text, token_ids = self._read_prompt(prompt, least)
-        # The scheduler would refuse it only after copies for n outputs or another process.
+        # The scheduler would refuse it, too, but only after it is copied for n outputs or sent to another process.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len, least_output_tokens=least)
         predicted = self._read_predicted(prompt)
         self._check_token_ids(token_ids, params, predicted)
@@ -274,7 +274,7 @@ class InputProcessor:
 
 
 def _token_id(value: Any, parameter: str = "prompt") -> int:
-    """Convert any integer, also numpy's, but no bool."""
+    """Convert any integer, also numpy's, but no bool. Raises `RequestError`."""
     try:
         token_id = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -286,7 +286,7 @@ def _token_id(value: Any, parameter: str = "prompt") -> int:
 
 
 def draw_seed(engine_seed: int, arrival: int) -> int:
-    """Draw a seed by splitmix64 (Steele, Lea, Flood 2014)."""
+    """Draw a request's seed from the engine's by splitmix64 (Steele, Lea, Flood 2014)."""
     mask = 2**64 - 1
     z = (engine_seed * 0xD1342543DE82EF95 + (arrival + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -214,7 +214,7 @@ decode_from_engine = msgspec.msgpack.Decoder(ToParent).decode
 
 
 def request_id_of(data: bytes) -> str | None:
-    """Return the request id of an invalid `Add`."""
+    """Return the request id of an invalid `Add`; None for other messages."""
     try:
         return _decode_envelope(data).request_id
     except DecodeError:
@@ -263,7 +263,7 @@ def failure(error: BaseException) -> Failed:
 
 
 def error_of(message: Refused | Failed) -> OctavoError:
-    """Decode an error."""
+    """Decode an error; unknown kinds become `EngineDeadError`."""
     kind = _ERRORS.get(message.kind, EngineDeadError)
     if isinstance(message, Refused) and issubclass(kind, RequestError):
         return kind(message.message, parameter=message.parameter)

@@ -233,7 +233,7 @@ class _Search:
         self._heap: list[tuple[int, int, _Reading, Iterator[_Reading] | None]] = []
 
     def run(self, budget: SearchBudget) -> _Reading | None:
-        """Return the only best reading within the budget."""
+        """Return the only best reading within the budget; None if there is none, or several."""
         best: _Reading | None = None
         self._push(0, _Reading())
         while budget.num_steps > 0:
@@ -260,7 +260,7 @@ class _Search:
         heapq.heappush(self._heap, (cost, next(self._serial), reading, strings))
 
     def _advanced(self, reading: _Reading) -> _Reading | None:
-        """Read up to the next string value or the end."""
+        """Read up to the next string value or the end; None if that is impossible."""
         on: _Reading | None = reading
         while on is not None and on.expects not in {"string", "end"}:
             blanks = _BLANKS.match(self._text, on.position)
@@ -325,9 +325,9 @@ class _Search:
                 may_end = self._may_end_string(position + 1, before)
                 if may_end:
                     is_clear = before.is_clear and not has_member and escapes.are_clear(has_strays=bool(strays))
-                    if strays:  # with a possible end of the object, it may be several values
+                    if strays:  # if it contains a possible end of the object, it may be several values
                         is_clear = is_clear and not may_have_ended and not self._has_break(start, position)
-                    if len(strays) == 1:  # next to the string's own quote it may be that one, twice
+                    if len(strays) == 1:  # next to the string's own quote it may be the same quote, written twice
                         is_clear = is_clear and strays[0] not in {start, position - 1}
                     if strays and before.num_strays:
                         is_clear = False
@@ -357,12 +357,12 @@ class _Search:
                 position += 1
 
     def _has_break(self, start: int, end: int) -> bool:
-        """Return True if the object may end, or a call begin, in between."""
+        """Return True if the object may end, or a call begin, between two positions."""
         first = bisect_left(self._breaks, start)
         return first < len(self._breaks) and self._breaks[first] < end
 
     def _may_end_string(self, position: int, before: _Reading) -> str:
-        """Return the comma or bracket after a quote that may end a string."""
+        """Return the comma or bracket after a quote that may end a string, otherwise ""."""
         top = before.stack[-1]
         blanks = _BLANKS.match(self._text, position)
         position = position if blanks is None else blanks.end()

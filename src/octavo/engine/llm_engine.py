@@ -45,23 +45,23 @@ class Engine:
         self.clock = clock
         self._submitted: dict[str, ProcessedInput] = {}  # not answered yet
         self._put_by: list[RequestOutput] = []  # outputs outside of a batch, for the next `step`
-        self._given_up: set[str] = set()  # requests of failed batches
+        self._given_up: set[str] = set()  # of failed batches: their outputs are dropped
         self._num_generated_ids = 0
         self._is_shut_down = False
 
     @property
     def core(self) -> EngineCore:
-        """See `CoreClient`."""
+        """The core object. Raises `EngineError` if it runs in another process."""
         return self.client.core
 
     @property
     def capacity(self) -> EngineCapacity:
-        """See `CoreClient`."""
+        """Limits of the core: tokens, sequences, blocks."""
         return self.client.capacity
 
     @property
     def stats(self) -> EngineStats:
-        """See `CoreClient`."""
+        """Counters of the core since its start."""
         return self.client.stats
 
     def on_lost(self, lose: Lose) -> None:
@@ -80,7 +80,10 @@ class Engine:
         params: SamplingParams | None = None,
         **options: Unpack[OptionFields],
     ) -> None:
-        """Add a request, or raise `RequestError`. options: fields of `RequestOptions`."""
+        """Add a request. Raises `RequestError` if it cannot be served; then nothing changes.
+
+        prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. options: fields of `RequestOptions`.
+        """
         self.add_processed(
             self.input_processor.process(
                 request_id, prompt, params, options=RequestOptions(**options), arrival_time=self.clock()
@@ -128,10 +131,13 @@ class Engine:
             raise
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests; a later `step` returns their last outputs. Unknown ids are ignored."""
+        """Abort requests now. A later `step` returns the last output of each, with finish_reason "abort".
+
+        Unknown and finished ids are ignored.
+        """
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             stream_ids = self.output_processor.stream_ids(request_id)
-            if request_id in self._submitted:  # the core accepts it first
+            if request_id in self._submitted:  # the core accepts it first, then ends it
                 stream_ids = [stream.request_id for stream in self._submitted[request_id].streams]
             self.client.finish_requests(stream_ids, RequestStatus.FINISHED_ABORTED)
 
@@ -141,7 +147,10 @@ class Engine:
         self._given_up.update(name for name in request_ids if name in self.output_processor)
 
     def step(self) -> list[RequestOutput]:
-        """Do one step; return new outputs, those that arrived during `generate_batch` first."""
+        """Do one step; return an output for every request that has a new one.
+
+        Outputs of other requests that arrived during `generate_batch` come first.
+        """
         put_by, self._put_by = self._put_by, []
         return put_by + self._step()
 
@@ -160,7 +169,7 @@ class Engine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` would do anything."""
+        """Whether another `step` has something to compute or to return."""
         return bool(self._put_by) or self.client.has_work()
 
     def generate(
@@ -182,13 +191,12 @@ class Engine:
         on_output: Callable[[RequestOutput], None] | None = None,
         priorities: Sequence[int] | None = None,
     ) -> dict[str, RequestOutput]:
-        """Answer all prompts together; return the last outputs by request id, in the order of the prompts.
+        """Answer all prompts together; return the last output of each by request id, in the order of the prompts.
 
-        sampling_params: for all prompts, or one for each; also named params. on_output: called with all outputs of the
-        batch.
-        Earlier requests continue, and the next `step` returns their outputs. Without earlier requests it waits until
-        the KV is saved.
-        Raises `RequestError` if a prompt cannot be served; then the batch is aborted.
+        sampling_params: for all prompts, or one for each. params: another name of it. on_output: called with every
+        output of these prompts. Earlier requests continue, and the next `step` returns their outputs. If there are
+        none, it waits until stores have saved the KV.
+        Raises `RequestError` if one prompt cannot be served; then all requests of the batch are aborted.
         """
         if sampling_params is not None and params is not None:
             raise RequestError("sampling_params and params are two names of one argument", parameter="sampling_params")
@@ -207,7 +215,7 @@ class Engine:
                 self.add_request(request_id, prompt, prompt_params, priority=priority)
                 results[request_id] = None
             self._run(results, on_output)
-        except BaseException:  # also after an interrupt
+        except BaseException:  # also after an interrupt: no request of the batch may stay open
             self._give_up(results)
             raise
         self.finish_transfers()
@@ -235,12 +243,12 @@ class Engine:
     def finish_transfers(self) -> None:
         """Step until the KV of ended requests is saved, if no request is unfinished.
 
-        Warns and returns if no transfer ends for some seconds.
+        Logs a warning and returns if no transfer ends for some seconds; later steps do the rest.
         """
         self.client.finish_transfers()
 
     def shutdown(self) -> None:
-        """Abort requests, save their KV, and free the core's memory. May be called twice."""
+        """Abort open requests, save their KV to stores, and free the core's memory. A second call does nothing."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

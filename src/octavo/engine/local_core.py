@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 HELD_CHECK_S = 0.005
 IDLE_CHECK_S = 1.0
-_SAVING_S = 5.0  # for the next transfer; a store may hang
+_SAVING_S = 5.0  # limit on the wait for the next transfer; a store may hang
 _ABORTED = RequestStatus.FINISHED_ABORTED.finish_reason
 
 
@@ -158,9 +158,9 @@ class LocalCore:
         return bool(self._undelivered) or self._core.has_work()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Return the outputs of aborts, or else of a step with prepared requests."""
+        """Add prepared requests; return the outputs of aborts if there are any, else compute a step."""
         self._take_prepared()
-        if self._undelivered:  # not delayed by a step
+        if self._undelivered:  # do not delay these by a step
             outputs, self._undelivered = self._undelivered, []
         else:
             outputs = self._core.step() if self._core.has_work() else []
@@ -174,7 +174,7 @@ class LocalCore:
             logger.error("%s; the blocks concerned are not used any more", breach)
 
     def wait(self) -> None:
-        """Block until `wake`, the end of a preparation, or a short timeout."""
+        """Block until `wake`, the end of a preparation, or a short timeout; add prepared requests."""
         if not self._core.has_work():
             self.check_when_idle()
         self._woken.wait(HELD_CHECK_S if self._held else IDLE_CHECK_S)
@@ -186,7 +186,7 @@ class LocalCore:
         self._woken.set()
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events, kept ones first."""
+        """Report events to a listener, kept ones first; None: stop."""
         self._feed = None if listener is None else SnapshotFeed(self._core)
         self._listener = listener or self._listener
         self._show()

@@ -1,8 +1,9 @@
 """Tokenize long texts in pieces, or only their ends, with the ids of the whole text.
 
 A cut is a position that no token of the vocabulary can span: before a blank between two letters, or after a single line
-break between two visible characters. BPE merges and unigram paths only build tokens, so both sides are independent.
-Pre-tokenizers split there, too, or tokens would span the cut. The vocabulary and a sample text are checked for this.
+break between two visible characters (longer runs are split depending on the text after them). BPE merges and unigram
+paths only build tokens, so both sides are independent. Pre-tokenizers split there, too, or tokens would span the cut.
+The vocabulary and a sample text are checked for this.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 
 PIECE_CHARS = 1 << 15  # 15 ms of work
 MAX_UNCUT_CHARS = 1 << 20  # a second or two that cannot be cancelled
-# byte-level, sentencepiece, plain
+# Spellings of a blank and a line break: byte-level, sentencepiece, plain.
 _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
 _ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
 _BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\S\n)(?=\S)"
-# All contexts of a cut.
+# All contexts of a cut. The pieces must give the ids of the whole text.
 _SAMPLE = (
     "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
     "\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"
@@ -34,7 +35,7 @@ _SAMPLE = (
 
 
 class WholeEncoder(Protocol):
-    """A function for whole texts."""
+    """A function that tokenizes whole texts."""
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return token ids."""
@@ -42,9 +43,9 @@ class WholeEncoder(Protocol):
 
 
 class LongTextEncoder:
-    """Encodes texts of any length. encode: for whole texts.
+    """Encodes texts of any length. encode: tokenizes a whole text.
 
-    bos_token_id: added unless the text begins with it.
+    bos_token_id: added unless the text begins with it; None: none is added.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, encode: WholeEncoder, bos_token_id: int | None) -> None:
@@ -89,7 +90,7 @@ class LongTextEncoder:
         return self.encode(text, add_special_tokens=add_special_tokens)[-num_tokens:]
 
     def _pieces(self, text: str, start: int) -> Iterator[list[int]]:
-        """Yield the ids of text[start:]."""
+        """Yield the ids of text[start:]. start: 0 or a cut."""
         while start < len(text):
             end = self._next_cut(text, start + PIECE_CHARS)
             end = len(text) if end is None else end
@@ -111,7 +112,7 @@ class LongTextEncoder:
         return ids[len(self._encode(text[before:start], add_special_tokens=False)) :]
 
     def _next_cut(self, text: str, start: int) -> int | None:
-        """Return the first cut from `start` on."""
+        """Return the first cut from `start` on, if any."""
         if self._cut is None or (text.find(" ", start) < 0 and text.find("\n", start - 1) < 0):
             return None  # much faster than the search
         for begin in range(start, len(text), PIECE_CHARS):  # `progress` can cancel between these
@@ -122,7 +123,7 @@ class LongTextEncoder:
         return None
 
     def _cut_before(self, text: str, place: int) -> int:
-        """Return a near cut before a position, or 0."""
+        """Return the position of a cut shortly before a position, or 0."""
         if place == 0 or self._cut is None:
             return place
         back = 64

@@ -28,7 +28,8 @@ _NUM_TEXTS = 1 << 14  # some 2 MB
 class _Stream:
     """One of the n outputs of a request.
 
-    num_shown_chars, num_shown_tokens: of DELTA outputs. detokenizer, stops: created with the first token.
+    num_shown_chars, num_shown_tokens: how much DELTA outputs have delivered.
+    detokenizer, stops: created with the first token.
     logprobs: with DELTA outputs only undelivered ones, because they are large.
     """
 
@@ -75,7 +76,7 @@ class _RequestState:
 class ProcessedOutputs:
     """The outputs of a step, and streams that the core must end.
 
-    streams_to_stop: by a stop string. streams_to_fail: failed here.
+    streams_to_stop: ended by a stop string. streams_to_fail: failed here.
     """
 
     request_outputs: list[RequestOutput]
@@ -137,7 +138,7 @@ class OutputProcessor:
         )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return a complete sequence's text, if there is a tokenizer."""
+        """Return a complete sequence's text; "" without a tokenizer."""
         detokenizer = self.tokenizer.incremental_detokenizer([], skip_special_tokens=skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
 
@@ -175,7 +176,7 @@ class OutputProcessor:
         return request_ids
 
     def process(self, core_outputs: list[EngineCoreOutput]) -> ProcessedOutputs:
-        """Process a step's outputs. An exception ends only its request."""
+        """Process a step's outputs, and drop finished requests. An exception ends only its request."""
         changed: dict[str, _RequestState] = {}
         to_stop: list[str] = []
         to_fail: list[str] = []
@@ -200,7 +201,7 @@ class OutputProcessor:
         return ProcessedOutputs(outputs, to_stop, to_fail)
 
     def _give_up(self, state: _RequestState, error: BaseException) -> list[str]:
-        """Fail a request; return its streams in the core."""
+        """Fail a request; return its streams that still run in the core."""
         log_fault(state.request_id, "its answer was made", error)
         state.error_code, state.error = ErrorCode.REQUEST_FAILED, request_failed(state.request_id)
         stream_ids = []
@@ -212,7 +213,7 @@ class OutputProcessor:
         return stream_ids
 
     def _failed_output(self, state: _RequestState) -> RequestOutput:
-        """Return a failed request's last output."""
+        """Drop a failed request; return its last output."""
         self._states.pop(state.request_id, None)
         outputs = [CompletionOutput(each.index, "", [], finish_reason="error") for each in state.streams.values()]
         return RequestOutput(
@@ -348,7 +349,7 @@ class OutputProcessor:
 
 
 def _count_computed(state: _RequestState) -> None:
-    """Count tokens: all but the last one and cached ones must be computed once."""
+    """Count computed and recomputed tokens: all but the last one and cached ones must be computed once."""
     for stream in state.streams.values():
         needed = len(state.prompt_token_ids) + stream.num_sampled_tokens - 1 - stream.num_cached_tokens
         state.metrics.num_computed_tokens += stream.num_computed_tokens

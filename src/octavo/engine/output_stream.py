@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from octavo.outputs import RequestOutput
 
-DEADLINE_GRACE_S = 1.0  # later, for an engine in a long step
+DEADLINE_GRACE_S = 1.0  # an engine in a long step misses the deadline: the stream ends the request so much later
 
 
 class OutputStream:
@@ -74,7 +74,7 @@ class OutputStream:
         self._drop_unread()
 
     def fail(self, error: OctavoError) -> None:
-        """Deliver an error after arrived outputs."""
+        """Deliver an error after arrived outputs, without waiting for the engine."""
         if self.accepted.done():
             self.put(error)
         else:

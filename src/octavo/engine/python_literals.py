@@ -28,7 +28,7 @@ class NotALiteralError(ValueError):
 class ValueScanner:
     """Finds the end of a value in a growing text: one of `ends` outside of brackets, or else its last bracket.
 
-    is_begun: the text ended within it. line_ends: positions in single-line strings.
+    is_begun: the text ended within it. line_ends: positions of line ends in single-line strings.
     """
 
     def __init__(self, start: int, ends: str = ",)") -> None:
@@ -54,7 +54,7 @@ class ValueScanner:
                 return before
             elif opened := _STRING.match(text, before):
                 if not is_over and _BEGUN_STRING.match(text, before):
-                    break  # may be an empty string, or begin three
+                    break  # two quotes are an empty string, or begin three
                 self._quote, self._position = opened.group("quote"), opened.end()
             else:
                 self._take(text, char)
@@ -76,7 +76,7 @@ class ValueScanner:
         return "".join([*pieces, text[start:end]])
 
     def begun_json(self, text: str) -> str | None:
-        """Return the JSON of a string, list or dict that was cut off.
+        """Return the JSON of a string, list or dict that was cut off; None for any other value.
 
         Lists and dicts have complete members, and no closing brackets.
         """
@@ -143,7 +143,7 @@ def literal_json(text: str) -> str:
 
 
 def begun_string_json(text: str) -> str | None:
-    """Return the JSON of a begun string, without its last quote and any incomplete escape."""
+    """Return the JSON of a begun string, without its last quote and any incomplete escape; None for another text."""
     opened = _STRING.match(text)
     if opened is None:
         return None

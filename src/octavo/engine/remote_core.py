@@ -44,7 +44,7 @@ _PAUSE_POLL_MS = 20
 _LAST_WORDS_MS = 100  # last messages may still come
 _STOP_S = 5.0
 _STOP_POLL_MS = 20
-_KILL_S = 5.0  # for a killed process to end, at a shutdown
+_KILL_S = 5.0  # limit on the wait for a killed process at a shutdown
 _GIVE_BACK_S = 60.0  # the same before a new process, which needs its memory
 _MAX_PENDING = 4096
 
@@ -262,12 +262,12 @@ class RemoteCore:
             answer(error)
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """Ask the process to end streams. The socket has room: `_MAX_PENDING` bounds requests."""
+        """Ask the process to end streams. The socket has room: `_MAX_PENDING` bounds the unanswered requests."""
         if stream_ids:
             self._send(ipc.Finish([*stream_ids], status))
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events of this and later processes."""
+        """Report events of this and later processes to a listener; None: stop."""
         self._listener = listener
         self._send(ipc.Watch(listener is not None))
 
@@ -295,7 +295,7 @@ class RemoteCore:
 
     def wake(self) -> None:
         """See `CoreClient.wake`."""
-        with contextlib.suppress(OSError):  # full, which ends the wait as well, or closed
+        with contextlib.suppress(OSError):  # the socket is full, which ends the wait as well, or closed
             self._waker.send(b"\0")
 
     def finish_transfers(self) -> None:

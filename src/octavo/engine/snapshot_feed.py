@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.engine.engine_core import EngineCore
 
 SNAPSHOT_INTERVAL_S = 0.25
-_MAX_WEIGHT = 5_000  # it must not occupy its reader's thread for long
+_MAX_WEIGHT = 5_000  # of a snapshot: it must not occupy its reader's thread for long
 
 
 class SnapshotFeed:
@@ -38,7 +38,7 @@ class SnapshotFeed:
         recent = self._core.recent
         if recent.num_seen == self._num_told and not self._is_first:
             return
-        if recent.first_kept > self._num_told:  # some were dropped: start again
+        if recent.first_kept > self._num_told:  # some events were dropped: start again
             self._is_first = True
         *parts, last = _parts(recent.since(self._num_told))
         self._num_told = recent.num_seen
@@ -50,7 +50,7 @@ class SnapshotFeed:
 
 
 def _parts(events: list[Event]) -> Iterator[list[Event]]:
-    """Cut events into parts of limited weight."""
+    """Cut events into parts of limited weight. The last part may be empty."""
     part: list[Event] = []
     weight = 0
     for event in events:

@@ -27,7 +27,7 @@ class StopStrings:
     """All stop strings as one automaton (Aho and Corasick, 1975), computed node by node when reached.
 
     A node is the number of a prefix; those of one string are consecutive. A shared prefix belongs to the first string
-    in alphabetical order. Node 0 is the empty prefix.
+    in alphabetical order, from which the next one branches off. Node 0 is the empty prefix.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
@@ -55,7 +55,7 @@ class StopStrings:
             branches[text[length]] = self._first_nodes[index] + length + 1
 
     def next(self, node: int, character: str) -> int:
-        """Return the next node. The amortized cost is constant."""
+        """Return the node after a character. The amortized cost is constant."""
         while True:
             if self._characters[node] == character:
                 child = node + 1
@@ -107,8 +107,8 @@ class StopSearch:
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
         """Add a piece of text; return the stop string that ends first in it, and stop reading there.
 
-        counts: False to ignore stop strings that end in this piece. Of two that end together the longer one is
-        returned, so cuts of the text do not matter.
+        counts: False to ignore stop strings that end in this piece; one that begins here may still end later. Of two
+        that end together the longer one is returned, so cuts of the text do not matter.
         """
         stops = self._stops
         if not self._node and stops.first_characters.isdisjoint(text):

@@ -1,4 +1,4 @@
-"""Jinja's sandbox with a time limit, for any loop."""
+"""Jinja's sandbox with a time limit: a template may contain any loop."""
 
 from __future__ import annotations
 

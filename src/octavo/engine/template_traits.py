@@ -45,8 +45,9 @@ TOOL = {
 class TemplateTraits:
     """The forms of messages that one template demands.
 
-    part_roles: roles with content as parts; else texts are joined by line feeds. only_part_roles: never as text.
-    null_content, empty_content: content of a call's message, for null and "".
+    part_roles: roles for which it reads content as parts; for other roles texts are joined by line feeds.
+    only_part_roles: those of them for which it cannot read text.
+    null_content, empty_content: content of a call's message without text, if the client sent null or "".
     takes_text_arguments: a call's arguments must be JSON text.
     joins_turns: it refuses two consecutive turns of a role. joins_results: it refuses a user's turn after a result.
     wants_short_ids: call ids must be nine letters and digits.
@@ -110,7 +111,7 @@ class TemplateTraits:
     def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
         """Yield messages in the form of the traits, then in stricter forms for a template that refuses these.
 
-        chat: arguments of calls are objects.
+        chat: content is text, text parts, null or absent; arguments of calls are objects.
         """
         before: list[Message] | None = None
         for variant in self._variants(self._without_losses(chat)):

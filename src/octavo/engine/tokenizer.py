@@ -43,7 +43,7 @@ class Tokenizer:
     )
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
-        """Wrap and modify a tokenizer. config: of tokenizer_config.json."""
+        """Wrap and modify a tokenizer. config: content of tokenizer_config.json."""
         self._longest_token_chars: int | None = None
         self._long_text: LongTextEncoder | None = None
         config = config or {}
@@ -59,7 +59,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = TokenPieces(backend, self._special_ids)
-        # As in transformers 5, add_bos_token and add_eos_token of tokenizer_config.json have no effect.
+        # Only the post-processor decides: as in transformers 5, add_bos_token and add_eos_token of
+        # tokenizer_config.json have no effect.
         self._adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
 
     @classmethod
@@ -115,7 +116,7 @@ class Tokenizer:
     def _encode_at_once(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= _SHORT_CHARS:
             ids = list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        else:  # only batches release the interpreter lock
+        else:  # only functions for batches release the interpreter lock
             ids = list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         doubled = add_special_tokens and self._adds_bos and ids[1:2] == [self.bos_token_id]
         return ids[1:] if doubled else ids
@@ -162,7 +163,7 @@ class Tokenizer:
         return self._pieces.has_byte_runs
 
     def decode_token(self, token_id: int) -> str:
-        """Return a token's text, even if it is special."""
+        """Return a token's text, even if it is special; "" for an unknown id."""
         piece = self.piece(token_id)
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 

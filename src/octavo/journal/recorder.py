@@ -70,10 +70,10 @@ class _Unfinished:
 
 
 class RecordingScheduler:
-    """Passes every call on to `scheduler` and writes it to a file. If that fails, the journal ends.
+    """Passes every call on to `scheduler` and writes it to a file.
 
     header: of `describe`. store: the scheduler's connector. `seconds`: CPU time of recording.
-    Raises OSError if the file cannot be opened.
+    Raises OSError if the file cannot be opened. If writing fails later, the journal ends and the engine continues.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class RecordingScheduler:
         return scheduled
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Process and record a step's result."""
+        """Process a step's result, and record it unless it is stale."""
         is_taken = result.step == scheduled.step and scheduled is self._scheduler.in_flight
         outputs = self._scheduler.update_from_output(scheduled, result)
         if not is_taken:

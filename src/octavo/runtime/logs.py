@@ -90,8 +90,8 @@ def configure(level: int | str, style: str, *, process: str = "", audit_file: Pa
     """Log to standard error; changes the root logger unless it already has handlers.
 
     style: one of `LOG_FORMATS`. process: name of a process that the user did not start.
-    audit_file: gets the `AUDIT` logger's lines as JSON, whatever the level, instead; reopened after rotation. Raises
-    `ConfigError` if it cannot be opened.
+    audit_file: gets the `AUDIT` logger's lines as JSON, whatever the level, instead of standard error; reopened after
+    rotation. Raises `ConfigError` if it cannot be opened.
     """
     formatter = JsonFormatter(process) if style == "json" else TextFormatter(process)
     handler = logging.StreamHandler()

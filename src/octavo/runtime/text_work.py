@@ -25,7 +25,7 @@ _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
 _LARGE = 256  # entries; serializing one takes microseconds
 _BYTES_PER_ENTRY = 128  # of JSON input
-_KINDS = "text", "count"  # for answers, and for token counts
+_KINDS = "text", "count"  # of threads: for requests with an answer, and for token counts
 _LONGEST_S = 30.0  # for one piece of work; 8 MB of text take a third of it
 
 
@@ -99,7 +99,7 @@ class TextWork:
 
         deadline: on the event loop's clock. on_read: always called at the end with the number of tokens read (see
         `progress`).
-        is_count: no generation waits for it.
+        is_count: tokens are only counted; no generation waits for it.
         If the caller is cancelled, the work does not start, or stops at its next `progress`.
         """
         under_way = _Work()

@@ -70,5 +70,5 @@ class Proposer(Protocol):
         ...
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Drop the state of ended requests. Their answers may be kept."""
+        """Drop the state of ended requests. Their answers may be drafts for requests of equal salt."""
         ...

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class DraftingModel(Protocol):
     """The worker's drafting model, which continues requests of the latest step.
 
-    max_model_len: of a sequence that it can continue, in tokens.
+    max_model_len: the longest sequence that it can continue, in tokens.
     """
 
     max_model_len: int

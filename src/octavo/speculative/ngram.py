@@ -35,7 +35,7 @@ class _Index:
 
 
 class NgramProposer(LookupProposer[_Index]):
-    """Matches the longest repeated suffix of a request's text.
+    """Matches a request's longest repeated suffix of prompt_lookup_min to prompt_lookup_max tokens.
 
     A token costs one dictionary entry per length, and no search. When the indices are full, further requests get no
     drafts until indexed ones end.

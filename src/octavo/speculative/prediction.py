@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from octavo.speculative.interface import DraftTask, EndedRequest, Proposer
 
-NGRAM = 3  # of a match, in tokens
-MAX_MATCH = 32  # of a match, in tokens
+NGRAM = 3  # shortest match, in tokens
+MAX_MATCH = 32  # longest match, in tokens
 DRAFTS_PER_TOKEN = 2
 
 
@@ -54,8 +54,8 @@ class PredictionProposer:
 def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int) -> list[int]:
     """Return up to `most` tokens that follow the end of the answer in the prediction.
 
-    Unless the answer is its prefix, they follow the longest match of the answer's last tokens; of equal ones, the
-    closest.
+    Unless the answer is its prefix, they follow the longest match of the answer's last tokens; of equally long ones,
+    that with the position closest to the one in the answer.
     """
     start = len(answer)
     if not np.array_equal(predicted[:start], answer):

@@ -3,8 +3,8 @@
 After SuffixDecoding (Oliaro et al., arXiv 2411.04975). Accepted drafts make an answer observably faster, like a prefix
 hit. So the cache salt isolates drafts, too:
 
-- An answer is a draft only for requests of equal salt, or without one. The server gives each tenant its own salts,
-  unless its key shares the prefix cache.
+- An answer is a draft only for requests of equal salt; requests without a salt share with one another. The server gives
+  each tenant its own salts, unless its key shares the prefix cache.
 - The end of a prompt is kept under the same salt, to match the beginning of an answer.
 - The tokens of a request that has not ended are drafts for itself only.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from octavo.speculative.interface import DraftTask, EndedRequest
 
 _MOST_TOKENS = 1 << 17  # of all running requests
-_LEAST_ROOM = 256  # of a new index, in tokens
+_LEAST_ROOM = 256  # spare capacity of a new index, in tokens
 
 
 class SuffixProposer(LookupProposer[SuffixIndex]):

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
     Hit = tuple[int, int]  # end position and length of a match
 
-NGRAM = 3  # in tokens
-MAX_MATCH = 32  # in tokens
+NGRAM = 3  # shortest match, in tokens
+MAX_MATCH = 32  # longest match, in tokens
 MIN_CAPACITY = 2 * NGRAM
 BYTES_PER_TOKEN = 2 * array("i").itemsize + 2 * array("q").itemsize
 _BOUNDARY = -1
 _TOKEN_BITS = 8 * array("i").itemsize
-_MAX_HITS = 6  # the newest are counted
+_MAX_HITS = 6  # the newest, among which continuations are counted
 _MAX_STEPS = 64  # limit on chain entries, collisions included
 _MAX_LENGTHS = 2
 
@@ -130,7 +130,7 @@ class SuffixIndex:
             if owners[place] == owner and position < last:
                 start = place + 1 - length
                 stood = tokens[start : place + 1] if start >= 0 else tokens[start:] + tokens[: place + 1]
-                # The highest differing bit is in the last token that differs.
+                # The highest differing bit is in the last token that differs; all later tokens match.
                 differing = (to_number(stood.tobytes(), "little") ^ as_number).bit_length()
                 num_same = length - (differing + _TOKEN_BITS - 1) // _TOKEN_BITS
                 if num_same >= NGRAM:

@@ -75,7 +75,7 @@ def launch_engine(
     draft = find_draft_checkpoint(config.speculative, config.model, served)
     # -P: never import a file of the current directory.
     command = [sys.executable, "-P", "-m", "octavo.startup.engine_main"]
-    # After a restart a hub id may mean other files.
+    # Pass paths: after a restart a hub id may mean other files.
     if config.model.model is not None:
         config = replace(config, model=replace(config.model, model=str(served.checkpoint.path)))
     if config.model.tokenizer is not None:
