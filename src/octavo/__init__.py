@@ -1,6 +1,6 @@
-"""octavo runs and serves large language models: many requests concurrently, and the same tokens under any schedule.
+"""octavo runs and serves large language models, with the same tokens under any schedule.
 
-Public names are imported at their first use, so `import octavo` and `octavo --help` need no torch.
+Public names are imported at first use, so `import octavo` and `octavo --help` need no torch.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def build_engine(
 ) -> Engine:
     """Load the checkpoint, size the KV cache, and return an engine that is ready.
 
-    sink: receives the event stream. progress(done, total): called with the number of packed bytes of weights.
+    sink: receives the event stream. progress(done, total): called with bytes of packed weights.
     kv_store: as in `build_core`. Raises `ConfigError` and `ModelError`.
     """
     served = ServedModel.find(config.model)
@@ -93,12 +93,11 @@ def build_core(
     reads_ahead: bool = False,
     kv_store: StoreFactory | None = None,
 ) -> EngineCore:
-    """Build an engine without its text side: a scheduler, and a worker with loaded weights.
+    """Build a scheduler and a worker with loaded weights. Raises `ConfigError` and `ModelError`.
 
-    served: the model, if the caller has found it already. sink, progress: as in `build_engine`.
     reads_ahead: read the vocabulary for grammars now; otherwise the first grammar reads it, and all requests wait.
-    kv_store(block_bytes): makes a store of KV that is asked before the configured stores, such as a `MemoryStore` over
-    a pool that several engines of this process share. Raises `ConfigError` and `ModelError`.
+    kv_store(block_bytes): makes a store that is asked before the configured ones, such as a `MemoryStore` over a pool
+    of several engines.
     """
     check_mooncake(config.kv_transfer)
     model_config = config.model
@@ -160,7 +159,7 @@ def _make_worker(
     *,
     has_store: bool,
 ) -> Worker:
-    """Return the worker of this engine, before it loads anything."""
+    """Return a worker without weights."""
     model_config = config.model
     return Worker(
         served.checkpoint.weights,
@@ -186,7 +185,7 @@ def _make_worker(
 def _create_direct(
     config: EngineConfig, block_bytes: int, keys: tuple[str, ...]
 ) -> DirectDonor | DirectReceiver | None:
-    """Return this engine's side of direct transfers; None without them."""
+    """Return this engine's side of direct transfers, if any."""
     return create_connector(
         config.kv_transfer,
         block_bytes=block_bytes,
@@ -204,7 +203,7 @@ def _make_executor(config: EngineConfig, info: WorkerInfo, worker: Worker, store
 
 
 def _stats(store: TieredStore | None) -> EngineStats:
-    """Return an engine's figures, with all tiers from the start, so that a rate includes a tier's first event."""
+    """Return figures with all tiers, so that a rate includes a tier's first event."""
     stats = EngineStats()
     if store is not None:
         stats.kv_stores = store.figures
@@ -213,7 +212,7 @@ def _stats(store: TieredStore | None) -> EngineStats:
 
 
 def _store_bytes(config: KVTransferConfig, block_bytes: int, *, has_store: bool) -> int:
-    """Return the bytes of host memory for stores: their own memory, and buffers of transfers in flight."""
+    """Return the bytes for stores and their transfers in flight."""
     return staging_bytes(block_bytes, num_load_threads(config)) + host_bytes(config, block_bytes) if has_store else 0
 
 
@@ -224,7 +223,7 @@ def _connect(
     direct: MooncakeConnector | None,
     kinds: list[KVGroupKind],
 ) -> tuple[KVConnector | None, RecordedConnector | None]:
-    """Return the scheduler's connector to the stores, and the same as a recorded one if a journal is written."""
+    """Return the connector to the stores, and the same as a recorded one if a journal is written."""
     if store is None:
         return None, None
     connector = StoreConnector(store, config.cache.block_size, executor.wake, direct, kinds)
@@ -235,7 +234,7 @@ def _connect(
 
 
 def _resolve_speculative(config: EngineConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:
-    """Return the method of speculation, chosen here if the configuration does not; None for no speculation."""
+    """Return the method of speculation."""
     if config.scheduler.async_scheduling:
         return None
     return config.speculative.resolved(is_exact=are_exact(resolve_device(device_config.device), device_config.kernels))
@@ -250,7 +249,7 @@ def _capacity(
     keys: tuple[str, ...],
     fingerprint: EngineFingerprint,
 ) -> EngineCapacity:
-    """Return the engine's capacity, and log it."""
+    """Return and log the capacity."""
     capacity = EngineCapacity.of(
         scheduler_config,
         config.cache,
@@ -273,7 +272,7 @@ def _capacity(
 
 
 def _log_capacity(info: WorkerInfo, capacity: EngineCapacity) -> None:
-    """Log the size of the KV cache and the method of speculation."""
+    """Log the KV cache and speculation."""
     logger.info("KV cache: %s, %d bytes; %s", info.kv_cache_summary, info.kv_cache_bytes, capacity.summary)
     method, num_drafts = capacity.speculative_method, capacity.num_speculative_tokens
     logger.info("speculation: %s", f"{method}, up to {num_drafts} tokens a step" if num_drafts else method)
@@ -288,7 +287,7 @@ def _recorded(
     store: RecordedConnector | None,
     fingerprint: EngineFingerprint,
 ) -> Scheduler | RecordingScheduler:
-    """Wrap the scheduler in one that writes a journal to `path`, unless that is None. Raises `ConfigError`."""
+    """Return the scheduler, wrapped to write a journal if there is a path."""
     if path is None:
         return scheduler
     try:
@@ -303,8 +302,7 @@ def resolve_scheduler(
 ) -> SchedulerConfig:
     """Set attention_cost_tokens and mixed_step_ms if the configuration does not.
 
-    A token attends to all tokens before it, and an operation of attention is slower than one of the matrix products.
-    The factor depends on the instruction set and on the weights.
+    Attention is slower per operation than matrix products, by a factor of the instruction set and the weights.
     """
     cost, step_ms = config.attention_cost_tokens, config.mixed_step_ms
     if not config.enable_chunked_prefill:
@@ -312,7 +310,7 @@ def resolve_scheduler(
     if cost is None:
         bits = WEIGHT_BITS[quantization] if architecture.stored is None else architecture.stored.bits
         if architecture.block_bytes and quantization is None:
-            bits = 4  # products of blocks of any kind are about as fast as those of int4
+            bits = 4  # products of any kind of blocks are about as fast as those of int4
         cost = round(1000 * attention_slowness(isa, bits) * architecture.attention_share, 3)
     if step_ms is None:
         step_ms = DEFAULT_MIXED_STEP_MS if config.batching is BatchingMode.MIXED else 0.0
@@ -320,7 +318,7 @@ def resolve_scheduler(
 
 
 def fit_reservation(config: SchedulerConfig, num_kv_tokens: int) -> SchedulerConfig:
-    """Lower TGI's limits to the engine's capacity, and log it. num_kv_tokens: tokens that fit into the KV cache."""
+    """Lower TGI's limits to the engine's capacity, and log it. num_kv_tokens: of the KV cache."""
     there = {
         "max_batch_total_tokens": (num_kv_tokens, "the KV cache is not larger"),
         "max_batch_prefill_tokens": (
@@ -338,14 +336,14 @@ def fit_reservation(config: SchedulerConfig, num_kv_tokens: int) -> SchedulerCon
 
 
 def _instruction_set(config: DeviceConfig, dtype: str) -> str | None:
-    """Return the instruction set of products in bfloat16, or None if plain torch, a GPU or float32 computes them."""
+    """Return the instruction set of bfloat16 products of compiled kernels, if these are used."""
     if dtype != "bfloat16" or config.kernels not in {"auto", "cpu"} or resolve_device(config.device).type != "cpu":
         return None
     return default_instruction_set() if config.isa == "auto" else config.isa
 
 
 def _device_config(config: EngineConfig) -> DeviceConfig:
-    """Return the device options. With OCTAVO_REQUIRE_KERNELS, "auto" on a CPU requires the compiled kernels."""
+    """Return the device options. OCTAVO_REQUIRE_KERNELS replaces "auto" by compiled kernels on CPUs."""
     on_cpu = resolve_device(config.device.device).type == "cpu"
     if on_cpu and kernels_required() and config.device.kernels == "auto":
         return replace(config.device, kernels="cpu")

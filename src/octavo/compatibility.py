@@ -1,7 +1,7 @@
 """Arguments of vLLM that octavo lacks, and their values that change nothing here.
 
-A script for vLLM's offline API runs after its import is changed. An argument with such a value is accepted with one
-warning. Any other value is refused, so that no argument is silently ignored.
+Such a value is accepted with a warning, so scripts for vLLM run. Any other value is refused, so that no argument is
+silently ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Values of an argument that change nothing here, and the reason. values: None accepts every value."""
+    """Values without effect, and the reason. values: None accepts all."""
 
     values: tuple[Any, ...] | None
     reason: str
@@ -48,10 +48,7 @@ ACCEPTED_ARGUMENTS: dict[str, Accepted] = {
 
 
 def accept_arguments(arguments: Mapping[str, Any]) -> None:
-    """Warn once about arguments that change nothing here.
-
-    Raises `ConfigError` for the first argument that is unknown or has a value that would change something.
-    """
+    """Warn once about arguments that change nothing. Raises `ConfigError` for any other argument."""
     for name, value in arguments.items():
         accepted = ACCEPTED_ARGUMENTS.get(name)
         if accepted is None:

@@ -1,19 +1,19 @@
 """Errors that octavo raises on purpose. `octavo.http.errors` has further errors, for servers only.
 
     OctavoError
-    ├── ConfigError      an invalid option or combination of options; raised before anything is allocated
-    ├── ModelError       an unusable checkpoint: missing, broken, or of an unknown kind
-    ├── RequestError     one request cannot be served; names the parameter; the engine continues
-    │   ├── PromptTooLongError   the prompt exceeds the model's length or could never fit the KV cache
-    │   ├── QueueFullError       too many requests are open or waiting; a retry later may succeed
-    │   └── SlowReaderError      the client did not read its output in time
-    └── EngineError      the engine failed
-        ├── ExecutionError   a step failed in the worker: the requests of that step end with it
-        ├── RequestFailedError   work for a single request failed: only that request ends; names its id
-        ├── FingerprintError   the engine computes other numbers than an earlier start of the same engine
-        ├── DeadlineError    the request's deadline passed before it finished
-        └── EngineDeadError  the engine has stopped and accepts no requests
-            └── EngineRestartingError    the engine's process has ended and is being restarted
+    ├── ConfigError
+    ├── ModelError
+    ├── RequestError                 the engine continues
+    │   ├── PromptTooLongError
+    │   ├── QueueFullError
+    │   └── SlowReaderError
+    └── EngineError
+        ├── ExecutionError           the step's requests end
+        ├── RequestFailedError       only that request ends
+        ├── FingerprintError
+        ├── DeadlineError
+        └── EngineDeadError
+            └── EngineRestartingError
 
 `assert` is for octavo's own bugs only. An error that a user can cause is one of these or of `octavo.http.errors`.
 """
@@ -26,11 +26,14 @@ class OctavoError(Exception):
 
 
 class ConfigError(OctavoError):
-    """An option is invalid. The message names the option, its value, the limit and what to do."""
+    """An option is invalid. The message names the option, its value, the limit and what to do.
+
+    Raised before anything is allocated.
+    """
 
 
 class ModelError(OctavoError):
-    """A checkpoint cannot be used. The message names the file and its problem."""
+    """A checkpoint is missing, broken, or of an unknown kind. The message names the file and its problem."""
 
 
 class RequestError(OctavoError):
@@ -52,8 +55,7 @@ class PromptTooLongError(RequestError):
     def check(cls, num_tokens: int, max_model_len: int, *, is_all: bool = True, least_output_tokens: int = 1) -> None:
         """Raise the error if a prompt is so long that the output does not fit.
 
-        num_tokens: tokens counted so far; is_all: these are all tokens of the prompt. least_output_tokens: as in
-        `SamplingParams`.
+        is_all: False if `num_tokens` are counted so far. least_output_tokens: as in `SamplingParams`.
         """
         most = max_model_len - least_output_tokens
         if num_tokens > most:
@@ -74,7 +76,7 @@ class QueueFullError(RequestError):
 
 
 class SlowReaderError(RequestError):
-    """The request was aborted because its output was not read in time."""
+    """The output was not read in time, so the request was aborted."""
 
 
 class EngineError(OctavoError):
@@ -86,7 +88,7 @@ class ExecutionError(EngineError):
 
 
 class RequestFailedError(EngineError):
-    """Work for a single request failed, because of a bug in octavo or in a library. The message names its id."""
+    """Work for one request failed, because of a bug in octavo or in a library. The message names its id."""
 
 
 class FingerprintError(EngineError):

@@ -1,7 +1,4 @@
-"""The public classes: `LLM` for batches, `AsyncLLM` for streams, `LLMEngine` to run step by step.
-
-Signatures are vLLM's.
-"""
+"""The public classes, with vLLM's signatures."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ class LLMEngine(Engine):
 
     device: "cpu", "cuda", or None for the best available one; the same as `DeviceConfig(device=...)`.
     sink: receives the event stream (`octavo.data.events`). kv_store: as in `octavo.build.build_core`.
-    progress(done, total): called with the number of packed bytes of weights. Raises `ConfigError` and `ModelError`.
+    progress(done, total): called with bytes of packed weights. Raises `ConfigError` and `ModelError`.
     """
 
     def __init__(
@@ -102,7 +99,7 @@ class AsyncLLM(_AsyncLLM):
     async def launch(cls, config: EngineConfig | None = None, *, max_unread_outputs: int | None = None) -> Self:
         """Start an engine, and return once it has loaded its model. Needs the packages of octavo[server].
 
-        max_unread_outputs: maximum number of unread outputs of a request; one more ends the request. None: no limit.
+        max_unread_outputs: a request with more unread outputs is ended; None for no limit.
         Raises `ConfigError` and `ModelError`.
         """
         loading = asyncio.get_running_loop().run_in_executor(None, launch_engine, config or EngineConfig())
@@ -123,7 +120,7 @@ class AsyncLLM(_AsyncLLM):
 
 
 def _shut_down(loading: asyncio.Future[Engine]) -> None:
-    """Shut down an engine that finished loading after its caller was cancelled."""
+    """Shut down an engine that loaded after its caller was cancelled."""
     if not loading.cancelled() and loading.exception() is None:
         threading.Thread(target=loading.result().shutdown, name="octavo-shutdown").start()
 
@@ -131,9 +128,9 @@ def _shut_down(loading: asyncio.Future[Engine]) -> None:
 class LLM:
     """Answers batches of prompts.
 
-    model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in model. The further
-    arguments are vLLM's, and the other fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` by their names
-    (admission="reservation", ...). No user waits for the tokens of a batch, so by default a step has 1,024 tokens, and
+    model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in model.
+    The further arguments are vLLM's, and the other fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` by
+    name (admission="reservation", ...). No user waits for a batch's tokens, so by default a step has 1,024 tokens, and
     prompts may fill it (mixed_step_ms=0). `octavo.compatibility` lists arguments of vLLM that have no effect.
 
         llm = LLM("Qwen/Qwen2.5-0.5B-Instruct")
@@ -257,10 +254,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts; return the outputs in the order of the prompts.
 
-        prompts: texts, token ids, {"prompt": text} or {"prompt_token_ids": ids}; one or many. sampling_params: one for
-        all prompts, or a list with one for each. use_tqdm: show progress on terminals. priority: a list with one for
-        each prompt. Raises `RequestError` for an invalid prompt, and then answers none. If one request fails later, its
-        output has an `error`, and the other prompts are answered.
+        prompts: texts, token ids, {"prompt": text} or {"prompt_token_ids": ids}; one or many.
+        sampling_params: one for all prompts, or a list with one for each. use_tqdm: show progress on terminals.
+        priority: a list with one for each prompt.
+        Raises `RequestError` for an invalid prompt, and then answers none. If one request fails later, its output has
+        an `error`, and the other prompts are answered.
         """
         one = isinstance(prompts, str) or hasattr(prompts, "keys") or (bool(prompts) and isinstance(prompts[0], int))
         batch = cast("list[Prompt]", [prompts] if one else list(prompts))
@@ -282,9 +280,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or many, rendered by the checkpoint's chat template.
 
-        Without sampling_params an answer may fill the rest of the context, unless the checkpoint limits it. The other
-        arguments and errors: see `generate`. add_generation_prompt: begin an answer. continue_final_message: continue
-        the last message. chat_template_kwargs: further variables of the template.
+        Without sampling_params an answer may fill the rest of the context, unless the checkpoint limits it.
+        add_generation_prompt: begin an answer. continue_final_message: continue the last message.
+        chat_template_kwargs: further variables of the template. Other arguments and errors: see `generate`.
         """
         one = bool(messages) and hasattr(messages[0], "keys")
         conversations = cast("list[Sequence[Mapping[str, Any]]]", [messages] if one else list(messages))
@@ -344,13 +342,13 @@ class LLM:
 
 
 def final_only(params: SamplingParams) -> SamplingParams:
-    """Return a copy that requests only the finished output, because a batch has no reader of earlier outputs."""
+    """Return a copy for a batch, which has no reader of unfinished outputs."""
     return params.replace(output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def _take_fields(
     arguments: dict[str, Any], config: type[SchedulerConfig | CacheConfig | DeviceConfig]
 ) -> dict[str, Any]:
-    """Take the arguments that are fields of a configuration and have no parameter of their own."""
+    """Take fields of a configuration that are no parameters here."""
     names = {each.name for each in fields(config)} - {"policy", "num_gpu_blocks"}
     return {name: arguments.pop(name) for name in sorted(names & arguments.keys())}

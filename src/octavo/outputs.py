@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, overload
 
-from octavo.data.core_output import EngineCoreOutput as EngineCoreOutput  # noqa: PLC0414  existing imports use this
+from octavo.data.core_output import EngineCoreOutput as EngineCoreOutput  # noqa: PLC0414 - existing imports use this
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ErrorCode(StrEnum):
-    """The reason why a request ended with an error. Core and worker set codes; servers read codes, users read texts."""
+    """The reason why a request ended with an error. Servers read codes, users read texts."""
 
     DEADLINE_PASSED = "deadline_passed"
     GRAMMAR_EXCEEDED = "grammar_exceeded"
@@ -48,7 +48,7 @@ _TEXTS = {
 }
 
 
-@dataclass(slots=True)  # not frozen, which would double the time to make it: there is one for each alternative
+@dataclass(slots=True)  # not frozen: that would double the time to make it, and there is one for each alternative
 class Logprob:
     """Log probability of a token at a position, from the model's raw logits (before temperature and filters)."""
 
@@ -58,10 +58,7 @@ class Logprob:
 
 
 def logprobs_by_token(entry: TokenLogprobs, texts: Mapping[int, str | None]) -> dict[int, Logprob]:
-    """Return token id -> `Logprob`: the token itself first, then the best tokens in order of rank.
-
-    texts: token id -> text.
-    """
+    """Return token id -> `Logprob`: the token itself first, then the best tokens in order of rank."""
     ranks = [entry.rank, *range(1, len(entry.token_ids))]
     result: dict[int, Logprob] = {}
     for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
@@ -74,7 +71,8 @@ class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
     """Log probabilities of a prompt: None for its first token, then one dict of token id -> Logprob per token.
 
     A dict is made only when it is read, because a prompt may have 40,000 alternatives. A copy, pickled or not, is a
-    list. entries: the worker's results for all tokens except the first. texts: token id -> text.
+    list.
+    entries: the worker's results for all tokens except the first.
     """
 
     __slots__ = ("entries", "texts")
@@ -111,7 +109,7 @@ class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
 class CompletionOutput:
     """One of the n outputs of a request.
 
-    finish_reason: "stop", "length", "abort", "error", or None while the output is not finished.
+    finish_reason: "stop", "length", "abort", "error", or None until it is finished.
     stop_reason: the stop string or token id that ended the output; None for EOS and other reasons.
     logprobs: one dict of token id -> Logprob per output token, if requested.
     """
@@ -134,10 +132,10 @@ class CompletionOutput:
 class RequestMetrics:
     """Times of one request in seconds of the engine's clock, and its token counts over all n outputs.
 
-    first_scheduled_time: time at which the request was first taken from the queue.
+    first_scheduled_time: when the request was first taken from the queue.
     num_computed_tokens: positions that the model computed. num_recomputed_tokens: those of them that a preemption had
-    lost, and rejected drafts. num_wasted_tokens: tokens generated after a stop string, which are cut off.
-    num_draft_tokens: verified drafts. num_accepted_tokens: those of them that are part of the answer.
+    lost, and rejected drafts. num_wasted_tokens: generated after a stop string, and cut off.
+    num_draft_tokens: verified drafts. num_accepted_tokens: those of them in the answer.
     """
 
     arrival_time: float

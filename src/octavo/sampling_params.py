@@ -17,11 +17,11 @@ MAX_GRAMMAR_CHARS = 1 << 16  # compiles within seconds, and within a thread's st
 MAX_CHOICES = 1000
 POOLING = ("last", "mean")
 MAX_LOGPROBS = 20  # vLLM's default: each costs time and memory at every position
-MAX_DRAFTS = 32  # drafts of a request in a step
+MAX_DRAFTS = 32  # of a request in a step
 MAX_COUNT = 2**31 - 1  # the maximum of the worker's tensors
 _STRUCTURED = "structured_outputs"
 _STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
-_LEAST_TOP_P = 1e-9  # below the probability of the most probable token of any vocabulary: keeps that token alone
+_LEAST_TOP_P = 1e-9  # below the best probability of any vocabulary: keeps that token alone
 _SAMPLING_EPS = 1e-5  # as in vLLM: a temperature below it is greedy
 
 
@@ -91,7 +91,7 @@ def _refuse_structure(name: str, allowed: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The range of a number, from low to high. is_open: low itself is excluded. is_whole: only integers are allowed."""
+    """The range of a number. is_open: low itself is excluded. is_whole: only integers are allowed."""
 
     low: float
     high: float
@@ -100,7 +100,7 @@ class Limits:
     may_be_none: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Return True if a number is in the range. A NaN is in no range."""
+        """Return True if a number is in the range. NaN is in none."""
         return bool(self.low <= value <= self.high) and not (self.is_open and value == self.low)
 
 
@@ -124,7 +124,7 @@ LIMITS: dict[str, Limits] = {  # of the numbers in `SamplingParams`
 
 
 class RequestOutputKind(Enum):
-    """Text of each output of a request: all text so far, only the new text, or a single output at the end."""
+    """Text of each output: all text so far, only the new text, or a single output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -257,7 +257,7 @@ class SamplingParams:
 
     @property
     def least_output_tokens(self) -> int:
-        """Number of output tokens that must fit after a prompt: 1, or 0 if the prompt is pooled into a vector."""
+        """Number of output tokens that must fit after a prompt: 1, or 0 if it is pooled into a vector."""
         return 0 if self.pooling is not None else 1
 
     @property
@@ -275,7 +275,7 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_specia
 
 
 def plain_number(value: Any) -> Any:
-    """Convert a number of another library to Python's, because only those can be sent to another process."""
+    """Convert another library's number to Python's: only those can be sent to another process."""
     if type(value) in (int, float, bool):
         return value
     if isinstance(value, Integral):
@@ -284,7 +284,7 @@ def plain_number(value: Any) -> Any:
 
 
 def _plain_flag(value: Any) -> Any:
-    """Convert 0, 1 and truth values of another library to Python's."""
+    """Convert 0, 1 and other libraries' truth values."""
     is_flag = isinstance(value, Integral) or type(value).__name__ in ("bool", "bool_")  # numpy's are not Integral
     return bool(value) if is_flag and value in (0, 1) else value
 
@@ -303,7 +303,7 @@ def _plain_bias(bias: Any) -> dict[Any, Any]:
 
 
 def _listed(name: str, values: Any, of: str) -> list[Any]:
-    """Return an iterable as a list; an empty list for None."""
+    """Return a list; [] for None."""
     try:
         return [] if values is None else list(values)
     except TypeError:

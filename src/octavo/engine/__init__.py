@@ -1,1 +1,1 @@
-"""One step, and the ways to drive it. Knows no tensors: it is handed a core and an executor already built."""
+"""One step of an engine, and the ways to drive it."""

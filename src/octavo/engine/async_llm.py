@@ -1,4 +1,4 @@
-"""The asynchronous interface of an engine: a thread that steps it, and a stream of outputs for each request."""
+"""The asynchronous interface of an engine."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-_CHARS_PER_ID = 4  # the size that a token id counts as
+_CHARS_PER_ID = 4
 
 
 class AsyncLLM:
-    """Steps an engine in a thread, which sleeps while there is nothing to do.
+    """Steps an engine in a thread; other code reaches it through the inbox only.
 
-    Only that thread uses the engine; all other code reaches it through one inbox.
     max_unread_outputs: a request with more unread outputs is ended; None for no limit.
-    client, input_processor, output_processor, clock: those of the engine. text: threads for work on large texts.
     """
 
     def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:
@@ -45,18 +43,18 @@ class AsyncLLM:
         self.text = TextWork()
         self._max_unread = max_unread_outputs
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._read: dict[str, OutputStream] = {}  # by request, while there is a reader
-        self._streams: dict[str, OutputStream] = {}  # only for the engine's thread, like the next one
-        self._submitted: set[OutputStream] = set()  # neither accepted nor refused yet
+        self._read: dict[str, OutputStream] = {}
+        self._streams: dict[str, OutputStream] = {}  # only for the engine's thread, like `_submitted`
+        self._submitted: set[OutputStream] = set()  # not answered yet
         self._dead: OctavoError | None = None
-        self._door = threading.Lock()  # no command is added to the inbox after `_dead` is set
+        self._door = threading.Lock()  # no command is added after `_dead` is set
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         engine.on_lost(self._lose)
         self._thread.start()
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine has ended for good and refuses all requests."""
+        """Whether the engine has ended for good."""
         return self._dead is not None or not self._thread.is_alive()
 
     @property
@@ -77,11 +75,10 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request until it is finished. Closing the iterator early aborts the request.
 
-        The arguments are those of `octavo.engine.llm_engine.Engine.add_request`. fields: replace those of `options`.
-        on_processed: awaited with the tokenized request before it is sent; it may delay the request, and an error that
-        it raises ends it. on_unread: called with each output that was not yielded because the reader disconnected or
-        was too slow.
-        Raises `RequestError` if the request cannot be served, `EngineDeadError` if the engine stops meanwhile, and
+        The arguments are those of `Engine.add_request`. fields: replace those of `options`.
+        on_processed: awaited with the tokenized request before it is sent; an error that it raises ends the request.
+        on_unread: called with each output that a disconnected or slow reader missed.
+        Raises `RequestError` if the request cannot be served, `EngineDeadError` if the engine stops, and
         `SlowReaderError` if too many outputs are unread.
         """
         if self._dead is not None:
@@ -117,14 +114,11 @@ class AsyncLLM:
             if self._read.get(request_id) is stream:
                 del self._read[request_id]
             if not finished:
-                with contextlib.suppress(EngineDeadError):  # a dead engine has nothing to abort
+                with contextlib.suppress(EngineDeadError):
                     self._post(lambda: self._abort(request_id, stream))
 
     def fail(self, request_id: str, error: OctavoError) -> None:
-        """Fail the request's output stream now and abort the request. Does nothing if the id is unknown.
-
-        An engine in a long step reads the abort only after the step.
-        """
+        """Fail the request's output stream now, even during a long step, and abort it. Unknown ids are ignored."""
         stream = self._read.get(request_id)
         if stream is not None:
             _call_soon(stream.loop, stream.fail, error)
@@ -134,7 +128,7 @@ class AsyncLLM:
         await self.call(lambda engine: engine.abort_request(request_ids))
 
     async def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener on the engine's thread, or stop doing so. Raises `EngineDeadError`."""
+        """Report events to a listener on the engine's thread; None: stop. Raises `EngineDeadError`."""
         await self.call(lambda engine: engine.client.watch(listener))
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
@@ -177,7 +171,7 @@ class AsyncLLM:
                     self._deliver(self.engine.step())
                 else:
                     self.client.wait()
-        except Exception as error:  # every reader must get an error before the thread ends
+        except Exception as error:  # every reader must get an error
             logger.exception("the engine's thread failed")
             reason = f"the engine failed: {error}"
         with self._door:
@@ -186,7 +180,7 @@ class AsyncLLM:
         self.engine.shutdown()
 
     def _run_commands(self) -> bool:
-        """Run the commands in the inbox. Returns False if the thread has to stop."""
+        """Run commands. Returns False if the thread has to stop."""
         while not self._inbox.empty():
             command = self._inbox.get()
             if command is None:
@@ -214,7 +208,7 @@ class AsyncLLM:
         if stream in self._submitted and request_id not in self._streams:  # its preparation can be cancelled
             self.engine.abort_request(request_id)
         if self._streams.get(request_id) is stream:
-            self.engine.abort_request(request_id)  # its last output is still delivered and counted
+            self.engine.abort_request(request_id)  # its last output is still delivered
 
     def _lose(self, request_id: str, error: OctavoError) -> None:
         stream = self._streams.pop(request_id, None)
@@ -222,7 +216,7 @@ class AsyncLLM:
             _call_soon(stream.loop, stream.put, error)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Deliver the outputs of a step, in one batch per event loop: waking a loop costs more than an output."""
+        """Deliver outputs in one batch per event loop: waking a loop costs more than an output."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
@@ -239,7 +233,7 @@ class AsyncLLM:
             _call_soon(loop, _put_all, batch)
 
     def _end_slow(self, output: RequestOutput, stream: OutputStream, limit: int) -> None:
-        """End a request with a reader that is too slow. Drop its unread and later outputs, to free memory."""
+        """End a request and drop its outputs, to free memory."""
         stream.is_left = True
         if not output.finished:
             self.engine.abort_request(output.request_id)
@@ -262,7 +256,7 @@ class AsyncLLM:
 
     @staticmethod
     def _run_last(command: Callable[[], None]) -> None:
-        """Run a command although the engine is dead, so that its caller gets an answer."""
+        """Answer the caller of a command, although the engine is dead."""
         try:
             command()
         except Exception:
@@ -270,7 +264,7 @@ class AsyncLLM:
 
 
 def _num_chars(prompt: Any, params: SamplingParams | None) -> int:
-    """Return the size of a request in characters; a token id counts as `_CHARS_PER_ID`."""
+    """Return a request's size."""
     if hasattr(prompt, "keys"):
         ids = prompt.get("prompt_token_ids")
         prompt = prompt.get("prompt") if ids is None else ids

@@ -1,4 +1,4 @@
-"""Read the arguments of a call, as a model wrote them, as an object. Nothing that the model wrote is dropped."""
+"""Read a model's arguments of a call as an object, without dropping anything."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import pydantic_core
 
 from octavo.engine.json_recovery import recover_object
 
-_NO_VALUE = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.)*("\s*(:\s*)?)?)?\Z')  # an object cut off before its first value
+_NO_VALUE = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.)*("\s*(:\s*)?)?)?\Z')  # cut off before its first value
 UNREADABLE_KEY = "arguments"
-"""The key under which a chat template receives arguments that are not an object."""
+"""The key of arguments that are no object."""
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return the arguments of a complete call; None if the text is not an object and cannot be repaired to one.
-
-    An empty text is a call without arguments.
-    """
+    """Return a complete call's arguments, {} for an empty text; None if even repairs give no object."""
     if not text.strip():
         return {}
     try:
@@ -31,11 +28,10 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of any call as an object, the form that chat templates need.
+    """Return any call's arguments as an object, as chat templates need, so that clients can send it back.
 
-    So a client can send a call of an answer back unchanged. A call that was cut off has the arguments that arrived,
-    including the beginning of the last string. A text that is not an object becomes the value of `UNREADABLE_KEY`, so
-    that the model sees its own text instead of a call without arguments.
+    A call that was cut off has the arguments that arrived, with the beginning of the last string. Other text becomes
+    the value of `UNREADABLE_KEY`, so that the model sees it.
     """
     whole = parse_arguments(text)
     if whole is not None:
@@ -45,9 +41,9 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def begun_arguments(text: str, *, with_last_string: bool = False) -> dict[str, Any]:
-    """Return the complete members of arguments that were cut off; {} if the text does not begin an object.
+    """Return the complete members of arguments that were cut off, perhaps {}.
 
-    with_last_string: include a last string that is incomplete. Clients that parse a stream leave it out.
+    with_last_string: include an incomplete last string, unlike clients that parse a stream.
     """
     try:
         begun = pydantic_core.from_json(

@@ -1,4 +1,4 @@
-"""Render conversations with the Jinja template of a checkpoint, in a sandbox: templates are untrusted programs."""
+"""Render conversations with Jinja templates in a sandbox: they are untrusted programs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one
+_ROLES = {"developer": "system"}  # OpenAI's newer name
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# Keys of a message's reasoning. Templates read the first one, older templates another one.
+# Templates read the first of these keys, or an older one.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# Errors that a template may raise for data that it does not expect. They are not faults of octavo.
+# Templates raise these for unexpected data; they are no faults of octavo.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -42,9 +42,9 @@ _TEMPLATE_ERRORS = (
 
 
 class ChatTemplate:
-    """The chat templates of one checkpoint by name. "tool_use", if it exists, is used with tools, else "default".
+    """A checkpoint's chat templates by name: "tool_use" for tools if it exists, else "default".
 
-    special_tokens: text by key ("bos_token", ...), variables of the templates. now: the clock of `strftime_now`.
+    special_tokens: by key ("bos_token", ...), variables of the templates.
     """
 
     __slots__ = ("_compiled", "_environment", "_special_tokens", "templates")
@@ -63,10 +63,9 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
-        """Read a checkpoint's templates; None if it has none. Raises `ModelError` for an invalid file.
+        """Read a checkpoint's templates, if any. Raises `ModelError`.
 
-        tokenizer_config.json has one template or a list of named ones; chat_template.jinja replaces all of these as
-        the default. additional_chat_templates/*.jinja adds more.
+        chat_template.jinja replaces those of tokenizer_config.json; additional_chat_templates/*.jinja adds more.
         """
         templates = _read_config_templates(directory / "tokenizer_config.json")
         single = directory / "chat_template.jinja"
@@ -87,11 +86,10 @@ class ChatTemplate:
         chat_template: str | None = None,
         **chat_template_kwargs: Any,
     ) -> str:
-        """Return the prompt of a conversation, as `apply_chat_template` of transformers does.
+        """Return a prompt, as `apply_chat_template` of transformers does. Raises `RequestError`.
 
-        continue_final_message: end the prompt within the last message, so that the model continues it.
-        chat_template: the name or the text of a template. Other keywords are variables for the template.
-        Raises `RequestError` if the template refuses the messages.
+        continue_final_message: end within the last message, so that the model continues it.
+        chat_template: a template's name or text. Other keywords are its variables.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -130,7 +128,7 @@ class ChatTemplate:
                 compiled = _Compiled(self._environment, source, self._special_tokens)
             except _TEMPLATE_ERRORS as error:
                 raise RequestError(f"the chat template is broken: {error}", parameter="chat_template") from error
-            if source in self.templates.values():  # the cache must not grow with templates passed by callers
+            if source in self.templates.values():  # callers may pass any number of texts
                 self._compiled[source] = compiled
         return compiled
 
@@ -138,7 +136,7 @@ class ChatTemplate:
 class _Compiled:
     """A compiled template with its traits.
 
-    no_tools: the value of `tools` if there are none: None as in transformers, or [] if the template fails with None.
+    no_tools: None as in transformers, or [] if the template fails with None.
     """
 
     __slots__ = ("no_tools", "template", "traits")
@@ -151,9 +149,9 @@ class _Compiled:
         self.no_tools: list[Any] | None = None if takes_null or self._try(question, special, []) is None else []
 
     def render(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Return the text of a conversation, in the first of its shapes that the template accepts.
+        """Return a text, in the first shape that the template accepts.
 
-        Raises `RequestError` with the template's error for the first shape if it accepts none.
+        Raises `RequestError` with the first shape's error if there is none.
         """
         refusal: Exception | None = None
         if variables["tools"] is None:
@@ -168,7 +166,7 @@ class _Compiled:
     def _try(
         self, messages: list[dict[str, Any]], special: Mapping[str, str], *choices: list[Any] | None
     ) -> str | None:
-        """Render a small conversation with the first of `choices` as tools that the template accepts; None if none."""
+        """Render with the first of `choices` that the template accepts."""
         for tools in choices:
             with contextlib.suppress(*_TEMPLATE_ERRORS):
                 return self.template.render(
@@ -178,7 +176,7 @@ class _Compiled:
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} marks the assistant's text for training; here only its body is rendered."""
+    """{% generation %} marks text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -189,7 +187,7 @@ class _GenerationBlock(Extension):
 
 
 def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    """Build the environment that templates have in transformers."""
+    """Build transformers' environment."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -204,7 +202,7 @@ def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironm
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # Unlike jinja's own filter, this one does not escape for HTML.
+        # unlike jinja's own filter, no escapes for HTML
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
@@ -237,10 +235,7 @@ def _read_config_templates(path: Path) -> dict[str, str]:
 
 
 def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copy messages into plain data without null fields, except content: text, a list of text parts, or null.
-
-    Renames roles, parses arguments of calls, and stores reasoning under the keys that templates read.
-    """
+    """Copy messages into plain data, with the roles, arguments and reasoning keys that templates read."""
     if not messages or isinstance(messages, str | Mapping):
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     chat = []
@@ -266,7 +261,7 @@ def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def template_role(role: str) -> str:
-    """Return the name of a role in templates: "system" for "developer"."""
+    """Return a role's name in templates."""
     return _ROLES.get(role, role)
 
 
@@ -283,7 +278,7 @@ def _part_text(part: Any, index: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Rebuild data from JSON types, so that no object with methods of its own reaches a template."""
+    """Rebuild data from JSON types: no object with methods may reach a template."""
     try:
         return _rebuilt(value)
     except RecursionError:
@@ -301,7 +296,7 @@ def _rebuilt(value: Any) -> Any:
 
 
 def _tag_final_message(chat: list[dict[str, Any]]) -> None:
-    """Append a mark to the last message's text: the prompt is cut there."""
+    """Mark the end of the last message's text, where the prompt is cut."""
     content = chat[-1].get("content")
     if isinstance(content, str):
         chat[-1]["content"] = content + _CONTINUE_TAG
@@ -312,7 +307,7 @@ def _tag_final_message(chat: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_tag(text: str) -> str:
-    """Cut the text at the mark; strip it if the template strips messages, which the mark's missing space shows."""
+    """Cut the text at the mark; strip it if the mark's space is missing, because then the template strips messages."""
     position = text.rfind(_CONTINUE_TAG.strip())
     if position < 0:
         raise RequestError(

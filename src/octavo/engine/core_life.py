@@ -1,4 +1,4 @@
-"""One engine process from its start to its end: its sockets, its folder and its health."""
+"""One engine process."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ if TYPE_CHECKING:
     from octavo.errors import OctavoError
 
 _STANDARD_ERROR = 2
-_MOST_AT_ONCE = 1000  # messages read in a row; commands of the engine wait meanwhile
+_MOST_AT_ONCE = 1000  # messages read in a row; commands wait meanwhile
 
 
 @dataclass(slots=True)
 class CoreLife:
-    """A process that runs `octavo.engine.core_process.run_core_process`, with sockets of its own.
+    """A process of `run_core_process`, with sockets of its own.
 
-    ready_at: time on the monotonic clock at which it first took requests; None before. failure: the error that it
-    reported, if any.
+    ready_at: monotonic time at which it first took requests. failure: its own report.
     """
 
     process: subprocess.Popen[bytes]
@@ -50,10 +49,7 @@ class CoreLife:
     def begin(
         cls, context: zmq.Context[zmq.Socket[bytes]], command: Sequence[str], config: EngineConfig, patience: Patience
     ) -> CoreLife:
-        """Start a process with sockets in a folder that only this user can enter.
-
-        Raises `ConfigError` if no folder for the sockets can be created, and any error of the operating system.
-        """
+        """Start a process. Raises `ConfigError` and `OSError`."""
         with contextlib.ExitStack() as stack:
             folder = ipc.make_folder()
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -78,13 +74,13 @@ class CoreLife:
 
     @property
     def why_over(self) -> str | None:
-        """How the process ended, or why it has to be killed; None if it runs and is healthy."""
+        """How the process ended, or why it must be killed, if so."""
         if self.process.poll() is not None:
             return f"ended with status {self.process.returncode}"
         return self.health.why_given_up
 
     def send(self, message: bytes) -> bool:
-        """Send a message; return False if the process does not take requests."""
+        """Send a message; return False if the process takes none."""
         if self.ready_at is None:
             return False
         try:
@@ -94,14 +90,14 @@ class CoreLife:
         return True
 
     def received(self, wait_ms: int = 0) -> Iterator[bytes]:
-        """Yield the messages that have arrived, waiting up to `wait_ms` for each."""
+        """Yield messages, waiting up to `wait_ms` for each."""
         for _ in range(_MOST_AT_ONCE):
             if not (self.news.poll(wait_ms) if wait_ms else int(self.news.get(zmq.EVENTS)) & zmq.POLLIN):
                 return
             yield self.news.recv()
 
     def end(self) -> None:
-        """Kill the process and remove its sockets. The system may take a while to end the process."""
+        """Kill the process, which may end later, and remove its sockets."""
         self.process.kill()
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):

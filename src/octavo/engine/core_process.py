@@ -1,7 +1,4 @@
-"""The engine core in a process of its own: it steps while there is work, and reads messages between two steps.
-
-It serves one parent process. The end of its standard input means that the parent has exited: then it exits, too.
-"""
+"""The engine core in a process of its own, which exits when its parent does."""
 
 from __future__ import annotations
 
@@ -39,21 +36,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 BEAT_S = 0.5
 IDLE_CHECK_MS = 1000
-PREPARE_S = 10.0  # counted from the start of the preparation
+PREPARE_S = 10.0
 TURN_S = 60.0
-_SAVING_S = 2.0  # at most, after `Stop`: the parent kills this process after 5 s
+_SAVING_S = 2.0  # the parent kills this process 5 s after `Stop`
 _HELD_CHECK_MS = 5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 
 
 def run_core_process(build: Build) -> None:
-    """Read a `Launch` from standard input, build the core, and serve it until `Stop` arrives.
+    """Build the core of the `Launch` on standard input, and serve it until `Stop`.
 
-    build: build(config, progress) returns the core. An error that it raises is sent to the parent and ends the process
-    with status 1.
+    build(config, progress): its error is sent to the parent and ends the process with status 1.
     """
-    # Signals may be sent to the whole process group. The parent handles them and sends `Stop`.
+    # Signals may reach the whole process group; the parent handles them.
     for each in (signal.SIGINT, signal.SIGTERM, *_HANG_UP):
         signal.signal(each, signal.SIG_IGN)
     _wake_when_parent_dies()
@@ -69,7 +65,7 @@ def run_core_process(build: Build) -> None:
     try:
         core = build(launch.config, lambda done, total: news.send(ipc.encode(ipc.Loading(done, total))))
     except Exception as error:
-        if not isinstance(error, OctavoError):  # octavo's own errors are reported by the parent
+        if not isinstance(error, OctavoError):  # the parent reports octavo's own
             logger.exception("the engine cannot be built")
         news.send(ipc.encode(ipc.failure(error)))
         context.destroy(linger=1000)
@@ -86,9 +82,9 @@ def run_core_process(build: Build) -> None:
 
 
 class Pulse:
-    """Sends `octavo.engine.ipc.Alive` messages from a thread of its own, also during a long step.
+    """Sends `Alive` messages from a thread, also during a long step.
 
-    progress: the count in these messages; the `CoreServer` increases it.
+    progress: their count, which the `CoreServer` increases.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
@@ -102,7 +98,7 @@ class Pulse:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and wait for its end."""
+        """Stop the thread."""
         self._is_over.set()
         self._thread.join()
 
@@ -115,7 +111,7 @@ class Pulse:
 
 
 class CoreServer:
-    """Serves a core over two sockets: messages become calls of a `LocalCore`, its outputs become messages."""
+    """Turns messages into calls of a `LocalCore`, and outputs into messages."""
 
     def __init__(self, core: EngineCore, requests: zmq.Socket[bytes], news: zmq.Socket[bytes], pulse: Pulse) -> None:
         self._engine_core = core
@@ -125,7 +121,7 @@ class CoreServer:
         self._next_report = 0.0
 
     def run(self) -> None:
-        """Step and read messages until the parent sends `Stop`."""
+        """Step and read messages until `Stop`."""
         self._send(ipc.Ready(self._core.capacity))
         while not self._is_over:
             if not self._core.has_work():
@@ -202,15 +198,15 @@ class CoreServer:
 def _wake_when_parent_dies() -> None:
     """Have Linux send SIGCONT when the parent dies: a stopped process would not notice the end of standard input.
 
-    A running process ignores the signal. So it is harmless that the end of the parent's thread already sends it. If the
-    parent died before this call, this process is running and notices the end. Other systems have no such signal.
+    A running process ignores the signal, so an early one, at the end of the parent's thread, is harmless. If the parent
+    died before this call, this process notices the end by itself.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Remove the folder and exit immediately when standard input ends: the parent is dead and cannot clean up."""
+    """Clean up and exit when standard input ends."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,6 @@
-"""Incremental detokenizing: the text of each token, and the text of a stream that grows token by token.
+"""The text of tokens, and of a growing stream, as the decoder of tokenizer.json gives it for whole sequences.
 
-Both follow the decoder of tokenizer.json, which decodes a whole sequence. The result for one token depends on few of
-its neighbours: bytes of an incomplete character are decoded with the bytes after them, and some decoders strip the
-space before the first word.
+A token's text depends on few neighbours: incomplete characters, and for some decoders the space before the first word.
 """
 
 from __future__ import annotations
@@ -19,28 +17,27 @@ if TYPE_CHECKING:
 
     import tokenizers
 
-REPLACEMENT = "\ufffd"  # the result of decoding invalid bytes
+REPLACEMENT = "\ufffd"  # of invalid bytes
 _REPLACEMENT_BYTES = REPLACEMENT.encode()
 _NO_UTF8 = b"\xff"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_UNFINISHED_BYTES = 3  # the maximum of an incomplete character
-_BEFORE = "a"  # a token that precedes the decoded one
+_UNFINISHED_BYTES = 3  # at most, of an incomplete character
+_BEFORE = "a"  # precedes the decoded token
 _NUM_REMEMBERED = 1 << 14  # pieces: some 2 MB
 _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
 
 
 class TokenPieces:
-    """The text or bytes that each token of a vocabulary appends to a text that is not empty.
+    """The text or bytes that each token appends to a text that is not empty.
 
-    has_byte_runs  consecutive byte tokens form one run; if the run is not UTF-8, each of its bytes becomes a
-                   replacement character (sentencepiece's byte fallback)
-    strips_start   the decoder may change the beginning of a text, for example strip its first space
+    has_byte_runs: consecutive byte tokens form a run; if it is not UTF-8, each becomes a replacement character
+    (sentencepiece's byte fallback). strips_start: the decoder may change a text's beginning.
     """
 
     __slots__ = ("_decoder", "_decodes_bytes", "_kept", "_special_ids", "_spell", "has_byte_runs", "strips_start")
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
-        """Inspect the decoder. Raises `ModelError` if the text of a token depends on its neighbours."""
+        """Raises `ModelError` if a token's text depends on its neighbours."""
         kinds = set(_kinds(None if backend.decoder is None else json.loads(backend.decoder.__getstate__())))
         if kinds & _BY_NEIGHBOURS:
             name = ", ".join(sorted(kinds & _BY_NEIGHBOURS))
@@ -54,11 +51,11 @@ class TokenPieces:
         self._kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}
 
     def kept(self, *, skip_special_tokens: bool) -> dict[int, str | bytes]:
-        """Return the cache of pieces by token id. It may lack any token; `piece` computes the missing ones."""
+        """Return the cache of pieces, which `piece` fills."""
         return self._kept[skip_special_tokens]
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return the piece of a token: text, or bytes that are not valid UTF-8 alone; "" for a skipped token."""
+        """Return a token's text, or bytes if they are not valid UTF-8 alone; "" if it is skipped."""
         kept = self._kept[skip_special_tokens]
         piece = kept.get(token_id)
         if piece is None:
@@ -86,14 +83,12 @@ class TokenPieces:
 
 
 class IncrementalDetokenizer:
-    """Turns a stream of token ids into text. All results of `add` and `finish`, joined, equal `Tokenizer.decode`.
+    """Turns token ids into text. The results of `add` and `finish`, joined, equal `Tokenizer.decode`.
 
-    Text is held back while a later token could still change it: the bytes of an incomplete character, and a run of
-    byte-fallback tokens, which is decoded as a whole.
+    Incomplete characters and runs of byte tokens are held back, because later tokens may change them.
 
-    The text continues the prompt, if there is one. Its first word keeps the leading space that the decoders of
-    sentencepiece models strip from the start of a text. A character that begins in the prompt and ends in these tokens
-    is part of this text. Bytes of the prompt that never become a character are not.
+    The text continues the prompt: its first word keeps the space that sentencepiece's decoders strip from a text's
+    start. A character that begins in the prompt is part of it; the prompt's other incomplete bytes are not.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_num_prompt_bytes", "_pieces", "_skip")
@@ -106,23 +101,23 @@ class IncrementalDetokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> None:
-        """Start after a prompt. decode: returns the text of a complete token sequence."""
+        """Start after a prompt. decode: returns the text of a complete sequence."""
         self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
         self._kept = pieces.kept(skip_special_tokens=skip_special_tokens)
-        self._held = bytearray()  # bytes of an incomplete character or run; the first of them may be the prompt's
+        self._held = bytearray()  # the first bytes may be the prompt's
         self._num_prompt_bytes = 0
-        self._first_ids: list[int] | None = None  # tokens so far, until they have some text; None after that
+        self._first_ids: list[int] | None = None  # tokens without text so far; then None
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
 
     @property
     def held(self) -> bytes:
-        """Bytes held back until later bytes complete them: first the prompt's, then those of this text."""
+        """See `Detokenizer`."""
         return bytes(self._held)
 
     @property
     def num_prompt_bytes(self) -> int:
-        """How many of the held bytes are the prompt's."""
+        """See `Detokenizer`."""
         return self._num_prompt_bytes
 
     def add(self, token_ids: Iterable[int]) -> str:
@@ -144,11 +139,11 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Return the text that was held back; nothing is added after this."""
+        """Return the text that was held back."""
         return self._release() if self._first_ids is None else self._decode(self._first_ids)
 
     def _begin(self, first_ids: list[int], token_id: int, piece: str | bytes) -> str:
-        """Decode the first tokens with the library until they have text that no later token can change."""
+        """Decode first tokens with the library, until they have final text."""
         first_ids.append(token_id)
         text = "" if isinstance(piece, bytes) else self._decode(first_ids)
         if text:
@@ -156,7 +151,7 @@ class IncrementalDetokenizer:
         return text
 
     def _release(self) -> str:
-        """Flush the held bytes as text: the character or run has ended."""
+        """Flush the held bytes at the end of a character or run."""
         if not self._pieces.has_byte_runs:
             return self._decode_held(final=True)
         data, num_prompt_bytes = bytes(self._held), self._num_prompt_bytes
@@ -168,20 +163,17 @@ class IncrementalDetokenizer:
             return REPLACEMENT * (len(data) - num_prompt_bytes)
 
     def _decode_held(self, *, final: bool) -> str:
-        """Decode the held bytes up to an incomplete character; all of them if final."""
+        """Decode the held bytes, up to an incomplete character unless final."""
         text, num_bytes = utf_8_decode(self._held, "replace", final)
         if num_bytes and self._num_prompt_bytes:
             self._num_prompt_bytes = 0
             if text[0] == REPLACEMENT and not self._held.startswith(_REPLACEMENT_BYTES):
-                text = text[1:]  # the incomplete character belongs to the prompt
+                text = text[1:]  # the incomplete character is the prompt's
         del self._held[:num_bytes]
         return text
 
     def _continue(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Hold the bytes of a character or run that the prompt leaves incomplete. Returns True if the prompt has text.
-
-        Without byte runs a few tokens from the end suffice.
-        """
+        """Hold the prompt's incomplete bytes. Returns True if the prompt has text."""
         parts: list[bytes] = []
         has_text, has_runs = False, self._pieces.has_byte_runs
         for token_id in reversed(prompt_token_ids):
@@ -201,7 +193,7 @@ class IncrementalDetokenizer:
 
 
 def _kinds(decoder: Any) -> Iterable[str]:
-    """Yield the types of a decoder and of all decoders that it contains."""
+    """Yield a decoder's types."""
     if isinstance(decoder, dict):
         yield str(decoder.get("type"))
         for each in decoder.get("decoders", ()):
@@ -209,7 +201,7 @@ def _kinds(decoder: Any) -> Iterable[str]:
 
 
 def _byte_level(spelled: str) -> bytes:
-    """Return the bytes of a byte-level token; a token outside the byte-level alphabet is encoded as UTF-8."""
+    """Return a token's bytes; UTF-8 outside the byte-level alphabet."""
     try:
         return bytes(_BYTES[character] for character in spelled)
     except KeyError:
@@ -217,7 +209,7 @@ def _byte_level(spelled: str) -> bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of GPT-2's byte-level BPE: printable bytes stay, the rest start at U+0100."""
+    """Return the byte of each GPT-2 character: printable bytes stay, the rest start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

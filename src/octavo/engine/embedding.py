@@ -1,4 +1,4 @@
-"""From the pooled hidden states of a model to the embedding that users get."""
+"""From pooled hidden states to embeddings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 def embedding(
     output: RequestOutput, *, normalize: bool = True, num_dimensions: int | None = None
 ) -> NDArray[np.float32]:
-    """Return the embedding of an output as a float32 vector.
+    """Return an output's embedding as a float32 vector. Raises `ExecutionError` if there is none, or it is not finite.
 
-    num_dimensions: the number of leading dimensions to keep; None for all. normalize: scale the result to length 1.
-    Raises `ExecutionError` if the request failed, has no embedding, or the embedding is not finite.
+    num_dimensions: how many leading ones to keep; None for all. normalize: scale the result to length 1.
     """
     if output.error is not None or output.pooled is None:
         raise ExecutionError(output.error or "the request ended before its embedding was there")

@@ -1,4 +1,4 @@
-"""The embedding settings of a checkpoint as sentence-transformers saves them: `modules.json` and module folders."""
+"""A checkpoint's embedding settings, as sentence-transformers saves them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MODULES, _USUAL_POOLING = "modules.json", "1_Pooling"
 _KINDS = {"lasttoken": "last", "mean": "mean"}
-_OWN = "sentence_transformers."  # any other prefix is custom code of the checkpoint
+_OWN = "sentence_transformers."  # any other prefix is custom code
 _COMPUTED = ("Transformer", "Pooling", "Normalize")
 
 
@@ -21,9 +21,7 @@ _COMPUTED = ("Transformer", "Pooling", "Normalize")
 class EmbeddingConfig:
     """How hidden states become an embedding.
 
-    pooling  "last" or "mean"
-    problem  why octavo cannot compute the checkpoint's embeddings, or None; clients see it, so it names files relative
-             to the checkpoint and does not show where the checkpoint is stored
+    pooling: "last" or "mean". problem: why octavo cannot compute it; clients see it, so it has no absolute paths.
     """
 
     pooling: str = "last"
@@ -31,7 +29,7 @@ class EmbeddingConfig:
 
 
 def read_embedding_config(directory: Path) -> EmbeddingConfig:
-    """Read the modules after the transformer. Without such files the pooling is "last". Raises `ModelError`."""
+    """Read the modules after the transformer; the default is "last". Raises `ModelError`."""
     folder, is_named = directory / _USUAL_POOLING, False
     for name, module in _read_modules(directory / _MODULES):
         kind = name.rpartition(".")[2]
@@ -58,7 +56,7 @@ def read_embedding_config(directory: Path) -> EmbeddingConfig:
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:
-    """Return the class and the folder of every module, in order; empty if the file does not exist."""
+    """Return the modules' classes and folders."""
     modules = read_json(path)
     if modules is None:
         return []
@@ -71,7 +69,7 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _read_modes(path: Path, values: dict[str, Any]) -> list[str]:
-    """Return the requested poolings, given by name or by one flag each; the flag of the mean is set by default."""
+    """Return the poolings; the mean is on by default."""
     named = values.get("pooling_mode")
     if named is None:
         flags = {"pooling_mode_mean_tokens": True, **values}

@@ -1,4 +1,4 @@
-"""One step of the engine: schedule, compute, process the result. Read this module first."""
+"""One step of the engine. Read this module first."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 class EngineCore:
-    """Runs steps of a scheduler on an executor. The next step may be scheduled while one is computed.
-
-    metrics, recent: readers of the scheduler's events. capacity: limits of scheduler and executor.
-    """
+    """Runs steps of a scheduler on an executor. The next one may be scheduled during a step."""
 
     def __init__(
         self,
@@ -39,10 +36,9 @@ class EngineCore:
         self._undelivered: list[EngineCoreOutput] = []
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule, compute, process the oldest result; return the outputs of every request that has new ones.
+        """Schedule, compute, process the oldest result; return new outputs.
 
-        If the executor fails a step, its requests end with an error and release their blocks. All other requests
-        continue.
+        If the executor fails a step, only its requests end with an error.
         """
         scheduler = self.scheduler
         try:
@@ -68,7 +64,7 @@ class EngineCore:
             self.executor.submit(scheduled)
 
     def _fail(self, message: str) -> list[EngineCoreOutput]:
-        """Abandon all submitted steps; fail the oldest one and return the last outputs of its requests."""
+        """Abandon all steps; fail the oldest and return its outputs."""
         self.executor.abandon()
         scheduled = self.scheduler.in_flight
         return [] if scheduled is None else self.scheduler.fail_step(scheduled, message)
@@ -78,12 +74,9 @@ class EngineCore:
         return bool(self._undelivered) or self.scheduler.has_work()
 
     def finish_transfers(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Step until the KV of ended requests is saved, if no request is unfinished.
+        """Step until the KV of ended requests is saved, a step fails, or a request is unfinished.
 
-        A save that hangs ends by `kv_transfer_timeout_s`. A failed step ends the wait.
-
-        Args:
-            may_go_on: asked before each step; False ends the wait.
+        may_go_on: asked before each step. A hanging save ends by `kv_transfer_timeout_s`.
         """
         scheduler, stats = self.scheduler, self.metrics.stats
         news: list[EngineCoreOutput] = []
@@ -97,6 +90,6 @@ class EngineCore:
             self._undelivered += news
 
     def _take_undelivered(self) -> list[EngineCoreOutput]:
-        """Return and clear the outputs that an earlier call could not return."""
+        """Return outputs that an earlier call could not."""
         outputs, self._undelivered = self._undelivered, []
         return outputs

@@ -1,4 +1,4 @@
-"""`generation_config.json` of a checkpoint: EOS ids and default sampling parameters, with the effect as in vLLM."""
+"""EOS ids and sampling defaults in `generation_config.json`, as in vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from octavo.errors import ModelError
 if TYPE_CHECKING:
     from pathlib import Path
 
-# name in the file -> name of the sampling parameter
 _SAMPLING_KEYS = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -26,11 +25,9 @@ _WHOLE_KEYS = frozenset({"top_k", "max_new_tokens"})
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """A checkpoint's defaults for generation.
+    """A checkpoint's defaults. sampling: by public name. path: for messages.
 
-    sampling       sampling parameters by their public name, only those the file sets
-    eos_token_ids  ids that end a sequence: those of the file, or those of config.json if the file has none
-    path           path of the file, for messages
+    eos_token_ids: of the file, otherwise of config.json.
     """
 
     sampling: dict[str, float | int]
@@ -39,7 +36,7 @@ class GenerationDefaults:
 
 
 def read_generation_defaults(directory: Path) -> GenerationDefaults:
-    """Read generation_config.json and config.json if they exist. Raises `ModelError` if one is invalid."""
+    """Read generation_config.json and config.json. Raises `ModelError`."""
     path = directory / "generation_config.json"
     values = read_json_object(path)
     sampling: dict[str, float | int] = {}
@@ -54,7 +51,7 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
 
 
 def read_json(path: Path, missing: Any = None) -> Any:
-    """Return the content of a JSON file; `missing` if it does not exist. Raises `ModelError` if it is invalid."""
+    """Return a JSON file's content, or `missing`. Raises `ModelError`."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -66,7 +63,7 @@ def read_json(path: Path, missing: Any = None) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if it does not exist. Raises `ModelError` if it is invalid."""
+    """Return a JSON file's object, or {}. Raises `ModelError`."""
     values = read_json(path, {})
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")
@@ -81,7 +78,7 @@ def _number(path: Path, key: str, value: Any) -> float | int:
 
 
 def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
-    """Read one id, a list of ids, or null. A negative id means that there is no token."""
+    """Read ids; a negative one means none."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in ids):
         raise ModelError(f"{path}: eos_token_id = {value!r} must be a token id or a list of them")

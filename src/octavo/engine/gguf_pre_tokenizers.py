@@ -1,8 +1,7 @@
-"""Pre-tokenizers: how a text is split before its bytes are merged, by the name in `tokenizer.ggml.pre` of a GGUF file.
+"""How a text is split before its bytes are merged, by the name in `tokenizer.ggml.pre`.
 
-Each kind is a list of patterns. Each pattern is applied to the pieces of the pattern before it: every match is a piece,
-and so is the text between two matches. The patterns are those of the models' own tokenizers, as src/llama-vocab.cpp of
-llama.cpp quotes or adapts them.
+Each pattern is applied to the pieces of the one before; matches and texts between them are pieces. Source:
+src/llama-vocab.cpp of llama.cpp.
 """
 
 from __future__ import annotations
@@ -57,10 +56,9 @@ _SEED = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_END}"
 
 
 class PreTokenizer(NamedTuple):
-    """One kind of pre-tokenizer: its patterns, and the settings that llama.cpp has for such tokenizers.
+    """One kind of pre-tokenizer, with llama.cpp's settings.
 
-    ignores_merges  a piece that is in the vocabulary becomes that token, regardless of the merges
-    adds_bos        a BOS token is added, unless the file says otherwise
+    ignores_merges: a piece in the vocabulary becomes that token. adds_bos: unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -68,7 +66,7 @@ class PreTokenizer(NamedTuple):
     adds_bos: bool = False
 
 
-# For old files, which do not name their pre-tokenizer.
+# For old files, which name no pre-tokenizer.
 DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
 _OF_KINDS: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((_LLAMA3,), True, True), "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"),

@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file describes, rebuilt for the `tokenizers` library.
+"""A GGUF file's tokenizer, rebuilt for the `tokenizers` library.
 
-There are two kinds: byte-level BPE ("gpt2"), and SentencePiece BPE with merges by score ("llama"), which is converted
-as in transformers. "gemma4" is the second kind with an explicit list of merges.
+"gpt2" is byte-level BPE; "llama" is SentencePiece BPE with merges by score, as in transformers; "gemma4" is the same
+with listed merges.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PREFIX = "tokenizer.ggml."
 _BYTES, _SCORES, _SPACED = "gpt2", "llama", "gemma4"  # of tokenizer.ggml.model
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # of tokenizer.ggml.token_type
 _SPACE = "\u2581"
-_IDS = {  # key of tokenizer_config.json -> that of GGUF, without "_token_id"
+_IDS = {
     "bos_token": "bos",
     "eos_token": "eos",
     "unk_token": "unknown",
@@ -38,20 +38,20 @@ _IDS = {  # key of tokenizer_config.json -> that of GGUF, without "_token_id"
     "mask_token": "mask",
 }
 _ENDS = ("eos", "eot", "eom")
-# Tokens that end an answer by their text: many files name only one EOS token, but the model's turn ends with another.
+# Many files name only one EOS token, but the model's turn ends with another.
 _END_MARKS = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
         *("<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     )
 )
-_END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # ordinary texts may contain these: HTML's </s>
+_END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # ordinary texts may have these: HTML's </s>
 
 
 class GGUFVocabulary:
-    """The tokenizer in the metadata of a GGUF file. Raises `ModelError` if the metadata are invalid.
+    """The tokenizer in a GGUF file's metadata. Methods raise `ModelError`.
 
-    size: number of tokens; 0 for a file without tokens, which needs the tokenizer of another checkpoint.
+    size: number of tokens; 0 if the file needs another checkpoint's tokenizer.
     """
 
     __slots__ = ("_metadata", "_path", "_tokens", "_types", "size")
@@ -59,17 +59,17 @@ class GGUFVocabulary:
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._path = path
         self._metadata = metadata
-        # Missing texts get the names that llama.cpp gives them.
+        # Missing texts get llama.cpp's names.
         tokens = self._list("tokens", str) if f"{_PREFIX}tokens" in metadata else []
         self._tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(tokens)]
         self.size = len(self._tokens)
         types = self._list("token_type", int, [_NORMAL] * self.size) if tokens else []
-        # These texts only ever end a turn, but many files list them as normal tokens: make them special, as llama.cpp.
+        # These texts only ever end a turn. Many files list them as normal; make them special, as llama.cpp does.
         marks = {id_ for id_, text in enumerate(tokens) if text in _END_MARKS}
         self._types = [_CONTROL if id_ in marks else kind for id_, kind in enumerate(types)]
 
     def check(self) -> None:
-        """Raise `ModelError` unless the tokenizer is of a supported kind and its lists are consistent."""
+        """Raise `ModelError` unless the tokenizer can be built."""
         kind = self._get("model", str, None)
         if kind not in {_BYTES, _SCORES, _SPACED}:
             raise self._error("model", "octavo builds the kinds gpt2, llama and gemma4; give another tokenizer")
@@ -83,7 +83,7 @@ class GGUFVocabulary:
             raise self._error("tokens", "some stand there twice")
 
     def build(self) -> Tokenizer:
-        """Return the tokenizer. Raises `ModelError` if it cannot be built."""
+        """Build the tokenizer."""
         self.check()
         special = self._special_tokens()
         try:
@@ -104,7 +104,7 @@ class GGUFVocabulary:
         return Tokenizer(backend, special)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the ids of tokens that end an answer: those named by a key, and those with a known text."""
+        """Return ids that end an answer."""
         named = {id_ for each in _ENDS if (id_ := self._id(each)) is not None}
         by_text = {
             id_
@@ -131,7 +131,7 @@ class GGUFVocabulary:
         return backend
 
     def _merging_pieces(self, merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
-        """Return a tokenizer of SentencePiece's kind: spaces are characters, unknown characters become byte tokens."""
+        """Return a SentencePiece tokenizer, with byte tokens for unknown characters."""
         unknown = self._id("unknown")
         model = models.BPE(
             self._vocabulary(),
@@ -171,7 +171,7 @@ class GGUFVocabulary:
         return merges
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """Return all pairs of tokens that form a token, the best score first, in the order of transformers."""
+        """Return pairs of tokens that form a token, in transformers' order, best score first."""
         scores = self._list("scores", float)
         if len(scores) < self.size:
             raise self._error("scores", f"has {len(scores)} entries, but there are {self.size} tokens")
@@ -185,7 +185,7 @@ class GGUFVocabulary:
         return [(left, right) for _, _, _, left, right in found]
 
     def _add_tokens(self, backend: tokenizers.Tokenizer) -> None:
-        """Add the tokens that are matched before the text is split: special ones and user-defined ones."""
+        """Add tokens that are matched before the text is split."""
         strips = self._strips_behind()
         for is_special, kinds in ((True, {_CONTROL, _UNKNOWN}), (False, {_USER_DEFINED})):
             added = [
@@ -196,9 +196,9 @@ class GGUFVocabulary:
             (backend.add_special_tokens if is_special else backend.add_tokens)(added)
 
     def _strips_behind(self) -> frozenset[str]:
-        """Return the tokens that strip the spaces after them.
+        """Return tokens that strip spaces after them.
 
-        Only Phi-3 has such tokens. Its files do not list them, so it is detected by its name, as in llama.cpp.
+        Only Phi-3 has such tokens. Its files do not list them, so it is detected by name, as in llama.cpp.
         """
         name = str(self._metadata.get("general.name", "")).lower()
         if "phi-3" not in name and "phi3" not in name:
@@ -226,7 +226,7 @@ class GGUFVocabulary:
         return {key: self._tokens[id_] for key, id_ in ids.items() if id_ is not None}
 
     def _id(self, name: str) -> int | None:
-        """Return the id of a special token; None if it is missing or outside the vocabulary."""
+        """Return a special token's id, if it is valid."""
         id_ = self._get(f"{name}_token_id", int, None)
         return id_ if id_ is not None and 0 <= id_ < self.size else None
 

@@ -1,4 +1,4 @@
-"""The health of an engine process, derived from its messages. Has no process, socket or clock of its own."""
+"""The health of an engine process, from its messages."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from octavo.engine import ipc
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_AWAY_S = 1.0  # a longer gap between two looks means that the watching thread itself was stopped
+_AWAY_S = 1.0  # a longer gap between two looks means that the watching thread was stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """Time limits for an engine process, in seconds.
 
-    Without a message (the pulse is sent every half second, also during a step):
-    frozen: the process counts as not ready. dead: it is killed. loading: replaces `dead` until it is ready.
-    Without progress (see `octavo.engine.ipc.Alive`):
-    stuck: the process counts as not ready. endless: it is killed. Before it is ready, packed weights count as progress.
-    restarts: pauses before consecutive restarts; the last one is used for all further ones. healthy: after the process
-    has taken requests for this time, the next restart begins with the first pause again.
+    frozen, stuck: after so long without a message, or progress, it counts as not ready.
+    dead, endless: after so long it is killed. loading: replaces `dead` before it is ready.
+    Messages come every half second; packed weights are progress.
+    restarts: pauses before consecutive restarts; the last one repeats. healthy: after so long a service they begin
+    again.
     """
 
     frozen: float = 3.0
@@ -35,10 +34,7 @@ class Patience:
 
 
 class Health:
-    """The health of one engine process as of the watcher's last look.
-
-    Only the watcher's thread writes. Any thread may read `is_well`.
-    """
+    """The health of one process. Only the watcher's thread uses it, but any thread may read `is_well`."""
 
     def __init__(self, patience: Patience, now: float) -> None:
         self._patience = patience
@@ -47,10 +43,9 @@ class Health:
         self._looked_at = self._heard_at = self._moved_at = now
 
     def look(self, now: float) -> None:
-        """Record the time of a look. The thread that drives the engine looks several times a second.
+        """Record the time of a look, several times a second.
 
-        After a longer gap this thread was itself stopped, perhaps with the whole machine. The gap then does not count
-        as silence of the process.
+        After a longer gap this thread itself was stopped, so the gap does not count as silence.
         """
         away = now - self._looked_at
         if away > _AWAY_S:
@@ -59,7 +54,7 @@ class Health:
         self._looked_at = now
 
     def hear(self, message: ipc.ToParent) -> None:
-        """Record a message as received at the last look."""
+        """Record a message."""
         self._heard_at = self._looked_at
         match message:
             case ipc.Alive():
@@ -72,13 +67,13 @@ class Health:
 
     @property
     def is_well(self) -> bool:
-        """Whether the process sent a message and made progress within the limits `frozen` and `stuck`."""
+        """Whether the last message and progress are recent."""
         silent_s, still_s = self._looked_at - self._heard_at, self._looked_at - self._moved_at
         return silent_s < self._patience.frozen and still_s < self._patience.stuck
 
     @property
     def why_given_up(self) -> str | None:
-        """Why the process has to be killed; None if it has not."""
+        """Why the process has to be killed, if so."""
         limit = self._patience.loading if self._is_loading else self._patience.dead
         if self._looked_at - self._heard_at > limit:
             return f"was not heard of for {limit:g} s"

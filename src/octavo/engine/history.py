@@ -1,8 +1,4 @@
-"""Rewrite a conversation's history for chat templates that refuse the usual form, or lose a part of it.
-
-Messages have the form that templates read: content is text, a list of text parts or null; arguments of calls are
-objects. No function changes its arguments. A message that needs no change is returned as the same object.
-"""
+"""Rewrite histories that chat templates refuse or lose parts of. Arguments are not changed."""
 
 from __future__ import annotations
 
@@ -24,10 +20,10 @@ _DIGITS = string.ascii_letters + string.digits
 
 
 def with_short_ids(chat: Sequence[Message]) -> list[Message]:
-    """Return messages whose calls have ids of nine letters and digits, and whose results name the same ones.
+    """Give calls and their results ids of nine letters and digits.
 
-    An id that already has this form is kept. A new id depends on the old id alone, so a longer history has the same
-    ids and its prefix stays cached. A call without an id gets one that depends on its place.
+    Such ids are kept. A new id depends only on the old one, or else on the call's place, so prefixes of a growing
+    history stay cached.
     """
     ids = _ShortIds(chat)
     found: list[Message] = []
@@ -44,7 +40,7 @@ def with_short_ids(chat: Sequence[Message]) -> list[Message]:
 
 
 class _ShortIds:
-    """Maps the old ids of a conversation's calls to new ones. No two old ids have the same new one."""
+    """Maps old call ids to distinct new ones."""
 
     def __init__(self, chat: Sequence[Message]) -> None:
         given = [call.get("id") for message in chat for call in _calls(message)]
@@ -53,7 +49,7 @@ class _ShortIds:
         self._taken = {*self._new}
 
     def of(self, old: Any, place: str) -> str:
-        """Return the new id of an old one. place: replaces the old id of a call without an id."""
+        """Return an id's new one. place: replaces a missing id."""
         key = str(old) if old not in (None, "") else f"\0{place}"
         if key not in self._new:
             attempt = 0
@@ -64,7 +60,7 @@ class _ShortIds:
         return self._new[key]
 
     def renamed_result(self, result: Message, call_id: str | None, index: int) -> Message:
-        """Return a result that names its call. A result of no known call gets an id of its own."""
+        """Return a result with its call's id, or with an id of its own."""
         return {**result, "tool_call_id": call_id or self.of(result.get("tool_call_id"), f"{index}-result")}
 
 
@@ -78,9 +74,9 @@ def _hashed(text: str) -> str:
 
 
 def with_single_calls(chat: Sequence[Message]) -> list[Message]:
-    """Return messages with one call each: several calls become as many rounds of one call and its results.
+    """Split several calls into rounds of one call and its results.
 
-    The first round has the text and the reasoning. Results that match no call follow the last round.
+    The first round has text and reasoning. Results that match no call follow the last round.
     """
     found: list[Message] = []
     for message, results in _rounds(chat):
@@ -99,16 +95,13 @@ def with_single_calls(chat: Sequence[Message]) -> list[Message]:
 
 
 def with_one_system_message(chat: Sequence[Message], join: Callable[[list[Message]], Message]) -> list[Message]:
-    """Return messages with the system messages at the beginning joined."""
+    """Join the system messages at the beginning."""
     count = next((index for index, message in enumerate(chat) if message["role"] != "system"), len(chat))
     return [join([*chat[:count]]), *chat[count:]] if count > 1 else [*chat]
 
 
 def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list[Message]:
-    """Return messages with system messages as user messages at the same place.
-
-    keeps_first: a system message at the beginning is kept.
-    """
+    """Turn system messages into user messages. keeps_first: except one at the beginning."""
     return [
         {**message, "role": "user"} if message["role"] == "system" and (index or not keeps_first) else message
         for index, message in enumerate(chat)
@@ -116,7 +109,7 @@ def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list
 
 
 def begun_by_user(chat: Sequence[Message]) -> list[Message]:
-    """Return messages with an empty user message before an assistant message that begins the conversation."""
+    """Insert an empty user message before an assistant's first one."""
     start = 1 if chat[0]["role"] == "system" else 0
     if len(chat) > start and chat[start]["role"] == "assistant":
         return [*chat[:start], {"role": "user", "content": ""}, *chat[start:]]
@@ -124,7 +117,7 @@ def begun_by_user(chat: Sequence[Message]) -> list[Message]:
 
 
 def _rounds(chat: Sequence[Message]) -> list[tuple[Message, list[Message]]]:
-    """Return the messages with the results that follow each; a result at the beginning is an entry of its own."""
+    """Group messages with the results after each."""
     rounds: list[tuple[Message, list[Message]]] = []
     for message in chat:
         if message["role"] == "tool" and rounds:
@@ -140,9 +133,9 @@ def _calls(message: Message) -> Calls:
 
 
 def _matched(calls: Calls, results: Sequence[Message]) -> list[int | None]:
-    """Return the place of the call of each result, None if there is none.
+    """Return the place of each result's call, if any.
 
-    A result without an id belongs to the first call that has no result yet.
+    A result without an id belongs to the first call without a result.
     """
     of_ids: dict[str, deque[int]] = {}
     for place, call in enumerate(calls):

@@ -1,4 +1,4 @@
-"""Turn a user's prompt and parameters into core requests: tokens, checks, seeds, one stream for each of n outputs."""
+"""Turn prompts and parameters into core requests."""
 
 from __future__ import annotations
 
@@ -22,64 +22,61 @@ _PREDICTED = "predicted_token_ids"
 _ORDINARY_CHARS = 16  # per token; the longest token has more, but finding it takes 0.1 s
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
-"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 
-The dictionary may also have "predicted_token_ids": the expected answer. No token depends on it.
+A dictionary may have "predicted_token_ids", the expected answer; no token depends on it.
 """
 
 
 class TextCodec(Protocol):
-    """The methods of a tokenizer that the input processor and the tokenizer routes use."""
+    """A tokenizer for prompts."""
 
     @property
     def longest_token_chars(self) -> int:
-        """Characters of the longest token."""
+        """Characters of the longest token: n tokens have at most n times as many."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Turn text into token ids; a BOS that the text already begins with is not doubled.
-
-        most: encoding of a long text may stop after more than this number of tokens.
-        """
+        """Return token ids, without a second BOS. most: encoding may stop after more."""
         ...
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last token ids of a text."""
+        """Return the last token ids."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Turn token ids into text."""
+        """Return the text of token ids."""
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if a token is special, such as EOS, and not part of the text."""
+        """Return True if a token, such as EOS, is not part of texts."""
         ...
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token with this text; None if there is none."""
+        """Return the id of this token."""
         ...
 
     def token(self, token_id: int) -> str:
-        """Return how the vocabulary spells a token."""
+        """Return a token's spelling."""
         ...
 
 
 class ChatRenderer(Protocol):
-    """The methods of a chat template that the input processor uses."""
+    """A chat template for prompts."""
 
     @property
     def templates(self) -> Mapping[str, str]:
-        """The texts of the templates, by name."""
+        """Texts by name."""
         ...
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Turn messages into the text of a prompt."""
+        """Return a prompt's text."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
-    """A checked request: its text, None if it was given as token ids, and the core requests of its n streams."""
+    """A checked request. prompt: None if it was given as token ids."""
 
     request_id: str
     prompt: str | None
@@ -91,7 +88,7 @@ class ProcessedInput:
 class InputProcessor:
     """Checks requests of users and translates them for the core.
 
-    Counts arrivals: a request without a seed gets one that depends on the count.
+    The seed of a request without one depends on the count of arrivals.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class InputProcessor:
         self._chat_template = chat_template
         self.model_info = model_info
         self._seed = seed
-        self._arrivals = itertools.count()  # `next` is atomic: several threads may process requests
+        self._arrivals = itertools.count()  # `next` is atomic, for several threads
 
     @property
     def has_chat_template(self) -> bool:
@@ -110,7 +107,7 @@ class InputProcessor:
 
     @property
     def chat_templates(self) -> list[str]:
-        """The texts of the checkpoint's templates."""
+        """The checkpoint's templates."""
         return [] if self._chat_template is None else list(self._chat_template.templates.values())
 
     @property
@@ -121,19 +118,18 @@ class InputProcessor:
         return self._tokenizer
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Build the parameters of a request without any: the checkpoint's defaults, otherwise those of vLLM."""
+        """Return the checkpoint's parameters, otherwise vLLM's."""
         return SamplingParams(**{**self.model_info.generation_defaults, **overrides})
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = False, least_output_tokens: int = 1
     ) -> list[int]:
-        """Return the token ids of a text. Raises `RequestError`, and `PromptTooLongError` for one that cannot fit.
+        """Return token ids. Raises `RequestError`, and `PromptTooLongError` if the text cannot fit.
 
-        A text that is longer than any text of `max_model_len` tokens is refused before it is tokenized. is_prompt:
-        refuse a prompt without room for `least_output_tokens`; tokenizing stops once there are too many tokens.
+        is_prompt: stop tokenizing and refuse a prompt without room for `least_output_tokens`.
         """
         num_tokens = self.model_info.max_model_len
-        if len(text) > _ORDINARY_CHARS * num_tokens:  # only now find the longest token: that takes time
+        if len(text) > _ORDINARY_CHARS * num_tokens:  # finding the longest token takes time
             most = self.tokenizer.longest_token_chars * num_tokens
             if len(text) > most:
                 raise PromptTooLongError(
@@ -153,31 +149,28 @@ class InputProcessor:
         return token_ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last `num_tokens` token ids of a text, but at most `max_model_len`.
+        """Return the last `num_tokens` ids, at most `max_model_len`.
 
-        A prompt of `max_model_len` tokens is one token too long, so the caller can detect it.
+        That is one more than a prompt may have, so callers can detect it.
         """
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode_end(text, most, add_special_tokens=add_special_tokens)
 
     def encode_start(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the first `num_tokens` token ids of a text, but at most `max_model_len`; see `encode_end`."""
+        """Return the first `num_tokens` ids; see `encode_end`."""
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most)[:most]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-        """Render a conversation into a prompt for `process`: {"prompt": text, "prompt_token_ids": ids}.
-
-        options: add_generation_prompt, continue_final_message, tools, and variables of the checkpoint's template.
-        """
+        """Render a conversation for `process`. options: see `ChatTemplate.render`."""
         text = self.chat_text(messages, **options)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Render a conversation into the text of `chat_prompt`."""
+        """Render a conversation as text."""
         if self._tokenizer is None or self._chat_template is None:
             raise RequestError("chat needs a tokenizer and a chat template; this model has none", parameter="messages")
-        if "chat_template" in options:  # a template is a program: it comes from the operator, never with a request
+        if "chat_template" in options:  # a template is a program: only the operator may bring one
             raise RequestError("a request cannot bring a chat template of its own", parameter="chat_template")
         return self._chat_template.render(messages, **options)
 
@@ -190,11 +183,7 @@ class InputProcessor:
         options: RequestOptions = NO_OPTIONS,
         arrival_time: float = 0.0,
     ) -> ProcessedInput:
-        """Check a request and split it into its streams.
-
-        prompt: text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}.
-        Raises `RequestError` with the field's name.
-        """
+        """Check a request and split it into its streams. Raises `RequestError`."""
         params = replace(params) if params is not None else self.default_sampling_params()  # a copy, checked again
         if params.pooling is None and not self.model_info.has_head:
             raise RequestError("this checkpoint has no lm_head.weight: it gives embeddings, and no tokens")
@@ -229,7 +218,7 @@ class InputProcessor:
         return ProcessedInput(request_id, text, token_ids, params, streams)
 
     def _check_structure(self, params: SamplingParams) -> None:
-        """Refuse structured outputs without a tokenizer. The grammar itself is compiled by the executor."""
+        """Refuse structured outputs without a tokenizer."""
         if params.structured_outputs is None:
             return
         if self._tokenizer is None:
@@ -285,7 +274,7 @@ class InputProcessor:
 
 
 def _token_id(value: Any, parameter: str = "prompt") -> int:
-    """Convert any integer, also one of numpy, to int. Raises `RequestError` for other types, including bool."""
+    """Convert any integer, also numpy's, but no bool. Raises `RequestError`."""
     try:
         token_id = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -297,7 +286,7 @@ def _token_id(value: Any, parameter: str = "prompt") -> int:
 
 
 def draw_seed(engine_seed: int, arrival: int) -> int:
-    """Draw a request's seed from the engine's seed and the arrival number by splitmix64 (Steele, Lea, Flood 2014)."""
+    """Draw a request's seed from the engine's by splitmix64 (Steele, Lea, Flood 2014)."""
     mask = 2**64 - 1
     z = (engine_seed * 0xD1342543DE82EF95 + (arrival + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -1,7 +1,6 @@
-"""The messages between an engine process and its parent process: typed, encoded as msgpack, never as pickle.
+"""Messages between an engine process and its parent, as msgpack, never as pickle.
 
-One socket carries requests to the engine, the other one its messages to the parent. Each start of an engine process
-uses new sockets, so a message of an earlier process cannot be taken for one of this process.
+Each process has new sockets, so it never gets a message for an earlier one.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from octavo.structured_output.grammars import GrammarError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_FOLDER, _SHARED_MEMORY = "octavo-", "/dev/shm"  # noqa: S108 - only for names that nobody can guess
+_FOLDER, _SHARED_MEMORY = "octavo-", "/dev/shm"  # noqa: S108 - names that cannot be guessed
 _ERRORS: dict[str, type[OctavoError]] = {
     kind.__name__: kind
     for kind in (
@@ -55,7 +54,7 @@ _ERRORS: dict[str, type[OctavoError]] = {
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """The first line on an engine process's standard input, as JSON: the configuration and the socket endpoints."""
+    """The first line on standard input, as JSON."""
 
     config: EngineConfig
     requests_endpoint: str
@@ -65,7 +64,7 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """One output stream of a request: the fields of a `Request` except the prompt and the prediction."""
+    """A `Request` without prompt and prediction."""
 
     request_id: str
     sampling_params: SamplingParams
@@ -78,7 +77,7 @@ class Stream(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """A request with all its streams; answered by `Accepted` or `Refused`. Times are those of CLOCK_MONOTONIC."""
+    """A request, answered by `Accepted` or `Refused`. Times are of CLOCK_MONOTONIC."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -87,14 +86,14 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, request_id: str, requests: Sequence[Request]) -> Add:
-        """Build the message from the core requests of one user request, which share a prompt and a prediction."""
+        """Encode the core requests of a user's request."""
         fields = [name for name in Stream.__struct_fields__ if name != "request_id"]
         streams = [Stream(r.request_id, *(getattr(r, name) for name in fields)) for r in requests]
         first = requests[0]
         return cls(request_id, first.sequence.prompt_token_ids, first.predicted_token_ids, streams)
 
     def to_requests(self) -> list[Request]:
-        """Rebuild the core requests. All of them share one `structured_outputs` object, as before the encoding."""
+        """Rebuild the core requests, which share one `structured_outputs` again."""
         requests = []
         wanted = self.streams[0].sampling_params.structured_outputs
         for stream in self.streams:
@@ -106,14 +105,14 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """End streams now, with a terminal status. Unknown ids are ignored."""
+    """End streams. Unknown ids are ignored."""
 
     stream_ids: list[str]
     status: RequestStatus
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Start or stop sending events as `Seen`. On a start, the events that are still kept come first."""
+    """Start or stop sending `Seen`, kept events first."""
 
     is_on: bool
 
@@ -123,33 +122,33 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Progress of loading: `done` of `total` bytes of weights are packed."""
+    """Progress, in packed bytes of weights."""
 
     done: int
     total: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes requests, within the limits in `capacity`."""
+    """The engine takes requests."""
 
     capacity: EngineCapacity
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not be built; kind: the name of an error of `octavo.errors`."""
+    """The engine could not be built. kind: an error of `octavo.errors`."""
 
     kind: str
     message: str
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """A request is in the queue."""
+    """A request is queued."""
 
     request_id: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request cannot be served; nothing of it is kept."""
+    """A request is refused."""
 
     request_id: str
     kind: str
@@ -158,19 +157,19 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """New outputs of streams, from a step or from an abort."""
+    """New outputs of streams."""
 
     outputs: list[EngineCoreOutput]
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """Counters of the engine since its start."""
+    """Counters of the engine."""
 
     stats: EngineStats
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """An encoded `Snapshot`: each event is paired with the name of its type."""
+    """A `Snapshot`: each event with its type's name."""
 
     events: list[tuple[str, msgspec.Raw]]
     is_first: bool
@@ -189,10 +188,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The process runs.
-
-    progress: increases with each step that computed tokens or ended a request, and while the engine is idle.
-    """
+    """The process runs. progress: grows with steps that compute tokens or end requests, and while idle."""
 
     progress: int
 
@@ -203,7 +199,7 @@ ToParent = Loading | Ready | Failed | Accepted | Refused | Outputs | Report | Se
 
 
 class _Envelope(msgspec.Struct, tag="Add"):
-    """The only field that is read from an `Add` message that cannot be decoded."""
+    """The id in an invalid `Add`."""
 
     request_id: str
 
@@ -218,7 +214,7 @@ decode_from_engine = msgspec.msgpack.Decoder(ToParent).decode
 
 
 def request_id_of(data: bytes) -> str | None:
-    """Return the request id of an `Add` message that cannot be decoded; None for any other message."""
+    """Return the request id of an invalid `Add`; None for other messages."""
     try:
         return _decode_envelope(data).request_id
     except DecodeError:
@@ -226,14 +222,11 @@ def request_id_of(data: bytes) -> str | None:
 
 
 def make_folder() -> Path:
-    """Create a folder for sockets that only this user can enter: in a temporary directory, or else in shared memory.
-
-    Raises `ConfigError` if none of these is writable.
-    """
+    """Create a folder for sockets, only for this user. Raises `ConfigError`."""
     try:
         return Path(tempfile.mkdtemp(prefix=_FOLDER))
     except OSError:
-        pass  # a container with a read-only file system often has shared memory
+        pass  # a read-only container often has shared memory
     try:
         return Path(tempfile.mkdtemp(prefix=_FOLDER, dir=_SHARED_MEMORY))
     except OSError as error:
@@ -245,12 +238,12 @@ def make_folder() -> Path:
 
 
 def encode_launch(launch: Launch) -> bytes:
-    """Return the message as one line of JSON."""
+    """Return one line of JSON."""
     return msgspec.json.encode(launch, enc_hook=str) + b"\n"
 
 
 def decode_launch(line: bytes) -> Launch:
-    """Read a line that `encode_launch` wrote."""
+    """Read a `Launch`."""
     return msgspec.json.decode(line, type=Launch, dec_hook=_decode_path)
 
 
@@ -259,18 +252,18 @@ def _decode_path(kind: type, value: Any) -> Any:
 
 
 def refusal(request_id: str, error: OctavoError) -> Refused:
-    """Return the message that refuses a request with an error."""
+    """Encode a refusal."""
     return Refused(request_id, type(error).__name__, str(error), getattr(error, "parameter", None))
 
 
 def failure(error: BaseException) -> Failed:
-    """Return the message that reports why an engine cannot be built; unknown kinds become `EngineDeadError`."""
+    """Encode a failed build; unknown errors become `EngineDeadError`."""
     kind = type(error).__name__
     return Failed(kind, str(error)) if kind in _ERRORS else Failed("EngineDeadError", f"{kind}: {error}")
 
 
 def error_of(message: Refused | Failed) -> OctavoError:
-    """Return the error that a message carries; `EngineDeadError` for an unknown kind."""
+    """Decode an error; unknown kinds become `EngineDeadError`."""
     kind = _ERRORS.get(message.kind, EngineDeadError)
     if isinstance(message, Refused) and issubclass(kind, RequestError):
         return kind(message.message, parameter=message.parameter)

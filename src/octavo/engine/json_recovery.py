@@ -1,7 +1,7 @@
-"""Read JSON objects that models write: strictly while text arrives, and with repairs if these are unambiguous.
+"""Read JSON objects that models write, with unambiguous repairs.
 
-A library such as json_repair returns a value for every text. Here a wrong value would run a tool, so an error is
-repaired only if exactly one reading needs the fewest repairs.
+json_repair returns a value for every text. Here a wrong value would run a tool, so exactly one reading must need the
+fewest repairs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.engine.python_literals import NotALiteralError, ValueScanner, litera
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_MAX_STEPS = 1_000  # of all searches of one answer: each step reads one string to one of its possible ends
+_MAX_STEPS = 1_000  # of one answer: each reads a string to one possible end
 _MAX_DEPTH = 128
 _SPACE = " \t\r\n"
 _BLANKS = re.compile(r"[ \t\r\n]*")
@@ -45,8 +45,7 @@ END = re.compile(r"\s*\Z")
 class StrictObject:
     """Scans one JSON object piece by piece.
 
-    num_safe: length of the text that stays unchanged even if an error follows. is_over: the object has ended.
-    is_broken: the text at the returned position is not JSON.
+    num_safe: length of text that stays unchanged whatever follows.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,7 @@ class StrictObject:
         self._is_in_string = False
 
     def scan(self, text: str, position: int) -> int:
-        """Scan from a position; return the position at which more text is needed, or the object ended or is invalid."""
+        """Scan until more text is needed, or the object ends or breaks; return that position."""
         while not self.is_over and not self.is_broken and position < len(text):
             before = position
             if self._is_in_string:
@@ -71,7 +70,7 @@ class StrictObject:
         return position
 
     def drop(self, num_chars: int) -> None:
-        """Adjust `num_safe` after the caller has dropped `num_chars` from the beginning of the text."""
+        """Adjust `num_safe` to a text without its first characters."""
         self.num_safe -= num_chars
 
     def _scan_string(self, text: str, position: int) -> int:
@@ -128,10 +127,7 @@ class StrictObject:
 
 
 class SearchBudget:
-    """Limits the time that the repairs of one answer take.
-
-    num_steps: number of remaining steps.
-    """
+    """Limits the steps of one answer's repairs."""
 
     def __init__(self, num_steps: int = _MAX_STEPS) -> None:
         self.num_steps = num_steps
@@ -145,15 +141,13 @@ def recover_object(
     opener: re.Pattern[str] | None = None,
     budget: SearchBudget | None = None,
 ) -> tuple[str, int] | None:
-    """Return the repaired JSON of the object at the beginning of a text, and the length of the object in the text.
+    """Return the repaired JSON of the object at a text's beginning, and its length in the text.
 
-    Repairs control characters in strings, backslashes that escape nothing, quotes within strings, commas before a
-    closing bracket, Python's constants, and objects in Python's notation. Returns None if there is no such reading or
-    more than one.
+    Repairs control characters and quotes in strings, backslashes that escape nothing, commas before a closing bracket,
+    Python's constants, and Python's notation. Returns None unless there is one such reading.
 
-    ends: matches the text that may follow the object. known: the keys that it may have; None for any.
-    opener: matches the beginning of another call. A string that contains one and quotes to repair has two readings.
-    budget: shared by all repairs of one answer; None for a new one.
+    ends: matches the text that may follow. known: the keys that it may have; None for any. opener: begins another call;
+    a string with one and quotes to repair has two readings. budget: shared by one answer's repairs.
     """
     if _PYTHON_OBJECT.match(text):
         return _python_object(text, ends)
@@ -163,10 +157,10 @@ def recover_object(
     breaks = _breaks(text, ends, opener)
     found = _Search(text, ends, known, breaks).run(budget)
     if found is not None and known is not None and found.num_strays:
-        # An unknown key is more likely than a string with quotes that contains it as text.
+        # More likely an unknown key than a string that contains it.
         other = _Search(text, ends, None, breaks).run(budget)
         found = other if other is not None and other.num_strays < found.num_strays else found
-        found = found if budget.num_steps else None  # the second search may not have ended
+        found = found if budget.num_steps else None  # else the second search may not have ended
     if found is None:
         return None
     written = found.text()
@@ -178,7 +172,7 @@ def recover_object(
 
 
 def _breaks(text: str, ends: re.Pattern[str], opener: re.Pattern[str] | None) -> list[int]:
-    """Return the sorted positions at which the object may have ended before the end of the text, or a call begins."""
+    """Return positions at which the object may have ended, or a call begins."""
     places = [] if opener is None else [found.start() for found in opener.finditer(text)]
     for bracket in re.finditer("}", text):
         found = ends.match(text, bracket.end())
@@ -200,9 +194,8 @@ def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
 class _Reading:
     """One way to read a text up to a position.
 
-    num_strays: number of quotes that are taken for text. written: a linked list of pieces of the JSON, the last piece
-    first. keys: those of the outermost object. is_clear: False if another repair explains the text as well.
-    is_paired: False if a string with a stray quote has an odd number of quotes.
+    num_strays: quotes taken for text. written: linked pieces of the JSON, last first. keys: of the outermost object.
+    is_clear: no other repair explains the text. is_paired: no string with strays has an odd number of quotes.
     """
 
     position: int = 0
@@ -223,15 +216,15 @@ class _Reading:
         return "".join(reversed(pieces))
 
     def behind(self, end: int, piece: str, expects: str, **changes: Any) -> _Reading:
-        """Return the reading after one more piece."""
+        """Return this reading with one more piece."""
         return replace(self, position=end, expects=expects, written=(self.written, piece), **changes)
 
 
 class _Search:
-    """Looks for the reading with the fewest unescaped quotes, by Dijkstra's algorithm.
+    """Finds the reading with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    Only one string of a reading may contain unescaped quotes: two such strings could also be one string that contains
-    both. Quotes in a text come in pairs, so a reading with half a pair is accepted only if it is the only one.
+    Only one string may have unescaped quotes: two could also be one that contains both. Quotes come in pairs, so a
+    reading with half a pair must be the only one.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:
@@ -240,7 +233,7 @@ class _Search:
         self._heap: list[tuple[int, int, _Reading, Iterator[_Reading] | None]] = []
 
     def run(self, budget: SearchBudget) -> _Reading | None:
-        """Return the only best reading; None if there is none, several, or the budget is used up."""
+        """Return the only best reading within the budget; None if there is none, or several."""
         best: _Reading | None = None
         self._push(0, _Reading())
         while budget.num_steps > 0:
@@ -267,7 +260,7 @@ class _Search:
         heapq.heappush(self._heap, (cost, next(self._serial), reading, strings))
 
     def _advanced(self, reading: _Reading) -> _Reading | None:
-        """Read up to the next string value, or to the end of the object; None if the text cannot be read so."""
+        """Read up to the next string value or the end; None if that is impossible."""
         on: _Reading | None = reading
         while on is not None and on.expects not in {"string", "end"}:
             blanks = _BLANKS.match(self._text, on.position)
@@ -317,12 +310,12 @@ class _Search:
         return on.behind(found.end(), blanks + found.group(), "colon", keys=on.keys | {key})
 
     def _strings(self, before: _Reading) -> Iterator[_Reading]:
-        """Yield the reading up to each of the quotes that may end the string, the nearest first."""
+        """Yield readings up to each possible end of the string, nearest first."""
         text, start = self._text, before.position
         pieces, position = ['"'], start
         strays: list[int] = []
-        has_member = False  # another value follows a quote that is taken for text, with or without a comma
-        may_have_ended = False  # a quote after an escaped backslash: either a path ends there, or the quote is escaped
+        has_member = False  # a value follows a quote taken for text
+        may_have_ended = False  # after an escaped backslash a path may end, or the quote is escaped
         escapes = _Escapes()
         while position < len(text):
             if run := _RUN.match(text, position):
@@ -364,12 +357,12 @@ class _Search:
                 position += 1
 
     def _has_break(self, start: int, end: int) -> bool:
-        """Return True if the object may have ended, or another call may begin, between two positions."""
+        """Return True if the object may end, or a call begin, between two positions."""
         first = bisect_left(self._breaks, start)
         return first < len(self._breaks) and self._breaks[first] < end
 
     def _may_end_string(self, position: int, before: _Reading) -> str:
-        """Return the comma or bracket after a quote that may end a string; "" if the quote may not end one."""
+        """Return the comma or bracket after a quote that may end a string, otherwise ""."""
         top = before.stack[-1]
         blanks = _BLANKS.match(self._text, position)
         position = position if blanks is None else blanks.end()
@@ -384,7 +377,7 @@ class _Search:
         return char
 
     def _is_known(self, key: str, before: _Reading) -> bool:
-        """Return True if the object may have another member with this name."""
+        """Return True if this member may follow."""
         if len(before.stack) > 1:
             return True
         return key not in before.keys and (self._known is None or key in self._known)
@@ -394,9 +387,8 @@ class _Search:
 class _Escapes:
     """The backslashes of one string.
 
-    has_invalid: a backslash escapes nothing, so the model did not use JSON's escapes in this string. has_other: another
-    backslash may then be an escape or plain text. has_end: a backslash is followed by a quote that may end the string.
-    num_quotes: number of escaped quotes.
+    has_invalid: one escapes nothing, so the model did not use JSON's escapes. has_other: another may then be text.
+    has_end: one precedes a quote that may end the string.
     """
 
     has_invalid: bool = False
@@ -405,7 +397,7 @@ class _Escapes:
     num_quotes: int = 0
 
     def add(self, written: str, *, is_valid: bool) -> None:
-        """Record a backslash, given with the character after it."""
+        """Record a backslash and the next character."""
         if is_valid and written == '\\"':
             self.num_quotes += 1
         elif is_valid:
@@ -415,7 +407,7 @@ class _Escapes:
             self.has_other = self.has_other or written[1:] in {"'", "\n", "\r", ""}
 
     def are_clear(self, *, has_strays: bool) -> bool:
-        """Return True if each backslash can be read in only one way."""
+        """Return True if all have only one reading."""
         if self.has_end and (self.has_invalid or has_strays):
             return False
         return not (self.has_invalid and self.has_other)

@@ -1,4 +1,4 @@
-"""The synchronous interface of an engine: add requests, step, read outputs."""
+"""The synchronous interface of an engine."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ if TYPE_CHECKING:
     from octavo.errors import EngineDeadError
     from octavo.outputs import RequestOutput
 
-    Lose: TypeAlias = Callable[[str, OctavoError], None]  # called with a request id and the error that ended it
+    Lose: TypeAlias = Callable[[str, OctavoError], None]
 
 logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Joins input processor, client of the core and output processor. Not safe for several threads.
-
-    Every step and every message to the core passes here, whether the core runs in this process or in another one.
-    """
+    """Joins input processor, core and output processor. Not thread-safe."""
 
     def __init__(
         self,
@@ -46,9 +43,9 @@ class Engine:
         self.input_processor = input_processor
         self.output_processor = output_processor
         self.clock = clock
-        self._submitted: dict[str, ProcessedInput] = {}  # neither accepted nor refused yet
-        self._put_by: list[RequestOutput] = []  # outputs of requests that were not part of the batch; for the next step
-        self._given_up: set[str] = set()  # requests of a batch that failed: their outputs are dropped
+        self._submitted: dict[str, ProcessedInput] = {}  # not answered yet
+        self._put_by: list[RequestOutput] = []  # outputs outside of a batch, for the next `step`
+        self._given_up: set[str] = set()  # of failed batches: their outputs are dropped
         self._num_generated_ids = 0
         self._is_shut_down = False
 
@@ -85,8 +82,7 @@ class Engine:
     ) -> None:
         """Add a request. Raises `RequestError` if it cannot be served; then nothing changes.
 
-        prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. options: those of
-        `octavo.data.request_options.RequestOptions`.
+        prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. options: fields of `RequestOptions`.
         """
         self.add_processed(
             self.input_processor.process(
@@ -95,10 +91,7 @@ class Engine:
         )
 
     def add_processed(self, processed: ProcessedInput) -> None:
-        """Add a request that the input processor has checked: all of its streams or, with an error, none.
-
-        Waits until the request is prepared, for example until its grammar is compiled.
-        """
+        """Add all streams of a request or, with an error, none. Waits for its preparation."""
         answers: list[OctavoError | None] = []
         self.submit(processed, answers.append)
         try:
@@ -111,7 +104,7 @@ class Engine:
             raise answers[0]
 
     def submit(self, processed: ProcessedInput, accept: Answer) -> None:
-        """Add a request to the core. Calls accept(None) once it is in the queue, or accept(error) if it is refused."""
+        """Add a request. Calls accept(None) once it is queued, or accept(error)."""
         request_id = processed.request_id
         if request_id in self._submitted or request_id in self.output_processor:
             accept(RequestError(f"request id {request_id!r} is in use", parameter="request_id"))
@@ -133,7 +126,7 @@ class Engine:
         self._submitted[request_id] = processed
         try:
             self.client.add_request(request_id, processed.streams, answer)
-        except BaseException:  # also after an interrupt: otherwise the id would stay in use for ever
+        except BaseException:  # also after an interrupt: otherwise the id would stay in use
             self._submitted.pop(request_id, None)
             raise
 
@@ -162,7 +155,7 @@ class Engine:
         return put_by + self._step()
 
     def _step(self) -> list[RequestOutput]:
-        """Do one step; drop the outputs of a batch that was given up."""
+        """Do one step without outputs of failed batches."""
         processed = self.output_processor.process(self.client.step())
         if processed.streams_to_stop:
             self.client.finish_requests(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)
@@ -200,12 +193,9 @@ class Engine:
     ) -> dict[str, RequestOutput]:
         """Answer all prompts together; return the last output of each by request id, in the order of the prompts.
 
-        Returns after stores have saved the KV of these prompts (see `finish_transfers`). If other requests are
-        unfinished, it does not wait for that, and later steps save the KV.
-
-        sampling_params: for all prompts, or one for each. params: another name of it. on_output is called with every
-        output of these prompts when it arrives. Requests that were added before continue; the next `step` returns
-        their outputs.
+        sampling_params: for all prompts, or one for each. params: another name of it. on_output: called with every
+        output of these prompts. Earlier requests continue, and the next `step` returns their outputs. If there are
+        none, it waits until stores have saved the KV.
         Raises `RequestError` if one prompt cannot be served; then all requests of the batch are aborted.
         """
         if sampling_params is not None and params is not None:
@@ -253,15 +243,12 @@ class Engine:
     def finish_transfers(self) -> None:
         """Step until the KV of ended requests is saved, if no request is unfinished.
 
-        Logs a warning and returns if no transfer ends for some seconds; later steps continue with the rest.
+        Logs a warning and returns if no transfer ends for some seconds; later steps do the rest.
         """
         self.client.finish_transfers()
 
     def shutdown(self) -> None:
-        """Finish the saves of KV to stores, and free the core's memory. A second call does nothing.
-
-        Unfinished requests are aborted; requests that are still being prepared are refused.
-        """
+        """Abort open requests, save their KV to stores, and free the core's memory. A second call does nothing."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

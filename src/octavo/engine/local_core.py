@@ -1,4 +1,4 @@
-"""A core in this process: prepares, adds, steps and ends requests. An engine process uses it, too."""
+"""A core in this process."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 HELD_CHECK_S = 0.005
 IDLE_CHECK_S = 1.0
-_SAVING_S = 5.0  # the longest wait for the next transfer to end; a store may hang
+_SAVING_S = 5.0  # limit on the wait for the next transfer; a store may hang
 _ABORTED = RequestStatus.FINISHED_ABORTED.finish_reason
 
 
 @dataclass(slots=True)
 class _Held:
-    """A request that waits for its preparation, such as its grammar: first for its turn, then for the result."""
+    """A request that waits for its preparation, such as a grammar."""
 
     request_id: str
     streams: Sequence[Request]
@@ -47,9 +47,9 @@ class _Held:
 
 
 class LocalCore:
-    """A `octavo.engine.core_client.CoreClient` of a core in this process.
+    """A `CoreClient` of a core in this process.
 
-    prepare_s: seconds that a preparation may take once it has begun. turn_s: seconds that it may wait for its turn.
+    prepare_s: limit on a preparation, in seconds. turn_s: limit on the wait before it.
     """
 
     num_restarts = num_failed_starts = 0
@@ -67,17 +67,17 @@ class LocalCore:
 
     @property
     def core(self) -> EngineCore:
-        """The core object."""
+        """See `CoreClient`."""
         return self._core
 
     @property
     def capacity(self) -> EngineCapacity:
-        """Limits of the core: tokens, sequences, blocks."""
+        """See `CoreClient`."""
         return self._core.capacity
 
     @property
     def stats(self) -> EngineStats:
-        """Counters of the core since its start; they change with every step."""
+        """See `CoreClient`."""
         return self._core.metrics.stats
 
     @property
@@ -86,10 +86,10 @@ class LocalCore:
         return bool(self._held)
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Do nothing: this core cannot die without this process."""
+        """Do nothing: this core dies with this process."""
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Add a request, or hold it until it is prepared; other requests continue meanwhile."""
+        """Add a request, or hold it until it is prepared."""
         try:
             prepared = self._core.executor.prepare(streams[0].sampling_params, streams[0].tenant)
         except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
@@ -114,7 +114,7 @@ class LocalCore:
             answer(None)
 
     def _take_prepared(self) -> None:
-        """Add the held requests whose preparation is over; refuse those that failed or took too long."""
+        """Add prepared requests; refuse failed or late ones."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -142,7 +142,7 @@ class LocalCore:
         return QueueFullError(f"too many grammars wait to be compiled: this one had no turn within {self._turn_s:g} s")
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams now. A held request is accepted first, because every request is answered before it ends."""
+        """End streams. A held request is accepted first, because each is answered before it ends."""
         ended = set(stream_ids)
         for each in [each for each in self._held if any(stream.request_id in ended for stream in each.streams)]:
             self._held.remove(each)
@@ -150,17 +150,17 @@ class LocalCore:
             each.answer(None)
             self._undelivered += [EngineCoreOutput(s.request_id, finish_reason=_ABORTED) for s in each.streams]
         outputs = self._core.scheduler.finish_requests(stream_ids, status)
-        if status is RequestStatus.FINISHED_ABORTED:  # the engine itself decided on any other end
+        if status is RequestStatus.FINISHED_ABORTED:  # the engine decided on any other end
             self._undelivered += outputs
 
     def has_work(self) -> bool:
-        """Whether `step` has something to compute or to return."""
+        """See `CoreClient`."""
         return bool(self._undelivered) or self._core.has_work()
 
     def step(self) -> list[EngineCoreOutput]:
         """Add prepared requests; return the outputs of aborts if there are any, else compute a step."""
         self._take_prepared()
-        if self._undelivered:  # do not delay these by computing a step
+        if self._undelivered:  # do not delay these by a step
             outputs, self._undelivered = self._undelivered, []
         else:
             outputs = self._core.step() if self._core.has_work() else []
@@ -169,12 +169,12 @@ class LocalCore:
         return outputs
 
     def check_when_idle(self) -> None:
-        """Check the core's invariants in an idle moment; blocks that violate one are not used again."""
+        """Check the core's invariants; blocks that violate one are not used again."""
         for breach in self._core.scheduler.check_when_idle():
             logger.error("%s; the blocks concerned are not used any more", breach)
 
     def wait(self) -> None:
-        """Block until `wake` is called, also by the end of a preparation, or a short timeout. Add prepared requests."""
+        """Block until `wake`, the end of a preparation, or a short timeout; add prepared requests."""
         if not self._core.has_work():
             self.check_when_idle()
         self._woken.wait(HELD_CHECK_S if self._held else IDLE_CHECK_S)
@@ -182,11 +182,11 @@ class LocalCore:
         self._take_prepared()
 
     def wake(self) -> None:
-        """End the current `wait`, or the next one if none is running. Any thread may call it."""
+        """See `CoreClient`."""
         self._woken.set()
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener, those that are still kept first. None: stop reporting."""
+        """Report events to a listener, kept ones first; None: stop."""
         self._feed = None if listener is None else SnapshotFeed(self._core)
         self._listener = listener or self._listener
         self._show()
@@ -197,10 +197,7 @@ class LocalCore:
                 self._listener(snapshot)
 
     def finish_transfers(self) -> None:
-        """Step until the KV of ended requests is saved, if no request is unfinished.
-
-        Logs a warning and returns if no transfer ends for some seconds; later steps continue with the rest.
-        """
+        """See `Engine.finish_transfers`."""
         scheduler = self._core.scheduler
         if not scheduler.get_num_transfers():
             return

@@ -1,10 +1,9 @@
-"""Tokenize long texts piece by piece, or only their ends. The ids equal those of the text tokenized as a whole.
+"""Tokenize long texts in pieces, or only their ends, with the ids of the whole text.
 
-A text may be cut at positions that no token of the vocabulary can span: before a blank between two letters, and after a
-single line break between two visible characters (the split of a longer run of blanks depends on the text after it).
-Merges of BPE and paths of unigram models only build tokens, so the tokens on one side of such a position do not depend
-on the other side. Pre-tokenizers split there, too: otherwise the vocabulary would have tokens that span the position.
-Both properties are checked: in the vocabulary, and with a sample text.
+A cut is a position that no token of the vocabulary can span: before a blank between two letters, or after a single line
+break between two visible characters (longer runs are split depending on the text after them). BPE merges and unigram
+paths only build tokens, so both sides are independent. Pre-tokenizers split there, too, or tokens would span the cut.
+The vocabulary and a sample text are checked for this.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 PIECE_CHARS = 1 << 15  # 15 ms of work
-MAX_UNCUT_CHARS = 1 << 20  # a second or two of work that cannot be cancelled
-# Spellings of a blank and a line break in vocabularies: byte-level, sentencepiece, plain.
+MAX_UNCUT_CHARS = 1 << 20  # a second or two that cannot be cancelled
+# Spellings of a blank and a line break: byte-level, sentencepiece, plain.
 _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
 _ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
 _BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\S\n)(?=\S)"
-# All contexts of a cut. Tokenizing the pieces of this text must give the ids of the whole text.
+# All contexts of a cut. The pieces must give the ids of the whole text.
 _SAMPLE = (
     "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
     "\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"
@@ -36,18 +35,17 @@ _SAMPLE = (
 
 
 class WholeEncoder(Protocol):
-    """A function that tokenizes a text as a whole."""
+    """A function that tokenizes whole texts."""
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text."""
+        """Return token ids."""
         ...
 
 
 class LongTextEncoder:
-    """Encodes texts of any length for one tokenizer.
+    """Encodes texts of any length. encode: tokenizes a whole text.
 
-    encode: tokenizes a text as a whole. bos_token_id: the token that it adds before a text that does not begin with it;
-    None if it adds none.
+    bos_token_id: added unless the text begins with it; None: none is added.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, encode: WholeEncoder, bos_token_id: int | None) -> None:
@@ -58,9 +56,9 @@ class LongTextEncoder:
         self._front, self._back = self._special_tokens()
 
     def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
-        """Return the token ids of a text. most: stop after more than this number of ids.
+        """Return token ids. most: stop after more ids.
 
-        Raises `RequestError` if there are too many characters between two positions at which the text can be cut.
+        Raises `RequestError` if too many characters lie between possible cuts.
         """
         ids = list(self._front) if add_special_tokens else []
         for piece in self._pieces(text, 0):
@@ -75,10 +73,7 @@ class LongTextEncoder:
         return ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool) -> list[int]:
-        """Return the last `num_tokens` of the ids that `encode` returns, tokenizing little more than these.
-
-        Raises `RequestError` like `encode`.
-        """
+        """Return the last ids of `encode`, tokenizing little more."""
         back = self._back if add_special_tokens else []
         num_chars = max(PIECE_CHARS, 8 * num_tokens)
         while num_chars < len(text):
@@ -95,7 +90,7 @@ class LongTextEncoder:
         return self.encode(text, add_special_tokens=add_special_tokens)[-num_tokens:]
 
     def _pieces(self, text: str, start: int) -> Iterator[list[int]]:
-        """Yield the ids of text[start:], piece by piece. start: 0 or the position of a cut."""
+        """Yield the ids of text[start:]. start: 0 or a cut."""
         while start < len(text):
             end = self._next_cut(text, start + PIECE_CHARS)
             end = len(text) if end is None else end
@@ -109,10 +104,7 @@ class LongTextEncoder:
             start = end
 
     def _ids(self, text: str, start: int, end: int) -> list[int]:
-        """Return the ids of a piece.
-
-        The word before it is tokenized with it and then dropped, because normalizers may change the start of a text.
-        """
+        """Tokenize a piece with the word before it: normalizers may change the start of a text."""
         before = self._cut_before(text, start)
         if before == start:
             return self._encode(text[start:end], add_special_tokens=False)
@@ -120,10 +112,10 @@ class LongTextEncoder:
         return ids[len(self._encode(text[before:start], add_special_tokens=False)) :]
 
     def _next_cut(self, text: str, start: int) -> int | None:
-        """Return the first position of a cut from `start` on; None if there is none before the end."""
+        """Return the first cut from `start` on, if any."""
         if self._cut is None or (text.find(" ", start) < 0 and text.find("\n", start - 1) < 0):
-            return None  # this check takes a thousandth of the time of the search below
-        for begin in range(start, len(text), PIECE_CHARS):  # `progress` can cancel the work between the pieces
+            return None  # much faster than the search
+        for begin in range(start, len(text), PIECE_CHARS):  # `progress` can cancel between these
             progress()
             found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)  # a cut looks at two more
             if found is not None and 0 < found.start() < len(text):
@@ -143,7 +135,7 @@ class LongTextEncoder:
         return 0
 
     def _is_as_said(self) -> bool:
-        """Return True if the sample text, cut at every possible position, has the ids of the whole sample."""
+        """Return True if the sample's pieces give the whole sample's ids."""
         assert self._cut is not None
         text = _SAMPLE * 2
         places = [0, *(found.start() for found in self._cut.finditer(text)), len(text)]
@@ -151,7 +143,7 @@ class LongTextEncoder:
         return [id_ for piece in pieces for id_ in piece] == self._encode(text, add_special_tokens=False)
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
-        """Return the ids that a tokenizer adds before and after a text."""
+        """Return the ids added before and after texts."""
         bare, dressed = (self._encode("a", add_special_tokens=add) for add in (False, True))
         for start in range(len(dressed) - len(bare) + 1):
             if dressed[start : start + len(bare)] == bare:
@@ -160,10 +152,10 @@ class LongTextEncoder:
 
 
 def _cuts(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
-    """Return the pattern of positions at which texts can be cut with this vocabulary; None if there are none."""
+    """Return the pattern of cuts, if any."""
     tokens: Iterable[str] = backend.get_vocab()
     added = backend.get_added_tokens_decoder().values()
-    greedy = [token.content[:1] for token in added if token.lstrip]  # such a token absorbs the blanks before it
+    greedy = [token.content[:1] for token in added if token.lstrip]  # absorbs the blanks before it
     greedy += [token.content[-1:] for token in added if token.rstrip]
     kinds = []
     if not any(map(_ACROSS_BLANK.search, tokens)) and not any(edge.isalpha() for edge in greedy):

@@ -1,4 +1,4 @@
-"""Turn token ids into outputs: incremental detokenizing, stop strings, logprobs, the n outputs of a request."""
+"""Turn token ids into outputs: text, stop strings, logprobs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NUM_TEXTS = 1 << 14  # some 2 MB
 
 @dataclass(slots=True)
 class _Stream:
-    """One of the n outputs of a request while it grows.
+    """One of the n outputs of a request.
 
     num_shown_chars, num_shown_tokens: how much DELTA outputs have delivered.
-    detokenizer, stops: created with the first token. stops: None if the request has no stop strings.
-    logprobs: with DELTA outputs only those not delivered yet, because they are many times as large as their tokens.
+    detokenizer, stops: created with the first token.
+    logprobs: with DELTA outputs only undelivered ones, because they are large.
     """
 
     index: int
@@ -74,9 +74,9 @@ class _RequestState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutputs:
-    """The outputs of a step for users, and the streams that ended here and that the core must end, too.
+    """The outputs of a step, and streams that the core must end.
 
-    streams_to_stop: ended by a stop string. streams_to_fail: their requests failed in the output processor.
+    streams_to_stop: ended by a stop string. streams_to_fail: failed here.
     """
 
     request_outputs: list[RequestOutput]
@@ -85,7 +85,7 @@ class ProcessedOutputs:
 
 
 class TokenTexts(dict[int, Text], Generic[Text]):
-    """A cache of token texts by id: with logprobs, each token of an answer needs the texts of up to twenty tokens."""
+    """A cache of texts by token id: each token may have twenty alternatives."""
 
     def __init__(self, decode: Callable[[int], Text]) -> None:
         self._decode = decode
@@ -98,7 +98,7 @@ class TokenTexts(dict[int, Text], Generic[Text]):
 
 
 class OutputProcessor:
-    """Keeps the texts of all unfinished requests. `stream_ids` are the core's ids of the n outputs of a request."""
+    """Keeps the texts of unfinished requests. stream_ids: the core's ids of the n outputs."""
 
     def __init__(self, tokenizer: DetokenizerFactory | None, clock: Callable[[], float]) -> None:
         self.tokenizer = tokenizer or NoTokenizer()
@@ -121,7 +121,7 @@ class OutputProcessor:
         *,
         arrival_time: float,
     ) -> None:
-        """Expect outputs for a request."""
+        """Expect a request's outputs."""
         streams = {}
         for index, stream_id in enumerate(stream_ids):
             streams[stream_id] = _Stream(index)
@@ -138,16 +138,16 @@ class OutputProcessor:
         )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a complete token sequence, such as an echoed prompt; "" without a tokenizer."""
+        """Return a complete sequence's text; "" without a tokenizer."""
         detokenizer = self.tokenizer.incremental_detokenizer([], skip_special_tokens=skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
 
     def piece(self, token_id: int) -> str | bytes:
-        """Return the text or bytes that a token appends to a text; for a special token its name."""
+        """Return a token's text or bytes; for a special token its name."""
         return self._token_pieces[token_id]
 
     def tokenizer_of(self, params: SamplingParams) -> DetokenizerFactory:
-        """Return the tokenizer for a request's outputs: it shows the special tokens that the request asks for."""
+        """Return a tokenizer that shows the special tokens of a request."""
         shown = params.shown_special_token_ids
         return SomeSpecialTokens(self.tokenizer, shown) if shown else self.tokenizer
 
@@ -158,28 +158,25 @@ class OutputProcessor:
         return tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def stream_ids(self, request_id: str) -> list[str]:
-        """Return the core's ids of a request's unfinished streams; none for an unknown request."""
+        """Return the unfinished streams of a request."""
         state = self._states.get(request_id)
         if state is None:
             return []
         return [stream_id for stream_id, stream in state.streams.items() if stream.finish_reason is None]
 
     def request_ids(self) -> list[str]:
-        """Return the ids of all unfinished requests."""
+        """Return all unfinished requests."""
         return list(self._states)
 
     def forget_all(self) -> list[str]:
-        """Drop all unfinished requests after the core has died; return their ids."""
+        """Drop all requests of a dead core; return their ids."""
         request_ids = list(self._states)
         self._states.clear()
         self._owner.clear()
         return request_ids
 
     def process(self, core_outputs: list[EngineCoreOutput]) -> ProcessedOutputs:
-        """Process the core outputs of a step. A request's last output has `finished` set; then the request is dropped.
-
-        Any exception while processing one request ends that request alone, with an error.
-        """
+        """Process a step's outputs, and drop finished requests. An exception ends only its request."""
         changed: dict[str, _RequestState] = {}
         to_stop: list[str] = []
         to_fail: list[str] = []
@@ -187,7 +184,7 @@ class OutputProcessor:
         for core_output in core_outputs:
             request_id = self._owner.get(core_output.request_id)
             if request_id is None:
-                continue  # a stop string ended the stream already
+                continue  # a stop string ended it
             state = changed[request_id] = self._states[request_id]
             try:
                 if self._advance(state, state.streams[core_output.request_id], core_output, now):
@@ -204,7 +201,7 @@ class OutputProcessor:
         return ProcessedOutputs(outputs, to_stop, to_fail)
 
     def _give_up(self, state: _RequestState, error: BaseException) -> list[str]:
-        """End a request whose outputs cannot be produced; return its streams that are still running in the core."""
+        """Fail a request; return its streams that still run in the core."""
         log_fault(state.request_id, "its answer was made", error)
         state.error_code, state.error = ErrorCode.REQUEST_FAILED, request_failed(state.request_id)
         stream_ids = []
@@ -216,7 +213,7 @@ class OutputProcessor:
         return stream_ids
 
     def _failed_output(self, state: _RequestState) -> RequestOutput:
-        """Drop a request that was given up; return its last output, which has no new text."""
+        """Drop a failed request; return its last output."""
         self._states.pop(state.request_id, None)
         outputs = [CompletionOutput(each.index, "", [], finish_reason="error") for each in state.streams.values()]
         return RequestOutput(
@@ -231,7 +228,7 @@ class OutputProcessor:
         )
 
     def _advance(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput, now: float) -> bool:
-        """Apply a core output to a stream. Returns True if a stop string ended a stream that the core has not ended."""
+        """Apply a core output. Returns True if a stop string ended a stream that the core continues."""
         state.num_cached_tokens = max(state.num_cached_tokens, news.num_cached_tokens)
         stream.num_cached_tokens = max(stream.num_cached_tokens, news.num_cached_tokens)
         stream.num_computed_tokens = max(stream.num_computed_tokens, news.num_computed_tokens)
@@ -261,10 +258,7 @@ class OutputProcessor:
         return False
 
     def _append(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput) -> bool:
-        """Append tokens one by one, so that the output ends with the token that completes a stop string.
-
-        Returns True if a stop string was found.
-        """
+        """Append tokens one by one. Returns True if one completes a stop string."""
         params, detokenizer = state.params, stream.detokenizer
         if detokenizer is None:
             detokenizer = self._begin(state, stream)
@@ -294,7 +288,7 @@ class OutputProcessor:
         return False
 
     def _begin(self, state: _RequestState, stream: _Stream) -> Detokenizer:
-        """Create the stop search and the detokenizer of a stream; return the latter."""
+        """Create a stream's stop search and detokenizer."""
         params = state.params
         if params.stop_strings:
             state.stop_strings = state.stop_strings or StopStrings(params.stop_strings)
@@ -355,10 +349,7 @@ class OutputProcessor:
 
 
 def _count_computed(state: _RequestState) -> None:
-    """Count the computed and recomputed tokens of a request.
-
-    Each token of a sequence has to be computed once, except the last token and the tokens found in the cache.
-    """
+    """Count computed and recomputed tokens: all but the last one and cached ones must be computed once."""
     for stream in state.streams.values():
         needed = len(state.prompt_token_ids) + stream.num_sampled_tokens - 1 - stream.num_cached_tokens
         state.metrics.num_computed_tokens += stream.num_computed_tokens

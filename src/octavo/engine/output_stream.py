@@ -1,4 +1,4 @@
-"""The outputs of one request on their way from the engine's thread to their reader."""
+"""The outputs of one request for their reader."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
     from octavo.outputs import RequestOutput
 
-DEADLINE_GRACE_S = 1.0  # an engine in a long step misses the deadline: then the stream ends the request this much later
+DEADLINE_GRACE_S = 1.0  # an engine in a long step misses the deadline: the stream ends the request so much later
 
 
 class OutputStream:
     """A queue of outputs on the event loop of its one reader.
 
-    deadline: on the loop's clock. on_unread: called with each output that the reader did not get.
+    deadline: on the loop's clock. on_unread: called with each output that the reader missed.
 
     Attributes:
-        accepted: done once the core has accepted the request; failed with the error that refused it.
-        is_left: True if the reader reads no more; only the engine's thread uses it.
-        num_delivered: number of outputs that the engine's thread has sent. num_read: number that the reader got.
+        accepted: done or failed once the core has answered.
+        is_left: the reader is gone; only for the engine's thread.
+        num_delivered, num_read: outputs from the engine's thread, and to the reader.
     """
 
     def __init__(self, deadline: float | None, on_unread: Callable[[RequestOutput], None] | None) -> None:
@@ -53,7 +53,7 @@ class OutputStream:
             self._waiter.set_result(None)
 
     async def get(self) -> RequestOutput | OctavoError:
-        """Wait for the next output or error, and return it."""
+        """Wait for the next output or error."""
         while not self._outputs:
             self._waiter = self.loop.create_future()
             await self._waiter
@@ -61,20 +61,20 @@ class OutputStream:
         return self._outputs.popleft()
 
     def end(self, error: OctavoError) -> None:
-        """Drop all unread and later outputs; the reader gets the error."""
+        """Replace unread and later outputs by an error."""
         self._drop_unread()
         self.put(error)
         self._has_reader = False
 
     def leave(self) -> None:
-        """Drop all unread and later outputs: the reader has disconnected."""
+        """Drop unread and later outputs: the reader is gone."""
         self._has_reader = False
         if self._timer is not None:
             self._timer.cancel()
         self._drop_unread()
 
     def fail(self, error: OctavoError) -> None:
-        """Deliver an error to the reader after the outputs that have arrived, without waiting for the engine."""
+        """Deliver an error after arrived outputs, without waiting for the engine."""
         if self.accepted.done():
             self.put(error)
         else:
@@ -89,5 +89,5 @@ class OutputStream:
             return
         try:
             self._on_unread(output)
-        except Exception as error:  # noqa: BLE001 - the request is over, and the loop has to serve other requests
+        except Exception as error:  # noqa: BLE001 - the loop has to serve other requests
             log_fault(output.request_id, "its unread outputs were counted", error)

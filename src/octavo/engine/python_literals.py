@@ -1,4 +1,4 @@
-"""Find and read Python literals in a text, by the rules of `ast`. Nothing is evaluated."""
+"""Read Python literals by the rules of `ast`. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ _STOPS = {quote: re.compile(rf"[{quote}\\\n\r]") for quote in "\"'"}
 _MAX_ESCAPE_CHARS = 12
 _WORD = re.compile(r"[\w.]+")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
-_PARSING = threading.Lock()  # `catch_warnings` changes the filters of the whole process
+_PARSING = threading.Lock()  # `catch_warnings` changes the whole process
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
 class NotALiteralError(ValueError):
-    """A text is not a literal that can be converted to JSON."""
+    """A text is no literal with a JSON form."""
 
 
 class ValueScanner:
-    """Finds the end of one value in a growing text: the first of the characters `ends` outside of brackets.
+    """Finds the end of a value in a growing text: one of `ends` outside of brackets, or else its last bracket.
 
-    Without `ends` the value ends with its last bracket. is_begun: the text ended within the value. line_ends:
-    positions of line feeds and carriage returns within single-line strings.
+    is_begun: the text ended within it. line_ends: positions of line ends in single-line strings.
     """
 
     def __init__(self, start: int, ends: str = ",)") -> None:
@@ -39,10 +38,10 @@ class ValueScanner:
         self._position, self._ends = start, ends
         self._stack: list[str] = []
         self._quote = ""  # of the string at the position
-        self._whole: tuple[int, str] | None = None  # the end of the last whole member, and the brackets open there
+        self._whole: tuple[int, str] | None = None  # the end of the last whole member, and open brackets' closers
 
     def end(self, text: str, *, is_over: bool) -> int | None:
-        """Return the position at which the value ends; None if more text is needed. is_over: no more text follows.
+        """Return the value's end; None if more text is needed. is_over: no more follows.
 
         Raises `NotALiteralError` if brackets do not match, or the text is over within the value.
         """
@@ -55,7 +54,7 @@ class ValueScanner:
                 return before
             elif opened := _STRING.match(text, before):
                 if not is_over and _BEGUN_STRING.match(text, before):
-                    break  # two quotes are an empty string, or the beginning of three
+                    break  # two quotes are an empty string, or begin three
                 self._quote, self._position = opened.group("quote"), opened.end()
             else:
                 self._take(text, char)
@@ -69,7 +68,7 @@ class ValueScanner:
         return None
 
     def value(self, text: str, end: int) -> str:
-        """Return the text of the value up to its end, with line ends in single-line strings replaced by escapes."""
+        """Return the value, with escapes for line ends in single-line strings."""
         pieces, start = list[str](), self._start
         for place in (each for each in self.line_ends if each < end):
             pieces += [text[start:place], "\\n" if text[place] == "\n" else "\\r"]
@@ -77,9 +76,9 @@ class ValueScanner:
         return "".join([*pieces, text[start:end]])
 
     def begun_json(self, text: str) -> str | None:
-        """Return the JSON of the beginning of a string, a list or a dict that was cut off; None for anything else.
+        """Return the JSON of a string, list or dict that was cut off; None for any other value.
 
-        For a list and a dict it contains the complete members, without the closing brackets.
+        Lists and dicts have complete members, and no closing brackets.
         """
         if self._whole is None:
             return begun_string_json(self.value(text, len(text)).lstrip())
@@ -121,10 +120,10 @@ class ValueScanner:
 
 
 def literal(text: str) -> Any:
-    """Return the value of JSON or of a Python literal: strings, numbers, booleans, None, lists and dictionaries.
+    """Return the value of JSON or a Python literal: strings, numbers, booleans, None, lists and dictionaries.
 
-    Tuples become lists. JSON's `true`, `false` and `null` are allowed in Python literals. Raises `NotALiteralError` for
-    anything else: names, calls, f-strings, bytes, sets, keys that are not strings, lone surrogates.
+    Tuples become lists. JSON's `true`, `false` and `null` are allowed. Raises `NotALiteralError` for all else: names,
+    calls, f-strings, bytes, sets, keys that are no strings, lone surrogates.
     """
     if len(text) > _MAX_CHARS or not text.strip():
         raise NotALiteralError
@@ -136,18 +135,15 @@ def literal(text: str) -> Any:
 
 
 def literal_json(text: str) -> str:
-    """Return the JSON of what `literal` returns. Raises `NotALiteralError`."""
+    """Return the JSON of `literal`."""
     try:
         return json.dumps(literal(text), ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):  # for example a number with more digits than Python converts
+    except (ValueError, RecursionError):  # such as too many digits for Python
         raise NotALiteralError from None
 
 
 def begun_string_json(text: str) -> str | None:
-    """Return the JSON of the beginning of a string, without its last quote; None if the text does not begin a string.
-
-    An escape that was cut off is dropped.
-    """
+    """Return the JSON of a begun string, without its last quote and any incomplete escape; None for another text."""
     opened = _STRING.match(text)
     if opened is None:
         return None
@@ -163,8 +159,8 @@ def begun_string_json(text: str) -> str | None:
 def _python_value(text: str) -> Any:
     try:
         with _PARSING, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns about unknown escapes, which stay in the text
-            tree = ast.parse(f"({text.strip()})", mode="eval")  # a value in parentheses may have several lines
+            warnings.simplefilter("ignore")  # about unknown escapes
+            tree = ast.parse(f"({text.strip()})", mode="eval")  # in parentheses it may have several lines
         return _value_of(tree.body)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise NotALiteralError from None

@@ -1,7 +1,4 @@
-"""A core in a process of its own: starts the process, exchanges messages with it, and restarts it when it dies.
-
-The process works with token ids alone: prompts are tokenized before they are sent, and outputs detokenized on arrival.
-"""
+"""A core in a process of its own, which handles only token ids."""
 
 from __future__ import annotations
 
@@ -43,25 +40,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL_MS = 250
-_PAUSE_POLL_MS = 20  # between two processes
-_LAST_WORDS_MS = 100  # the last messages of a dead process may still be on their way
+_PAUSE_POLL_MS = 20
+_LAST_WORDS_MS = 100  # last messages may still come
 _STOP_S = 5.0
 _STOP_POLL_MS = 20
-_KILL_S = 5.0  # how long a shutdown waits for the system to end a killed process
-_GIVE_BACK_S = 60.0  # how long the start of a new process waits for that, since it needs the memory
+_KILL_S = 5.0  # limit on the wait for a killed process at a shutdown
+_GIVE_BACK_S = 60.0  # the same before a new process, which needs its memory
 _MAX_PENDING = 4096
 
 
 class RemoteCore:
-    """A `octavo.engine.core_client.CoreClient` of a core in another process, which it watches while it waits.
+    """A `CoreClient` that watches and restarts the core's process while it waits.
 
-    Only one thread may use it at a time, except for `is_ready` and `wake`. command: the command line of a process that
-    calls `octavo.engine.core_process.run_core_process`.
+    command: starts a process of `run_core_process`.
     """
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
-        self.capacity: EngineCapacity  # of the last process that was ready
-        self.stats = EngineStats()  # of the current process, at most half a second old unless a step takes longer
+        self.capacity: EngineCapacity  # of the last ready process
+        self.stats = EngineStats()  # at most half a second old, except in a longer step
         self.num_restarts = 0
         self.num_failed_starts = 0
         self._command, self._config = command, config
@@ -78,7 +74,7 @@ class RemoteCore:
         self._listener: Callable[[Snapshot], None] | None = None
         self._progress: Callable[[int, int], None] = lambda _done, _total: None
         self._life: CoreLife | None = None
-        self._leaving: subprocess.Popen[bytes] | None = None  # killed, but perhaps not ended by the system yet
+        self._leaving: subprocess.Popen[bytes] | None = None  # killed, but perhaps not ended yet
         self._left_behind_at = self._starts_at = self._expected_at = 0.0
         self._load_s = 0.0
         self._num_lives = self._num_failures = 0
@@ -87,11 +83,10 @@ class RemoteCore:
     # --- its life ------------------------------------------------------------------------------------------------
 
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
-        """Start the process, call `meanwhile` while it loads, and return its result once the process is ready.
+        """Start the process, call `meanwhile` while it loads, and return its result when the process is ready.
 
-        progress(done, total) is called with the number of packed bytes of weights, after `meanwhile` has returned.
-        Raises any error of `meanwhile`, the `ConfigError` or `ModelError` that the process reports, and
-        `EngineDeadError` if the process ends or cannot be started.
+        progress(done, total): called with bytes of packed weights, after `meanwhile` has returned.
+        Raises errors of `meanwhile`, the process's `ConfigError` or `ModelError`, and `EngineDeadError` if it ends.
         """
         self._progress = progress or self._progress
         try:
@@ -105,9 +100,9 @@ class RemoteCore:
         return result
 
     def _begin(self) -> None:
-        """Start a process. An error of the start is handled like the death of the process."""
+        """Start a process; a failed start counts as its death."""
         config, number = self._config, self._num_lives
-        if number and config.record is not None:  # do not overwrite the journal of the process that died
+        if number and config.record is not None:  # keep the journal of the process that died
             record = config.record.with_name(f"{config.record.stem}-{number}{config.record.suffix}")
             config = replace(config, record=record)
         self._num_lives += 1
@@ -116,12 +111,12 @@ class RemoteCore:
             self._poller.register(self._life.news, zmq.POLLIN)
         except ConfigError as error:
             self._die(f"cannot be started: {error}")
-        except Exception as error:  # the system may lack memory, files or disk space only for now: try again later
+        except Exception as error:  # the system may lack resources only for now
             logger.exception("the engine process cannot be started")
             self._die(f"cannot be started: {error}")
 
     def _tend(self) -> None:
-        """Process the messages that have arrived, detect the process's end, and start the next one when it is due."""
+        """Process messages, detect the process's end, and start the next one when it is due."""
         life, now = self._life, time.monotonic()
         if life is None:
             if now >= self._starts_at and self._is_gone(now):
@@ -136,11 +131,11 @@ class RemoteCore:
             for data in life.received(_LAST_WORDS_MS):
                 self._hear(life, data)
         if self._news:
-            return  # deliver its last outputs first; the next call detects the end again
+            return  # first deliver its last outputs; the next call detects the end again
         self._die(reason)
 
     def _is_gone(self, now: float) -> bool:
-        """Return True once the system has ended the last process, or after a minute of waiting for that."""
+        """Return True once the last process has ended, or after a minute."""
         if self._leaving is None or self._leaving.poll() is not None:
             return True
         if now < self._left_behind_at:
@@ -149,7 +144,7 @@ class RemoteCore:
         return True
 
     def _die(self, reason: str) -> None:
-        """End all requests of a process that died or has to be killed, and schedule the start of the next one."""
+        """End all requests of a dead or failing process, and schedule the next start."""
         life, self._life = self._life, None
         failure, served_s, now = None, None, time.monotonic()
         if life is not None:
@@ -216,37 +211,37 @@ class RemoteCore:
 
     @property
     def core(self) -> EngineCore:
-        """Raise `EngineError`: the core runs in another process."""
+        """Raise `EngineError`."""
         raise EngineError("the core of this engine runs in another process")
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process takes requests, sent a message lately and makes progress. Any thread may read it."""
+        """Whether the process takes requests and is healthy. Thread-safe."""
         life = self._life
         return life is not None and life.ready_at is not None and life.health.is_well
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until the next process may be ready: the pause before its start plus the last loading time."""
+        """Seconds until the next process may be ready."""
         return max(self._expected_at - time.monotonic(), 1.0)
 
     @property
     def pid(self) -> int | None:
-        """Id of the engine process; None between two processes."""
+        """The process's id, if any."""
         return None if self._life is None else self._life.process.pid
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Call `lose` each time the process dies, after the requests that it had not answered were refused."""
+        """See `CoreClient.on_lost`."""
         self._lose = lose
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Send a request to the process. A later `wait` receives the answer."""
+        """Send a request; `wait` receives the answer."""
         if len(self._pending) >= _MAX_PENDING:
             answer(QueueFullError(f"{_MAX_PENDING} requests have been sent to the engine, which has not answered yet"))
             return
         try:
             message = ipc.encode(ipc.Add.of(request_id, streams))
-        except (TypeError, ValueError, OverflowError) as error:  # for example a text that is not valid Unicode
+        except (TypeError, ValueError, OverflowError) as error:  # such as invalid Unicode
             answer(RequestError(f"the request cannot be sent to the engine: {error}"))
             return
         if self._life is not None and self._life.send(message):
@@ -267,12 +262,12 @@ class RemoteCore:
             answer(error)
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """Tell the process to end streams. The socket always has room: `_MAX_PENDING` bounds the waiting requests."""
+        """Ask the process to end streams. The socket has room: `_MAX_PENDING` bounds the unanswered requests."""
         if stream_ids:
             self._send(ipc.Finish([*stream_ids], status))
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener, also those of later processes. None: stop reporting."""
+        """Report events of this and later processes to a listener; None: stop."""
         self._listener = listener
         self._send(ipc.Watch(listener is not None))
 
@@ -286,12 +281,12 @@ class RemoteCore:
         return bool(self._news)
 
     def step(self) -> list[EngineCoreOutput]:
-        """Return the outputs that have arrived; the process itself steps."""
+        """Return arrived outputs."""
         news, self._news = self._news, []
         return news
 
     def wait(self) -> None:
-        """Wait for messages or for `wake`. Process the messages, and watch and restart the engine process."""
+        """Wait for messages or `wake`; watch and restart the process."""
         poll_ms = _POLL_MS if self._life is not None else _PAUSE_POLL_MS
         for ready, _ in self._poller.poll(poll_ms):
             if ready == self._woken.fileno():
@@ -299,15 +294,15 @@ class RemoteCore:
         self._tend()
 
     def wake(self) -> None:
-        """End the current `wait`, or the next one if none is running. Any thread may call it."""
+        """See `CoreClient.wake`."""
         with contextlib.suppress(OSError):  # the socket is full, which ends the wait as well, or closed
             self._waker.send(b"\0")
 
     def finish_transfers(self) -> None:
-        """Do nothing: the process saves KV whenever it is idle, and when it stops."""
+        """Do nothing: the process saves KV when it is idle or stops."""
 
     def shutdown(self) -> None:
-        """Ask the process to end, and kill it if it does not within some seconds."""
+        """Ask the process to end; kill it after some seconds."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
@@ -316,7 +311,7 @@ class RemoteCore:
         if life is not None:
             while life.process.poll() is None and time.monotonic() < until:
                 if life.news.poll(_STOP_POLL_MS):
-                    life.news.recv()  # discard messages: a full socket would block the process
+                    life.news.recv()  # a full socket would block the process
             life.end()
             self._leaving = life.process
         if self._leaving is not None:

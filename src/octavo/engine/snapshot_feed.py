@@ -1,4 +1,4 @@
-"""Reports the events of an engine to a watcher as snapshots."""
+"""Reports an engine's events as snapshots."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ if TYPE_CHECKING:
     from octavo.engine.engine_core import EngineCore
 
 SNAPSHOT_INTERVAL_S = 0.25
-_MAX_WEIGHT = 5_000  # of one snapshot: processing it must not occupy its reader's thread for long
+_MAX_WEIGHT = 5_000  # of a snapshot: it must not occupy its reader's thread for long
 
 
 class SnapshotFeed:
-    """Follows a core for one watcher. The first snapshots have the past events that are still kept.
-
-    Use it only between two steps.
-    """
+    """Follows a core for one watcher, beginning with kept past events. Use it between two steps."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -32,16 +29,16 @@ class SnapshotFeed:
 
     @property
     def is_due(self) -> bool:
-        """Whether the interval since the last look is over."""
+        """Whether another look is due."""
         return time.monotonic() >= self._next
 
     def look(self) -> Iterator[Snapshot]:
-        """Yield snapshots of the events since the last look, if there are any."""
+        """Yield events since the last look."""
         self._next = time.monotonic() + SNAPSHOT_INTERVAL_S
         recent = self._core.recent
         if recent.num_seen == self._num_told and not self._is_first:
             return
-        if recent.first_kept > self._num_told:  # events since the last look were dropped: start again
+        if recent.first_kept > self._num_told:  # some events were dropped: start again
             self._is_first = True
         *parts, last = _parts(recent.since(self._num_told))
         self._num_told = recent.num_seen
@@ -53,7 +50,7 @@ class SnapshotFeed:
 
 
 def _parts(events: list[Event]) -> Iterator[list[Event]]:
-    """Cut a list of events into parts of limited weight. The last part may be empty."""
+    """Cut events into parts of limited weight. The last part may be empty."""
     part: list[Event] = []
     weight = 0
     for event in events:

@@ -1,4 +1,4 @@
-"""Find stop strings in a stream of text, also across pieces, and hold back text that may begin one."""
+"""Find stop strings in a stream of text."""
 
 from __future__ import annotations
 
@@ -11,41 +11,40 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_END = "\ud800"  # terminates each string: a lone surrogate is in no valid text
+_END = "\ud800"  # a lone surrogate is in no valid text
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string, and the number of characters after it in the piece of text in which it ends."""
+    """A stop string, and the number of characters after it in its piece."""
 
     stop_string: str
     num_chars_behind: int
 
 
 class StopStrings:
-    """All stop strings of a request as one automaton (Aho and Corasick, 1975). Its nodes are computed when reached.
+    """All stop strings as one automaton (Aho and Corasick, 1975), computed node by node when reached.
 
-    A node is a prefix of some strings, identified by a number. The nodes of one string have consecutive numbers. A
-    shared prefix belongs to the first string in alphabetical order; the other string branches off from it. Node 0 is
-    the empty prefix.
+    A node is the number of a prefix; those of one string are consecutive. A shared prefix belongs to the first string
+    in alphabetical order, from which the next one branches off. Node 0 is the empty prefix.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
         strings = sorted(set(stop_strings))
-        self._characters = "".join(text + _END for text in strings)  # by node: the character to the next node
+        self._characters = "".join(text + _END for text in strings)
         self._first_nodes = list(accumulate((len(text) + 1 for text in strings[:-1]), initial=0))
         self._branches: dict[int, dict[str, int]] = {}
         self._string_at = {first + len(text): text for first, text in zip(self._first_nodes, strings, strict=True)}
         self._branch_off(strings)
         num_nodes = len(self._characters)
         self._fallbacks = array("i", [_UNKNOWN]) * num_nodes  # by node: the longest other node that is a suffix of it
-        self._stops = array("i", [0]) * num_nodes  # by node: the last node of the longest string that is a suffix of it
+        self._stops = array("i", [0]) * num_nodes  # by node: the end of the longest string that is a suffix of it
         self._num_held_back = array("h", [0]) * num_nodes
         self.first_characters = frozenset({self._characters[0], *self._branches.get(0, ())})
 
     def _branch_off(self, strings: list[str]) -> None:
-        lengths = [0]  # of the prefix that each string shares with the one before it
+        lengths = [0]  # of the prefix shared with the string before
         for index, (before, text) in enumerate(pairwise(strings), start=1):
             length = _shared_length(before, text)
             lengths.append(length)
@@ -56,7 +55,7 @@ class StopStrings:
             branches[text[length]] = self._first_nodes[index] + length + 1
 
     def next(self, node: int, character: str) -> int:
-        """Return the node that follows after a character: at most one deeper, so the amortized cost is constant."""
+        """Return the node after a character. The amortized cost is constant."""
         while True:
             if self._characters[node] == character:
                 child = node + 1
@@ -71,7 +70,7 @@ class StopStrings:
             node = self._fallbacks[node]
 
     def _reach(self, node: int, character: str, child: int) -> None:
-        """Compute the fields of a child, and of its fallbacks in other strings if these are not computed yet."""
+        """Compute a child's fields, and those of its fallbacks."""
         fallback = self.next(self._fallbacks[node], character) if node else 0
         is_end = child in self._string_at
         self._fallbacks[child] = fallback
@@ -82,17 +81,17 @@ class StopStrings:
             self._num_held_back[child] = child - self._first_nodes[bisect_right(self._first_nodes, child) - 1]
 
     def stop_at(self, node: int) -> str | None:
-        """Return the longest stop string at the end of a text that led to a node; None if there is none."""
+        """Return the longest stop string that ends at a node."""
         end = self._stops[node]
         return self._string_at[end] if end else None
 
     def num_held_back_chars(self, node: int) -> int:
-        """Return the length of the longest suffix of such a text that is the beginning of a longer stop string."""
+        """Length of the longest suffix that begins a longer stop string."""
         return self._num_held_back[node]
 
 
 class StopSearch:
-    """Searches for stop strings in one text that arrives in pieces."""
+    """Searches one text that arrives in pieces."""
 
     __slots__ = ("_node", "_stops")
 
@@ -102,15 +101,14 @@ class StopSearch:
 
     @property
     def num_held_back_chars(self) -> int:
-        """Number of characters at the end of the text that may begin a stop string and must not be shown yet."""
+        """Number of characters that may begin a stop string."""
         return self._stops.num_held_back_chars(self._node)
 
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
         """Add a piece of text; return the stop string that ends first in it, and stop reading there.
 
-        counts: False to ignore stop strings that end in this piece. A string that ends in a later piece may begin here.
-        If two strings end at the same position, the longer one is returned. So the result does not depend on how the
-        text is cut into pieces.
+        counts: False to ignore stop strings that end in this piece; one that begins here may still end later. Of two
+        that end together the longer one is returned, so cuts of the text do not matter.
         """
         stops = self._stops
         if not self._node and stops.first_characters.isdisjoint(text):
@@ -123,12 +121,12 @@ class StopSearch:
 
 
 def _shared_length(first: str, second: str) -> int:
-    """Return the length of the common prefix of two strings."""
+    """Return the common prefix's length."""
     return bisect_left(range(min(len(first), len(second))), True, key=lambda n: first[: n + 1] != second[: n + 1])
 
 
 def num_held_back_chars(text: str, stop_string: str) -> int:
-    """Return how many characters at the end of a text may begin a stop string. Suited for a single short string."""
+    """Return how many last characters may begin a short stop string."""
     for length in range(min(len(stop_string) - 1, len(text)), 0, -1):
         if text.endswith(stop_string[:length]):
             return length

@@ -1,4 +1,4 @@
-"""Jinja's sandbox with a time limit: a template may loop over a long conversation in any way."""
+"""Jinja's sandbox with a time limit: a template may contain any loop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from octavo.runtime.text_work import progress
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Ends a template that takes too long or is no longer needed.
-
-    Every lookup checks that; a loop cannot do without lookups.
-    """
+    """Ends a template that takes too long. Lookups check that; every loop has some."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Look up `obj.attribute`."""

@@ -1,4 +1,4 @@
-"""Detect which forms of messages a chat template needs, by rendering small conversations."""
+"""Detect the messages that a chat template needs, by rendering small conversations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 EmptyContent = Literal["null", "empty", "absent"]
 SystemPlaces = Literal["anywhere", "first", "never"]
 
-_SEPARATOR = "\n\n"  # between the texts of joined messages
+_SEPARATOR = "\n\n"  # between joined messages
 _FIRST, _SECOND, _EXTRA = "octavo-first", "octavo-second", "octavo-extra"
 _USER = {"role": "user", "content": "Question"}
 _ARGUMENTS = {_FIRST: 1}
-_CALL_ID = "call00001"  # nine letters and digits: some templates check that
+_CALL_ID = "call00001"  # some templates check for nine letters and digits
 _OTHER_ID = "call00002"
 _LONG_ID = "call_octavo_of_another_server"
 _TOOL_NAME = "lookup"
@@ -45,16 +45,14 @@ TOOL = {
 class TemplateTraits:
     """The forms of messages that one template demands.
 
-    part_roles: roles for which it reads content as a list of parts; for all other roles the texts of parts are joined
-    by a line feed.
-    only_part_roles: those of them for which it cannot read content as text.
-    null_content, empty_content: the form of a call's message without text, if the client sent null or "" as content.
-    takes_text_arguments: a call's arguments must be JSON in a string, not an object.
-    joins_turns: it refuses two consecutive turns of one role, so they are joined.
-    joins_results: it refuses a user's turn after a tool's result, so the user's text is added to the result.
-    wants_short_ids: it refuses call ids that are not nine letters and digits.
-    wants_single_calls: it refuses several calls in a message, or shows only one of them.
-    system: the system messages that it shows: "anywhere"; "first", one at the beginning; "never".
+    part_roles: roles for which it reads content as parts; for other roles texts are joined by line feeds.
+    only_part_roles: those of them for which it cannot read text.
+    null_content, empty_content: content of a call's message without text, if the client sent null or "".
+    takes_text_arguments: a call's arguments must be JSON text.
+    joins_turns: it refuses two consecutive turns of a role. joins_results: it refuses a user's turn after a result.
+    wants_short_ids: call ids must be nine letters and digits.
+    wants_single_calls: it refuses or loses several calls in a message.
+    system: which system messages it shows; "first": one at the beginning.
     """
 
     part_roles: frozenset[str] = frozenset()
@@ -70,10 +68,9 @@ class TemplateTraits:
 
     @classmethod
     def find(cls, render: Render) -> TemplateTraits:
-        """Detect the traits of a template. render: returns a conversation's text, None if the template refuses it.
+        """Detect a template's traits. render: returns None if it refuses the messages.
 
-        Renders about twenty conversations of a few words. There is no time limit, because a prompt must not depend on
-        the load of the machine.
+        Without a time limit: a prompt must not depend on the machine's load.
         """
         null_content, takes_text = _find_call_form(render, ("null", "empty", "absent"), (False, True))
         empty_content, _ = _find_call_form(render, ("empty", "null", "absent"), (takes_text,))
@@ -112,9 +109,9 @@ class TemplateTraits:
         )
 
     def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
-        """Yield messages in the form of the traits; then, in case the template refuses these, in stricter forms.
+        """Yield messages in the form of the traits, then in stricter forms for a template that refuses these.
 
-        chat: content is text, a list of text parts, null or absent; arguments of calls are objects.
+        chat: content is text, text parts, null or absent; arguments of calls are objects.
         """
         before: list[Message] | None = None
         for variant in self._variants(self._without_losses(chat)):
@@ -123,7 +120,7 @@ class TemplateTraits:
             before = variant
 
     def _variants(self, chat: list[Message]) -> Iterator[list[Message]]:
-        """Yield the history unchanged, then in forms that stricter templates accept."""
+        """Yield the history, then stricter forms."""
         yield chat
         yield self._joined(chat)
         strict = begun_by_user(_with_calls_joined(chat))
@@ -131,7 +128,7 @@ class TemplateTraits:
         yield self._joined(with_systems_as_users(strict, keeps_first=self.system != "never"))
 
     def _without_losses(self, chat: Sequence[Message]) -> list[Message]:
-        """Return the history without the forms that the template is known to refuse or to lose."""
+        """Return the history without forms that the template refuses or loses."""
         history = [*chat]
         if self.system != "anywhere":
             history = with_one_system_message(history, _join)
@@ -175,10 +172,9 @@ class TemplateTraits:
 def _find_call_form(
     render: Render, contents: Sequence[EmptyContent], forms: Sequence[bool]
 ) -> tuple[EmptyContent, bool]:
-    """Return the best form of a call without text: its content, and whether its arguments are text.
+    """Return the best content of a call without text, and whether its arguments are text.
 
-    A form that shows the call's arguments is better; then the one that prints fewer of "None", "null" and Python
-    dictionaries; then the first one. contents, forms: the values to try for content and for arguments as text.
+    It shows the arguments, then prints the fewest of "None", "null" and Python dictionaries.
     """
     best: tuple[EmptyContent, bool] = ("empty", False)
     best_faults: tuple[bool, int] | None = None
@@ -204,7 +200,7 @@ def _wants_short_ids(render: Render, content: EmptyContent, *, as_text: bool) ->
 
 
 def _wants_single_calls(render: Render, content: EmptyContent, *, as_text: bool) -> bool:
-    """Return True if a template shows two calls in two messages, but not in one message."""
+    """Return True if a template shows two calls only in two messages."""
     calling = _calling(content, as_text=as_text)
     other = _calling(content, as_text=as_text, arguments={_SECOND: 2})
     other["tool_calls"][0]["id"] = _OTHER_ID
@@ -216,7 +212,7 @@ def _wants_single_calls(render: Render, content: EmptyContent, *, as_text: bool)
 
 
 def _find_system_places(render: Render) -> SystemPlaces:
-    """Return which system messages a template shows, provided that it accepts the rest as user messages."""
+    """Return which system messages a template shows."""
     answer = {"role": "assistant", "content": "Answer"}
     first, second = _message("system", _FIRST), _message("system", _SECOND)
     text = render([first, _USER, answer, second, _USER])
@@ -230,10 +226,7 @@ def _find_system_places(render: Render) -> SystemPlaces:
 
 
 def _shows(text: str | None, *marks: str) -> bool:
-    """Return True if a text contains all marks in order, and not the extra field of parts.
-
-    With that field the template printed a list of parts instead of reading it.
-    """
+    """Return True if a text has all marks in order, and no printed list of parts."""
     if text is None or _EXTRA in text:
         return False
     place = 0
@@ -273,7 +266,7 @@ def _with_text_arguments(call: Any) -> Any:
 
 
 def _with_calls_joined(chat: Sequence[Message]) -> list[Message]:
-    """Return messages in which an assistant's turn without calls is joined with a following one with calls."""
+    """Join an assistant's text with its following calls."""
     found: list[Message] = []
     for message in chat:
         before = found[-1] if found else {"role": ""}
@@ -285,7 +278,7 @@ def _with_calls_joined(chat: Sequence[Message]) -> list[Message]:
 
 
 def _join(run: list[Message]) -> Message:
-    """Join several messages into one, with their texts in order."""
+    """Join messages."""
     joined = dict(run[0])
     for name in ("content", "reasoning_content", "thinking") if len(run) > 1 else ():
         texts = [message[name] for message in run if message.get(name)]
@@ -297,5 +290,5 @@ def _join(run: list[Message]) -> Message:
 
 
 def text_of(content: str | list[Message]) -> str:
-    """Return a message's text, with each part on a line of its own."""
+    """Return a message's text, one part per line."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

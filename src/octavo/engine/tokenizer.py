@@ -1,4 +1,4 @@
-"""Encode and decode with a `tokenizer.json` through the `tokenizers` library, as a whole or token by token."""
+"""Encode and decode with a `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ADDED_TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
-_SHORT_CHARS = 1024  # a text this short needs so little time that the interpreter lock may be held
+_SHORT_CHARS = 1024  # so short a text may hold the interpreter lock
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint.
+    """A checkpoint's tokenizer. special_tokens: by key of tokenizer_config.json ("bos_token", ...).
 
-    special_tokens  text by key of tokenizer_config.json ("bos_token", ...), for chat templates
-    eos_token_id    the tokenizer's EOS token; config.json and generation_config.json may name more
+    eos_token_id: other files may name more.
     """
 
     __slots__ = (
@@ -44,11 +43,11 @@ class Tokenizer:
     )
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
-        """Wrap a tokenizer and modify it. config: the content of tokenizer_config.json."""
+        """Wrap and modify a tokenizer. config: content of tokenizer_config.json."""
         self._longest_token_chars: int | None = None
         self._long_text: LongTextEncoder | None = None
         config = config or {}
-        backend.no_padding()  # some files carry the settings of a training run
+        backend.no_padding()  # set by some training runs
         backend.no_truncation()
         self.backend = backend
         self.special_tokens = _read_special_tokens(config)
@@ -60,38 +59,37 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = TokenPieces(backend, self._special_ids)
-        # Only the post-processor of tokenizer.json decides: as in transformers 5, add_bos_token and add_eos_token of
-        # tokenizer_config.json have no effect, whatever the tokenizer's class.
+        # Only the post-processor decides: as in transformers 5, add_bos_token and add_eos_token of
+        # tokenizer_config.json have no effect.
         self._adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """Read the tokenizer of a checkpoint. Raises `ModelError` if it has none that octavo can read."""
+        """Read a checkpoint's tokenizer. Raises `ModelError`."""
         cls.check_directory(directory)
         path = directory / "tokenizer.json"
         try:
             backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except Exception as error:
-            # The library raises plain Exception for any fault of a file.
+            # The library raises plain Exception for any fault.
             raise ModelError(f"{path} is not a tokenizer that octavo can read ({error}); download it again") from error
         config_path = directory / "tokenizer_config.json"
         config = read_json_object(config_path)
-        if "added_tokens_decoder" not in config:  # older checkpoints list special tokens in a separate file
+        if "added_tokens_decoder" not in config:  # older checkpoints have a separate file
             config |= read_json_object(directory / "special_tokens_map.json")
         _add_tokens(backend, config, config_path)
         return cls(backend, config)
 
     @staticmethod
     def check_directory(directory: Path) -> None:
-        """Raise `ModelError` if a checkpoint has no tokenizer that octavo can read."""
+        """Raise `ModelError` without a readable tokenizer."""
         if not (directory / "tokenizer.json").is_file():
             raise ModelError(_explain_missing(directory))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return the token ids of a text; a text that begins with BOS does not get a second one.
+        """Return token ids, without a second BOS. most: encoding a long text may stop after more ids.
 
-        most: encoding of a long text may stop after more than this number of ids.
-        Raises `RequestError` for a text that is not valid Unicode, or is too long and cannot be cut.
+        Raises `RequestError` for invalid Unicode, or a long text that cannot be cut.
         """
         _check_unicode(text)
         if len(text) > PIECE_CHARS:
@@ -101,10 +99,7 @@ class Tokenizer:
         return ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last `num_tokens` ids of `encode(text)`, without tokenizing all of a long text.
-
-        Raises `RequestError` like `encode`.
-        """
+        """Return the last ids of `encode`, mostly without tokenizing everything. Raises `RequestError`."""
         _check_unicode(text)
         if len(text) > PIECE_CHARS:
             return self._long_texts.encode_end(text, num_tokens, add_special_tokens=add_special_tokens)
@@ -112,7 +107,7 @@ class Tokenizer:
 
     @property
     def _long_texts(self) -> LongTextEncoder:
-        """The encoder of long texts, created when first used because that reads the whole vocabulary."""
+        """Created at first use, because it reads the whole vocabulary."""
         if self._long_text is None:
             bos = self.bos_token_id if self._adds_bos else None
             self._long_text = LongTextEncoder(self.backend, self._encode_at_once, bos)
@@ -121,13 +116,13 @@ class Tokenizer:
     def _encode_at_once(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= _SHORT_CHARS:
             ids = list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        else:  # only the library's functions for batches release the interpreter lock
+        else:  # only functions for batches release the interpreter lock
             ids = list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         doubled = add_special_tokens and self._adds_bos and ids[1:2] == [self.bos_token_id]
         return ids[1:] if doubled else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; unknown ids have no text."""
+        """Return text; unknown ids have none."""
         ids = list(token_ids)
         if len(ids) <= _SHORT_CHARS:
             return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -135,47 +130,47 @@ class Tokenizer:
 
     @property
     def longest_token_chars(self) -> int:
-        """Length of the longest token in characters: no text of n tokens is longer than n times that."""
+        """See `TextCodec`."""
         if self._longest_token_chars is None:
             self._longest_token_chars = max(map(len, self.backend.get_vocab()))
         return self._longest_token_chars
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if a token is special, such as EOS or a role's tag, and not part of the text."""
+        """See `TextCodec`."""
         return token_id in self._special_ids
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token with this text; None if there is none."""
+        """See `TextCodec`."""
         token_id: int | None = self.backend.token_to_id(text)
         return token_id
 
     @property
     def added_ids(self) -> frozenset[int]:
-        """Ids of tokens added to the trained vocabulary: special ones, and others such as the markers of calls."""
+        """Ids outside the trained vocabulary, not only special ones."""
         return frozenset(self.backend.get_added_tokens_decoder())
 
     def token(self, token_id: int) -> str:
-        """Return the spelling of a token in the vocabulary; "" for an unknown id."""
+        """See `TextCodec`; "" for an unknown id."""
         return self.backend.id_to_token(token_id) or ""
 
     def piece(self, token_id: int, *, skip_special_tokens: bool = False) -> str | bytes:
-        """Return the text that a token appends to a text, or its bytes if they are not valid UTF-8 alone."""
+        """See `DetokenizerFactory`."""
         return self._pieces.piece(token_id, skip_special_tokens=skip_special_tokens)
 
     @property
     def has_byte_runs(self) -> bool:
-        """Whether consecutive byte tokens are decoded together (`octavo.engine.detokenizer`)."""
+        """See `DetokenizerFactory`."""
         return self._pieces.has_byte_runs
 
     def decode_token(self, token_id: int) -> str:
-        """Return the text that a token, also a special one, appends to a text; "" for an unknown id."""
+        """Return a token's text, even if it is special; "" for an unknown id."""
         piece = self.piece(token_id)
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
     def incremental_detokenizer(
         self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> IncrementalDetokenizer:
-        """Return a detokenizer for a stream that continues a prompt."""
+        """See `DetokenizerFactory`."""
         decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
         return IncrementalDetokenizer(self._pieces, decode, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
@@ -185,7 +180,7 @@ class Tokenizer:
 
 
 def _check_unicode(text: str) -> None:
-    """Refuse text that has no UTF-8: Python turns invalid bytes of a command line into lone surrogates."""
+    """Refuse lone surrogates, which Python makes of invalid bytes in a command line."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -206,7 +201,7 @@ def _read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _mark_special(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
-    """Mark the tokens with these texts as special, if they exist. Their other flags stay."""
+    """Mark existing tokens as special; other flags stay."""
     added = _added_tokens(backend)
     for text in texts:
         token = added.get(text, tokenizers.AddedToken(text, normalized=False))
@@ -216,7 +211,7 @@ def _mark_special(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """Add the tokens that tokenizer_config.json lists, with their flags. Raises `ModelError` if an id differs."""
+    """Add tokens of tokenizer_config.json. Raises `ModelError` if an id differs."""
     try:
         listed = {int(id_): entry for id_, entry in (config.get("added_tokens_decoder") or {}).items()}
         texts = {id_: str(entry["content"]) for id_, entry in listed.items()}

@@ -1,4 +1,4 @@
-"""The interface of tokenizers for outputs, and null objects for engines and requests without text."""
+"""The interface of tokenizers for outputs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ if TYPE_CHECKING:
 
 
 class Detokenizer(Protocol):
-    """Turns a stream of token ids into text. All pieces, joined, equal the text of all tokens decoded as a whole."""
+    """Turns token ids into text. All pieces, joined, equal the text of all tokens."""
 
     @property
     def held(self) -> bytes:
-        """Bytes held back until later bytes complete them, those of the prompt first."""
+        """Bytes held back for later ones, first the prompt's."""
         ...
 
     @property
     def num_prompt_bytes(self) -> int:
-        """Number of held bytes that belong to the prompt."""
+        """How many of these are the prompt's."""
         ...
 
     def add(self, token_ids: list[int]) -> str:
@@ -31,7 +31,7 @@ class Detokenizer(Protocol):
 
 
 class DetokenizerFactory(Protocol):
-    """The methods of a tokenizer that the output processor and the readers of its tokens use."""
+    """A tokenizer for outputs."""
 
     @property
     def has_byte_runs(self) -> bool:
@@ -39,24 +39,24 @@ class DetokenizerFactory(Protocol):
         ...
 
     def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Return a detokenizer for a stream that continues a prompt."""
+        """Return a detokenizer for a stream after a prompt."""
         ...
 
     def decode_token(self, token_id: int) -> str | None:
-        """Return the text of one token, for logprobs."""
+        """Return one token's text, for logprobs."""
         ...
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return the text that a token appends to a text, or its bytes if they are not valid UTF-8 alone."""
+        """Return the text that a token appends, or its bytes if they are not valid UTF-8 alone."""
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if a token is part of the text only if special tokens are requested."""
+        """Return True if a token is shown only on request."""
         ...
 
 
 class NoDetokenizer:
-    """Null object for requests that need only token ids."""
+    """For requests without text."""
 
     held = b""
     num_prompt_bytes = 0
@@ -71,7 +71,7 @@ class NoDetokenizer:
 
 
 class NoTokenizer:
-    """Null object for engines without a tokenizer."""
+    """For engines without a tokenizer."""
 
     has_byte_runs = False
 
@@ -93,12 +93,12 @@ class NoTokenizer:
         return ""
 
     def is_special(self, token_id: int) -> bool:  # noqa: ARG002
-        """Return False: no special tokens are known."""
+        """Return False."""
         return False
 
 
 class SomeSpecialTokens:
-    """A tokenizer that shows a few of the special tokens even if special tokens are skipped."""
+    """A tokenizer that shows a few special tokens even if they are skipped."""
 
     def __init__(self, tokenizer: DetokenizerFactory, shown: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -106,26 +106,26 @@ class SomeSpecialTokens:
 
     @property
     def has_byte_runs(self) -> bool:
-        """Whether consecutive byte tokens are decoded together."""
+        """See `DetokenizerFactory`."""
         return self._tokenizer.has_byte_runs
 
     def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Return a detokenizer for a stream that continues a prompt; the same tokens of the prompt are hidden."""
+        """See `DetokenizerFactory`; also hides tokens of the prompt."""
         if not skip_special_tokens:
             return self._tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=False)
         return _SomeHidden(self._tokenizer, prompt_token_ids, self._is_hidden)
 
     def decode_token(self, token_id: int) -> str | None:
-        """Return the text of one token, also of a hidden one."""
+        """Return a token's text, even if it is hidden."""
         return self._tokenizer.decode_token(token_id)
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return the text or bytes that a token appends to a text; "" for a hidden one."""
+        """Return "" for a hidden token."""
         is_hidden = skip_special_tokens and self._is_hidden(token_id)
         return "" if is_hidden else self._tokenizer.piece(token_id, skip_special_tokens=False)
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if a token is hidden."""
+        """Return True for a hidden token."""
         return self._is_hidden(token_id)
 
     def _is_hidden(self, token_id: int) -> bool:
@@ -133,7 +133,7 @@ class SomeSpecialTokens:
 
 
 class _SomeHidden:
-    """A detokenizer that drops the hidden tokens of a stream."""
+    """Drops hidden tokens."""
 
     def __init__(
         self, tokenizer: DetokenizerFactory, prompt_token_ids: list[int], is_hidden: Callable[[int], bool]
@@ -144,20 +144,20 @@ class _SomeHidden:
 
     @property
     def held(self) -> bytes:
-        """Bytes held back until later bytes complete them."""
+        """See `Detokenizer`."""
         return self._behind.held
 
     @property
     def num_prompt_bytes(self) -> int:
-        """Number of held bytes that belong to the prompt."""
+        """See `Detokenizer`."""
         return self._behind.num_prompt_bytes
 
     def add(self, token_ids: list[int]) -> str:
-        """Append tokens and return the text that no later token can change."""
+        """See `Detokenizer`."""
         return self._behind.add(self._shown(token_ids))
 
     def finish(self) -> str:
-        """Flush the text that was held back."""
+        """See `Detokenizer`."""
         return self._behind.finish()
 
     def _shown(self, token_ids: list[int]) -> list[int]:

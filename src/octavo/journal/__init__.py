@@ -1,1 +1,1 @@
-"""The flight recorder: journals of all calls into the core, which suffice to repeat every decision, and their tools."""
+"""Journals of all calls into the core, which suffice to repeat its decisions."""

@@ -1,4 +1,4 @@
-"""Explains in plain words how a request spent its time, from the event stream alone."""
+"""Explains from events how a request spent its time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A time interval that a request spent in one phase. details: text about its result, by name."""
+    """A time in one phase. details: about its result, by name."""
 
     phase: str
     start: float
@@ -38,10 +38,7 @@ class Interval:
 
 @dataclass(slots=True)
 class Explanation:
-    """The phases of a request, which add up to its wall time, and the reasons for them.
-
-    intervals: the phases in order. reasons: sentences. ending: how the request ended.
-    """
+    """A request's phases, which add up to its wall time, and their reasons."""
 
     request_id: str
     intervals: list[Interval] = field(default_factory=list)
@@ -50,19 +47,19 @@ class Explanation:
 
     @property
     def wall_s(self) -> float:
-        """Seconds from its arrival to its end."""
+        """Seconds from arrival to end."""
         return self.intervals[-1].end - self.intervals[0].start if self.intervals else 0.0
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds in each phase, without phases that it was not in."""
+        """Seconds by phase."""
         total: dict[str, float] = defaultdict(float)
         for each in self.intervals:
             total[each.phase] += each.end - each.start
         return {phase: total[phase] for phase in PHASES if phase in total}
 
     def text(self) -> str:
-        """Return the explanation as lines of text."""
+        """Return lines of text."""
         lines = [f"request {self.request_id}: {self.wall_s:.3f} s, {self.ending}"]
         for phase, seconds in self.seconds.items():
             share = 100 * seconds / self.wall_s if self.wall_s else 0.0
@@ -71,9 +68,9 @@ class Explanation:
 
 
 def explain(log: Iterable[Event], request_id: str, end_time: float | None = None) -> Explanation:
-    """Explain the first request with this id. Raises `ConfigError` if the stream does not have it.
+    """Explain the first request with this id. Raises `ConfigError` if there is none.
 
-    end_time: time at which the stream ends, for a request that has not ended; by default the time of its last event.
+    end_time: of the stream, for an open request; by default of its last event.
     """
     stream = list(log)
     start = next((i for i, e in enumerate(stream) if _is(e, events.RequestQueued, request_id)), None)
@@ -89,9 +86,9 @@ def explain(log: Iterable[Event], request_id: str, end_time: float | None = None
 
 
 def intervals(log: Iterable[Event], end_time: float) -> dict[str, list[Interval]]:
-    """Return the phases of every request by id, in the order of arrival. A reused id gets the suffix "'".
+    """Return every request's phases by id, in order of arrival. A reused id gets the suffix "'".
 
-    end_time: time at which the stream ends, for requests that have not ended.
+    end_time: of the stream, for open requests.
     """
     tellers: dict[str, _Teller] = {}
     done: dict[str, list[Interval]] = {}
@@ -120,7 +117,7 @@ def _is(event: Event, kind: type[events.RequestEvent], request_id: str) -> bool:
 
 
 class _Teller:
-    """Follows one request through the stream."""
+    """Follows one request."""
 
     def __init__(self, request_id: str, before: list[Event]) -> None:
         self.request_id = request_id
@@ -133,7 +130,7 @@ class _Teller:
         self.num_postponed = 0
         self.shared: Counter[str] = Counter()
         self.drafts = DraftStats()
-        self.drafted_step = -1  # the newest step in which its drafts were verified
+        self.drafted_step = -1
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
@@ -143,7 +140,7 @@ class _Teller:
             self._note_blocked(event)
 
     def tell(self, event: Event) -> None:
-        """Process an event between the request's arrival and its end."""
+        """Process an event during the request's life."""
         self._note_blocked(event)
         if isinstance(event, events.StepScheduled):
             self._note_step(event)
@@ -164,7 +161,7 @@ class _Teller:
             self.note_own(event)
 
     def finish(self, end: float) -> Explanation:
-        """Close the last phase, add the reasons that need all events, and return the explanation."""
+        """Close the last phase and add the remaining reasons."""
         self.enter(None, end)
         result = self.result
         result.reasons[:0] = list(self._why_queued())
@@ -189,7 +186,7 @@ class _Teller:
         return result
 
     def enter(self, phase: str | None, time: float, details: dict[str, str] | None = None) -> None:
-        """End the present phase, and begin another one unless `phase` is None. details: of the phase that ends."""
+        """End the phase, with its details, and begin another one, if any."""
         if self.phase is not None and time > self.since:
             self.result.intervals.append(Interval(self.phase, self.since, time, details or {}))
         if self.phase == QUEUED and self.blocked is not None:
@@ -197,7 +194,7 @@ class _Teller:
         self.phase, self.since = phase, time
 
     def _note_blocked(self, event: Event) -> None:
-        """Record why the head of the queue cannot start, and how long this request waited in the queue meanwhile."""
+        """Record why the head of the queue cannot start."""
         now_blocked: tuple[events.RequestBlocked, float] | None = None
         if isinstance(event, (events.RequestAdmitted, events.RequestParked, events.RequestFinished)):
             if self.blocked is None or event.request_id != self.blocked[0].request_id:
@@ -236,7 +233,7 @@ class _Teller:
         self.shared.update({name: n for name, n in event.num_scheduled_tokens.items() if name != self.request_id})
 
     def note_tokens(self, event: events.StepCompleted) -> None:
-        """Count the request's new tokens. The first one ends the prompt phase."""
+        """Count new tokens. The first one ends the prompt phase."""
         count = event.num_new_tokens.get(self.request_id, 0)
         self.num_tokens += count
         if count and not self.has_output:

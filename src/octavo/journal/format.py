@@ -1,33 +1,30 @@
-"""The format of a journal: a JSON object as header, then one JSON array for each call into the core, one per line.
+"""The format of a journal: a line with a JSON object as header, then one with a JSON array for each call into the core.
 
-The core is deterministic, so a journal needs its inputs only: a replay computes its decisions again, and compares them
-with checksums. A journal has no text and no token ids. Each token is replaced by a pseudonym: 31 bits of a running hash
-over it and all tokens before it (BLAKE2b with a key that is not stored). So the pseudonyms of two requests are equal
-exactly as far as their tokens are, and reveal nothing else. Cache salts are replaced by keyed hashes, and so are the
-keys of spans of the prompt: the option "spans" has [first, end, key] for each.
+The core is deterministic, so a journal has only its inputs, and checksums of its decisions. It has no text. A token is
+replaced by a pseudonym: 31 bits of a running hash over it and all tokens before it (BLAKE2b with a key that is not
+stored). So pseudonyms of two requests are equal as far as their tokens are, and reveal nothing else. Cache salts and
+keys of spans are replaced by keyed hashes; "spans" has [first, end, key] for each.
 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
-    ["s", t, checksum]                                              a step was decided; checksum null: not known
+    ["s", t, checksum]                                              a step was decided; null: not known
     ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks, moves, evicted], ...],
-     seconds, passes, [numbers], [moves], {number: count}]          the result of a step; see below
-    ["k", [answers]]                                                answers of an external KV store, before the line of
-                                                                    the call that asked for them
+     seconds, passes, [numbers], [moves], {number: count}]          the result of a step
+    ["k", [answers]]                                                of a KV store, before the line of their call
     ["x", t, message]                                               the step failed
     ["p", [numbers]], ["r"]                                         preempt these requests; reset the prefix cache
-    ["g", number, output]                                           the tokens that a request generated, when it ends
+    ["g", number, output]                                           the generated tokens of a request at its end
 
 A result omits requests that were due exactly one token, got it and continue. A request with a postponed token has
-sampled 0 and no error. The last five fields are omitted if all are empty: seconds and passes of drafting, requests with
-drafts that a model computed, copies to host memory and back, and the number of drafts proposed for each request.
+sampled 0 and no error. The last five fields, omitted if all are empty, are seconds and passes of drafting, requests
+with computed drafts, copies to and from host memory, and numbers of proposed drafts.
 
-The header has the version as "journal". Its "kv_groups" has one object per KV group, full attention first:
+The header has the version as "journal". "kv_groups" has one object per KV group, full attention first:
 {"kind": "full_attention", "num_blocks": n}, {"kind": "sliding_window", "num_blocks": n, "window": tokens}.
-"converted_from": the original version, if a converter brought the journal to this one. Checksums of version 2 become
-null then, because they do not fit the decisions of later versions.
+"converted_from": original version. Checksums of version 2 become null, because later versions decide differently.
 
 t: microseconds since the previous line with a time. A move is [tier, blocks, bytes, seconds]. Prompts and outputs:
-base64 of pseudonyms of four bytes, whose highest bit is not used.
+base64 of pseudonyms of four bytes, without the highest bit.
 """
 
 from __future__ import annotations
@@ -74,13 +71,13 @@ REQUEST_DEFAULTS: dict[str, Any] = {
 
 
 class Pseudonyms:
-    """Pseudonyms for the tokens of one sequence. Each depends on all earlier tokens and on `key`."""
+    """Pseudonyms for one sequence."""
 
     def __init__(self, key: bytes) -> None:
         self._hash = hashlib.blake2b(key=key, digest_size=4)
 
     def extend(self, token_ids: list[int]) -> bytes:
-        """Return the pseudonyms of the next tokens, four bytes each."""
+        """Return the next pseudonyms, four bytes each."""
         update, digest, packed = self._hash.update, self._hash.digest, array("q", token_ids).tobytes()
         names = []
         for start in range(0, len(packed), 8):
@@ -90,7 +87,7 @@ class Pseudonyms:
 
 
 def hidden(text: str, key: bytes) -> str:
-    """Return a keyed hash that replaces a secret text: 16 hexadecimal digits, equal for equal texts."""
+    """Return a secret text's keyed hash: 16 hexadecimal digits."""
     return hashlib.blake2b(text.encode(), key=key, digest_size=8).hexdigest()
 
 
@@ -100,7 +97,7 @@ def encode_tokens(names: bytes) -> str:
 
 
 def decode_tokens(text: str) -> list[int]:
-    """Decode pseudonyms to 31-bit ids, which replace the token ids in a replay."""
+    """Decode pseudonyms to the 31-bit token ids of a replay."""
     packed = array("I")
     packed.frombytes(base64.b64decode(text))
     return [name & 0x7FFFFFFF for name in packed]
@@ -109,13 +106,13 @@ def decode_tokens(text: str) -> list[int]:
 def decode_transfer(
     transfer_id: int, num_blocks: int, moves: Sequence[list[Any]] = (), evicted: Sequence[tuple[str, int]] = ()
 ) -> EndedTransfer:
-    """Decode a transfer that ended. Older journals lack moves and evicted blocks."""
+    """Decode a transfer. Older journals lack moves and evicted blocks."""
     told = tuple((tier, count) for tier, count in evicted)
     return EndedTransfer(transfer_id, num_blocks, tuple(TierMove(*move) for move in moves), told)
 
 
 def checksum(scheduled: SchedulerOutput) -> int:
-    """Return a checksum of all decisions of a step: requests, token counts, blocks, copies and transfers."""
+    """Return a checksum of a step's decisions."""
     cached, counts, copies = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens, scheduled.copies
     seldom = (
         [(new.request_id, new.num_computed_tokens, new.block_ids) for new in scheduled.scheduled_new_reqs],
@@ -128,23 +125,20 @@ def checksum(scheduled: SchedulerOutput) -> int:
         [(each.transfer_id, each.direction.value, each.block_ids) for each in scheduled.kv_transfers],
         scheduled.kv_cancels,
     )
-    numbers = array("q", [len(counts), *counts.values(), *cached.num_computed_tokens])  # 3 times as fast as their repr
+    numbers = array("q", [len(counts), *counts.values(), *cached.num_computed_tokens])  # 3 times as fast as repr
     names = zlib.crc32("\0".join(counts).encode())
     return zlib.crc32(repr(seldom).encode(), zlib.crc32(numbers.tobytes(), names))
 
 
 def open_journal(path: Path, mode: str) -> IO[str]:
-    """Open a journal as text. mode: "r" or "w". A journal with a name that ends in .gz is compressed."""
+    """Open a text file, compressed if its name ends in .gz. mode: "r" or "w"."""
     if path.suffix == ".gz":
         return gzip.open(path, mode + "t", compresslevel=1, encoding="ascii")  # type: ignore[return-value]
     return path.open(mode, encoding="ascii")
 
 
 def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return header and lines of a journal. Omits an incomplete last line.
-
-    Raises `ConfigError` if the file is no journal, cannot be read, or has another version than this one.
-    """
+    """Return header and complete lines. Raises `ConfigError` for an unreadable file or another version."""
     header, lines = read_any_version(path)
     version = header["journal"]
     if version == VERSION:
@@ -155,7 +149,7 @@ def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
 
 
 def read_any_version(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return header and lines like `read_journal`, but of any version, which is header["journal"]."""
+    """Return header and lines of any version."""
     try:
         with open_journal(path, "r") as file:
             lines = list(_complete_lines(file))

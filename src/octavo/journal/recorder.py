@@ -1,4 +1,4 @@
-"""A wrapper of the scheduler that writes every call to a journal. It has the same interface as the scheduler."""
+"""A scheduler that writes a journal."""
 
 from __future__ import annotations
 
@@ -50,30 +50,29 @@ class RecordedClock:
         self.microseconds = round(1e6 * clock())
 
     def __call__(self) -> float:
-        """Return the time now, in seconds."""
+        """Return seconds."""
         self.microseconds = round(1e6 * self._clock())
         return self.microseconds / 1e6
 
 
 @dataclasses.dataclass(slots=True)
 class _Unfinished:
-    """A request that has not ended, and its number in the journal. Its generated tokens are written when it ends."""
+    """An open request."""
 
     number: int
     request: Request
     pseudonyms: Pseudonyms
 
     def generated(self) -> str:
-        """Return the encoded pseudonyms of its generated tokens. Call it once."""
+        """Return the pseudonyms of its generated tokens. Call it once."""
         sequence = self.request.sequence
         return encode_tokens(self.pseudonyms.extend(sequence.token_ids[sequence.num_prompt_tokens :]))
 
 
 class RecordingScheduler:
-    """Passes every call on to `scheduler` and writes it to the file at `path`.
+    """Passes every call on to `scheduler` and writes it to a file.
 
-    clock: the scheduler's clock. header: as of `describe`. store: the scheduler's connector; None without a store.
-    The attribute `seconds` is the CPU time of recording so far.
+    header: of `describe`. store: the scheduler's connector. `seconds`: CPU time of recording.
     Raises OSError if the file cannot be opened. If writing fails later, the journal ends and the engine continues.
     """
 
@@ -104,7 +103,7 @@ class RecordingScheduler:
         return getattr(self._scheduler, name)
 
     def add_request(self, request: Request) -> None:
-        """Add a request, and record it. A refused request is not recorded, because it changes nothing."""
+        """Add and record a request, unless it is refused."""
         asked = request.max_total_tokens
         self._scheduler.add_request(request)
         start = time.thread_time()
@@ -128,7 +127,7 @@ class RecordingScheduler:
         self.seconds += time.thread_time() - start
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """End requests from outside, and record those that were known."""
+        """End requests from outside; record known ones."""
         outputs = self._scheduler.finish_requests(request_ids, status)
         start = time.thread_time()
         self._note_answers()
@@ -140,11 +139,11 @@ class RecordingScheduler:
         return outputs
 
     def abort_request(self, request_id: str) -> list[EngineCoreOutput]:
-        """Abort a request, and record it if it was known."""
+        """Abort a request."""
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> SchedulerOutput:
-        """Decide a step, and record it. Injected preemptions are written before it."""
+        """Decide and record a step, after injected preemptions."""
         to_preempt, known = self._scheduler.faults.to_preempt, self._unfinished
         if to_preempt and self._scheduler.in_flight is None:
             self._write(["p", [known[name].number for name in to_preempt if name in known]])
@@ -160,7 +159,7 @@ class RecordingScheduler:
         is_taken = result.step == scheduled.step and scheduled is self._scheduler.in_flight
         outputs = self._scheduler.update_from_output(scheduled, result)
         if not is_taken:
-            return outputs  # a stale result changes nothing
+            return outputs  # it was stale
         start = time.thread_time()
         self._note_answers()
         known = self._unfinished
@@ -169,7 +168,7 @@ class RecordingScheduler:
         for output in outputs:
             num_accepted, reason = len(output.new_token_ids), output.finish_reason
             if reason is None and num_accepted == 1 and not has_drafts:
-                continue  # the usual case: without drafts one token was sampled as well
+                continue  # without drafts one token was sampled as well
             num_sampled = len(result.sampled_token_ids.get(output.request_id, ()))
             if reason is not None or num_sampled != 1 or num_accepted != 1:
                 name = output.request_id
@@ -190,7 +189,7 @@ class RecordingScheduler:
         return outputs
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End the requests of a failed step, and record it."""
+        """End and record a failed step."""
         is_taken = scheduled is self._scheduler.in_flight
         outputs = self._scheduler.fail_step(scheduled, message)
         if not is_taken:
@@ -203,24 +202,24 @@ class RecordingScheduler:
         return outputs
 
     def reset_prefix_cache(self) -> bool:
-        """Discard all cached KV, and record it. Returns False with nothing changed while a block is held."""
+        """See `Scheduler`."""
         self._write(["r"])
         return self._scheduler.reset_prefix_cache()
 
     def get_stats(self) -> SchedulerStats:
-        """Return totals since the start, and the present state."""
+        """See `Scheduler`."""
         return self._scheduler.get_stats()
 
     def get_num_transfers(self) -> int:
-        """Return the number of transfers of KV, and of lookups in stores, that have not ended."""
+        """See `Scheduler`."""
         return self._scheduler.get_num_transfers()
 
     def has_work(self) -> bool:
-        """Return whether a step has anything to compute or to report."""
+        """See `Scheduler`."""
         return self._scheduler.has_work()
 
     def close(self) -> None:
-        """Write the remaining lines and close the file."""
+        """Write the remaining lines."""
         if not self._file.closed:
             self._flush()
             self._file.close()
@@ -228,7 +227,7 @@ class RecordingScheduler:
     def _note_endings(self, outputs: list[EngineCoreOutput], *, of_step: bool) -> None:
         """Write the generated tokens of ended requests.
 
-        of_step: whether the outputs are of a step. If an id was reused meanwhile, they are then of the first request.
+        of_step: outputs of a step, so that those of a reused id are of its first request.
         """
         for output in outputs:
             if output.finish_reason is None:
@@ -238,12 +237,12 @@ class RecordingScheduler:
             self._write(["g", ended.number, ended.generated()])
 
     def _note_answers(self) -> None:
-        """Write the store's answers since the last call, before the line of the call that asked for them."""
+        """Write new answers, before the line of their call."""
         if self._store is not None and (answers := self._store.take_answers()):
             self._write(["k", answers])
 
     def _elapsed(self) -> int:
-        """Return the microseconds since the previous line with a time, on the scheduler's clock."""
+        """Return microseconds since the previous line with a time."""
         elapsed = self._clock.microseconds - self._last_time
         self._last_time = self._clock.microseconds
         return elapsed
@@ -257,7 +256,7 @@ class RecordingScheduler:
             self._flush()
 
     def _flush(self) -> None:
-        """Write the gathered lines. One write for many lines costs a step less than many writes."""
+        """Write many lines together, which costs less."""
         self._last_flush = self._clock.microseconds
         if not self._is_broken:
             try:
@@ -275,7 +274,7 @@ def _write_out(file: IO[str], lines: list[str]) -> None:
 
 
 def _finish(file: IO[str], lines: list[str]) -> None:
-    """Write the remaining lines when the recorder is deleted without having been closed."""
+    """Write the lines of an unclosed recorder."""
     if not file.closed:
         with contextlib.suppress(OSError):
             _write_out(file, lines)
@@ -283,7 +282,7 @@ def _finish(file: IO[str], lines: list[str]) -> None:
 
 
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
-    """Return a journal's header: all parameters to make a scheduler like this one. more: further fields."""
+    """Return a header, with which an equal scheduler can be made. more: further fields."""
     manager = scheduler.kv_cache_manager
     return {
         "scheduler": dataclasses.asdict(scheduler.config),

@@ -1,4 +1,4 @@
-"""Replays a journal: drives a new core through its calls, and compares every decision."""
+"""Replays a journal with a new core, and compares every decision."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-FIRST_WITH_DROPPED_SAVES = 3  # first version of the format with answers of stores about dropped saves
+FIRST_WITH_DROPPED_SAVES = 3  # first version with answers about dropped saves
 STOP_TOKEN = -1  # replaces any stop token
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A step that the replay decided differently. decided: its token counts by request id in the replay."""
+    """A step that the replay decided differently. decided: its token counts."""
 
     step: int
     decided: dict[str, int]
@@ -43,10 +43,9 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The outcome of a replay.
+    """The outcome of a replay. num_unchecked: steps without a checksum.
 
-    log: its events, with times of the recorded clock. mismatches: the steps that differ. end_time: time of the last
-    line, in seconds of that clock. num_unchecked: number of steps without a checksum, which could not be compared.
+    log: events on the recorded clock. end_time: of the last line, in seconds.
     """
 
     log: EventLog
@@ -58,10 +57,9 @@ class Replay:
 
 
 class Player:
-    """Drives a new `scheduler` through the lines of a journal, one by one. Its events go to `log`.
+    """Drives a new `scheduler` through the lines of a journal. Its events go to `log`.
 
-    names: id of each request, by its number in the journal.
-    Raises `ConfigError` if the header has an option or a KV group that this version does not know.
+    names: request ids by number. Raises `ConfigError` for an unknown option or KV group.
     """
 
     def __init__(self, header: dict[str, Any], lines: list[list[Any]]) -> None:
@@ -96,7 +94,7 @@ class Player:
         self.scheduler.transfers.reports_dropped_saves = was_asked
 
     def play(self, line: list[Any]) -> None:
-        """Repeat the call of one line of the journal. Call it with all lines in order."""
+        """Repeat a line's call. Lines must be played in order."""
         kind, rest = line[0], line[1:]
         if kind in "afsux":
             self.microseconds += rest[0]
@@ -197,7 +195,7 @@ class Player:
 
 
 def _kv_groups(groups: Sequence[dict[str, Any]]) -> list[KVGroupSpec]:
-    """Return the KV groups of a header. Raises `ConfigError` for unknown kinds."""
+    """Return a header's KV groups."""
     try:
         return [KVGroupSpec.from_json(group) for group in groups]
     except (KeyError, TypeError):
@@ -207,7 +205,7 @@ def _kv_groups(groups: Sequence[dict[str, Any]]) -> list[KVGroupSpec]:
 
 
 def replay(path: Path) -> Replay:
-    """Replay a journal. Raises `ConfigError` if the file is no journal of this version."""
+    """Replay a journal. Raises `ConfigError` if it cannot be read."""
     header, lines = read_journal(path)
     player = Player(header, lines)
     for line in lines:

@@ -1,4 +1,4 @@
-"""Records the answers of an external KV store in a journal, and repeats them in a replay."""
+"""Records and repeats the answers of an external KV store."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class RecordedConnector:
-    """A `KVConnector` that passes every call to `connector`, and keeps its answers until they are taken.
+    """Passes every call to a `KVConnector`, and keeps its answers.
 
-    An answer is a number of tokens, None, or the list of indices of wanted keys among the offered ones.
+    These are numbers of tokens, None, or indices of wanted keys.
     """
 
     def __init__(self, connector: KVConnector) -> None:
@@ -29,18 +29,18 @@ class RecordedConnector:
         self._answers: list[Answer] = []
 
     def take_answers(self) -> list[Answer]:
-        """Return the answers since the last call, and clear them."""
+        """Return and clear the answers."""
         answers, self._answers = self._answers, []
         return answers
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Ask the connector, and keep the answer."""
+        """Keep the answer."""
         answer = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
         self._answers.append(answer)
         return answer
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
-        """Ask the connector, and keep the answer."""
+        """Keep the answer."""
         wanted = self._connector.keys_to_save(keys, only_first_group=only_first_group)
         self._answers.append([index for index, key in enumerate(keys) if key in wanted])
         return wanted
@@ -71,10 +71,7 @@ class RecordedConnector:
 
 
 class ReplayedConnector:
-    """A `KVConnector` that gives the answers in `answers`, in order. The replay sets them.
-
-    Raises `ConfigError` if it has no more answers.
-    """
+    """A `KVConnector` that gives recorded answers in order. Raises `ConfigError` if it has no more."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -86,13 +83,13 @@ class ReplayedConnector:
         return self.answers.pop(0)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return the next recorded answer."""
+        """Return the next answer."""
         del request, num_computed_tokens
         answer = self._next()
         return None if isinstance(answer, list) else answer
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
-        """Return the keys of the next recorded answer."""
+        """Return the keys of the next answer."""
         del only_first_group
         answer = self._next()
         return {keys[index] for index in answer if index < len(keys)} if isinstance(answer, list) else set()

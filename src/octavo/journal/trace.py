@@ -1,4 +1,4 @@
-"""A timeline in Chrome's trace format, for Perfetto: one lane per request, and one for the batch."""
+"""A timeline in Chrome's trace format, for Perfetto."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from octavo.journal.replay import Replay
 
 _BATCH, _REQUESTS = 1, 2
-_FIRST_LANE = 100  # Perfetto merges thread 0, and a thread with its process's number, into the lane of the main thread
+_FIRST_LANE = 100  # Perfetto merges thread 0, and a thread with its process's number, into the main one
 
 
 def chrome_trace(replay: Replay) -> dict[str, Any]:
-    """Return the timeline of a replay as the JSON object of a trace file."""
+    """Return the content of a trace file."""
     stream = replay.log.events
     lives = intervals(stream, replay.end_time)
     starts = [life[0].start for life in lives.values() if life]
-    origin = min([stream[0].time, *starts]) if stream else 0.0  # a request arrives before its first event
+    origin = min([stream[0].time, *starts]) if stream else 0.0  # arrivals precede first events
 
     def microseconds(time: float) -> int:
         return round(1e6 * (time - origin))

@@ -1,1 +1,1 @@
-"""Services for every process: logs, per-request faults, fair scheduling on threads, garbage collection."""
+"""Services for every process."""

@@ -1,4 +1,4 @@
-"""Daemon threads for calls that may hang: they never delay process exit."""
+"""Daemon threads for calls that may hang."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class DaemonThreads:
-    """Runs tasks in order on `num_threads` threads, which end when this object is collected.
+    """Runs tasks in order on threads that end when this object is collected, and never delay the process's exit.
 
-    hangs_after_s: if every thread has spent longer than this on its task, `submit` adds a thread.
-    (The standard library's executors wait at exit for running tasks.)
+    hangs_after_s: if every thread's task takes longer, `submit` adds a thread.
     """
 
     def __init__(self, num_threads: int, name: str, hangs_after_s: float = math.inf) -> None:
@@ -31,7 +30,7 @@ class DaemonThreads:
         self._is_closed = False
         self._name = name
         self._hangs_after_s = hangs_after_s
-        self._begun: dict[int, float] = {}  # start time of each running task, by thread number
+        self._begun: dict[int, float] = {}  # start of each running task, by thread
         self._threads: list[threading.Thread] = []
         for _ in range(num_threads):
             self._add_thread()
@@ -45,7 +44,7 @@ class DaemonThreads:
         thread.start()
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run a task when a thread is free; ignored after `close`. Exceptions of the task are logged."""
+        """Run a task when a thread is free; ignored after `close`. Its exceptions are logged."""
         if self._is_closed:
             return
         self._tasks.put(task)
@@ -54,7 +53,7 @@ class DaemonThreads:
             self._add_thread()
 
     def close(self, timeout_s: float) -> bool:
-        """Discard queued tasks and wait for running ones. Returns True if all threads ended within timeout_s.
+        """Discard queued tasks and wait for running ones. Returns True if all threads ended in time.
 
         May be called again to wait longer.
         """
@@ -67,7 +66,7 @@ class DaemonThreads:
 
 
 def _end(tasks: Tasks, threads: list[threading.Thread]) -> None:
-    """Discard queued tasks and signal the threads to end."""
+    """Discard queued tasks and end the threads."""
     with contextlib.suppress(queue.Empty):
         while True:
             tasks.get_nowait()
@@ -80,7 +79,7 @@ def _work(tasks: Tasks, begun: dict[int, float], number: int) -> None:
         begun[number] = time.monotonic()
         try:
             task()
-        except BaseException:  # includes panics of libraries; the thread must survive
+        except BaseException:  # also a library's panic: the thread must survive
             logger.exception("a task of %s failed", threading.current_thread().name)
         del begun[number]
-        del task  # releases its objects before the next task arrives
+        del task  # release its objects before the next task

@@ -1,4 +1,4 @@
-"""Faults that concern one request: logged once with its id, and reported to that request only.
+"""Faults that concern one request: logged with its id, and reported to it only.
 
 A loop over many requests guards the work for each with
 
@@ -20,24 +20,24 @@ logger = logging.getLogger(__name__)
 
 
 def request_failed(request_id: str) -> str:
-    """Return the error text for a failed request. It contains the request id and no server internals."""
+    """Return an error text without server internals."""
     return f"request {request_id}: {ErrorCode.REQUEST_FAILED.text}"
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return True for a fault, False for a request to exit. A Rust library's panic is a fault but no `Exception`."""
+    """Return False for a request to exit. A Rust library's panic is a fault but no `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def log_fault(request_id: str, doing: str, error: BaseException) -> None:
-    """Log a fault; re-raise the error if it is none (see `is_fault`)."""
+    """Log a fault; re-raise any other error."""
     if not is_fault(error):
         raise error
     logger.error("request %s failed while %s", request_id, doing, exc_info=error)
 
 
 def error_for(request_id: str, doing: str, error: BaseException) -> OctavoError:
-    """Return an `OctavoError` as it is; log any other fault and return a `RequestFailedError` for the request."""
+    """Return an `OctavoError` as it is; log any other fault and return a `RequestFailedError`."""
     if isinstance(error, OctavoError):
         return error
     log_fault(request_id, doing, error)

@@ -12,10 +12,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def permanent_generation() -> Iterator[None]:
-    """Disable the collector during the block, then freeze all existing objects (libraries, model, application).
+    """Disable the collector during the block, then freeze all existing objects.
 
-    Later full collections, which delay requests, visit and count only objects created afterwards. Affects the whole
-    process, so use it only in a process that octavo owns.
+    So later full collections, which delay requests, visit only newer objects. Only for a process that octavo owns.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -23,7 +22,7 @@ def permanent_generation() -> Iterator[None]:
         yield
         gc.collect()
         gc.freeze()
-        gc.collect()  # resets the count of surviving objects that schedules full collections
+        gc.collect()  # resets the count of survivors that schedules full collections
     finally:
         if was_enabled:
             gc.enable()

@@ -1,4 +1,4 @@
-"""A fair lock on an event loop: tenants take turns."""
+"""A fair lock on an event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Hold the lock during the block, after waiting for the tenant's turn."""
+        """Hold the lock during the block."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ticket = self._turns.submit(tenant, lambda: self._take(granted))
         try:
@@ -31,12 +31,12 @@ class Gate:
             await granted
             yield
         finally:
-            if not ticket.cancel():  # cancelled: the turn was never granted
+            if not ticket.cancel():  # a cancelled turn was never granted
                 self._is_taken = False
                 self._let_in()
 
     def submit(self, run_next: Callable[[], None]) -> None:
-        """Queue a callback of `Turns`, which runs when the lock is free (the `Executor` protocol)."""
+        """Run a callback of `Turns` when the lock is free."""
         self._asked.append(run_next)
 
     def _let_in(self) -> None:
@@ -45,5 +45,5 @@ class Gate:
 
     def _take(self, granted: asyncio.Future[None]) -> None:
         self._is_taken = True
-        if not granted.done():  # else the waiter was cancelled and releases the lock in `turn`
+        if not granted.done():  # else the waiter was cancelled and releases it in `turn`
             granted.set_result(None)

@@ -1,4 +1,4 @@
-"""Unique ids for requests and for items in responses."""
+"""Unique ids."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import itertools
 import secrets
 
 _secret = secrets.token_bytes(32)
-_count = itertools.count()  # next() is atomic, so any thread may call it
+_count = itertools.count()  # next() is atomic
 
 
 def new_id() -> str:
     """Return a unique, unguessable id of 32 hexadecimal digits. Thread-safe.
 
-    Makes no system call, which would release the interpreter's lock and wait to get it back.
+    It makes no system call, which would release the interpreter's lock and wait to get it back.
     """
     return hashlib.blake2b(next(_count).to_bytes(8), key=_secret, digest_size=16).hexdigest()

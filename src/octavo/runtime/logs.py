@@ -1,4 +1,4 @@
-"""Log lines as text or JSON, each with its request id."""
+"""Log lines as text or JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 class Fields(dict[str, Any]):
-    """A structured message: serialized to JSON in a text line, merged as fields into a JSON line."""
+    """A structured message: JSON in a text line, fields of a JSON line."""
 
     def __str__(self) -> str:
         return json.dumps(self)
@@ -36,24 +36,24 @@ class TextFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)s {place}%(name)s: %(message)s")
 
     def formatTime(self, record: logging.LogRecord, _datefmt: str | None = None) -> str:  # noqa: N802 - its base's name
-        """Return the time of the record."""
+        """Return the record's time."""
         return _time_of(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - its base's name
-        """Return the line without an exception's traceback."""
+        """Return the line without a traceback."""
         line, about = super().formatMessage(record), request_id.get()
         return line if about is None or isinstance(record.msg, Fields) else f"{line} [{about}]"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, logger, message; if set, process, request_id, exception."""
+    """One JSON object per line."""
 
     def __init__(self, process: str = "") -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one JSON object."""
+        """Return one JSON object."""
         line: dict[str, Any] = {"time": _time_of(record), "level": record.levelname.lower(), "logger": record.name}
         if self._process:
             line["process"] = self._process
@@ -74,7 +74,7 @@ class _AuditHandler(logging.handlers.WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # from reopening; since Python 3.14 `logging` calls `handleError` for it itself
+        except OSError:  # from reopening; handled by `logging` since Python 3.14
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - named by `logging`
@@ -89,9 +89,9 @@ class _AuditHandler(logging.handlers.WatchedFileHandler):
 def configure(level: int | str, style: str, *, process: str = "", audit_file: Path | None = None) -> None:
     """Log to standard error; changes the root logger unless it already has handlers.
 
-    style: one of `LOG_FORMATS`. process: name of a process that the user did not start directly. audit_file: receives
-    the `AUDIT` logger's lines as JSON, whatever the level, instead of standard error; reopened after rotation.
-    Raises `ConfigError` if audit_file cannot be opened.
+    style: one of `LOG_FORMATS`. process: name of a process that the user did not start.
+    audit_file: gets the `AUDIT` logger's lines as JSON, whatever the level, instead of standard error; reopened after
+    rotation. Raises `ConfigError` if it cannot be opened.
     """
     formatter = JsonFormatter(process) if style == "json" else TextFormatter(process)
     handler = logging.StreamHandler()
@@ -111,7 +111,7 @@ def configure(level: int | str, style: str, *, process: str = "", audit_file: Pa
 
 
 def in_use() -> tuple[int, str]:
-    """Return this process's log level and style, to pass to a child process."""
+    """Return level and style, for a child process."""
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in root.handlers)
     return root.getEffectiveLevel(), LOG_FORMATS[is_json]

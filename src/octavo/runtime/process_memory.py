@@ -1,4 +1,4 @@
-"""Return this process's unused memory to the system, after loading and periodically. Best effort."""
+"""Return this process's unused memory to the system. Best effort."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAPS = Path("/proc/self/maps")
 def forget_pages(path: Path, parts: Iterable[tuple[int, int]]) -> None:
     """Drop the resident pages within parts (address, bytes) of a mapped file; the page cache keeps them.
 
-    Only mappings of this file are touched, as other memory would lose its content. Linux only.
+    Only this file's mappings are touched, as other memory would lose its content. Linux only.
     """
     libc = _libc()
     if libc is None or not _MAPS.exists():
@@ -35,7 +35,7 @@ def forget_pages(path: Path, parts: Iterable[tuple[int, int]]) -> None:
 
 
 def return_free_memory() -> None:
-    """Return freed memory that the allocator still holds (glibc only)."""
+    """Return freed memory that the allocator holds (glibc only)."""
     trim = getattr(_libc(), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -45,8 +45,8 @@ def return_free_memory() -> None:
 def returning_free_memory(period_s: float = RETURN_PERIOD_S) -> Iterator[None]:
     """Call `return_free_memory` every period_s seconds during the block, so that memory peaks do not persist.
 
-    Runs in its own thread, without the interpreter's lock. Also limits glibc to two heaps for the rest of the process:
-    with one heap per thread, each would keep its peak size.
+    It needs no interpreter lock. It also limits glibc to two heaps for the rest of the process: with one per thread,
+    each would keep its peak size.
     """
     choose = getattr(_libc(), "mallopt", None)
     if choose is not None:
@@ -67,7 +67,7 @@ def returning_free_memory(period_s: float = RETURN_PERIOD_S) -> Iterator[None]:
 
 
 def _mappings(path: Path) -> list[tuple[int, int]]:
-    """Return (begin, end) of every mapping of a file."""
+    """Return (begin, end) of a file's mappings."""
     name = str(path.resolve())
     found = []
     for line in _MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():

@@ -1,4 +1,4 @@
-"""Progress bars for loading a checkpoint or answering a batch. Silent if stderr is not a terminal."""
+"""Progress bars. Silent if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LoadingProgress:
-    """Bar of bytes while weights are packed or written. Entering it returns a callback (done, total), in bytes."""
+    """Bar of bytes. Entering it returns a callback (done, total)."""
 
     def __init__(self, text: str = "loading weights") -> None:
         self._progress = _bar(TextColumn(text), BarColumn(), DownloadColumn())
@@ -41,7 +41,7 @@ class LoadingProgress:
 
 
 class CountProgress:
-    """Bar of finished items. Entering it returns a callback that counts one item and ignores its argument."""
+    """Bar of items. Entering it returns a callback that counts one."""
 
     def __init__(self, text: str, total: int) -> None:
         self._progress = _bar(TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -58,7 +58,7 @@ class CountProgress:
 
 
 class RequestProgress:
-    """Bar of finished requests. Entering it returns a callback for outputs."""
+    """Bar of requests. Entering it returns a callback for outputs."""
 
     def __init__(self, num_requests: int, *, enabled: bool = True) -> None:
         rate = TextColumn("{task.fields[rate]}")
@@ -85,7 +85,7 @@ class RequestProgress:
 
 
 def _bar(*columns: ProgressColumn, enabled: bool = True) -> Progress:
-    """Return a bar on stderr, shown only on a terminal and removed when done."""
+    """Return a bar on stderr."""
     return Progress(
         *columns, console=Console(file=sys.stderr), transient=True, disable=not (enabled and sys.stderr.isatty())
     )

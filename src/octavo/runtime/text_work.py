@@ -1,7 +1,4 @@
-"""Threads for work on texts: parsing, templates, tokenization, detokenization, serialization.
-
-A request waits only for texts in its own size class.
-"""
+"""Threads for work on texts. A request waits only for texts of its size class."""
 
 from __future__ import annotations
 
@@ -22,16 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-# Text sizes in characters. Work queues only in its own lane: eight texts of 30,000 characters take 150 ms, a whole
-# short request 4 ms. The threads still share the interpreter and the cores.
-# Tiny texts are read on the event loop: that takes 0.2 ms. A thread would wait several times as long for the busy
-# interpreter, and the event loop would wait for the thread.
+# In characters. Work queues only in its own lane: eight texts of 30,000 characters take 150 ms, a whole short request 4
+# ms. Tiny texts take 0.2 ms on the event loop; a thread would wait longer for the busy interpreter.
 _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
-_LARGE = 256  # entries; serializing one takes a few microseconds
+_LARGE = 256  # entries; serializing one takes microseconds
 _BYTES_PER_ENTRY = 128  # of JSON input
-_KINDS = "text", "count"  # of threads: for requests that get an answer, and for token counts
-_LONGEST_S = 30.0  # limit on one piece of work; 8 MB of text take a third of it
+_KINDS = "text", "count"  # of threads: for requests with an answer, and for token counts
+_LONGEST_S = 30.0  # for one piece of work; 8 MB of text take a third of it
 
 
 class AbandonedError(Exception):
@@ -39,7 +34,7 @@ class AbandonedError(Exception):
 
 
 class _Work:
-    """State of one piece of work: abandoned or not, and the number of tokens read so far."""
+    """State of one piece of work."""
 
     def __init__(self) -> None:
         self.is_abandoned = False
@@ -47,26 +42,26 @@ class _Work:
         self._end = math.inf
 
     def begin(self) -> None:
-        """Start the time limit. Raises `AbandonedError` if the caller is gone."""
+        """Start the time limit."""
         self._end = time.monotonic() + _LONGEST_S
         self.check()
 
     def check(self) -> None:
-        """Raise `AbandonedError` if the caller is gone, `RequestError` if the time limit has passed."""
+        """Raise `AbandonedError` if the caller is gone, `RequestError` after the time limit."""
         if self.is_abandoned:
             raise AbandonedError
         if time.monotonic() > self._end:
             raise RequestError(f"reading this request took longer than {_LONGEST_S:g} s; send a shorter request")
 
 
-_local = threading.local()  # `work`: the `_Work` that this thread runs
+_local = threading.local()  # `work`: the `_Work` of this thread
 
 
 def progress(num_tokens: int = 0) -> None:
-    """Add num_tokens to the tokens read by this thread's work. Does nothing if it runs none.
+    """Count tokens read by this thread's work, if any.
 
-    Long work must call it often, as it is the only cancellation point. Raises `AbandonedError` if the caller is gone,
-    and `RequestError` if the work takes too long.
+    Long work must call it often: it is the only cancellation point. Raises `AbandonedError` if the caller is gone, and
+    `RequestError` if the work takes too long.
     """
     work: _Work | None = getattr(_local, "work", None)
     if work is not None:
@@ -77,8 +72,8 @@ def progress(num_tokens: int = 0) -> None:
 class TextWork:
     """Thread pool for work on texts: four lanes by size, each with one thread that tenants use in turns.
 
-    Tiny texts run directly on the event loop, unless they are only counted. Counting has its own threads. One count per
-    lane is in progress until the event loop has received its result, so other callbacks wait for at most one per lane.
+    Tiny texts run on the event loop, except counts, which have own threads. A lane's next count starts only when the
+    event loop has the last result, so other callbacks wait for at most one per lane.
     """
 
     def __init__(self) -> None:
@@ -100,12 +95,12 @@ class TextWork:
         on_read: Callable[[int], None] | None = None,
         is_count: bool = False,
     ) -> T:
-        """Run `work` and return its result.
+        """Run `work` and return its result. Raises `DeadlineError`, and its exceptions.
 
-        num_chars: size of its text. deadline: in seconds, on the event loop's clock. on_read: always called at the end
-        with the number of tokens read (see `progress`). is_count: tokens are only counted, no generation waits for it.
+        deadline: on the event loop's clock. on_read: always called at the end with the number of tokens read (see
+        `progress`).
+        is_count: tokens are only counted; no generation waits for it.
         If the caller is cancelled, the work does not start, or stops at its next `progress`.
-        Raises `DeadlineError`, and the exceptions of `work`.
         """
         under_way = _Work()
         if num_chars <= _AT_ONCE_CHARS and not is_count:
@@ -128,7 +123,7 @@ class TextWork:
                 on_read(under_way.num_tokens)
 
     def shutdown(self) -> None:
-        """Accept no new work. The threads finish all queued work and end; this call does not wait for them."""
+        """Accept no new work. Queued work finishes later."""
         for executor in self._executors:
             executor.shutdown(wait=False)
 
@@ -151,7 +146,7 @@ async def beside(
     deadline: float = math.inf,
     is_count: bool = False,
 ) -> T:
-    """Run `work` on the event loop, or in a thread if it has many entries and would block other requests."""
+    """Run `work` on the event loop, or in a thread if many entries would block other requests."""
     if num_entries <= _LARGE:
         return work()
     num_chars = num_entries * _BYTES_PER_ENTRY
@@ -159,5 +154,5 @@ async def beside(
 
 
 def entries_of_bytes(num_bytes: int) -> int:
-    """Convert a size of JSON in bytes to an estimated number of entries."""
+    """Estimate the entries of JSON."""
     return num_bytes // _BYTES_PER_ENTRY

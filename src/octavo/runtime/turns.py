@@ -1,4 +1,4 @@
-"""Round-robin scheduling of tenants' tasks on one executor."""
+"""Round-robin scheduling of tenants' tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Executor(Protocol):
-    """Runs submitted callables at some later time."""
+    """Runs callables later."""
 
     def submit(self, run: Callable[[], None], /) -> object:
         """Queue a callable; must not call it before returning."""
@@ -27,10 +27,9 @@ class Executor(Protocol):
 
 
 class Turns:
-    """Round-robin queue in front of one executor: a tenant's backlog delays only that tenant. Thread-safe.
+    """Round-robin queue of an executor: a tenant's backlog delays only that tenant. Thread-safe.
 
-    max_waiting: maximum number of waiting tasks per tenant; math.inf for no limit. refusal: message of the error
-    beyond it; parameter: the request field that the error names.
+    max_waiting: per tenant. refusal, parameter: message and request field of the error beyond it.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Turns:
         self._lock = threading.Lock()
 
     def submit(self, tenant: str, run: Callable[[], T]) -> Future[T]:
-        """Run `run` at the tenant's turn. Raises `QueueFullError` if max_waiting tasks of the tenant wait already."""
+        """Run `run` at the tenant's turn. Raises `QueueFullError` if max_waiting tasks wait already."""
         future: Future[T] = Future()
         with self._lock:
             if len(self._waiting.get(tenant, ())) >= self._max_waiting:
@@ -68,7 +67,7 @@ class Turns:
         return None
 
     def _run_next(self) -> None:
-        """Run the next task, if any. Cancelled tasks make more calls than tasks."""
+        """Run the next task. After cancelled tasks there may be none."""
         if (task := self._take()) is None:
             return
         future, run = task

@@ -1,4 +1,4 @@
-"""Answers of ended requests, kept as drafts for later requests with the same cache salt."""
+"""Answers of ended requests, kept as drafts."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ BYTES_PER_ANSWER = 400  # end position, salt digest and owner number: a measured
 
 
 class Answers:
-    """Ring buffer of answers, limited in bytes and in number. The oldest is overwritten first, whatever its salt.
+    """Ring buffer of answers, limited in bytes and number. The oldest is overwritten first, whatever its salt.
 
-    Each distinct salt has an owner number in the index while at least one of its answers is kept.
+    A salt has an owner number in the index while one of its answers is kept.
     """
 
     def __init__(self, max_bytes: int, max_answers: int) -> None:
         self._index = SuffixIndex(max_bytes // BYTES_PER_TOKEN)
         self._max_answers = max_answers
-        self._ends: deque[tuple[int, bytes]] = deque()  # the position after an answer, and its salt's digest
+        self._ends: deque[tuple[int, bytes]] = deque()  # end position and salt's digest
         self._owners: dict[bytes, list[int]] = {}  # by salt digest: owner number, number of answers
         self._free: list[int] = []
 
     @staticmethod
     def bytes_of(max_bytes: int, max_answers: int) -> int:
-        """Return the maximum memory use, in bytes."""
+        """Return the maximum memory use."""
         return max_bytes + max_answers * BYTES_PER_ANSWER
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def add(self, token_ids: list[int], cache_salt: str | None) -> None:
-        """Keep an answer. token_ids: the end of the prompt, by which later requests match it, then the answer."""
+        """Keep an answer. token_ids: with the end of the prompt, to match later requests."""
         while len(self._ends) >= self._max_answers:
             self._index.drop(self._ends[0][0])
             self._release_oldest()
         digest = _digest(cache_salt)
-        # A free number's answers are all gone. If none is free, the n numbers in use are 0 to n - 1.
+        # If no number is free, the n numbers in use are 0 to n - 1.
         number = self._free.pop() if self._free and digest not in self._owners else len(self._owners)
         owner = self._owners.setdefault(digest, [number, 0])
         owner[1] += 1
@@ -54,7 +54,7 @@ class Answers:
     def propose(
         self, suffix: array[int], most: int, cache_salt: str | None, *, factor: float, min_probability: float
     ) -> tuple[list[int], float]:
-        """Return the best continuation in answers of that salt, and its score; see `SuffixIndex.propose`."""
+        """Draft from answers of that salt; see `SuffixIndex.propose`."""
         owner = self._owners.get(_digest(cache_salt))
         if owner is None:
             return [], 0.0
@@ -70,5 +70,5 @@ class Answers:
 
 
 def _digest(cache_salt: str | None) -> bytes:
-    """Return a short key for a salt of any length; empty if there is no salt."""
+    """Return a short key."""
     return b"" if cache_salt is None else hashlib.sha256(cache_salt.encode()).digest()

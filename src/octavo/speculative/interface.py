@@ -1,4 +1,4 @@
-"""The interface of proposers, which guess draft tokens."""
+"""The interface of proposers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 class DraftTask:
     """A request that needs draft tokens.
 
-    token_ids: int32 [num_tokens], prompt and output, including the tokens that this step sampled; append-only, valid
-    until the next step.
-    max_drafts: limit on drafts; the engine cannot use more.
-    max_computed: limit on drafts that cost a forward pass of a model each; None: max_drafts.
-    cache_salt: drafts pass only between requests of equal salt, in both directions.
+    token_ids: int32 [num_tokens], with this step's sampled tokens; append-only, valid until the next step.
+    max_computed: limit on drafts that cost a forward pass each; None: max_drafts.
+    cache_salt: drafts pass only between requests of equal salt.
     predicted_token_ids: int32, the answer that the client expects.
     """
 
@@ -36,7 +34,7 @@ class DraftTask:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request that ended, for any reason. token_ids: int32, prompt and output; valid during the call."""
+    """An ended request. token_ids: int32, prompt and output; valid during the call."""
 
     request_id: str
     token_ids: NDArray[np.int32]
@@ -45,13 +43,12 @@ class EndedRequest:
 
 
 class Proposer(Protocol):
-    """Source of draft tokens, called once after each step for all its requests.
+    """Source of draft tokens, called once after each step.
 
     A rejected draft costs one row of a step and never changes the output.
 
-    num_speculative_tokens: maximum number of drafts per request. num_bytes: maximum memory use.
-    num_passes: forward passes of a model in the latest `propose` call.
-    computes: True if it may run a model when lookup finds no drafts.
+    num_bytes: maximum memory use. num_passes: forward passes of a model in the latest call.
+    computes: it may run a model when lookup finds no drafts.
     """
 
     num_speculative_tokens: int
@@ -61,17 +58,17 @@ class Proposer(Protocol):
 
     @property
     def computed(self) -> AbstractSet[str]:
-        """Ids of requests for which the latest `propose` call ran a model."""
+        """Requests for which the latest call ran a model."""
         ...
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
-        """Return the drafts of each task; an empty list if there are none."""
+        """Return each task's drafts."""
         ...
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the state of requests that may resume with all their tokens; unknown ids are ignored."""
+        """Drop the state of requests that may resume. Unknown ids are ignored."""
         ...
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Drop the state of ended requests. Their answers may be kept as drafts for requests of equal salt."""
+        """Drop the state of ended requests. Their answers may be drafts for requests of equal salt."""
         ...

@@ -1,7 +1,7 @@
-"""Drafts from a model: a smaller one with the same vocabulary, or the target with quantized weights.
+"""Drafts from a smaller model with the same vocabulary, or from the target with quantized weights.
 
-After speculative decoding (Leviathan et al., arXiv 2211.17192). If drafts are verified exactly, the drafting model
-samples with the target's noise, so that sampled drafts are often accepted, too.
+After speculative decoding (Leviathan et al., arXiv 2211.17192). For exact verification the drafting model samples with
+the target's noise, so that sampled drafts are often accepted, too.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ class DraftingModel(Protocol):
     max_model_len: int
 
     def begin(self, request_ids: Sequence[str]) -> None:
-        """Start drafting for these requests. Later calls refer to them by their index here."""
+        """Start drafting. Later calls name these requests by index."""
         ...
 
     def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Choose and append one token for each of these requests, in one forward pass.
+        """Append one token to each of these requests, in one forward pass.
 
-        Returns the tokens, -1 if the model has not caught up with the request, and whether each request can continue.
+        Returns the tokens, -1 if the model has not caught up, and whether each request can continue.
         """
         ...
 
     def end(self) -> None:
-        """Discard the tokens chosen since `begin`."""
+        """Discard the tokens since `begin`."""
         ...
 
 
 class ModelProposer:
     """Drafts with a model when lookup finds nothing: one batched forward pass per draft position.
 
-    first: lookup proposer that is called first and costs no pass; `NoProposer` for none.
+    first: lookup proposer that is called first.
     """
 
     def __init__(self, model: DraftingModel, num_speculative_tokens: int, first: Proposer) -> None:
@@ -58,7 +58,7 @@ class ModelProposer:
         self._first = first
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
-        """Return the drafts of each task."""
+        """See `Proposer`."""
         self.num_passes, self.computed = 0, frozenset()
         drafts = self._first.propose(tasks)
         room = self._model.max_model_len + 1
@@ -80,7 +80,7 @@ class ModelProposer:
         return drafts
 
     def _choose(self, most: NDArray[np.int64]) -> list[list[int]]:
-        """Return the tokens that the model chooses, at most `most[i]` for request i."""
+        """Return at most `most[i]` tokens for request i."""
         longest = int(most.max())
         chosen = np.full((len(most), longest), -1, dtype=np.int64)
         indices = np.arange(len(most))
@@ -98,7 +98,7 @@ class ModelProposer:
         self._first.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Pass ended requests to the lookup proposer."""
+        """See `Proposer`."""
         self._first.finish(ended)
 
 

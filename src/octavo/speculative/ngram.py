@@ -1,7 +1,6 @@
-"""Prompt lookup: drafts are the tokens that followed the latest earlier occurrence of a request's last tokens.
+"""Drafts are the tokens after the latest earlier occurrence of a request's last tokens.
 
-After "prompt lookup decoding" (Apoorv Saxena, 2023), with an index instead of a search. Drafts come only from the
-request's own tokens.
+After "prompt lookup decoding" (Apoorv Saxena, 2023), with an index instead of a search.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ if TYPE_CHECKING:
     from octavo.speculative.interface import DraftTask
 
 _TOKEN_BITS = 32
-_MOST_TOKENS = 1 << 17  # total of all requests
-_ENTRY_BYTES = 120  # per entry of a dictionary just after it grew, without the tokens in the key; a measured bound
+_MOST_TOKENS = 1 << 17  # of all requests
+_ENTRY_BYTES = 120  # per dictionary entry just after growth, without its key's tokens; measured
 
 
 @dataclass(slots=True)
 class _Index:
-    """The latest end position of each n-gram in a request's first `num_tokens` tokens.
+    """The latest end of each n-gram in a request's first `num_tokens` tokens.
 
-    N-grams that end with the last token are added later, when a token follows them.
-    ends: by n-gram, encoded as one integer. newest: the last prompt_lookup_max tokens, encoded likewise.
+    N-grams that end with the last token are added when a token follows them.
+    ends: by n-gram as one integer. newest: the last tokens, likewise.
     """
 
     ends: dict[int, int] = field(default_factory=dict)
@@ -36,13 +35,10 @@ class _Index:
 
 
 class NgramProposer(LookupProposer[_Index]):
-    """Proposer that matches a request's longest repeated suffix of prompt_lookup_min to prompt_lookup_max tokens.
+    """Matches a request's longest repeated suffix of prompt_lookup_min to prompt_lookup_max tokens.
 
-    It proposes the tokens after the suffix's latest earlier occurrence. Each token costs prompt_lookup_max -
-    prompt_lookup_min + 1 dictionary entries and no search. When the indices are full, further requests get no drafts
-    until indexed ones have ended.
-
-    max_tokens: upper bound on the tokens of all requests.
+    A token costs one dictionary entry per length, and no search. When the indices are full, further requests get no
+    drafts until indexed ones end.
     """
 
     def __init__(
@@ -50,7 +46,7 @@ class NgramProposer(LookupProposer[_Index]):
     ) -> None:
         super().__init__(num_speculative_tokens, min(max_tokens, _MOST_TOKENS))
         self._lengths = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
-        # A leading 1 bit keeps n-grams of different lengths distinct if they begin with token 0.
+        # A leading 1 bit distinguishes n-grams that begin with token 0.
         self._masks = [((1 << _TOKEN_BITS * n) - 1, 1 << _TOKEN_BITS * n) for n in self._lengths]
         self.num_bytes = self._indices.max_tokens * sum(_ENTRY_BYTES + 4 * n for n in self._lengths)
 
@@ -65,17 +61,17 @@ class NgramProposer(LookupProposer[_Index]):
         if end is None:
             return []
         num_drafts = min(task.max_drafts, self.num_speculative_tokens)
-        # If fewer tokens follow than needed, assume that the text repeats.
+        # If too few tokens follow, assume that the text repeats.
         period = len(task.token_ids) - end
         found: list[int] = task.token_ids[end : end + num_drafts].tolist()
         return [found[i % period] for i in range(num_drafts)]
 
     def _extend(self, index: _Index, token_ids: NDArray[np.int32]) -> int | None:
-        """Index new tokens. Return where the longest suffix last ended before, or None if it is new."""
+        """Index new tokens. Return where the longest suffix last ended before."""
         ends, newest, masks = index.ends, index.newest, self._masks
         whole, end = masks[0][0], index.num_tokens
         for token_id in token_ids[index.num_tokens :].tolist():
-            # N-grams that end before this token are usable now, as a token follows them.
+            # These n-grams are usable now, as a token follows them.
             if end >= self._lengths[-1]:
                 for n, (mask, leading) in zip(self._lengths, masks, strict=True):
                     if n <= end:

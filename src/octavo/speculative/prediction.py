@@ -1,7 +1,4 @@
-"""Predicted outputs: drafts from the answer that the client expects (OpenAI's `prediction`).
-
-A prediction is used for its own request only and is not kept.
-"""
+"""Drafts from the answer that the client expects (OpenAI's `prediction`), only for its own request."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ if TYPE_CHECKING:
 
     from octavo.speculative.interface import DraftTask, EndedRequest, Proposer
 
-NGRAM = 3  # minimum match length, in tokens
-MAX_MATCH = 32  # maximum match length, in tokens
-DRAFTS_PER_TOKEN = 2  # drafts per matching token
+NGRAM = 3  # shortest match, in tokens
+MAX_MATCH = 32  # longest match, in tokens
+DRAFTS_PER_TOKEN = 2
 
 
 class PredictionProposer:
-    """Wraps a proposer; uses the prediction instead if it yields at least as many drafts.
+    """Prefers the prediction to a proposer's drafts if it yields at least as many.
 
-    Each draft adds at most one token to a step, so an equal number is as good. The wrapped proposer is always called.
+    Each draft adds at most one token to a step, so an equal number is as good.
     """
 
     num_passes, computed, computes = 0, frozenset[str](), False
@@ -35,7 +32,7 @@ class PredictionProposer:
         self._proposer = proposer
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
-        """Return the drafts of each task."""
+        """See `Proposer`."""
         drafts = self._proposer.propose(tasks)
         for index, task in enumerate(tasks):
             if task.predicted_token_ids is not None:
@@ -46,19 +43,19 @@ class PredictionProposer:
         return drafts
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Forward to the wrapped proposer; predictions are part of the task."""
+        """See `Proposer`."""
         self._proposer.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Forward to the wrapped proposer; no prediction is kept."""
+        """See `Proposer`."""
         self._proposer.finish(ended)
 
 
 def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int) -> list[int]:
     """Return up to `most` tokens that follow the end of the answer in the prediction.
 
-    If the answer is a prefix of the prediction, these are the next tokens. Otherwise they follow the longest match of
-    the answer's last tokens; of equally long matches, the one whose position is closest to that in the answer.
+    Unless the answer is its prefix, they follow the longest match of the answer's last tokens; of equally long ones,
+    that with the position closest to the one in the answer.
     """
     start = len(answer)
     if not np.array_equal(predicted[:start], answer):
@@ -73,11 +70,11 @@ def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most
 def _longest_matches(
     predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the end positions of the longest matches of the answer's last tokens, and their length in tokens.
+    """Return the ends of the longest matches of the answer's last tokens, and their length.
 
-    A single match is extended only as far as `most` drafts require.
+    A single match is extended only as far as needed.
     """
-    num_places = len(predicted) - NGRAM  # at least one token must follow
+    num_places = len(predicted) - NGRAM  # a token must follow
     if len(answer) < NGRAM or num_places <= 0:
         return np.empty(0, dtype=np.int64), 0
     matches = np.ones(num_places, dtype=bool)

@@ -1,4 +1,4 @@
-"""Token indices of running requests, with a common size limit, and what proposers that look drafts up in them share."""
+"""Token indices of running requests, and proposers that use them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IndexT = TypeVar("IndexT")
 
 
 class RequestIndices(Generic[IndexT]):
-    """One token index per running request. Their total capacity is at most max_tokens tokens."""
+    """One token index per running request, of at most max_tokens in total."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -21,31 +21,31 @@ class RequestIndices(Generic[IndexT]):
         self._kept: dict[str, tuple[IndexT, int]] = {}
 
     def get(self, request_id: str) -> IndexT | None:
-        """Return the index of a request, or None if it has none."""
+        """Return a request's index, if any."""
         return self._kept[request_id][0] if request_id in self._kept else None
 
     def room(self, request_id: str) -> int:
-        """Return the largest capacity, in tokens, that the index of this request may have now."""
+        """Return the largest capacity, in tokens, of this request's index."""
         own = self._kept[request_id][1] if request_id in self._kept else 0
         return self.max_tokens - self.num_tokens + own
 
     def keep(self, request_id: str, index: IndexT, num_tokens: int) -> None:
-        """Set or replace the index of a request. num_tokens: its capacity, at most `room()`."""
+        """Set a request's index. num_tokens: its capacity, at most `room()`."""
         self.forget((request_id,))
         self._kept[request_id] = (index, num_tokens)
         self.num_tokens += num_tokens
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the indices of requests; unknown ids are ignored."""
+        """Drop indices; unknown ids are ignored."""
         for request_id in request_ids:
             if (kept := self._kept.pop(request_id, None)) is not None:
                 self.num_tokens -= kept[1]
 
 
 class LookupProposer(Generic[IndexT]):
-    """Base of proposers that look drafts up in an index of each request's own tokens. No model is run.
+    """Looks drafts up in an index of each request's own tokens.
 
-    max_tokens: upper bound on the tokens of all indices.
+    max_tokens: of all indices.
     """
 
     num_passes, computed, computes = 0, frozenset[str](), False
@@ -55,16 +55,16 @@ class LookupProposer(Generic[IndexT]):
         self._indices = RequestIndices[IndexT](max_tokens)
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
-        """Return the drafts of each task."""
+        """See `Proposer`."""
         return [self._propose(task) for task in tasks]
 
     def _propose(self, task: DraftTask) -> list[int]:
         raise NotImplementedError
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the indices of requests."""
+        """See `Proposer`."""
         self._indices.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Drop the indices of ended requests."""
+        """See `Proposer`."""
         self.forget(request.request_id for request in ended)

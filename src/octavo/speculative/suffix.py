@@ -1,13 +1,12 @@
-"""Suffix decoding: drafts from the request's own tokens, and from earlier answers with the same cache salt.
+"""Drafts from a request's own tokens, and from earlier answers with the same cache salt.
 
-After SuffixDecoding (Oliaro et al., arXiv 2411.04975). Accepted drafts make an answer faster, which is observable like
-a prefix hit. So the cache salt isolates drafts as it isolates prefix-cache blocks:
+After SuffixDecoding (Oliaro et al., arXiv 2411.04975). Accepted drafts make an answer observably faster, like a prefix
+hit. So the cache salt isolates drafts, too:
 
 - An answer is a draft only for requests of equal salt; requests without a salt share with one another. The server gives
   each tenant its own salts, unless its key shares the prefix cache.
-- A request with a unique salt gets drafts from its own tokens only. Its answer is kept but never used.
-- The last MAX_MATCH tokens of a prompt are kept under the same salt, to match the beginning of an answer.
-- While a request runs, or waits after a preemption, its tokens are drafts for itself only.
+- The end of a prompt is kept under the same salt, to match the beginning of an answer.
+- The tokens of a request that has not ended are drafts for itself only.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
     from octavo.speculative.interface import DraftTask, EndedRequest
 
-_MOST_TOKENS = 1 << 17  # total of all running requests
-_LEAST_ROOM = 256  # minimum spare capacity of a new index, in tokens
+_MOST_TOKENS = 1 << 17  # of all running requests
+_LEAST_ROOM = 256  # spare capacity of a new index, in tokens
 
 
 class SuffixProposer(LookupProposer[SuffixIndex]):
-    """Proposer that takes the better draft, by the paper's score, of the request's own tokens and earlier answers.
+    """Takes the better draft, by the paper's score, of the request's own tokens and earlier answers.
 
-    Each running request has an index of its own tokens, whose capacity grows by half. When all indices together reach
-    the limit, an index keeps its newest tokens only, and a new request gets no index until indexed ones have ended.
+    At the size limit an index keeps only its newest tokens, and a new request gets none.
     """
 
     def __init__(self, config: SpeculativeConfig, *, max_num_seqs: int, max_model_len: int) -> None:
@@ -42,7 +40,7 @@ class SuffixProposer(LookupProposer[SuffixIndex]):
         self._max_model_len = max(max_model_len, MIN_CAPACITY)
         super().__init__(config.num_speculative_tokens, min(max_num_seqs * self._max_model_len, _MOST_TOKENS))
         self.num_bytes = self._indices.max_tokens * BYTES_PER_TOKEN
-        # Allocated when the first request ends, so that memory planning does not count it twice.
+        # Allocated when the first request ends: memory planning must not count it twice.
         self._answers: Answers | None = None
         self._max_bytes = config.suffix_decoding_max_cached_bytes
         self._max_answers = config.suffix_decoding_max_cached_requests
@@ -50,7 +48,7 @@ class SuffixProposer(LookupProposer[SuffixIndex]):
             self.num_bytes += Answers.bytes_of(self._max_bytes, self._max_answers)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Keep the answers and drop the indices of ended requests."""
+        """Keep answers, and drop indices."""
         super().finish(ended)
         if not self._max_answers:
             return
@@ -78,7 +76,7 @@ class SuffixProposer(LookupProposer[SuffixIndex]):
         return draft
 
     def _extended(self, task: DraftTask) -> SuffixIndex | None:
-        """Update the index of a request and return it; None if there is no room. May replace it by a larger one."""
+        """Update or replace a request's index; None without room."""
         num_tokens = len(task.token_ids)
         index = self._indices.get(task.request_id)
         if index is None or num_tokens > index.capacity:

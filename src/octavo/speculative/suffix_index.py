@@ -1,8 +1,8 @@
-"""Index of token texts that finds earlier occurrences of a suffix and drafts the tokens after them.
+"""Finds earlier occurrences of a suffix and drafts the tokens after them.
 
 After SuffixDecoding (Oliaro et al., arXiv 2411.04975): the most frequent continuation wins, and a longer match drafts
-more. Instead of a suffix tree it uses an n-gram index over a ring buffer of tokens. Its size in bytes is fixed, and
-the oldest tokens are overwritten. Hits are compared token by token, so a hash collision never yields a draft.
+more. Instead of a suffix tree it has an n-gram index over a ring buffer of fixed size. Hits are compared token by
+token, so a hash collision never yields a draft.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    Hit = tuple[int, int]  # the position after a match, and its length in tokens
+    Hit = tuple[int, int]  # end position and length of a match
 
-NGRAM = 3  # minimum match length, in tokens
-MAX_MATCH = 32  # maximum match length, in tokens
+NGRAM = 3  # shortest match, in tokens
+MAX_MATCH = 32  # longest match, in tokens
 MIN_CAPACITY = 2 * NGRAM
 BYTES_PER_TOKEN = 2 * array("i").itemsize + 2 * array("q").itemsize
 _BOUNDARY = -1
 _TOKEN_BITS = 8 * array("i").itemsize
-_MAX_HITS = 6  # the newest hits, among which continuations are counted
-_MAX_STEPS = 64  # limit on chain entries visited, collisions included
-_MAX_LENGTHS = 2  # number of match lengths compared, the longest first
+_MAX_HITS = 6  # the newest, among which continuations are counted
+_MAX_STEPS = 64  # limit on chain entries, collisions included
+_MAX_LENGTHS = 2
 
 
 class SuffixIndex:
     """Ring buffer of the newest `capacity` tokens, in texts that each have an owner.
 
-    Positions count all tokens ever written. A hash of owner and NGRAM tokens maps to the latest position with that
-    hash; each position links to the previous one.
+    Positions count all tokens ever written. A hash of owner and NGRAM tokens maps to the latest position with it, which
+    links to the previous one.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = max(capacity, MIN_CAPACITY)
-        self.num_tokens = 0  # ever written, including text boundaries
+        self.num_tokens = 0  # ever written, with text boundaries
         self._oldest = 0
         self._tokens = array("i", [_BOUNDARY]) * self.capacity
         self._owners = array("i", [0]) * self.capacity
@@ -44,17 +44,17 @@ class SuffixIndex:
 
     @property
     def nbytes(self) -> int:
-        """Size of the arrays in bytes; they are allocated on construction."""
+        """Size in bytes."""
         arrays = (self._tokens, self._owners, self._previous, self._heads)
         return sum(len(each) * each.itemsize for each in arrays)
 
     @property
     def oldest(self) -> int:
-        """The first position that is still kept."""
+        """The first kept position."""
         return max(self._oldest, self.num_tokens - self.capacity)
 
     def extend(self, token_ids: Iterable[int], owner: int = 0) -> None:
-        """Append tokens to the newest text. owner: must be the same for a whole text."""
+        """Append tokens to the newest text. owner: the same for a whole text."""
         capacity, tokens, owners = self.capacity, self._tokens, self._owners
         previous, heads = self._previous, self._heads
         end = self.num_tokens
@@ -76,23 +76,23 @@ class SuffixIndex:
         self.num_tokens = end
 
     def close(self) -> None:
-        """End the newest text. No match or draft crosses the boundary."""
+        """End the newest text. No match or draft crosses its end."""
         self._tokens[self.num_tokens % self.capacity] = _BOUNDARY
         self.num_tokens += 1
 
     def drop(self, position: int) -> None:
-        """Discard all tokens before a position."""
+        """Discard tokens before a position."""
         self._oldest = max(self._oldest, position)
 
     def propose(
         self, suffix: array[int], most: int, *, owner: int = 0, factor: float = 1.0, min_probability: float = 0.0
     ) -> tuple[list[int], float]:
-        """Return the best continuation of the suffix in the owner's texts, and its score: the expected accepted tokens.
+        """Return the best continuation of the suffix in the owner's texts, and the expected number of accepted tokens.
 
-        A draft has at most `most` tokens, and at most factor times the match length. Each draft token is the most
-        frequent one among the hits that agree so far, the newest on a tie. Its probability is their share, times the
-        previous token's probability; the draft ends below min_probability. The score is the sum of probabilities, and
-        decides between match lengths (section 4 of the paper).
+        A draft has at most `most` tokens, and at most factor times the match length. Each token is the most frequent
+        one among the hits that agree so far, the newest on a tie. Its probability is their share, times the previous
+        token's; the draft ends below min_probability. The sum of probabilities decides between match lengths (section 4
+        of the paper).
         If the newest text is not closed, the suffix must be its end; a repetition there is continued.
         """
         hits = self._find(suffix, owner)
@@ -113,7 +113,7 @@ class SuffixIndex:
         return best, best_score
 
     def _find(self, suffix: array[int], owner: int) -> list[Hit]:
-        """Return the newest hits of the suffix, newest first; at most _MAX_HITS."""
+        """Return the newest hits of the suffix, newest first."""
         capacity, tokens, owners, previous = self.capacity, self._tokens, self._owners, self._previous
         suffix = suffix[-min(MAX_MATCH, capacity) :]
         length = len(suffix)
@@ -130,7 +130,7 @@ class SuffixIndex:
             if owners[place] == owner and position < last:
                 start = place + 1 - length
                 stood = tokens[start : place + 1] if start >= 0 else tokens[start:] + tokens[: place + 1]
-                # The highest differing bit is in the last token that differs; all tokens after it match.
+                # The highest differing bit is in the last token that differs; all later tokens match.
                 differing = (to_number(stood.tobytes(), "little") ^ as_number).bit_length()
                 num_same = length - (differing + _TOKEN_BITS - 1) // _TOKEN_BITS
                 if num_same >= NGRAM:
@@ -154,7 +154,7 @@ class SuffixIndex:
 
 
 def _most_frequent(runs: list[list[int]], num_tokens: int, min_probability: float) -> tuple[list[int], float]:
-    """Return the most frequent token at each depth, among runs that agree with the draft so far, and the score."""
+    """Return the most frequent tokens among runs that agree so far, and the score."""
     draft: list[int] = []
     score, probability = 0.0, 1.0
     for depth in range(num_tokens):

@@ -1,1 +1,1 @@
-"""Starting an engine: reads a checkpoint's files, and starts the process that runs the core."""
+"""Reads checkpoints, and starts the core's process."""

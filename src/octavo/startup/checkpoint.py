@@ -1,4 +1,4 @@
-"""The interface of checkpoints of any format: configuration, weights, tokenizer, chat template and defaults."""
+"""The interface of checkpoints."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Protocol):
-    """A model as its files describe it. Each method reads, and raises `ModelError` for missing or invalid files."""
+    """A model as its files describe it. Methods read files, and raise `ModelError`."""
 
     @property
     def path(self) -> Path:
-        """Its path, with which another process can open the same checkpoint."""
+        """Its path, for another process."""
         ...
 
     @property
@@ -39,7 +39,7 @@ class Checkpoint(Protocol):
         ...
 
     def read_config(self) -> dict[str, Any]:
-        """Return the keys and values of config.json unchanged."""
+        """Return the content of config.json."""
         ...
 
     def read_architecture(self) -> Architecture:
@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
         ...
 
     def check_tokenizer(self) -> None:
-        """Raise the errors of `read_tokenizer` that can be found quickly, before anything is loaded."""
+        """Raise quickly found errors of `read_tokenizer`."""
         ...
 
     def read_tokenizer(self) -> Tokenizer:
@@ -55,26 +55,26 @@ class Checkpoint(Protocol):
         ...
 
     def stored_tokenizer(self) -> bytes | None:
-        """Return bytes that identify the tokenizer; None if there is none. Equal bytes mean equal tokenizers."""
+        """Return bytes that identify the tokenizer, if any."""
         ...
 
     def read_chat_template(self, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-        """Return the chat template; None if there is none. special_tokens: those of the tokenizer."""
+        """Return the chat template, if any."""
         ...
 
     def read_generation_defaults(self) -> GenerationDefaults:
-        """Return the default sampling parameters and the EOS token ids of its makers."""
+        """Return sampling defaults and EOS ids."""
         ...
 
     def read_embedding_config(self) -> EmbeddingConfig:
-        """Return how embeddings are made from hidden states."""
+        """Return how embeddings are made."""
         ...
 
 
 def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
-    """Open a checkpoint by its path, hub id or the name of a built-in one. A file is read as GGUF. Raises `ModelError`.
+    """Open a path, hub id or built-in model; a file is read as GGUF. Raises `ModelError`.
 
-    weights: False if only the other files are read; then weights are not downloaded.
+    weights: False to not download them.
     """
     model = built_in_path(str(model)) or model
     if problem := explain_undecodable(str(model)):

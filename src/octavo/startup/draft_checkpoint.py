@@ -1,4 +1,4 @@
-"""Finds the checkpoint of a draft model and checks that it fits the target, before weights are read."""
+"""Finds a draft model's checkpoint and checks that it fits the target."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WORTHWHILE_SHARE = 0.8  # of the model's bytes: with more, a draft takes almost as long as a token of the model
+_WORTHWHILE_SHARE = 0.8  # of the model's bytes: with more, a draft takes almost as long as a token
 
 
 def find_draft_checkpoint(
     speculative: SpeculativeConfig | None, config: ModelConfig, target: ServedModel
 ) -> DraftCheckpoint | None:
-    """Return the checkpoint of the draft model; None if no model drafts. Raises `ConfigError`.
+    """Return the draft model's checkpoint, if a model drafts. Raises `ConfigError`.
 
-    config: that of the target. Logs a warning if the draft model has fewer positions than the target.
+    config: that of the target.
     """
     if speculative is None or not speculative.drafts_by_model:
         return None
@@ -61,7 +61,7 @@ def find_draft_checkpoint(
 
 
 def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> DraftCheckpoint:
-    """Return the target itself in fewer bits. Raises `ConfigError` if that would be no smaller, or hardly."""
+    """Return the target in fewer bits. Raises `ConfigError` if that hardly saves bytes."""
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(
@@ -132,7 +132,7 @@ def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
         return
     own, others = (each.read_tokenizer().backend.get_vocab() for each in (draft, target))
     for token, number in others.items():
-        # Conversions to GGUF give the name [PADn] to rows of the embedding without a token, which no text produces.
+        # Conversions to GGUF name unused rows [PADn]; no text produces them.
         if own.get(token) != number and (token in own or token != f"[PAD{number}]"):
             there = f"number {own[token]}" if token in own else "no token"
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The main module of an engine process: `python -m octavo.startup.engine_main`. Its settings come on standard input."""
+"""The main module of an engine process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def build(config: EngineConfig, progress: Progress) -> EngineCore:
     """Import torch and build the core."""
     with permanent_generation():
-        from octavo.build import build_core  # noqa: PLC0415 - takes seconds, in which the process is watched already
+        from octavo.build import build_core  # noqa: PLC0415 - takes seconds; the process is watched already
 
         return build_core(config, progress=progress, reads_ahead=True)
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is a folder in Hugging Face's layout."""
+"""A checkpoint in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FolderCheckpoint:
-    """An `octavo.startup.checkpoint.Checkpoint` of config.json, safetensors files and the other files of a folder."""
+    """A `Checkpoint` of a folder."""
 
     __slots__ = ("path", "weights")
 
@@ -28,34 +28,34 @@ class FolderCheckpoint:
         self.weights = FolderWeights(path)
 
     def read_config(self) -> dict[str, Any]:
-        """Read config.json; empty if it does not exist."""
+        """Read config.json; {} if it does not exist."""
         return read_json_object(self.path / "config.json")
 
     def read_architecture(self) -> Architecture:
-        """Read config.json by the rules of its family."""
+        """See `Checkpoint`."""
         return read_architecture(self.path)
 
     def check_tokenizer(self) -> None:
-        """Raise if there is no tokenizer.json."""
+        """See `Checkpoint`."""
         Tokenizer.check_directory(self.path)
 
     def read_tokenizer(self) -> Tokenizer:
-        """Read tokenizer.json and the files that belong to it."""
+        """See `Checkpoint`."""
         return Tokenizer.from_directory(self.path)
 
     def stored_tokenizer(self) -> bytes | None:
-        """Return the bytes of tokenizer.json; None if it does not exist."""
+        """See `Checkpoint`."""
         path = self.path / "tokenizer.json"
         return path.read_bytes() if path.is_file() else None
 
     def read_chat_template(self, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-        """Read chat_template.jinja, or the template in tokenizer_config.json."""
+        """See `Checkpoint`."""
         return ChatTemplate.from_directory(self.path, special_tokens)
 
     def read_generation_defaults(self) -> GenerationDefaults:
-        """Read generation_config.json."""
+        """See `Checkpoint`."""
         return read_generation_defaults(self.path)
 
     def read_embedding_config(self) -> EmbeddingConfig:
-        """Read modules.json and the modules' folders."""
+        """See `Checkpoint`."""
         return read_embedding_config(self.path)

@@ -1,4 +1,4 @@
-"""A checkpoint that is a GGUF file, or several files of one model."""
+"""A checkpoint in GGUF files."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _SAMPLING_KEYS = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-_POOLING = {0: "last", 1: "mean", 3: "last"}  # by llama.cpp's numbers; 0: none is named
+_POOLING = {0: "last", 1: "mean", 3: "last"}  # llama.cpp's numbers; 0: none is named
 
 
 class GGUFCheckpoint:
-    """An `octavo.startup.checkpoint.Checkpoint` of a GGUF file."""
+    """A `Checkpoint` of a GGUF file."""
 
     __slots__ = ("file", "path", "vocabulary", "weights")
 
@@ -47,11 +47,11 @@ class GGUFCheckpoint:
         self.vocabulary = GGUFVocabulary(path, self.file.metadata)
 
     def read_config(self) -> dict[str, Any]:
-        """Return the metadata as the keys of a config.json."""
+        """Return the metadata as in a config.json."""
         return read_gguf_config(self.file, self.weights.architecture, self.weights.family)
 
     def read_architecture(self) -> Architecture:
-        """Read the metadata by the rules of its family."""
+        """See `Checkpoint`."""
         config = self.read_config()
         if config["vocab_size"] < self.vocabulary.size:
             raise ModelError(
@@ -61,20 +61,20 @@ class GGUFCheckpoint:
         return replace(architecture_of(ConfigFile(self.path, config)), block_bytes=self.weights.block_bytes())
 
     def check_tokenizer(self) -> None:
-        """Raise if the metadata describe no tokenizer of a known kind."""
+        """See `Checkpoint`."""
         self.vocabulary.check()
 
     def read_tokenizer(self) -> Tokenizer:
-        """Build the tokenizer that the metadata describes."""
+        """See `Checkpoint`."""
         return self.vocabulary.build()
 
     def stored_tokenizer(self) -> bytes | None:
-        """Return a hash of the tokenizer's metadata."""
+        """See `Checkpoint`."""
         said = sorted((key, value) for key, value in self.file.metadata.items() if key.startswith("tokenizer.ggml."))
         return hashlib.sha256(repr(said).encode()).digest()
 
     def read_chat_template(self, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-        """Return the templates in the metadata."""
+        """See `Checkpoint`."""
         texts = {
             key.removeprefix(_TEMPLATE).removeprefix(".") or "default": value
             for key, value in self.file.metadata.items()
@@ -86,7 +86,7 @@ class GGUFCheckpoint:
         return ChatTemplate({name: str(text) for name, text in texts.items()}, special_tokens) if texts else None
 
     def read_generation_defaults(self) -> GenerationDefaults:
-        """Return the parameters of `general.sampling.*`, and the EOS token ids."""
+        """See `Checkpoint`."""
         fields = ConfigFile(self.path, self.file.metadata, "")
         sampling: dict[str, float | int] = {}
         for key, name in _SAMPLING_KEYS.items():
@@ -97,7 +97,7 @@ class GGUFCheckpoint:
         return GenerationDefaults(sampling, self.vocabulary.eos_token_ids(), self.path)
 
     def read_embedding_config(self) -> EmbeddingConfig:
-        """Return how hidden states become an embedding; without metadata by the last state."""
+        """See `Checkpoint`; the default is the last state."""
         key = f"{self.weights.architecture}.pooling_type"
         kind = self.file.metadata.get(key, 0)
         if not isinstance(kind, int) or kind not in _POOLING:

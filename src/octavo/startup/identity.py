@@ -1,4 +1,4 @@
-"""Describes an engine's numbers as text: the fingerprint of a start, and the keys under which engines share KV."""
+"""An engine's fingerprint, and the keys under which engines share KV."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHOWN_KEY = 100  # characters
 
 
 def find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
-    """Start to hash the weights in the background while they are loaded."""
+    """Start to hash the weights in the background."""
     seed = config.seed if config.load_format == "dummy" else None
     return WeightsIdentity(served.checkpoint.weights, served.architecture, seed)
 
@@ -44,8 +44,8 @@ def check_fingerprint(
     """Return the engine's fingerprint. Refuse a start that computes other numbers than an earlier one.
 
     identity: hashes the weights, so that starts with a copy of them are compared, too; None if KV is not shared.
-    Nothing is compared if the disk must not be used (packed_cache_bytes 0), or if there are no checksums.
-    Raises `FingerprintError`, and `ModelError` for weights that have changed meanwhile.
+    Nothing is compared without use of the disk (packed_cache_bytes 0), or without checksums.
+    Raises `FingerprintError`, and `ModelError` for weights that have changed.
     """
     logger.info("fingerprint: %s", fingerprint.summary)
     if not config.model.packed_cache_bytes or not fingerprint.logits:
@@ -55,7 +55,7 @@ def check_fingerprint(
     try:
         kept = KeptFingerprints(cache_directory() / "fingerprints")
         engine = _describe_engine(config, served, info, draft, dtype)
-    except (OSError, RuntimeError) as error:  # a file of the checkpoint was removed, or this user has no home
+    except (OSError, RuntimeError) as error:  # a file was removed, or this user has no home
         logger.warning("the fingerprint of this start cannot be compared: %s", error)
         return fingerprint
     kept.check(engine, fingerprint)
@@ -65,10 +65,10 @@ def check_fingerprint(
 def _describe_engine(
     config: EngineConfig, served: ServedModel, info: WorkerInfo, draft: DraftCheckpoint | None, dtype: str
 ) -> dict[str, Any]:
-    """Return everything on which the numbers of a start may depend. Raises `OSError` if a file is missing."""
+    """Return all that a start's numbers may depend on. Raises `OSError`."""
     model = config.model
     seed = model.seed if model.load_format == "dummy" else None
-    hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)  # written by now if the weights were hashed
+    hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)  # already written if the weights were hashed
     return {
         "model": describe_model(served.checkpoint.weights, served.architecture, hashes, seed),
         "draft": None if draft is None else describe_model(draft.weights, draft.architecture, hashes, seed),
@@ -83,9 +83,9 @@ def _describe_engine(
 def cache_keys(
     config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
 ) -> tuple[str, ...]:
-    """Return everything on which the KV of a token depends, except the tokens up to it.
+    """Return all that a token's KV depends on, except tokens. Engines share KV only if their fingerprints agree.
 
-    identity: of the weights; None if KV stays in this engine. Engines share KV only if their fingerprints agree.
+    identity: of the weights; None if KV stays in this engine.
     """
     model, cache = config.model, config.cache
     keys = [
@@ -102,10 +102,7 @@ def cache_keys(
 
 
 def kv_format(keys: tuple[str, ...]) -> dict[str, str]:
-    """Return the cache keys by name, for a router: engines share KV only if all of them are equal.
-
-    The secret is omitted. Long texts, such as architectures, are hashed.
-    """
+    """Return the cache keys by name, for a router, without the secret. Long ones are hashed."""
     values = dict(key.split(":", 1) for key in keys)
     values.pop("secret", None)
     return {

@@ -1,4 +1,4 @@
-"""Starts an engine without torch: reads the files, makes the text processors, and runs the core in another process."""
+"""Starts an engine without torch: its core runs in another process."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 class ServedModel:
     """A model that will be served.
 
-    checkpoint: its files. text: the checkpoint whose tokenizer and chat template are used; another one if `tokenizer`
-    names it. max_model_len: the longest sequence to serve, in tokens.
+    text: the checkpoint of tokenizer and chat template. max_model_len: of a sequence, in tokens.
     """
 
     checkpoint: Checkpoint
@@ -48,7 +47,7 @@ class ServedModel:
 
     @classmethod
     def find(cls, config: ModelConfig) -> ServedModel:
-        """Find the model of a configuration and read its architecture. Raises `ConfigError` and `ModelError`."""
+        """Find a configuration's model. Raises `ConfigError` and `ModelError`."""
         checkpoint = text = open_checkpoint(config.model or BUILT_IN_MODEL, weights=config.load_format != "dummy")
         if config.tokenizer is not None and not config.skip_tokenizer_init:
             text = open_checkpoint(config.tokenizer, weights=False)
@@ -65,18 +64,18 @@ def launch_engine(
     progress: Callable[[int, int], None] | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> Engine:
-    """Start a process for the engine's core; return the engine when it is ready. Load the tokenizer meanwhile.
+    """Start a process for the core, load the tokenizer meanwhile, and return the engine when it is ready.
 
-    progress: called as progress(done, total) with bytes of packed weights. meanwhile: called while the process loads;
-    its errors end the start. Raises `ConfigError` and `ModelError`.
+    progress(done, total): called with bytes of packed weights. meanwhile: called while the process loads; its errors
+    end the start. Raises `ConfigError` and `ModelError`.
     """
     from octavo.engine.remote_core import RemoteCore  # noqa: PLC0415 - needs zmq and msgspec, which only servers do
 
     served, asked = ServedModel.find(config.model), config.model
     draft = find_draft_checkpoint(config.speculative, config.model, served)
-    # -P: otherwise a file in the current directory, for example of a checkpoint, could be imported as a module.
+    # -P: never import a file of the current directory.
     command = [sys.executable, "-P", "-m", "octavo.startup.engine_main"]
-    # Pass paths, because a hub id may mean other files when the process is restarted.
+    # Pass paths: after a restart a hub id may mean other files.
     if config.model.model is not None:
         config = replace(config, model=replace(config.model, model=str(served.checkpoint.path)))
     if config.model.tokenizer is not None:
@@ -94,7 +93,7 @@ def launch_engine(
 
 
 def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProcessor, OutputProcessor]:
-    """Load the tokenizer and the chat template; return the processors of inputs and outputs."""
+    """Load the processors of inputs and outputs."""
     tokenizer = template = None
     if not config.skip_tokenizer_init:
         tokenizer = served.text.read_tokenizer()
@@ -109,7 +108,7 @@ def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProc
 
 
 def make_grammars(config: ModelConfig, served: ServedModel) -> GrammarCompiler | None:
-    """Make a compiler of grammars for a model's vocabulary, which is read at first use. None without a tokenizer."""
+    """Make a compiler of grammars, which reads the vocabulary at first use. None without a tokenizer."""
     if config.skip_tokenizer_init:
         return None
 
@@ -127,10 +126,7 @@ def make_grammars(config: ModelConfig, served: ServedModel) -> GrammarCompiler |
 
 
 def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture) -> int:
-    """Return the longest sequence to serve: the configured length, otherwise the checkpoint's number of positions.
-
-    Raises `ConfigError` if the configured length exceeds that number.
-    """
+    """Return the configured maximum length, by default the checkpoint's. Raises `ConfigError` if it is larger."""
     longest = architecture.max_context_tokens
     asked = model_config.max_model_len
     if asked is not None and asked > longest:
@@ -172,7 +168,7 @@ def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Token
 
 
 def _eos_token_ids(served: ServedModel, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the ids that end an answer, from all sources in the checkpoint. Drops those outside the vocabulary."""
+    """Return all valid ids that end an answer."""
     checkpoint, architecture = served.checkpoint, served.architecture
     eos = set(architecture.eos_token_ids) | set(checkpoint.read_generation_defaults().eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -186,7 +182,7 @@ def _eos_token_ids(served: ServedModel, tokenizer: Tokenizer | None) -> frozense
 
 
 def _chat_template(config: ModelConfig, served: ServedModel, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Read the chat template that the user chose (a file or a text), otherwise the tokenizer's or the checkpoint's."""
+    """Read the user's template (a file or a text), the tokenizer's or the checkpoint's."""
     chosen = config.chat_template
     if chosen is None:
         own = served.text.read_chat_template(tokenizer.special_tokens)
