@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class _LastToken(msgspec.Struct):
-    """Fields of the last event of a TGI or Ollama stream."""
-
     error: Any = None
     details: Any = None
     done: Any = None

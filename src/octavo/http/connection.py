@@ -40,11 +40,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Closes connections that exceed a time limit; answers 431 above `MAX_HEADER_BYTES`.
 
     header_timeout_s: from the first byte of headers on; for the first request, from connecting on.
-    keep_alive_timeout_s: idle time between two requests.
+    keep_alive_timeout_s: between two requests.
     idle_timeout_s: the client must take all waiting bytes, or `MAX_UNSENT_BYTES`, in each such period. Otherwise a
     finished stream would keep its place.
     max_connections: more are accepted only for health checks, so that a full server does not look dead.
-    on_refused: called with the client's address and the error of each answer to input that was no request.
+    on_refused: called for each answer to input that was no request.
 
     Pipelined requests are answered in order. During an answer one more request is read, to notice a disconnect. A
     request to upgrade (h2c, as Java's client sends; WebSocket) is answered in HTTP/1.1, as RFC 9110, section 7.8,
@@ -129,7 +129,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.send_400_response("")
 
     def _parse(self, data: bytes) -> None:
-        """Parse bytes. A request to upgrade is parsed again without it."""
         rest = memoryview(data)
         try:
             while True:
@@ -261,7 +260,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._reader_timer = self.loop.call_later(self._idle_timeout_s, self._look_at_reader, sock, before, waiting)
 
     def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
-        """Abort the connection if its client took too little since the last check."""
         self._reader_timer = None
         after = bytes_taken(sock)
         # gVisor always reports 0. The system ends a connection if its client takes no byte.

@@ -262,7 +262,7 @@ class Permit:
 class RequestLimiter:
     """Limits the open requests of all tenants. Used on one event loop only.
 
-    waiting_tokens: of prompts without output yet; `line` waits for room there. body_bytes: of arriving bodies.
+    waiting_tokens: of prompts without output yet; `line` waits for room there.
     Raises `RequestError` for a demand that can never be met, else `QueueFullError` with the seconds to wait.
     """
 

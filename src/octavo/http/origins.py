@@ -54,7 +54,6 @@ def _values(scope: Scope, wanted: bytes) -> list[str]:
 
 
 def _name(host: str) -> str | None:
-    """Return a Host header's name, if valid."""
     if set(host) & set("/\\@?#, \t"):
         return None
     try:
