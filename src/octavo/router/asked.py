@@ -151,7 +151,6 @@ def _scores_prompt(read: Any) -> bool:
 
 
 def _opened(view: memoryview) -> memoryview:
-    """Drop closing quotes and brackets, however many there are."""
     kept = b""
     while view and not kept:
         block = bytes(view[-_BLOCK_BYTES:])
@@ -170,7 +169,6 @@ def _holds_ids(part: memoryview) -> bool:
 
 
 def _elements(part: memoryview) -> bytes:
-    """Return a list's bytes from its first element on, if it is one."""
     beginning = bytes(part[:_BLOCK_BYTES]).lstrip()
     return beginning[1:].lstrip() if beginning[:1] == b"[" else b""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class EngineConnection(asyncio.Protocol):
     """Passes arriving bytes to the current `Answer`.
 
-    on_idle: called when another request may be sent. on_lost: called when the connection is closed.
+    on_idle: called when another request may be sent. on_lost: called when closed.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class EngineConnection(asyncio.Protocol):
         return self._transport.is_closing()
 
     async def ask(self, head: bytes, body: bytes, limits: AnswerLimits, *, is_head: bool) -> Answer:
-        """Send a request; return its answer with headers. Raises `OSError`."""
+        """Send a request. Raises `OSError`."""
         answer = self._answer = Answer(self, limits, is_head=is_head)
         try:
             self._transport.write(head)

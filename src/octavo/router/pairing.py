@@ -34,7 +34,7 @@ _FULL, _SERVERS = 429, 500  # from the second on, the engine's fault
 
 
 class Pairing(Protocol):
-    """Prepares a request for its engine."""
+    """Prepares a request."""
 
     async def scope(self) -> Scope:
         """Return the request when it may be sent. Another engine's failure is not raised."""

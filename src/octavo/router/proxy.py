@@ -54,7 +54,7 @@ _UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; the id
 
 
 class Proxy:
-    """The application for requests to the engines."""
+    """Passes requests on."""
 
     def __init__(self, service: RouterService, own_paths: Collection[str] = (), routes: Routes = ROUTES) -> None:
         """own_paths: other methods than the router's own get 405."""
@@ -219,7 +219,6 @@ class _Exchange:
         return read_usage(b"", body)
 
     async def _relay(self, answer: Answer, first: bytes = b"") -> bytes:
-        """Pass an answer on, after its `first` bytes; return its last `_END_BYTES`."""
         await self._start(answer.status, answer.headers)
         end, piece = b"", first or await answer.next()
         while piece:
@@ -261,7 +260,6 @@ class _Exchange:
             raise AnswerError("its stream was cut off: the connection ended before the last event")
 
     async def _end_stream(self, error: Exception, events: EventStream, engine: Engine) -> None:
-        """End a stream, with an error event unless all events were sent."""
         if self._api.is_last(events.last_event):
             await self._send({"type": "http.response.body"})
             return

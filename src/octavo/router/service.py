@@ -32,7 +32,7 @@ _BODIES = 64  # of the largest size, at the same time
 class RouterService(HttpService):
     """Engines and keys. Used on one event loop only.
 
-    launcher: None: engines are started elsewhere. Raises `ConfigError` for an invalid file of keys.
+    launcher: None: engines are started elsewhere. Raises `ConfigError`.
     """
 
     config: RouterConfig

@@ -57,7 +57,7 @@ class Upstream:
         self._tls: ssl.SSLContext | None = None
 
     async def ask(self, engine: Engine, scope: Scope, body: bytes, request_id: str) -> Answer:
-        """Send a client's request; return its answer with headers. Raises `FAILURES`."""
+        """Send a client's request. Raises `FAILURES`."""
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
         first_byte_s = engine.ends_within_s if self._first_byte_s is None else self._first_byte_s
@@ -65,7 +65,7 @@ class Upstream:
         return await self._ask(engine.url, scope["method"], target, _headers(scope, request_id), body, limits)
 
     async def get(self, engine: Engine, path: str, key: str | None, timeout_s: float) -> tuple[int, bytes]:
-        """Send an own GET; return status and body. Raises `FAILURES`."""
+        """Send an own GET. Raises `FAILURES`."""
         headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
         limits = AnswerLimits(timeout_s, timeout_s, _MAX_OWN_BYTES)
         async with asyncio.timeout(timeout_s):

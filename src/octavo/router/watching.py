@@ -151,7 +151,6 @@ class EngineWatch:
         wake.clear()
 
     async def _read_figures(self, engine: Engine) -> None:
-        """Update estimates by an engine's metrics, if readable. Notices a restart."""
         text = await self._get(engine, "/metrics")
         if text is None:
             return
