@@ -1,4 +1,4 @@
-"""The command line. Each command has a module, which is imported only to run the command or to show its help."""
+"""The command line. A command's module is imported only to run it or to show its help."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPILOG = show_examples(
 
 
 class Octavo(LazyGroup):
-    """The commands of octavo, in the order of the help."""
+    """The commands, in the order of the help."""
 
     lazy_commands = (
         LazyCommand("generate", "octavo.cli.generate", "Answer one prompt, or many prompts in one batch."),
@@ -63,7 +63,7 @@ app = make_app(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from octavo import __version__  # imported only if requested
+        from octavo import __version__
 
         typer.echo(f"octavo {__version__}")
         raise typer.Exit
@@ -75,9 +75,9 @@ def octavo(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Accept the options that belong to no command."""
+    """Accept common options."""
 
 
 def main() -> None:
-    """Run the command line. Exits with status 0, 1 for an error of octavo, or 2 for wrong usage."""
+    """Run the command line. Exits with 0, 1 for an error of octavo, or 2 for wrong usage."""
     app()

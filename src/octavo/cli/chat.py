@@ -1,4 +1,4 @@
-"""`octavo chat`: a conversation in the terminal, or through a pipe with one turn per line."""
+"""`octavo chat`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ System = Annotated[
 ]
 
 
-# Used if a checkpoint sets none of these: answers of small models become incoherent if any token can be sampled.
+# Used if a checkpoint sets none of these: small models become incoherent if any token can be sampled.
 GENTLE_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 REAL_MODELS = (
     "This is the built-in model, a small one. A real one, from a GGUF file or the hub: octavo chat ./model.gguf, "
@@ -47,7 +47,7 @@ def chat(engine: EngineOptions, sampling: SamplingOptions, system: System = None
     If the model's files set none of these options, this command uses --temperature 0.8, --top-k 40, --top-p 0.95 and
     --min-p 0.05.
     """
-    from octavo.sampling_params import RequestOutputKind  # imported only if the command runs
+    from octavo.sampling_params import RequestOutputKind
 
     built = engine.build()
     if not built.input_processor.has_chat_template:
@@ -89,7 +89,6 @@ def _obey_or_answer(conversation: Conversation, line: str) -> None:
 
 
 def _read_line(*, interactive: bool) -> str | None:
-    """Return the next line, or None at the end of the input."""
     if not interactive:
         try:
             line = sys.stdin.readline()
@@ -111,7 +110,7 @@ def _read_line(*, interactive: bool) -> str | None:
 
 
 class Conversation:
-    """The messages of a conversation. A failed turn is dropped; of a stopped answer the beginning is kept."""
+    """The messages of a conversation. A failed turn is dropped; a stopped answer is kept."""
 
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
         self._engine = engine
@@ -120,14 +119,13 @@ class Conversation:
         self.messages = list(self._beginning)
 
     def reset(self) -> None:
-        """Forget all messages except the system's instructions."""
+        """Forget all messages except the system's."""
         self.messages = list(self._beginning)
 
     def answer(self, text: str) -> None:
         """Print the answer to one turn, and add both to the messages.
 
-        Raises `RequestError`, for example if the conversation exceeds the context, and `ExecutionError` if the model
-        fails.
+        Raises `RequestError` and `ExecutionError`.
         """
         from octavo.cli.streaming import stream_answer
 
@@ -138,7 +136,7 @@ class Conversation:
                 self._engine, prompt, self._params, lambda piece: typer.echo(piece, nl=False)
             )
         except ExecutionError:
-            typer.echo()  # ends the line of the text before the failure
+            typer.echo()  # ends the line of a partial answer
             raise
         typer.echo()
         if finish_reason == "length":

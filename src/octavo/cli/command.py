@@ -1,4 +1,4 @@
-"""Makes commands: groups of options are declared once as dataclasses, and errors are printed as one red line."""
+"""Makes commands from functions and groups of options."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help shows options under their declared headings: its own options before the shared ones."""
+    """A command whose help has headings, its own options first."""
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
-        """Write one section for each heading."""
+        """Write all sections."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             default = "Arguments" if parameter.param_type_name == "argument" else "Options"
@@ -40,25 +40,22 @@ class GroupedCommand(TyperCommand):
 
 
 class LazyCommand(NamedTuple):
-    """A command that is not imported yet.
-
-    name: the command's name, and that of the object in `module`. summary: the first paragraph of the command's help.
-    """
+    """A command that is not imported yet: `name` in `module`."""
 
     name: str
     module: str
     summary: str
 
     def load(self) -> Any:
-        """Import the command and return it in the form that typer runs."""
+        """Import the command."""
         found: Command | typer.Typer = getattr(import_module(self.module), self.name)
         return typer.main.get_command(found if isinstance(found, typer.Typer) else found.add_to(make_app()))
 
 
 class LazyGroup(TyperGroup):
-    """A group that imports a command only to run it or to show its help; the group's own help imports none.
+    """A group that imports a command only to run it or to show its help.
 
-    Converting every option of every command to typer's objects took half of the time of `octavo --help`.
+    Converting every option of every command took half of the time of `octavo --help`.
     """
 
     lazy_commands: ClassVar[tuple[LazyCommand, ...]]
@@ -68,9 +65,9 @@ class LazyGroup(TyperGroup):
         self.commands = _Loaded(self.lazy_commands)  # type: ignore[assignment]  # typer only reads it
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line. If the locale is not UTF-8, refuse arguments that the locale cannot decode.
+        """Parse the command line. Refuse arguments that a locale other than UTF-8 cannot decode.
 
-        Such an argument may be a path, a prompt or a name. In a UTF-8 locale the reader of each argument checks it.
+        In a UTF-8 locale the reader of each argument checks it.
         """
         for argument in args if sys.getfilesystemencoding() != "utf-8" else ():
             if problem := explain_undecodable(argument):
@@ -78,18 +75,16 @@ class LazyGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
     def list_commands(self, _ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        """Return the names of the commands in the order of the help."""
+        """Return the names."""
         return list(self.commands)
 
     def format_commands(self, _ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
-        """Write the names and summaries of the commands."""
+        """Write the commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(command.name, command.summary) for command in self.lazy_commands])
 
 
 class _Loaded(Mapping[str, Any]):
-    """Commands by name. A command is imported at its first lookup."""
-
     def __init__(self, commands: tuple[LazyCommand, ...]) -> None:
         self._lazy = {command.name: command for command in commands}
         self._load = functools.cache(lambda name: self._lazy[name].load())
@@ -105,34 +100,34 @@ class _Loaded(Mapping[str, Any]):
 
 
 def show_examples(*examples: str) -> str:
-    """Format examples for the end of a help text, one per line."""
+    """Format examples for the end of a help text."""
     return "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
 
 
 def make_app(**settings: Any) -> typer.Typer:
-    """Make a typer application with the help format of all octavo commands. settings: further arguments of typer."""
+    """Make an application with octavo's help format."""
     # rich's help cuts option names on narrow terminals, and takes 0.2 s to import
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """A function that typer runs. epilog: the examples below its help."""
+    """A function that typer runs. epilog: follows its help."""
 
     run: Callable[..., None]
     epilog: str
 
     def add_to(self, app: typer.Typer, name: str | None = None) -> typer.Typer:
-        """Add the command to `app`, by default under the function's name, and return `app`."""
+        """Add the command to `app`, by default under the function's name; return `app`."""
         app.command(name, cls=GroupedCommand, epilog=self.epilog)(self.run)
         return app
 
 
 def command(*examples: str) -> Callable[[Callable[..., None]], Command]:
-    """Return a decorator that makes a function a command. examples: shown below its help.
+    """Return a decorator that makes a function a command.
 
-    A parameter whose type is a dataclass becomes one option for each field and is passed as an instance. Every command
-    has `--debug`. An `OctavoError` ends the command with one red line and exit status 1.
+    A parameter of a dataclass type becomes one option for each field. An `OctavoError` ends the command with one red
+    line and exit status 1.
     """
     epilog = show_examples(*examples)
 
@@ -190,7 +185,6 @@ def _reporting_errors(function: Callable[..., None]) -> Callable[..., None]:
 def _with_parameters(
     wrapper: Callable[..., None], wrapped: Callable[..., None], parameters: list[inspect.Parameter]
 ) -> Callable[..., None]:
-    """Give a wrapper the name, the docstring and the signature from which typer reads the help and the options."""
     wrapper.__name__, wrapper.__doc__ = wrapped.__name__, wrapped.__doc__
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

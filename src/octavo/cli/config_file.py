@@ -1,6 +1,6 @@
 """Reads options from a TOML file, and describes the resulting configuration.
 
-The command line takes precedence over the environment, the environment over the file, and the file over the defaults.
+Precedence: command line, environment, file, defaults.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ _SOURCES = {
 
 
 def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """Use a TOML file's values as the defaults of a command's options, and return its path.
+    """Use a file's values as defaults of options. Raises `typer.BadParameter`.
 
-    This is the callback of the option that names the file, which must be read first. Keys are names of options, with
-    dashes or underscores. Raises `typer.BadParameter` for an invalid file and for a key that is not an option.
+    The callback of an option, which must be read first. Keys may have dashes or underscores.
     """
     if path is None:
         return None
@@ -58,7 +57,7 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def describe_settings(context: typer.Context) -> list[str]:
-    """Return a line for each option that was set, with its value and source. Values of secrets are not shown."""
+    """Return a line for each given option; secrets are hidden."""
     lines = []
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -71,7 +70,7 @@ def describe_settings(context: typer.Context) -> list[str]:
 
 
 def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
-    """Return one line with the served names, the number formats of weights and KV cache, and the cache's size."""
+    """Return one line about names, formats and cache size."""
     model, cache = engine.model, engine.cache
     if cache.num_gpu_blocks is not None:
         size = f"{cache.num_gpu_blocks * cache.block_size} tokens"
@@ -84,7 +83,7 @@ def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
 
 
 def configuration(server: ServerConfig, engine: EngineConfig) -> dict[str, dict[str, Any]]:
-    """Return all configuration values of a server, by part of the configuration. Values of secrets are not shown."""
+    """Return all values of a server; secrets are hidden."""
     return {name: _told(part) for name, part in _parts(server, engine).items()}
 
 
@@ -93,7 +92,7 @@ def _told(part: Any) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Convert a value to one that JSON can represent. A file is shown by its name, without its directory."""
+    """Convert a value for JSON. A file is shown without its directory."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, tuple):
@@ -106,20 +105,16 @@ def _plain(name: str, value: Any) -> Any:
 def _is_path(text: str) -> bool:
     try:
         return Path(text).exists()
-    except (OSError, ValueError):  # a template: it is longer than a path may be
+    except (OSError, ValueError):  # a template may be longer than a path
         return False
 
 
 def _without_secrets(name: str, text: str) -> str:
-    """Return a value without secrets: keys are replaced, and addresses lose their user and password."""
     return "..." if name in _SECRET else _CREDENTIALS.sub("//...@", text)
 
 
 def describe_configuration(server: ServerConfig, engine: EngineConfig) -> list[str]:
-    """Return all configuration values of a server, one line for each part of the configuration.
-
-    None means no limit, not requested, or determined when the model is loaded. Values of secrets are not shown.
-    """
+    """Return a line for each part of the configuration; secrets are hidden."""
     return [f"{name}: " + ", ".join(_values(part)) for name, part in _parts(server, engine).items()]
 
 

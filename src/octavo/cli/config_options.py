@@ -1,4 +1,4 @@
-"""Makes options of commands from the fields of configurations; `octavo.config.Option` has their help texts."""
+"""Makes options of commands from fields of configurations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIZES = {"SIZE", "TOKENS"}  # units of values that may be written as 4G or 32K
 
 
 def parse_size(text: str | int) -> int:
-    """Read a number with an optional unit: 4G and 4GiB are 4 * 1024**3, 4g is 4 * 1000**3 (vLLM's rule)."""
+    """Read a size: 4G and 4GiB are 4 * 1024**3, 4g is 4 * 1000**3 (vLLM's rule)."""
     match = _SIZE.fullmatch(str(text).strip())
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a size; write 4G, 512M or a number of bytes")
@@ -31,10 +31,10 @@ def parse_size(text: str | int) -> int:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def with_options_of(parts: Mapping[type, str]) -> Callable[[type[T]], type[T]]:
-    """Make a group of options (`octavo.cli.command`) from the class's own options and the fields of configurations.
+    """Add the options of configurations to a group of options.
 
-    parts: configuration -> heading of its options. A name that the class declares without a value is an option of a
-    configuration that the class's own code reads.
+    parts: configuration -> heading. A name that the class declares without a value is an option that its own code
+    reads.
     """
 
     def decorate(group: type[T]) -> type[T]:
@@ -52,7 +52,6 @@ def with_options_of(parts: Mapping[type, str]) -> Callable[[type[T]], type[T]]:
 
 
 def _annotation(option: Option, field: str, kind: Any, default: Any, panel: str) -> Any:
-    """Return the annotated type from which typer makes the option."""
     if kind in {tuple[str, ...], tuple[str, ...] | None}:
         kind = list[str]
     is_size = option.unit in _SIZES and kind in {int, int | None}
@@ -76,9 +75,9 @@ def _annotation(option: Option, field: str, kind: Any, default: Any, panel: str)
 
 
 def read_part(options: Any, part: type[T], **resolved: Any) -> T:
-    """Make a configuration from a group of options. Options that were not given have the configuration's defaults.
+    """Make a configuration from a group of options.
 
-    resolved: values of fields that are not options, or that the caller derives. Raises `ConfigError`.
+    resolved: values of other fields, or derived ones. Raises `ConfigError`.
     """
     given = {name: getattr(options, option.name or name) for name, option in options_of(part).items()}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}

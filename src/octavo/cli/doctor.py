@@ -1,4 +1,4 @@
-"""`octavo doctor`: measures this machine's limits, the kernels' share of them, and whether the kernels are exact."""
+"""`octavo doctor`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def doctor(
     """
     if isa not in INSTRUCTION_SETS:
         raise ConfigError(f"isa must be one of {', '.join(INSTRUCTION_SETS)}, got {isa!r}")
-    from octavo.assets import BUILT_IN_MODEL  # imported only if the command runs
+    from octavo.assets import BUILT_IN_MODEL
     from octavo.models.gguf_config import BLOCK_KINDS
     from octavo.startup.checkpoint import open_checkpoint
     from octavo.worker.machine_report import examine
@@ -96,13 +96,12 @@ def doctor(
 
 
 def _show_progress(text: str) -> None:
-    """Replace the current line of the terminal; does nothing if standard error is not a terminal."""
     if sys.stderr.isatty():
         typer.echo(f"\r\x1b[K{text}", nl=False, err=True)
 
 
 def show(report: Report) -> None:
-    """Print a report as text."""
+    """Print a report."""
     others = [each for each in report.instruction_sets if each != report.isa]
     typer.echo(
         f"processor  {report.processor}, {report.num_cores} usable cores, {report.free_bytes / 2**30:.1f} GiB free"

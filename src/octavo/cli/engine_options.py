@@ -1,4 +1,4 @@
-"""Options of every command that runs a model. They have the names of `vllm serve` if they mean the same."""
+"""Options of every command that runs a model, named as in `vllm serve`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PANELS = {
 
 
 def parse_speculative(text: str | SpeculativeConfig) -> SpeculativeConfig:
-    """Read a speculative configuration from JSON. Raises `typer.BadParameter`."""
+    """Parse JSON. Raises `typer.BadParameter`."""
     if isinstance(text, SpeculativeConfig):
         return text
     try:
@@ -50,7 +50,7 @@ def parse_speculative(text: str | SpeculativeConfig) -> SpeculativeConfig:
 
 
 def _unless_named_before(context: typer.Context, model: str | None) -> str | None:
-    """Ignore --model from the environment or a file if MODEL is given on the command line."""
+    """Let MODEL on the command line override --model from the environment or a file."""
     source = context.get_parameter_source("model")
     is_weaker = source is not None and source.name != "COMMANDLINE"
     return None if is_weaker and context.params.get("model_argument") is not None else model
@@ -58,7 +58,7 @@ def _unless_named_before(context: typer.Context, model: str | None) -> str | Non
 
 @with_options_of(_PANELS)
 class EngineOptions:
-    """Options that make an `EngineConfig`."""
+    """Options of `EngineConfig`."""
 
     model_argument: Annotated[
         str | None,
@@ -90,7 +90,7 @@ class EngineOptions:
             show_default=False,
         ),
     ] = None
-    # Options of the configurations that this class and the commands read:
+    # Options that this class and the commands read:
     max_num_seqs: int
     max_num_batched_tokens: int | None
     mixed_step_ms: float | None
@@ -105,17 +105,14 @@ class EngineOptions:
 
     @property
     def chosen_model(self) -> str | None:
-        """The model, from MODEL or --model; None for the built-in one.
-
-        Raises `typer.BadParameter` if both are given and differ.
-        """
+        """The model from MODEL or --model. Raises `typer.BadParameter` if they differ."""
         if self.model_argument is not None and self.model is not None and self.model_argument != self.model:
             raise typer.BadParameter(f"two models are given: {self.model_argument} and --model {self.model}")
         return self.model_argument if self.model is None else self.model
 
     @property
     def served_name(self) -> str:
-        """The public name of the model, without its directory."""
+        """The model's public name."""
         model = self.chosen_model
         if model is None:
             return BUILT_IN_MODEL
@@ -151,9 +148,9 @@ class EngineOptions:
         return self.speculative_config
 
     def launch(self, meanwhile: Callable[[], object] | None = None) -> Engine:
-        """Load the model in a separate process. meanwhile: called while it loads.
+        """Load the model in a separate process. Raises `ConfigError` and `ModelError`.
 
-        Raises `ConfigError` and `ModelError`.
+        meanwhile: called while it loads.
         """
         from octavo.runtime.progress import LoadingProgress
         from octavo.startup.launch import launch_engine
@@ -163,7 +160,7 @@ class EngineOptions:
             return launch_engine(config, progress=progress, meanwhile=meanwhile)
 
     def build(self) -> Engine:
-        """Load the model in this process, with a progress bar on a terminal. Raises `ConfigError` and `ModelError`."""
+        """Load the model in this process. Raises `ConfigError` and `ModelError`."""
         config = self.config()  # reports wrong options before torch is imported
         from octavo.build import build_engine  # imports torch
         from octavo.runtime.progress import LoadingProgress

@@ -1,4 +1,4 @@
-"""`octavo generate`: answers prompts and exits."""
+"""`octavo generate`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def generate(
     json_: Json = False,
 ) -> None:
     """Answer one prompt, or many prompts in one batch."""
-    from octavo.sampling_params import RequestOutputKind  # imported only if the command runs
+    from octavo.sampling_params import RequestOutputKind
 
     texts = _read_prompts(prompt, prompts_file)
     built = engine.build()
@@ -98,7 +98,6 @@ def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
 
 
 def _as_chat(engine: Engine, text: str, system: str | None) -> Any:
-    """Render a prompt with the model's chat template. A model without a template will continue the prompt."""
     if not engine.input_processor.has_chat_template:
         return text if system is None else f"{system}\n{text}"
     messages = [] if system is None else [{"role": "system", "content": system}]

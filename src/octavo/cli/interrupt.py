@@ -1,4 +1,4 @@
-"""Ctrl-C during an answer: handled between two steps of the engine, so that no step is interrupted."""
+"""Handles Ctrl-C between two steps of the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Interrupt:
-    """A context that handles Ctrl-C: the first one sets `pressed`, a second one raises KeyboardInterrupt."""
+    """Ctrl-C sets `pressed`; a second one raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.pressed = False

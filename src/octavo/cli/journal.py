@@ -1,4 +1,4 @@
-"""`octavo replay`, `octavo explain` and `octavo trace`: analyse a recorded run."""
+"""`octavo replay`, `octavo explain` and `octavo trace`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def replay(file: File) -> None:
 @command("octavo explain run.journal", "octavo explain run.journal cmpl-4f2a")
 def explain(file: File, request: Request = None) -> None:
     """Explain how long a request spent in each state, and why."""
-    from octavo.journal.explain import explain as explain_request  # imported only by this command
+    from octavo.journal.explain import explain as explain_request
     from octavo.journal.explain import intervals
 
     done = _replay(file)
@@ -63,13 +63,13 @@ def explain(file: File, request: Request = None) -> None:
 @command("octavo trace run.journal -o trace.json")
 def trace(file: File, output: Output = Path("trace.json")) -> None:
     """Write a timeline that opens in Perfetto (https://ui.perfetto.dev) or chrome://tracing."""
-    from octavo.journal.trace import chrome_trace  # imported only by this command
+    from octavo.journal.trace import chrome_trace
 
     output.write_text(json.dumps(chrome_trace(_replay(file))), encoding="utf-8")
     typer.echo(f"{output}: open it at https://ui.perfetto.dev")
 
 
 def _replay(file: Path) -> Replay:
-    from octavo.journal.replay import replay as run  # imported only by these commands
+    from octavo.journal.replay import replay as run
 
     return run(file)

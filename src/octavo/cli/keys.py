@@ -1,4 +1,4 @@
-"""`octavo keys`: edits the file of API keys that `octavo serve --api-keys` reads."""
+"""`octavo keys`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the commands that listen on an address: configuration file, address and logs."""
+"""Options of the commands that listen on an address."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ PACKAGES = ("zmq", "msgspec", "starlette", "uvicorn", "httptools", "prometheus_c
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
     """Read the configuration file.
 
-    This option is eager, so it is read first. That is why it also removes Kubernetes' link from the environment: later
-    options do not see it.
+    Eager, so Kubernetes' link is removed before other options see it.
     """
     if link := forget_service_link():
         typer.secho(
@@ -42,7 +41,7 @@ def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
-    """Options for the configuration file, the address to listen on, and logs."""
+    """Options for configuration file, address and logs."""
 
     config: Annotated[
         Path | None,
@@ -92,10 +91,9 @@ class ListenOptions:
             raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
 
     def allowed_hosts(self, asked: Sequence[str] | None) -> tuple[str, ...] | None:
-        """Return the Host names that are accepted; None for any.
+        """Return the Host names to accept, or None for any. asked: the user's; loopback's names are added.
 
-        asked: the names that the user allowed. The names of loopback are added to them. On a loopback address these
-        names and the address itself are always accepted, and without `asked` nothing else is.
+        On a loopback address, only these and the address itself are accepted.
         """
         from octavo.http.listening import LOOPBACK_NAMES, is_loopback
 
@@ -107,7 +105,7 @@ class ListenOptions:
         return hosts or None
 
     def begin_logging(self, level: str) -> Callable[[str], object]:
-        """Configure logging; return a function that shows a line to the user of the command."""
+        """Configure logging; return a function that shows a line to the user."""
         logs.configure(level.upper(), self.log_format, audit_file=self.audit_log)
         return logger.info if self.log_format == "json" else partial(typer.secho, err=True)
 
@@ -119,10 +117,7 @@ class ListenOptions:
 
 
 def check_installed(command: str) -> None:
-    """Raise `ConfigError` if a package that a server needs is missing. The message says how to install it.
-
-    Imports none of the packages.
-    """
+    """Raise `ConfigError` if a server's package is missing. Imports none."""
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"{command} needs {name}: pip install 'octavo[server]'")

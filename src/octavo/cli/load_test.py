@@ -1,4 +1,4 @@
-"""Sends requests to a server of OpenAI's API at a given rate and measures the answers: for `octavo bench serve`."""
+"""Sends requests at a given rate and measures the answers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _END = b"[DONE]"
 
 @dataclass(slots=True)
 class Seen:
-    """The measurements of one request. Times are in seconds of one clock.
+    """Measurements of one request, in seconds of one clock.
 
-    token_times: arrival times of its events, except one that has only the finish reason. error: why the request failed.
+    token_times: arrivals of its events, except one that has only the finish reason.
     """
 
     sent: float
@@ -41,7 +41,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server and the requested model. url: address without `/v1`."""
+    """A server and model. url: without `/v1`."""
 
     url: str
     model: str
@@ -49,12 +49,12 @@ class Target:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of every request."""
+        """All requests' headers."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
 
 async def find_model(url: str, api_key: str | None) -> str:
-    """Return the first model that a server lists. Raises `ConfigError` if it lists none or does not answer."""
+    """Return the first model that a server lists. Raises `ConfigError`."""
     headers = Target(url=url, model="", api_key=api_key).headers
     try:
         async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models", headers=headers) as response:
@@ -66,7 +66,7 @@ async def find_model(url: str, api_key: str | None) -> str:
 
 
 def shuffled(items: Sequence[Item]) -> list[Item]:
-    """Shuffle the tokens of each prompt, so that no server has the prompts in its prefix cache."""
+    """Shuffle each prompt's tokens, so that no prefix cache has them."""
     rng = random.SystemRandom()
     return [
         replace(item, prompt_token_ids=rng.sample(item.prompt_token_ids, len(item.prompt_token_ids))) for item in items
@@ -74,12 +74,11 @@ def shuffled(items: Sequence[Item]) -> list[Item]:
 
 
 def arrival_times(count: int, rate: float | None, gaps: Sequence[float], seed: int) -> list[float]:
-    """Return the send time of each request in seconds from the start: a Poisson process of `rate` requests per second.
+    """Return send times of a Poisson process, `rate` requests per second.
 
-    gaps: the first gaps to use, for a rate of 1 per second; further gaps are drawn from the seed. rate: None sends all
-    requests at the start.
+    gaps: first gaps, for a rate of 1. rate: None sends all requests at the start.
     """
-    rng = random.Random(seed)  # noqa: S311 - numbers to compute with, not secrets
+    rng = random.Random(seed)  # noqa: S311 - not secrets
     if rate is None:
         return [0.0] * count
     times, now = [], 0.0
@@ -98,10 +97,10 @@ async def load(
     timeout_s: float = 600.0,
     on_end: Callable[[Seen], None] = lambda _seen: None,
 ) -> list[Seen]:
-    """Send each request at its time and read its stream to the end. Requests are greedy and have exact lengths.
+    """Send each greedy request at its time and read its stream.
 
-    times: seconds from the start. max_concurrency: maximum number of open requests; further ones wait here, and are
-    measured from the time when they are sent. timeout_s: of one request. on_end: called with each measurement.
+    times: seconds from the start. max_concurrency: further requests wait here, and are measured from when they are
+    sent. on_end: called with each measurement.
     """
     slots = asyncio.Semaphore(max_concurrency or len(items) or 1)
     start = time.perf_counter()
@@ -145,7 +144,6 @@ async def _send(session: aiohttp.ClientSession, target: Target, item: Item) -> S
 
 
 async def _read(response: aiohttp.ClientResponse, seen: Seen) -> None:
-    """Record the arrival times of events. Events that arrive together get the same time, as a user would see them."""
     rest = b""
     async for chunk in response.content.iter_any():
         now = time.perf_counter()
@@ -165,10 +163,9 @@ async def _read(response: aiohttp.ClientResponse, seen: Seen) -> None:
 
 
 def summarize(seen: Sequence[Seen]) -> dict[str, Any]:
-    """Return the figures of a run. Times are in milliseconds, except the wall time in seconds.
+    """Return the figures of a run: medians and 99th percentiles in milliseconds, except the wall time.
 
-    ttft: from sending to the first event. itl: between two events of a stream. tpot: time per token after the first
-    event of a stream. e2e: from sending to the end. Each has its median and its 99th percentile.
+    ttft: to the first event. itl: between two events. tpot: per token after the first event. e2e: to the end.
     """
     good = [each for each in seen if each.error is None and each.token_times]
     row: dict[str, Any] = {"requests": len(seen), "failed": len(seen) - len(good)}
@@ -200,7 +197,7 @@ def summarize(seen: Sequence[Seen]) -> dict[str, Any]:
 
 
 def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median of each figure over several runs."""
+    """Return medians of runs."""
     return {
         key: statistics.median(values) if (values := [row[key] for row in rows if row.get(key) is not None]) else None
         for key in max(rows, key=len)
@@ -208,7 +205,7 @@ def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile with linear interpolation, as numpy does by default. share: 0 to 100."""
+    """Return a percentile with linear interpolation, like numpy. share: 0 to 100."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * share / 100
     low = math.floor(place)

@@ -1,4 +1,4 @@
-"""Reports whether and how a checkpoint runs, from its configuration files and the headers of its weight files."""
+"""Reports whether and how a checkpoint runs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _PRECISIONS = (None, "int8", "int4", "int4_all")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDetails:
-    """Architecture and memory of a checkpoint, and its files for text.
+    """Architecture, memory and text files of a checkpoint.
 
-    memory_bytes: bytes of the weights, by the precision in which they are loaded. window: number of tokens that the
-    layers of a sliding window see; older tokens keep only `kv_bytes_behind_window` bytes. text: purpose -> finding.
+    memory_bytes: of the weights, by precision. window: tokens that sliding layers see; older ones keep only
+    `kv_bytes_behind_window` bytes. text: purpose -> finding.
     """
 
     parameters: int
@@ -44,9 +44,8 @@ class ModelDetails:
 class ModelReport:
     """A report on a checkpoint.
 
-    architecture: the name in its configuration. is_known: octavo has this architecture. problem: the reason why the
-    checkpoint is refused; empty if it is not. left_out: parts that are not served. size_bytes: of its weight files.
-    details: None if they were not requested or the checkpoint is refused.
+    is_known: octavo has the architecture. problem: why the checkpoint is refused. left_out: parts that are not served.
+    size_bytes: of weight files. details: None if not requested or refused.
     """
 
     name: str
@@ -60,17 +59,15 @@ class ModelReport:
 
     @property
     def verdict(self) -> Literal["runs", "runs in part", "refused"]:
-        """Return whether the checkpoint runs."""
+        """Return the verdict."""
         return "refused" if self.problem else "runs in part" if self.left_out else "runs"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
+        """Return it as JSON."""
         return {**asdict(self), "verdict": self.verdict}
 
 
 class _Described(Protocol):
-    """The part of `octavo.startup.checkpoint.Checkpoint` that a report needs."""
-
     @property
     def weights(self) -> WeightSource: ...
     def read_config(self) -> dict[str, Any]: ...
@@ -78,7 +75,7 @@ class _Described(Protocol):
 
 
 class _Folder:
-    """A folder whose config.json is read without importing code for tokenizers and templates."""
+    """Reads config.json without importing code for tokenizers and templates."""
 
     def __init__(self, path: Path) -> None:
         from octavo.models.weight_source import FolderWeights
@@ -87,7 +84,7 @@ class _Folder:
         self.weights = FolderWeights(path)
 
     def read_config(self) -> dict[str, Any]:
-        from octavo.models.config_file import ConfigFile  # imported only if a command needs it
+        from octavo.models.config_file import ConfigFile
 
         return ConfigFile.read(self.path / "config.json").values
 
@@ -98,7 +95,7 @@ class _Folder:
 
 
 def report_on(path: Path, name: str) -> ModelReport:
-    """Report on the checkpoint in a directory or a file, without its tokenizer and template."""
+    """Report on a checkpoint, without tokenizer and template."""
 
     def opened() -> _Described:
         return _open(path) if path.is_file() else _Folder(path)
@@ -107,9 +104,9 @@ def report_on(path: Path, name: str) -> ModelReport:
 
 
 def look_closer(model: str) -> ModelReport:
-    """Report on a checkpoint with details. model: its path or hub id. Raises `ModelError` if there is none."""
+    """Report with details. model: path or hub id. Raises `ModelError`."""
     path, opened = Path(model).expanduser(), cache(partial(_open, model))
-    is_here = path.exists()  # the weights of a model in the hub may be missing here: they are downloaded on load
+    is_here = path.exists()  # the hub's weights may be missing: they are downloaded on load
     report = _report(path if is_here else opened().path, model, opened)
     if is_here and report.size_bytes and not report.problem:
         report = replace(report, problem=_problem_of_weights(opened()))
@@ -117,7 +114,7 @@ def look_closer(model: str) -> ModelReport:
 
 
 def _problem_of_weights(checkpoint: Checkpoint) -> str:
-    """Describe the first tensor that is missing or has a wrong shape or type; "" if all match the configuration."""
+    """Describe the first tensor that does not match the configuration."""
     try:
         checkpoint.weights.open().check(checkpoint.read_architecture().stored_tensors())
     except ModelError as error:
@@ -187,7 +184,6 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
 
 
 def _look_at_text(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, str]:
-    """Describe the tokenizer, the chat template, and the formats of tool calls and reasoning."""
     from octavo.server.answers.answer_form import template_remark
     from octavo.server.answers.known_formats import find_tool_format
     from octavo.server.answers.reasoning_forms import find_reasoning_form

@@ -1,4 +1,4 @@
-"""`octavo models`: lists architectures and local checkpoints, or describes one checkpoint."""
+"""`octavo models`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Models = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="List the parts of each architecture.")]
 _PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
-_MAX_DEPTH = 3  # folders below a given directory that are searched
+_MAX_DEPTH = 3  # folders below a given directory
 
 
 @command("octavo models", "octavo models ./my-checkpoint", "octavo models ~/checkpoints --json")
@@ -130,9 +130,9 @@ def _built_in() -> Iterator[ModelReport]:
 
 
 def _in_hub_cache() -> Iterator[ModelReport]:
-    """Report on snapshots in huggingface_hub's cache and GGUF files in them; none if the package is not installed."""
+    """Report on huggingface_hub's cache."""
     try:
-        from huggingface_hub import scan_cache_dir  # optional
+        from huggingface_hub import scan_cache_dir
         from huggingface_hub.errors import CacheNotFound
     except ImportError:
         return
@@ -151,7 +151,6 @@ def _in_hub_cache() -> Iterator[ModelReport]:
 
 
 def _below(directory: Path) -> Iterator[ModelReport]:
-    """Report on the checkpoints and GGUF files below a directory."""
     for path in _find(directory, "config.json"):
         if any(path.parent.glob("*.safetensors")):
             yield report_on(path.parent, path.parent.resolve().name)
@@ -160,7 +159,7 @@ def _below(directory: Path) -> Iterator[ModelReport]:
 
 
 def _gguf_files(directory: Path) -> list[Path]:
-    """Return the GGUF files below a directory; of a model in several files only the first."""
+    """Return GGUF files; of a model in several files only the first."""
     parts = {path: _PART.search(path.name) for path in _find(directory, "*.gguf")}
     return [path for path, part in parts.items() if part is None or int(part[1]) == 1]
 
@@ -170,7 +169,7 @@ def _find(directory: Path, name: str) -> list[Path]:
 
 
 def show_size(num_bytes: int) -> str:
-    """Format a number of bytes with a suitable unit."""
+    """Format a number of bytes."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

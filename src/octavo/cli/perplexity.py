@@ -1,4 +1,4 @@
-"""Measures the perplexity of a model on a text with octavo's engine, to show the cost of rounding weights."""
+"""Measures perplexity, to show the cost of rounding weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_PIECES = 40
 
 @contextmanager
 def opened(checkpoint: Path, **options: Any) -> Iterator[LLM]:
-    """Load a checkpoint for one request at a time; shut its engine down on exit. options: of `octavo.llm.LLM`."""
+    """Load a checkpoint for one request at a time. options: of `octavo.llm.LLM`."""
     from octavo.llm import LLM
 
     llm = LLM(str(checkpoint), max_num_seqs=1, enable_prefix_caching=False, packed_cache_bytes=0, **options)
@@ -33,17 +33,16 @@ def opened(checkpoint: Path, **options: Any) -> Iterator[LLM]:
 
 
 def python_reference() -> str:
-    """Return Python's language reference, a text of about 110,000 tokens that every installation has."""
+    """Return a text of 110,000 tokens that every installation has."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics.values())
 
 
 def text_pieces(llm: LLM, text: str, *, max_pieces: int = MAX_PIECES) -> list[list[int]]:
-    """Return the first independent pieces of a text, each PIECE_TOKENS token ids long.
+    """Return the first pieces of a text, each PIECE_TOKENS long, or the context's length.
 
-    Each piece begins with BOS if the tokenizer adds it to the text. Pieces are shorter if the model's context is
-    shorter. Raises `RequestError` if the text is shorter than one piece.
+    Each begins with BOS if the tokenizer adds it. Raises `RequestError` for a shorter text.
     """
     size = min(PIECE_TOKENS, llm.llm_engine.input_processor.model_info.max_model_len - 1)
     tokenizer = llm.get_tokenizer()
@@ -63,10 +62,9 @@ def mean_losses(
     seconds: float = math.inf,
     on_piece: Callable[[object], None] = lambda _: None,
 ) -> list[float]:
-    """Return for each piece the mean of -log p(token) over its tokens, except the first one.
+    """Return each piece's mean of -log p(token), without the first token.
 
-    seconds: no further piece is begun after this time; at least one piece is measured. on_piece: called after each
-    piece. `perplexity` turns the losses into a perplexity.
+    seconds: later, no piece is begun, except the first.
     """
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     end, losses = time.monotonic() + seconds, []
@@ -82,5 +80,5 @@ def mean_losses(
 
 
 def perplexity(losses: Sequence[float]) -> float:
-    """Return exp of the mean of the losses that `mean_losses` returns."""
+    """Return exp(mean loss)."""
     return math.exp(math.fsum(losses) / len(losses))

@@ -1,4 +1,4 @@
-"""`octavo quantize`: writes a copy of a checkpoint with rounded weights."""
+"""`octavo quantize`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from octavo.cli.command import command
 from octavo.errors import ConfigError, ModelError, OctavoError
 
-_MEASURED_S = 20.0  # time limit for the source; the copy is measured on the same pieces
+_MEASURED_S = 20.0  # for the source; the copy is measured on the same pieces
 
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="A directory in Hugging Face layout or a hub id.", show_default=False)
@@ -69,7 +69,7 @@ def quantize(
     Rounding is to nearest, without calibration data. The command then measures the perplexity of source and copy on up
     to 40 pieces of 512 tokens, which takes about half a minute.
     """
-    from octavo.models.model_path import resolve_model_path  # imported only if the command runs
+    from octavo.models.model_path import resolve_model_path
     from octavo.models.quantize_checkpoint import PRECISIONS, quantize_checkpoint
     from octavo.runtime.progress import LoadingProgress
 
@@ -100,7 +100,6 @@ def _read(path: Path) -> str:
 
 
 def _compare(source: Path, copy: Path, text: str | None) -> str:
-    """Return a line with the perplexities of both on a text; None: Python's language reference."""
     from octavo.cli.perplexity import mean_losses, opened, perplexity, python_reference, text_pieces
     from octavo.runtime.progress import CountProgress
 

@@ -12,7 +12,7 @@ _LEAVE_S = 10.0
 
 
 def _end_with_parent() -> None:
-    """Exit when standard input ends, because then the parent process is gone."""
+    """Exit when standard input ends: then the parent is gone."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`octavo serve --replicas N`: runs N servers as child processes, and a router in this process."""
+"""`octavo serve --replicas N`: runs a router and its engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.cli.listen_options import ListenOptions
     from octavo.config import ServerConfig
 
-# Options that belong to the router, or that differ for each replica.
+# Of the router, or different for each replica.
 _NOT_PASSED = {
     *("config", "host", "port", "replicas", "insecure", "audit_log", "api_key", "debug", "help", "num_threads"),
     *("ssl_certfile", "ssl_keyfile", "allowed_host", "allowed_origin", "forwarded_allow_ips"),
@@ -38,10 +38,9 @@ def serve_replicas(
     num_replicas: int,
     num_threads: int | None,
 ) -> None:
-    """Run replicas and a router until a signal ends them.
+    """Run replicas and a router until a signal ends them. Raises `ConfigError`.
 
-    num_threads: threads of each replica; None divides the machine's threads among them. say: shows a line to the user.
-    Raises `ConfigError`.
+    num_threads: None divides the machine's threads. say: shows a line to the user.
     """
     from octavo.router.launcher import LocalReplicas, free_ports
 
@@ -64,7 +63,7 @@ def serve_replicas(
 
 
 def _given(context: typer.Context) -> list[str]:
-    """Return the options that are not at their defaults as words of a command line."""
+    """Return non-default options as words."""
     words: list[str] = []
     for parameter in context.command.params:
         name, value = parameter.name or "", context.params.get(parameter.name or "")

@@ -1,4 +1,4 @@
-"""`octavo route`: serves many engines at one address."""
+"""`octavo route`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @with_options_of({RouterConfig: "Router"})
 class RouterOptions:
-    """Options that make a `RouterConfig`."""
+    """Options of `RouterConfig`."""
 
-    # Options of the configuration that this class reads:
+    # Options that this class reads:
     api_key: str | None
     api_keys: Path | None
     allowed_host: list[str] | None
@@ -57,9 +57,9 @@ def route(context: typer.Context, router: RouterOptions, listen: ListenOptions) 
 def run_router(
     config: RouterConfig, listen: ListenOptions, say: Callable[[str], object], launcher: Launcher | None = None
 ) -> None:
-    """Run the router until a signal ends it. Raises `ConfigError`, and `EngineDeadError` if the launcher has failed.
+    """Run the router until a signal ends it. Raises `ConfigError` and `EngineDeadError`.
 
-    say: shows a line to the user. launcher: runs the engines meanwhile.
+    say: shows a line to the user. launcher: runs the engines.
     """
     from octavo.http.listening import (
         allow_open_files,

@@ -1,4 +1,4 @@
-"""Sampling options of a request. Options that are not given have the model's defaults."""
+"""A request's sampling options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PANEL = "Sampling"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Options that make `SamplingParams`; they have the names of its fields."""
+    """Options of `SamplingParams`."""
 
     max_tokens: Annotated[
         int | None,
@@ -119,13 +119,13 @@ class SamplingOptions:
         n: int = 1,
         unnamed: Mapping[str, float] | None = None,
     ) -> SamplingParams:
-        """Build the parameters on top of the checkpoint's defaults. Raises `RequestError`.
+        """Build the parameters. Raises `RequestError`.
 
-        unnamed: defaults that apply if the checkpoint sets none of these fields.
+        unnamed: defaults if the checkpoint sets none of these fields.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in values.items() if value not in (None, [])}
-        # Unless the user or the checkpoint sets max_tokens, only the context limits an answer.
+        # By default only the context limits an answer.
         named = processor.model_info.generation_defaults
         own = unnamed if unnamed is not None and not unnamed.keys() & named.keys() else {}
         return processor.default_sampling_params(

@@ -1,4 +1,4 @@
-"""`octavo serve`: serves a model through the OpenAI API."""
+"""`octavo serve`."""
 
 from __future__ import annotations
 
@@ -35,15 +35,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
-# Maximum time for which a thread keeps the interpreter while other threads wait. A request changes threads several
-# times, and would wait each time for a thread that reads a large request: Python's default of 5 ms is for throughput.
+# Not Python's 5 ms, which a waiting request would lose several times to a thread that reads a large one.
 SWITCH_INTERVAL_S = 0.0005
-_SEED_BITS = 53  # bits of an integer that JavaScript and JSON readers keep
+_SEED_BITS = 53  # that JavaScript and JSON readers keep
 
 
 @with_options_of({ServerConfig: _PANEL})
 class ServerOptions:
-    """Options that make a `ServerConfig`, and the number of replicas."""
+    """Options of `ServerConfig`, and replicas."""
 
     replicas: Annotated[
         int,
@@ -53,7 +52,7 @@ class ServerOptions:
             help="Number of engines with one router in front; each runs in its own processes.",
         ),
     ] = 1
-    # Options of the configuration that this class and the command read:
+    # Options that this class and the command read:
     api_key: str | None
     api_keys: Path | None
     allowed_host: list[str] | None
@@ -85,11 +84,11 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
     check_installed("octavo serve")
     source = context.get_parameter_source("seed")
     is_drawn = source is None or source.name == "DEFAULT"
-    if is_drawn:  # servers without a seed sample differently; the log has the seed, for a replay
+    if is_drawn:  # so that servers differ; the log has the seed, for a replay
         engine = replace(engine, seed=secrets.randbits(_SEED_BITS))
     waiting, tokens = _limits(engine)
     config = server.server_config(listen, engine.max_num_seqs + waiting, tokens)
-    # The server counts waiting requests and refuses excess ones immediately, so the engine need not.
+    # The server refuses excess requests immediately, so the engine need not.
     engine = replace(engine, max_num_waiting=None, max_num_waiting_tokens=None)
     if server.api_keys is not None and engine.scheduling_policy is None:
         engine = replace(engine, scheduling_policy=SchedulingPolicy.FAIR)
@@ -114,7 +113,6 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
 
 
 def _run(engine: EngineOptions, config: ServerConfig, listen: ListenOptions, say: Callable[[str], object]) -> None:
-    """Load the model and serve it until a signal ends it."""
     from octavo.engine.async_llm import AsyncLLM
     from octavo.http.listening import (
         allow_open_files,
@@ -153,10 +151,7 @@ def _run(engine: EngineOptions, config: ServerConfig, listen: ListenOptions, say
 
 
 def _limits(engine: EngineOptions) -> tuple[int, int]:
-    """Return the maximum numbers of waiting requests and of their tokens. A server's defaults are finite.
-
-    Raises `ConfigError` if the engine's options are invalid.
-    """
+    """Return finite limits of waiting requests and their tokens. Raises `ConfigError`."""
     engine.config()
     waiting, tokens = engine.max_num_waiting, engine.max_num_waiting_tokens
     return (

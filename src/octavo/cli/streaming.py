@@ -20,10 +20,9 @@ _request_numbers = itertools.count()
 def stream_answer(
     engine: Engine, prompt: Any, params: SamplingParams, write: Callable[[str], None]
 ) -> tuple[str, str | None]:
-    """Write an answer piece by piece; return its text and finish reason. Ctrl-C ends it with the reason "abort".
+    """Write an answer piece by piece; return its text and finish reason ("abort" after Ctrl-C).
 
-    params: must request DELTA outputs. write: called with each piece. Raises `RequestError`, and `ExecutionError` if
-    the model fails.
+    params: must request DELTA outputs. Raises `RequestError` and `ExecutionError`.
     """
     request_id = f"stream-{next(_request_numbers)}"
     engine.add_request(request_id, prompt, params)

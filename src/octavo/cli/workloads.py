@@ -1,7 +1,7 @@
-"""The workloads of `octavo bench`: reads them from a file or generates them, and runs and times them.
+"""The workloads of `octavo bench`.
 
 A: requests one after the other. B: all requests at the same time. C: long prompts, one after the other, with one output
-token each. D: sets of requests that share a prefix, all of a set at the same time, without and with the prefix cache.
+token each. D: sets of requests that share a prefix, without and with the prefix cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One request: its prompt, and its exact number of output tokens."""
+    """A prompt and its exact number of output tokens."""
 
     prompt_token_ids: list[int]
     num_output_tokens: int
@@ -33,7 +33,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Workloads:
-    """Requests by workload; D is a list of sets. gaps: random gaps in seconds, for a rate of one request per second."""
+    """Requests by workload. gaps: random seconds, for a rate of one request per second."""
 
     a: list[Item]
     b: list[Item]
@@ -44,7 +44,7 @@ class Workloads:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The measurements of one run. Times are in seconds from its start; first_token_s: of the first token of all."""
+    """Measurements of one run; times are from its start."""
 
     wall_s: float
     first_token_s: float
@@ -54,9 +54,9 @@ class Timing:
 
 
 def read_workloads(path: Path) -> Workloads:
-    """Read a file: {"A": [{"prompt": [ids], "out": n}, ...], "B": ..., "C": ..., "D": [[...]], "E_gaps": [...]}.
+    """Read {"A": [{"prompt": [ids], "out": n}, ...], "B": ..., "C": ..., "D": [[...]], "E_gaps": [...]}.
 
-    Raises `ConfigError` for an invalid file.
+    Raises `ConfigError`.
     """
     try:
         data = json.loads(path.read_bytes())
@@ -75,8 +75,8 @@ def _read_item(item: Any) -> Item:
 
 
 def make_workloads(vocab_size: int, max_model_len: int, seed: int = 0) -> Workloads:
-    """Generate small workloads that any model can run, also with a short context."""
-    rng = random.Random(seed)  # noqa: S311 - numbers to compute with, not secrets
+    """Make small workloads that also fit a short context."""
+    rng = random.Random(seed)  # noqa: S311 - not secrets
 
     def item(num_prompt: int, num_output: int, prefix: Sequence[int] = ()) -> Item:
         scale = min(1.0, (max_model_len - 1) / (len(prefix) + num_prompt + num_output))
@@ -94,9 +94,9 @@ def make_workloads(vocab_size: int, max_model_len: int, seed: int = 0) -> Worklo
 
 
 def run(engine: Engine, items: Sequence[Item], *, share_prefixes: bool = True) -> Timing:
-    """Time requests that run together, greedy and with their exact lengths. The prefix cache is emptied first.
+    """Time requests that run together, from an empty prefix cache.
 
-    share_prefixes: False gives each request its own cache salt, so that no request hits another's blocks.
+    share_prefixes: False gives each request its own cache salt.
     """
     engine.core.scheduler.reset_prefix_cache()
     start = time.perf_counter()
@@ -123,13 +123,13 @@ def run(engine: Engine, items: Sequence[Item], *, share_prefixes: bool = True) -
         if num_output_tokens and first_token_s is None:
             first_token_s = time.perf_counter() - start
     wall_s = time.perf_counter() - start
-    engine.step()  # computes nothing: it passes the finished requests to the worker
+    engine.step()  # passes the finished requests to the worker
     num_prompt_tokens = sum(len(item.prompt_token_ids) for item in items)
     return Timing(wall_s, first_token_s or wall_s, num_prompt_tokens, num_output_tokens, num_steps)
 
 
 def measure(engine: Engine, workloads: Workloads, name: str, repeat: int) -> list[dict[str, Any]]:
-    """Run one workload `repeat` times; return its rows of medians. A workload without requests has no rows."""
+    """Run one workload `repeat` times; return its rows of medians."""
     if name == "A":
         return _rows("A one stream", [run(engine, [item]) for _ in range(repeat) for item in workloads.a])
     if name == "B":
@@ -169,7 +169,7 @@ def _rows(title: str, timings: Sequence[Timing]) -> list[dict[str, Any]]:
 
 
 def _is_alone(title: str) -> bool:
-    """Return True if requests ran one at a time: only then can prefill and decode be timed separately."""
+    """Only then can prefill and decode be timed separately."""
     return title[0] in "AC"
 
 

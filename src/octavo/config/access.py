@@ -1,4 +1,4 @@
-"""The configuration that server and router share: access, limits and timeouts."""
+"""The configuration that server and router share."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ DEFAULT_MAX_BODY_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """Access, limits and timeouts of a server or a router. Every limit is finite unless it is None.
+    """Access, limits and timeouts. None: no limit. The options' texts describe the other fields.
 
-    api_keys_file: a key for each tenant (`octavo.http.tenants`). Without this file and api_key no key is required.
-    operator_key: an additional key, with which the router of a replica reads its metrics. max_open_requests: maximum
-    number of open output streams; further requests are refused with 429. allowed_hosts, allowed_origins: see
-    `octavo.http.origins`.
+    operator_key: an additional key, with which a replica's router reads its metrics.
+    max_open_requests: open output streams; further requests are refused with 429.
     """
 
     grace_s: float = option(
@@ -122,7 +120,7 @@ class AccessConfig:
 
     @property
     def asks_for_key(self) -> bool:
-        """Return True if every client must send a key."""
+        """True if every client must send a key."""
         return self.api_key is not None or self.api_keys_file is not None
 
 

@@ -1,6 +1,6 @@
-"""The configurations of an engine, one for each of its parts.
+"""The configurations of an engine.
 
-A value that the user does not choose is None or "auto" here. `build.py` resolves it once, before it builds the engine.
+None or "auto" is a value that the user does not choose. `build.py` resolves it before it builds the engine.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPE_ALIASES = {"fp8_e4m3": "fp8"}
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
-DEFAULT_OFFLINE_BATCHED_TOKENS = 1024  # for offline use, in which no user waits for the end of a step
+DEFAULT_OFFLINE_BATCHED_TOKENS = 1024  # offline, no user waits for the end of a step
 DEFAULT_BLOCK_SIZE = 16
-DEFAULT_MIXED_STEP_MS = 100.0  # for an engine with users who read answers as they are generated
+DEFAULT_MIXED_STEP_MS = 100.0  # for users who read answers as they are generated
 DEFAULT_MAX_NUM_WAITING = 1024  # for a server
 DEFAULT_MAX_NUM_WAITING_TOKENS = 1 << 20
 
 
 class SchedulingPolicy(StrEnum):
-    """The order of waiting requests, which also decides the victims among running requests."""
+    """The order of waiting requests, which also decides the victims."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
@@ -45,21 +45,21 @@ class SchedulingPolicy(StrEnum):
 
 
 class AdmissionRule(StrEnum):
-    """When a waiting request may start: if its known tokens fit, or if all blocks it may ever need are reserved."""
+    """A waiting request starts if its known tokens fit, or if all blocks it may need are reserved."""
 
     OPTIMISTIC = "optimistic"
     RESERVATION = "reservation"
 
 
 class BatchingMode(StrEnum):
-    """Whether a step mixes prompts and answers, or has only prompts while there are any."""
+    """A step mixes prompts and answers, or has only prompts first."""
 
     MIXED = "mixed"
     PREFILL_FIRST = "prefill_first"
 
 
 class PreemptionMode(StrEnum):
-    """How a victim's KV is restored: computed again, copied to host memory and back, or the cheaper way (auto)."""
+    """A victim's KV is computed again, swapped to host memory, or the cheaper of both (auto)."""
 
     AUTO = "auto"
     RECOMPUTE = "recompute"
@@ -68,27 +68,23 @@ class PreemptionMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The checkpoint and how to read it.
+    """The checkpoint and how to read it. The options' texts describe the other fields.
 
     model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in demo model.
     quantization: how weights are rounded at load.
 
-    - "int8" (W8A8): weights are rotated and rounded, with one scale per output feature. Activations are rotated and
-      rounded to int8, with one scale per token.
-    - "int4" (W4A8): the layers' weights are rounded to four bits, with one scale per group_size input features.
-      Embeddings and lm_head are rounded to int8.
-    - "int4_all": embeddings and lm_head are rounded to four bits, too. For small models, in which the vocabulary is a
-      large part of the weights.
-    - "fp8" (W8A16): the layers' weights are rounded to E4M3, with one scale per output feature. Activations,
-      embeddings and lm_head are not rounded. For GPUs and plain torch.
-    - None: weights are not rounded. Kernels in Triton multiply FP8 weights of a checkpoint directly; the other kernels
-      expand them.
+    - "int8" (W8A8): rotated, with one scale per output feature. Activations are rotated and rounded to int8, with one
+      scale per token.
+    - "int4" (W4A8): layers to four bits, with one scale per group_size input features; embeddings and lm_head to int8.
+    - "int4_all": embeddings and lm_head to four bits, too.
+    - "fp8" (W8A16): layers to E4M3, with one scale per output feature. Activations, embeddings and lm_head are not
+      rounded. For GPUs and plain torch.
+    - None: not rounded. Kernels in Triton multiply FP8 weights of a checkpoint directly; the other kernels expand them.
 
-    Integer weights of a checkpoint stay integers in any case: four bits unchanged, eight bits rotated and rounded
-    again.
+    Integer weights of a checkpoint stay integers: four bits unchanged, eight bits rotated and rounded again.
     group_size: larger groups need less memory and are less exact.
-    packed_cache_bytes: packed weights in the cache are valid as long as the checkpoint's files have the same bytes.
-    seed: the seed of a request without one is drawn from this seed and the request's arrival number.
+    packed_cache_bytes: cached packed weights are valid as long as the checkpoint's files have the same bytes.
+    seed: a request without a seed gets one from this seed and its arrival number.
     """
 
     model: str | None = None
@@ -165,13 +161,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache. Its size is `num_gpu_blocks` blocks, `kv_cache_memory_bytes`, or depends on free memory.
+    """The paged KV cache. The options' texts describe the fields.
 
-    If one of the two is given, the memory is allocated at start, in the background. Otherwise it is allocated as blocks
-    are used.
+    If its size is given (`num_gpu_blocks` or `kv_cache_memory_bytes`), the memory is allocated at start, in the
+    background; otherwise as blocks are used.
 
-    kv_cache_dtype: "int8" and "fp8" (also named "fp8_e4m3") round keys and values, with one scale per token and head.
-    "fp8" needs kernels triton or reference.
+    kv_cache_dtype: "int8" and "fp8" round keys and values, with one scale per token and head.
     """
 
     block_size: int = option(DEFAULT_BLOCK_SIZE, "Tokens in one block of the KV cache.", unit="TOKENS")
@@ -215,7 +210,7 @@ class CacheConfig:
 
     @property
     def asks_for_memory(self) -> bool:
-        """Return True if the cache's size is given, so that it does not depend on free memory."""
+        """Return True if the size does not depend on free memory."""
         return self.num_gpu_blocks is not None or self.kv_cache_memory_bytes is not None
 
 
@@ -223,30 +218,21 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of a step and of the queue, the order of requests, and the rules for lack of memory.
 
-    mixed_step_ms, max_num_mixed_prefill_tokens: apply to `mixed` batching.
-    attention_cost_tokens: a prompt token counts as 1 + attention_cost_tokens * position / 1000 tokens of a step's
-    budget, because it attends to all tokens before it. 0: every token counts as one.
-    If mixed_step_ms is None, an engine uses 100 (`LLM` uses 0). If attention_cost_tokens is None, an engine derives it
-    from the model's shape. A scheduler without an engine uses 0 for both.
-    enable_chunked_prefill: False lets a prompt wait until all of it fits; only a prompt above the whole budget is cut.
-    ageing_s: None means strict classes under `priority`, and under `deadline` that only deadlines count.
-    max_num_waiting, max_num_waiting_tokens: None for no limit, as for an offline batch, which is known from the start.
+    The options' texts describe the other fields.
+
+    mixed_step_ms: None: 100 for an engine, 0 for `LLM`.
+    attention_cost_tokens: a prompt token counts as 1 + attention_cost_tokens * position / 1000 tokens of the budget.
+    None: derived from the model's shape. A scheduler without an engine uses 0 for both.
+    enable_chunked_prefill: False cuts only a prompt above the whole budget; any other waits until all of it fits.
+    ageing_s: None means strict classes under `priority`, and only deadlines under `deadline`.
     async_scheduling: a step is not decided ahead if drafts are verified or a grammar is followed.
-    swap_block_cost_tokens: cost of swapping a block, in computed tokens. Under `auto` a victim is swapped out if that
-    costs less than computing its tokens again.
-    max_num_preemptions: a request that was preempted this often is protected: it restarts only with all the blocks that
-    it may ever need, and is never preempted again.
-    kv_transfer_timeout_s: maximum time of a transfer from or to an external store, in seconds. After it the KV is
-    computed, or is not saved. kv_lookup_timeout_s: maximum time that a request waits for a lookup in the store.
-    min_tokens_to_cache: shorter prefixes are neither saved to an external store nor loaded from it.
+    swap_block_cost_tokens: `auto` swaps a victim if that costs less than computing its tokens again.
+    max_num_preemptions: afterwards a request is protected: it restarts only with all blocks that it may need, and is
+    never preempted again.
+    max_batch_prefill_tokens: a longer prompt is cut, even without enable_chunked_prefill.
 
-    max_batch_prefill_tokens: maximum number of prompt tokens in a step, including chunks of running prompts, under
-    every admission rule. None: the step's budget. A longer prompt is cut, even without enable_chunked_prefill.
-
-    The following fields apply only to `admission` = reservation, the rule of Hugging Face TGI. max_batch_total_tokens:
-    maximum of prompt + max_tokens over all running requests; None: the size of the cache. While requests run, waiting
-    requests are admitted only if there are waiting_served_ratio times as many of them as running ones, or
-    max_waiting_tokens steps after the last admission.
+    Reservation is the rule of Hugging Face TGI. waiting_served_ratio and max_waiting_tokens count only while requests
+    run.
     """
 
     max_num_seqs: int = option(DEFAULT_MAX_NUM_SEQS, "Maximum number of sequences in a step.")
@@ -393,7 +379,6 @@ class SchedulerConfig:
             )
 
     def _check_reservation(self) -> None:
-        """Raise `ConfigError` for options of reservation if another admission rule would ignore them."""
         if self.admission is AdmissionRule.RESERVATION:
             return
         for each in fields(self):
@@ -493,15 +478,14 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Facts about a loaded model that the engine needs; they contain no tensors.
+    """Facts about a loaded model, without tensors.
 
-    generation_defaults: sampling parameters from the checkpoint's generation_config.json, by SamplingParams' names.
-    pooling: the checkpoint's way to make an embedding of hidden states, "last" or "mean". pooling_problem: why octavo
-    cannot pool as the checkpoint asks, or None. hidden_size: length of an embedding.
-    has_head: False for a checkpoint without lm_head, which returns embeddings but no tokens. model_type, architectures:
-    from config.json. num_parameters: number of the checkpoint's weights. weight_bytes: memory of the weights in the
-    checkpoint's dtype, or rounded if quantization is requested. quantization_level, file_type: of a GGUF file, the name
-    of its mix of types and its number, if the file has one.
+    generation_defaults: from generation_config.json, by SamplingParams' names.
+    pooling: how the checkpoint makes an embedding, "last" or "mean". pooling_problem: why octavo cannot do so.
+    hidden_size: length of an embedding.
+    has_head: False without lm_head: the model returns embeddings but no tokens.
+    weight_bytes: in the checkpoint's dtype, or rounded if quantization is requested.
+    quantization_level, file_type: of a GGUF file, the name and number of its mix of types.
     """
 
     name: str
@@ -521,10 +505,9 @@ class ModelInfo:
     file_type: int | None = None
 
     def choose_pooling(self, asked: str | None = None) -> str:
-        """Return the pooling to use.
+        """Return the pooling, by default the checkpoint's.
 
-        asked: the pooling that was chosen; None for the checkpoint's. Raises `RequestError` if octavo cannot pool as
-        the checkpoint asks.
+        Raises `RequestError` if octavo cannot pool as the checkpoint asks.
         """
         if asked is None and self.pooling_problem is not None:
             raise RequestError(f"{self.pooling_problem}; the option --pooling overrides it")
@@ -532,10 +515,10 @@ class ModelInfo:
 
 
 def scheduling_policy(name: str) -> SchedulingPolicy:
-    """Return the policy with a name. Raises `ConfigError` for an unknown name."""
+    """Return the policy with a name. Raises `ConfigError`."""
     return SchedulingPolicy(choice("scheduling policy", SchedulingPolicy, name))
 
 
 def default_max_num_batched_tokens(max_num_seqs: int, *, is_offline: bool = False) -> int:
-    """Return the default budget of a step in tokens. is_offline: no user waits for the end of a step."""
+    """Return the default budget of a step in tokens."""
     return max(DEFAULT_OFFLINE_BATCHED_TOKENS if is_offline else DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)

@@ -1,4 +1,4 @@
-"""Fields of configurations: declares those that are options of commands, and checks values."""
+"""Declares fields that are options of commands, and checks values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ if TYPE_CHECKING:
     from enum import StrEnum
 
 QUANTIZATIONS = ("int8", "int4", "int4_all", "fp8")
-WEIGHT_BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4, "fp8": 8}  # bits of the layers' weights
+WEIGHT_BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4, "fp8": 8}  # of the layers' weights
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How a field is offered as an option of commands.
+    """How a field is offered as an option.
 
-    help: the help text. unit: shown as the form of a value. choices: the only allowed values; () allows any.
-    name: the option's name, if it differs from the field's. short: its one-letter name. panel: its heading in the help,
-    if it differs from that of the configuration. low: the smallest allowed value. is_open: the option's default is
-    None, and its value is then derived from other options.
+    unit: form of a value. choices: () allows any value. name: if it differs from the field's. short: one-letter name.
+    panel: heading, if it differs from the configuration's. low: smallest value.
+    is_open: the default is None, and the value is then derived from other options.
     """
 
     help: str
@@ -36,20 +35,20 @@ class Option:
 
 
 def option(default: Any, text: str, *, shows_value: bool = True, **more: Any) -> Any:
-    """Return a field of a configuration that is also an option of commands.
+    """Return a field that is also an option.
 
-    text: its help. shows_value: False hides the value in the configuration's repr. more: see `Option`.
+    text: its help. shows_value: False hides the value in the repr. more: see `Option`.
     """
     return field(default=default, repr=shows_value, metadata={"option": Option(text, **more)})
 
 
 def options_of(part: type) -> dict[str, Option]:
-    """Return field name -> option, for the fields of a configuration that are options."""
+    """Return field name -> option."""
     return {each.name: each.metadata["option"] for each in fields(part) if "option" in each.metadata}
 
 
 def at_least(name: str, value: object, low: int, *, may_be_none: bool = False) -> None:
-    """Raise `ConfigError` unless the value is an integer of at least `low`, or None if that is allowed."""
+    """Raise `ConfigError` unless the value is an integer of at least `low`, or a permitted None."""
     if value is None and may_be_none:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -57,13 +56,13 @@ def at_least(name: str, value: object, low: int, *, may_be_none: bool = False) -
 
 
 def not_negative(name: str, value: object) -> None:
-    """Raise `ConfigError` unless the value is a finite number of at least 0."""
+    """Raise `ConfigError` unless the value is finite and at least 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ConfigError(f"{name} must be a number of 0 or more, got {value!r}")
 
 
 def choice(name: str, kind: type[StrEnum], value: str) -> StrEnum:
-    """Return the member of an enumeration with a value. Raises `ConfigError` if there is none."""
+    """Return the member with a value. Raises `ConfigError`."""
     try:
         return kind(value)
     except ValueError:
@@ -71,7 +70,7 @@ def choice(name: str, kind: type[StrEnum], value: str) -> StrEnum:
 
 
 def check_choices(config: Any) -> None:
-    """Raise `ConfigError` if the value of a field is not among its choices."""
+    """Raise `ConfigError` for values that are no choices."""
     for name, each in options_of(type(config)).items():
         value = getattr(config, name)
         if each.choices and value is not None and value not in each.choices:
@@ -85,6 +84,6 @@ def within(name: str, value: object, low: int, high: int) -> None:
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise `ConfigError` unless the value is one of `allowed`."""
+    """Raise `ConfigError` unless the value is allowed."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

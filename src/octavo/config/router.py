@@ -1,4 +1,4 @@
-"""The configuration of a router: its engines, and how it chooses one of them for a request."""
+"""The configuration of a router."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 
 ROUTING_POLICIES = ("cache_aware", "least_loaded", "round_robin", "affinity")
 ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # for an engine that does not publish its limit: octavo's default
-REQUEST_TIMEOUT_MARGIN_S = 30.0  # added to an engine's limit, so that its answer or error arrives first
+REQUEST_TIMEOUT_MARGIN_S = 30.0  # so that the engine's answer or error arrives before the router's limit
 _MAX_PORT = 65535
 _TIMEOUTS = (
     "request_timeout_s",  # the default of the next one
@@ -27,11 +27,9 @@ _NAME_AND_PORT = re.compile(r"\[?[^\[\]/@\s]+\]?:[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(AccessConfig):
-    """A router over many engines. All engines from the list, the file and DNS are used, each once.
+    """A router over the engines from the list, the file and DNS. The options' texts describe the other fields.
 
     max_open_requests: None lets the engines refuse excess requests.
-    request_timeout_s: None means the longest limit of the engines and a margin.
-    engine_first_byte_timeout_s: None means request_timeout_s; if both are None, the engine's limit and a margin.
     balance_tokens, balance_ratio: see `octavo.router.policies.cache_aware`.
     """
 
@@ -161,7 +159,7 @@ def _is_name_and_port(text: str) -> bool:
 
 
 def engine_url(text: str) -> str:
-    """Normalize the address of an engine. Raises `ConfigError` for an invalid address."""
+    """Normalize the address of an engine. Raises `ConfigError`."""
     try:
         parts = urlsplit(text)
         is_right = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0

@@ -76,12 +76,10 @@ EMBEDDING_POOLING = ("auto", *POOLING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(AccessConfig):
-    """Access to one engine, and the form of its answers. Every limit is finite unless it is None.
+    """Access to one engine, and the form of its answers. The options' texts describe the other fields.
 
-    served_model_names: () for the model's own name.
-    max_num_waiting_tokens: maximum number of tokens of prompts that have no output yet. An answer that is not streamed
-    has output only at its end. Further requests are refused with 429, as are those above max_open_requests.
-    request_timeout_s: a limit that X-Request-Timeout cannot exceed.
+    max_num_waiting_tokens: tokens of prompts without output yet; None: no limit. An answer that is not streamed has
+    output only at its end. Further requests are refused with 429.
     tool_call_parser, reasoning_parser: names of `octavo.server.answers.known_formats` and `reasoning_forms`.
     """
 

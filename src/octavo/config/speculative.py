@@ -28,27 +28,23 @@ class SpeculativeConfig:
 
     No token depends on drafts, except with verification = "rejection".
 
-    method:
+    method: "auto" is "suffix" if the kernels compute the same row in any batch, otherwise "none".
 
-    - "auto": "suffix" if the kernels compute the same row in any batch, otherwise "none".
-    - "none": no drafts.
     - "ngram": drafts the tokens that followed the last occurrence of the newest tokens in the request.
     - "suffix": drafts their most frequent continuation in the request, or in earlier answers with the same cache salt.
     - "draft_model": a smaller model with the same vocabulary drafts.
     - "quantized": the model itself drafts, with rounded weights.
 
     num_speculative_tokens: maximum number of drafts after the newest token.
-    model: the drafting model: a directory in Hugging Face layout, a hub id, or "octavo-demo-draft" for the built-in
-    model. With "suffix" it drafts if suffix decoding finds nothing.
-    quantization: how the drafting model's weights are rounded, as in `ModelConfig`. None: not rounded, or int4 for
-    "quantized".
-    verification (octavo's own): "exact" accepts a draft if it equals the token that is chosen without drafts.
-    "rejection" accepts it with the probability min(1, p / q) of classic rejection sampling: answers have the same
-    distribution as without drafts, but sampled tokens depend on the drafts.
-    prompt_lookup_min, prompt_lookup_max: number of newest tokens that "ngram" must find again; the longest match is
-    tried first. None: 2 and 4, adjusted to the other value if it is given.
-    suffix_decoding_max_cached_requests: maximum number of answers that are kept for drafts; 0 for none.
-    suffix_decoding_max_cached_bytes (octavo's own): maximum memory of their tokens. The oldest answers are dropped.
+    model: a directory in Hugging Face layout, a hub id, or "octavo-demo-draft" for the built-in model. With "suffix" it
+    drafts if suffix decoding finds nothing.
+    quantization: of the drafting model, as in `ModelConfig`. None: not rounded, or int4 for "quantized".
+    verification (octavo's own): "exact" accepts a draft that equals the token chosen without drafts. "rejection"
+    accepts it with probability min(1, p / q): answers keep their distribution, but sampled tokens depend on the drafts.
+    prompt_lookup_min, prompt_lookup_max: number of newest tokens that "ngram" must find again, the most first. None: 2
+    and 4, adjusted to the other value.
+    suffix_decoding_max_cached_requests: answers kept for drafts.
+    suffix_decoding_max_cached_bytes (octavo's own): memory of their tokens. The oldest answers are dropped.
     suffix_decoding_max_spec_factor: maximum number of drafts per matching token.
     suffix_decoding_min_token_prob: minimum estimated probability of a draft.
     """
@@ -137,13 +133,13 @@ class SpeculativeConfig:
         return self.method == "quantized" or self.model is not None
 
     def resolved(self, *, is_exact: bool) -> SpeculativeConfig | None:
-        """Resolve the method "auto"; None if nothing is drafted. is_exact: a row is computed equally in any batch."""
+        """Resolve the method "auto"; None if nothing is drafted. is_exact: rows do not depend on their batch."""
         method = ("suffix" if is_exact else "none") if self.method == "auto" else self.method
         return None if method == "none" else replace(self, method=method)
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
-        """The minimum and the maximum number of tokens that "ngram" looks up."""
+        """Numbers of tokens that "ngram" looks up."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         if least is None:
             least = _DEFAULT_LOOKUP[0] if most is None else min(_DEFAULT_LOOKUP[0], most)
@@ -151,7 +147,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:
-        """Return a configuration from an instance, a mapping of its fields, or None for the defaults.
+        """Return a configuration from an instance, a mapping, or None for the defaults.
 
         Raises `ConfigError`.
         """

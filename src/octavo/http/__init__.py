@@ -1,1 +1,1 @@
-"""HTTP for server and router: sockets, connections, bodies, keys, limits, errors, the audit log. Knows no engine."""
+"""HTTP for server and router. Knows no engine."""

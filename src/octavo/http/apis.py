@@ -1,4 +1,4 @@
-"""The client APIs: how each spells errors and ends a stream, and its names for the prompt and token counts."""
+"""The client APIs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class _LastToken(msgspec.Struct):
-    """Fields that are set only in the last event of a TGI stream, and in the last line of an Ollama stream."""
-
     error: Any = None
     details: Any = None
     done: Any = None
@@ -28,21 +26,16 @@ class _LastToken(msgspec.Struct):
 class Api:
     """One API.
 
-    name: its tag in the OpenAPI document.
-    below: the path prefix of its routes; errors at any path with this prefix are spelled as this API does.
-    error: returns the JSON object of an error. event: returns the last event of a stream that fails.
-    last_event: matches the beginning of the last event of a complete stream. None: that event is JSON with a field
-    of `_LastToken` set.
-    statuses: from an HTTP status to this API's status, for those that differ.
-    any_type: clients other than browsers need not send `Content-Type: application/json`.
-    lines: each event of a stream is a line of JSON.
+    name: its tag in the OpenAPI document. below: path prefix at which errors are spelled as this API does.
+    error, event: return an error's JSON object, and the last event of a failing stream.
+    last_event: matches the start of a complete stream's last event. None: that event has a field of `_LastToken` set.
+    statuses: maps HTTP statuses to this API's, where they differ. any_type: programs may send any Content-Type.
+    lines: events are lines of JSON.
 
-    For the router, which does not parse requests and answers completely:
+    For the router, which does not parse completely:
 
-    prompt: fields of the body that become the prompt, in their order in the prompt.
-    limits: fields of the body that limit the tokens of an answer; `a.b` is field b of object a.
-    counted: the field of an answer at which its token counts begin.
-    prompt_counts, answer_counts: names of the counts of prompt tokens and of answer tokens there.
+    prompt: fields of the prompt, in order. limits: fields that limit the answer's tokens; `a.b` is field b of object a.
+    counted: the field at which the token counts begin; prompt_counts, answer_counts: their names.
     """
 
     name: str
@@ -60,12 +53,12 @@ class Api:
     answer_counts: tuple[str, ...] = ()
 
     def response(self, error: HttpError) -> ErrorResponse:
-        """Return a complete HTTP response for an error."""
+        """Return an error's response."""
         status = self.statuses.get(error.status, error.status)
         return ErrorResponse(error, msgspec.json.encode(self.error(error)), status, error.headers)
 
     def is_last(self, event: bytes) -> bool:
-        """Return True if a complete event ends a complete stream."""
+        """Return True if an event ends a stream."""
         if self.last_event is not None:
             return self.last_event.match(event) is not None
         try:
@@ -173,18 +166,18 @@ OLLAMA = Api(
     answer_counts=("eval_count",),
 )
 SGLANG, OPERATOR = replace(OPENAI, name="SGLang"), replace(OPENAI, name="operator")
-# Each API's fields of the prompt keep their own order if the fields of all these APIs are joined in this order.
+# Joined in this order, the prompt fields keep each API's own order.
 APIS = (RESPONSES, ANTHROPIC, OPENAI, OLLAMA, TGI)
-OLLAMA_TAG = ":latest"  # Ollama's clients append it to a name without a tag
+OLLAMA_TAG = ":latest"  # Ollama's clients append it to a name
 
 
 def api_below(path: str) -> Api:
-    """Return the API by the prefix of `path`, which need not be a route; OpenAI's if no prefix matches."""
+    """Return the API that has the path's prefix, by default OpenAI's."""
     return next((api for api in APIS if api.below and path.startswith(api.below)), OPENAI)
 
 
 def error_response(error: HttpError, path: str) -> ErrorResponse:
-    """Return a complete HTTP response for an error outside of a route, as the API at `path` spells it."""
+    """Return the response for an error outside of a route."""
     response = api_below(path).response(error)
     if error.status == 401 and path.startswith(PAGES):
         response.headers["WWW-Authenticate"] = (

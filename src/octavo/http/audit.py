@@ -1,4 +1,4 @@
-"""The audit log: one line for each request, with its cost and without its content. Also sets the request's id."""
+"""The audit log, and the request's id."""
 
 from __future__ import annotations
 
@@ -20,33 +20,32 @@ if TYPE_CHECKING:
     from octavo.http.errors import HttpError
     from octavo.http.metrics import Metrics
 
-logger = logging.getLogger(logs.AUDIT)  # for the audit lines only
+logger = logging.getLogger(logs.AUDIT)
 _faults = logging.getLogger(__name__)
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-_QUIET = OPEN_PATHS | {"/metrics", "/model_info"}  # polled every second, also by routers
+_QUIET = OPEN_PATHS | {"/metrics", "/model_info"}  # polled every second
 
 
 class Spans(Protocol):
-    """Makes and sends tracing spans of requests."""
+    """Sends tracing spans."""
 
     def tell(
         self, scope: Scope, request_id: str, status: int, seconds: float, reason: str | None, details: dict[str, Any]
     ) -> None:
-        """Make a span of a request that is over. reason: of the refusal or cut-off, None without one."""
+        """Make a span of a finished request."""
         ...
 
     def close(self) -> None:
-        """Send the last spans; may block for a while."""
+        """Send the last spans."""
         ...
 
 
 class AuditMiddleware:
-    """The outermost middleware: counts and logs every request with its status and duration.
+    """The outermost middleware: counts and logs every request, without its content.
 
-    Uses the client's X-Request-Id if it is valid (`_ID`), else makes an id; the answer has it as a header. Routes add
-    fields of the log line to `request.state.audit`. A refusal or cut-off is counted here, once, by the noted reason
-    (`octavo.http.errors.note_error`), else by its status. tracing: makes a span of each request, too.
+    Keeps the client's X-Request-Id if it matches `_ID`. Routes add fields to `request.state.audit`. A refusal or
+    cut-off is counted only here.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Spans | None = None) -> None:
@@ -54,13 +53,13 @@ class AuditMiddleware:
         self._metrics, self._tracing = metrics, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, then count and log it."""
+        """Handle a request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         start, status = time.monotonic(), 0
         request_id = _request_id(scope)
-        about = logs.request_id.set(request_id.decode())  # for all log lines until the request is over
+        about = logs.request_id.set(request_id.decode())
         state = scope.setdefault("state", {})
         state["audit"] = {}
 
@@ -73,7 +72,7 @@ class AuditMiddleware:
 
         try:
             await self.app(scope, receive, tell)
-        except Exception as error:  # a bug in a middleware: answer it, so that it is logged and counted
+        except Exception as error:  # a middleware's bug is counted, too
             if status:
                 raise
             _faults.exception("a request failed")
@@ -92,7 +91,7 @@ class AuditMiddleware:
                     _log(scope, state, request_id.decode(), status, reason, seconds)
                 if self._tracing is not None:
                     self._tracing.tell(scope, request_id.decode(), status, seconds, reason, state["audit"])
-            except Exception as error:  # noqa: BLE001 - its answer is complete, and its connection may serve the next one
+            except Exception as error:  # noqa: BLE001 - the answer is complete
                 log_fault(request_id.decode(), "its log line and its trace were written", error)
             logs.request_id.reset(about)
 
@@ -103,7 +102,7 @@ def _request_id(scope: Scope) -> bytes:
 
 
 def tell_no_request(metrics: Metrics, client: tuple[str, int] | None, error: HttpError) -> None:
-    """Count and log an answer to input that was no HTTP request, which no middleware sees."""
+    """Count and log input that was no HTTP request."""
     metrics.count_answer("other", "none", error.status)
     metrics.count_refusal(error.reason)
     scope = {"client": client, "method": None, "path": ""}
@@ -111,7 +110,6 @@ def tell_no_request(metrics: Metrics, client: tuple[str, int] | None, error: Htt
 
 
 def _reason(error: HttpError | None, status: int) -> str | None:
-    """Return why a request was refused or cut off; None if it was not, or if its client disconnected."""
     if error is not None:
         return error.reason
     return reason_of(status) if status >= 400 and status != CLIENT_LEFT else None

@@ -1,4 +1,4 @@
-"""API keys: every route except the health checks requires one. A key identifies its tenant."""
+"""API keys, which all routes except the health checks require."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class ApiKeyMiddleware:
-    """Requires a valid API key before any route, known or unknown, is reached. Sets `request.state.tenant`.
+    """Requires a valid API key, even at an unknown path. Sets `request.state.tenant`.
 
-    keyring: returns the keys that are valid now; None if no key is required.
+    keyring: returns the keys that are valid now; None: no key is required.
     """
 
     def __init__(self, app: ASGIApp, keyring: Callable[[], Keyring | None]) -> None:
@@ -32,7 +32,7 @@ class ApiKeyMiddleware:
         self._keyring = keyring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on requests with a valid key, answer 401 to all other ones."""
+        """Handle a request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -55,16 +55,15 @@ class ApiKeyMiddleware:
 
 
 def check_operator(tenant: Tenant, action: str) -> None:
-    """Raise `NotAllowedError` if a key lacks `read_metrics`. action: follows "this key may not" in the message."""
+    """Raise `NotAllowedError` if a key lacks `read_metrics`."""
     if not tenant.read_metrics:
         raise NotAllowedError(f"this key may not {action}")
 
 
 def _key(scope: Scope) -> bytes | None:
-    """Return the key of a request: sent as by OpenAI's clients, as by Anthropic's, or as a browser's password.
+    """Return the key on which all headers agree.
 
-    If several headers have a key, it must be the same. A browser sends its password with every request that any page
-    makes. So a password counts only for requests of the server's own pages, and for opening one of them.
+    A browser adds its password to requests of any page, so it counts only for the server's own pages.
     """
     keys: dict[bytes, bytes | None] = {}
     is_password = False
@@ -78,9 +77,9 @@ def _key(scope: Scope) -> bytes | None:
 
 
 def _asks_itself(scope: Scope) -> bool:
-    """Return True if a browser says that its user or one of the server's own pages makes the request.
+    """Return True if the browser's user or one of the server's own pages makes the request.
 
-    A browser does not say so over plain HTTP, except on loopback. Then the request must not name another Origin.
+    Over plain HTTP, except on loopback, browsers do not say so. Then another Origin must not be named.
     """
     said: dict[bytes, bytes] = dict(scope["headers"])
     site = said.get(b"sec-fetch-site")
@@ -96,7 +95,6 @@ def _scheme(value: bytes) -> bytes:
 
 
 def _read_key(name: bytes, value: bytes) -> bytes | None:
-    """Return the key in a header's value; None if it has none."""
     if name == b"x-api-key":
         return value.strip()
     rest = value.partition(b" ")[2].strip()

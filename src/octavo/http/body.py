@@ -1,4 +1,4 @@
-"""Reading a request's body within limits of bytes and time, and the timeout that its client asks for."""
+"""Reads a request's body within limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FREE_BYTES = 64 << 10
 async def received(
     request: Request, config: AccessConfig, pool: Pool, timeouts: TimeoutQueue
 ) -> AsyncIterator[list[bytes]]:
-    """Read a request's body and yield its pieces. They hold bytes of `pool` until the block ends.
+    """Read a body and yield its pieces, which hold bytes of `pool` until the block ends.
 
     Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
     """
@@ -39,7 +39,7 @@ async def received(
 
 
 def read_timeout(request: Request, limit_s: float) -> float:
-    """Return the seconds of X-Request-Timeout, at most the limit. Raises `RequestError` for an invalid number."""
+    """Return the seconds of X-Request-Timeout, at most the limit. Raises `RequestError`."""
     given = request.headers.get("x-request-timeout")
     if given is None:
         return limit_s
@@ -53,10 +53,9 @@ def read_timeout(request: Request, limit_s: float) -> float:
 
 
 async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: contextlib.ExitStack) -> list[bytes]:
-    """Read the pieces of a body; raise as soon as it is too large, even if Content-Length is small.
+    """Read a body. taken: gets a callback that gives its room back.
 
-    The first `FREE_BYTES` take no room in the pool, because the connection buffers as many anyway.
-    taken: gets a callback that gives the room back.
+    The first `FREE_BYTES` take no room: the connection buffers as many anyway.
     """
     error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
     announced = request.headers.get("content-length", "")

@@ -1,7 +1,4 @@
-"""HTTP connections with limits on headers, idle time and unread answers.
-
-uvicorn itself waits for headers without a limit of time or size, and writes an answer's whole body immediately.
-"""
+"""HTTP connections with limits that uvicorn lacks."""
 
 from __future__ import annotations
 
@@ -40,20 +37,18 @@ _PROBE_TIMEOUT_S = 2.0
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Closes connections that exceed a limit of time, and answers 431 if headers exceed `MAX_HEADER_BYTES`.
+    """Closes connections that exceed a time limit; answers 431 above `MAX_HEADER_BYTES`.
 
-    header_timeout_s: for all headers of a request, from their first byte on; for the first request, from connecting on.
-    keep_alive_timeout_s: idle time between two requests.
-    idle_timeout_s: in each such period the client must take all waiting bytes, or `MAX_UNSENT_BYTES` of them. Without
-    it a stream that has ended would keep its place until it is sent, and closing would wait for the reader, too.
-    max_connections: more connections are refused, except `PROBE_CONNECTIONS` for one health check each. Otherwise a
-    full server would look dead and be restarted.
-    timeouts: the queue that all connections share.
-    on_refused: called for each answer to input that was no request, with the client's address and the error.
+    header_timeout_s: from the first byte of headers on; for the first request, from connecting on.
+    keep_alive_timeout_s: between two requests.
+    idle_timeout_s: the client must take all waiting bytes, or `MAX_UNSENT_BYTES`, in each such period. Otherwise a
+    finished stream would keep its place.
+    max_connections: more are accepted only for health checks, so that a full server does not look dead.
+    on_refused: called for each answer to input that was no request.
 
-    Pipelined requests are answered one after another. During an answer one more request is read, so that a client's
-    disconnect is noticed. A request to upgrade to another protocol (h2c, as Java's client sends; WebSocket) is
-    answered in HTTP/1.1, as RFC 9110, section 7.8, allows.
+    Pipelined requests are answered in order. During an answer one more request is read, to notice a disconnect. A
+    request to upgrade (h2c, as Java's client sends; WebSocket) is answered in HTTP/1.1, as RFC 9110, section 7.8,
+    allows.
     """
 
     def __init__(
@@ -74,17 +69,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._max_connections = max_connections
         self._on_refused = on_refused
         self._timer: Timeout | None = None
-        self._reader_timer: Timeout | asyncio.TimerHandle | None = None  # during answers, and while bytes wait
-        self._answered: RequestResponseCycle | None = None  # answered now, or last; `cycle` is the newest request
+        self._reader_timer: Timeout | asyncio.TimerHandle | None = None
+        self._answered: RequestResponseCycle | None = None  # now, or last; `cycle` is the newest one
         self._num_header_bytes = 0
         self._is_in_body = self._came_further = False
         self._is_for_probes = False
         self._refusal: HttpError | None = None  # why headers are refused that can be parsed
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Start the timer for the first headers. If there are too many connections, refuse and close one of them."""
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timer for headers. Refuse one of too many connections."""
         super().connection_made(transport)
-        if self.client is not None:  # an IPv4 address on a dual-stack socket: spelled as on an IPv4 socket
+        if self.client is not None:  # IPv4 on a dual-stack socket
             self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._is_for_probes = len(self.connections) > self._max_connections
@@ -93,49 +88,47 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._wait(min(self._header_timeout_s, _PROBE_TIMEOUT_S) if self._is_for_probes else self._header_timeout_s)
 
     def _make_room_for_a_probe(self) -> None:
-        """Close a connection for health checks that has sent nothing yet; if there is none, close this one."""
         others = (each for each in self.connections if each is not self and isinstance(each, BoundedHttpProtocol))
         next((each for each in others if each.is_silent_probe), self).give_way()
 
     @property
     def is_silent_probe(self) -> bool:
-        """Return True if the connection is for a health check only and has sent nothing yet."""
+        """Return True for a health check's connection that has sent nothing."""
         is_silent = self._answered is None and not self._num_header_bytes
         return self._is_for_probes and is_silent and not self.transport.is_closing()
 
     def give_way(self) -> None:
-        """Answer that there are too many connections, and close."""
+        """Refuse this connection."""
         self._refuse(_too_many_connections())
         self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers and mark the request that is being answered as disconnected."""
+        """Stop the timers and end the answered request."""
         self._stop_waiting()
         self._stop_watching_reader()
         super().connection_lost(exc)
-        if self._answered is not None:  # uvicorn marks only the newest request
+        if self._answered is not None:  # uvicorn marks only the newest
             self._answered.disconnected = True
             self._answered.message_event.set()
 
     def pause_writing(self) -> None:
-        """Let answers wait for the reader, for a limited time."""
+        """Limit the wait for the reader."""
         super().pause_writing()
         self._watch_reader()
 
     def data_received(self, data: bytes) -> None:
-        """Parse the bytes. Count those of incomplete headers, and refuse headers that are too large."""
+        """Parse bytes, and refuse too large headers."""
         self._came_further = False
         self._parse(data)
         if not (self._is_in_body or self._came_further or self.transport.is_closing()):
             if not self._num_header_bytes and self._timer is not None and self.cycle is not None:
-                self._wait(self._header_timeout_s)  # it was idle: these are the first bytes of the headers
+                self._wait(self._header_timeout_s)  # these are the first bytes of the headers
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self._refusal = _headers_too_large()
                 self.send_400_response("")
 
     def _parse(self, data: bytes) -> None:
-        """Parse bytes. If the parser stops at an upgrade, start that request again without it, then parse the rest."""
         rest = memoryview(data)
         try:
             while True:
@@ -155,11 +148,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _asks_to_upgrade(self) -> bool:
-        """Return True if the parser stops after these headers because it expects another protocol, not a body."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"  # which has no body
 
     def _begin_without_upgrade(self) -> None:
-        """Parse the same headers again, without `Upgrade`."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
@@ -167,7 +158,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.parser.feed_data(b"\r\n".join([method + b" " + self.url + b" HTTP/" + version, *lines, b"", b""]))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; ignore those after a body (trailers)."""
+        """Ignore trailers."""
         if not self._is_in_body:
             super().on_header(name, value)
 
@@ -182,7 +173,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._is_for_probes and self.url.partition(b"?")[0] not in _PROBES:
             self._refusal = _too_many_connections()
         if self._refusal is not None:
-            raise ValueError("refused")  # makes the parser fail, so that `_parse` calls `send_400_response`
+            raise ValueError("refused")  # makes the parser fail: `_parse` answers
         super().on_headers_complete()
         self.scope["state"]["write_body"] = self.write_body
         if self._is_for_probes:
@@ -194,39 +185,39 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def write_body(self, piece: bytes) -> bool:
-        """Write a piece of a chunked answer that has begun; return True if its client can take more now.
+        """Write a piece of a chunked answer; return False if its client must catch up.
 
-        If it returns False, send an empty piece by ASGI, which waits until the client can take more. Routes use it as
-        `request.state.write_body`, because ASGI's `send` costs a task and a call in each middleware.
+        Then send an empty piece by ASGI, which waits for the client. ASGI's `send` costs a task and a call in each
+        middleware.
         """
-        if self.transport.is_closing():  # the client is gone, which the route learns from `receive`
+        if self.transport.is_closing():  # `receive` notifies the route
             return True
         self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         return not self.flow.write_paused
 
     def on_message_complete(self) -> None:
-        """Expect the headers of the next request."""
+        """Expect the next request."""
         if self._asks_to_upgrade:
             return
         super().on_message_complete()
         self._is_in_body, self._came_further = False, True
         self._num_header_bytes = 0
-        if self._timer is not None:  # the answer was complete before the body
+        if self._timer is not None:  # the answer ended before the body
             self._wait(self._keep_alive_timeout_s)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for the rest of an unread body or of headers that have begun."""
+        """Wait for the next request, or the rest of one."""
         if self.pipeline:
             self._answered, _ = self.pipeline[-1]
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # stop uvicorn's own timer, which does not use the queue of timeouts
-        if not self.transport.is_closing() and self.cycle.response_complete:  # else a pipelined request is answered
+        self._unset_keepalive_if_required()  # stop uvicorn's own timer
+        if not self.transport.is_closing() and self.cycle.response_complete:  # else a pipelined one is answered
             is_begun = self._is_in_body or self._num_header_bytes
             self._wait(self._header_timeout_s if is_begun else self._keep_alive_timeout_s)
         self._watch_reader()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer input that is no request, and close. Only close if the answer could be taken for another request's."""
+        """Close, and answer input that is no request unless the answer would look like another request's."""
         answered = self._answered
         is_its_body = answered is not None and self._is_in_body and answered.scope is self.scope
         if answered is None or (not answered.response_started if is_its_body else answered.response_complete):
@@ -234,7 +225,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def _refuse(self, error: HttpError, state: dict[str, Any] | None = None) -> None:
-        """Answer with an error. state: of the request that it ends, which is counted at its end; None: count now."""
+        """Answer with an error. state: of the request that it ends, which is counted later."""
         if state is None:
             self._on_refused(self.client, error)
         else:
@@ -258,7 +249,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _watch_reader(self) -> None:
-        """Start a check that the client takes the waiting bytes in time; repeated while an answer or bytes remain."""
+        """Check regularly, while an answer or bytes remain, that the client takes them."""
         if self._reader_timer is not None:
             return
         sock = self.transport.get_extra_info("socket")
@@ -269,13 +260,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._reader_timer = self.loop.call_later(self._idle_timeout_s, self._look_at_reader, sock, before, waiting)
 
     def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
-        """Abort the connection if its client took too little since the last check.
-
-        before: bytes that the client had taken then. waiting: bytes that waited for it then.
-        """
         self._reader_timer = None
         after = bytes_taken(sock)
-        # gVisor reports 0 for every connection. If a client takes no byte at all, the system ends the connection.
+        # gVisor always reports 0. The system ends a connection if its client takes no byte.
         if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
             self._watch_reader()
             return
@@ -292,7 +279,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return bytes_under_way(sock) + self.transport.get_write_buffer_size()
 
     def _abort(self) -> None:
-        """End the connection immediately: closing would wait for its reader, and afterwards so would the system."""
         reset_when_closed(self.transport.get_extra_info("socket"))
         self.transport.abort()
 
@@ -311,19 +297,17 @@ def _headers_too_large() -> HttpError:
 
 
 class PacedAnswers:
-    """Sends the body of a complete answer in pieces, each after the previous ones were taken.
+    """Sends a complete answer's body in pieces, each after the client took the previous ones.
 
-    So an answer is over only when almost all of it has arrived. Until then its connection must not count as idle,
-    because an idle one may be closed. Without pieces, TLS would accept the whole body immediately and never report
-    that bytes wait for the reader. Events of a stream (`more_body`) are not split: comments are sent between events,
-    and must not come inside one.
+    So a connection is idle, and closable, only when almost all of its answer has arrived. TLS would accept one large
+    body and hide that its bytes wait. Comments are sent between events of a stream, so these are not split.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass all messages on, the last one of an answer in pieces of at most `MAX_UNSENT_BYTES`."""
+        """Handle a request."""
 
         async def send_paced(message: Message) -> None:
             body = message.get("body", b"")

@@ -1,4 +1,4 @@
-"""HTTP errors: one table maps octavo's errors to a status and an OpenAI error object."""
+"""HTTP errors, made from octavo's errors."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
-CLIENT_LEFT = 499  # the logged status of a request after its client disconnected; the number is nginx's
-PAGES = ("/dashboard", "/router")  # that people open in a browser
+CLIENT_LEFT = 499  # nginx's number for a disconnected client
+PAGES = ("/dashboard", "/router")  # of browsers
 
 
 class RateLimitError(QueueFullError):
@@ -40,19 +40,19 @@ class RateLimitError(QueueFullError):
 
 
 class SlowBodyError(RequestError):
-    """The request's body did not arrive in time."""
+    """The body did not arrive in time."""
 
 
 class AuthenticationError(RequestError):
-    """The request carries no valid API key."""
+    """There is no valid API key."""
 
 
 class NotAllowedError(RequestError):
-    """The API key is valid, but does not permit this action."""
+    """The key does not permit this action."""
 
 
 class ModelNotFoundError(RequestError):
-    """The server has no model of that name."""
+    """No model has that name."""
 
 
 class NotFoundError(RequestError):
@@ -60,19 +60,19 @@ class NotFoundError(RequestError):
 
 
 class BodyTooLargeError(RequestError):
-    """The request's body exceeds the limit."""
+    """The body exceeds the limit."""
 
 
 class MediaTypeError(RequestError):
-    """The request's Content-Type is not JSON."""
+    """The Content-Type is not JSON."""
 
 
 class ServerClosingError(EngineError):
-    """The server is shutting down and takes no new requests."""
+    """The server is shutting down."""
 
 
 class NoEngineError(EngineError):
-    """A router has no engine that takes a request now."""
+    """No engine takes a request now."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__("no engine is ready")
@@ -80,23 +80,23 @@ class NoEngineError(EngineError):
 
 
 class EngineLostError(EngineError):
-    """The engine to which a router had sent a request is gone."""
+    """The engine that served a router's request is gone."""
 
     def __init__(self) -> None:
         super().__init__("the engine is lost")
 
 
 class EngineTimeoutError(EngineLostError):
-    """The engine to which a router had sent a request did not begin or continue its answer in time."""
+    """An engine did not begin or continue its answer in time."""
 
 
 class EngineAnswerError(EngineLostError):
-    """The engine to which a router had sent a request gave an answer that is invalid HTTP or too large."""
+    """An engine's answer is invalid or too large."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """A status and the four fields of an OpenAI error object. details: sent in Anthropic's error objects only."""
+    """A status and an OpenAI error object. details: for Anthropic's clients."""
 
     status: int
     message: str
@@ -108,12 +108,12 @@ class HttpError:
 
     @property
     def reason(self) -> str:
-        """The label of the error in the metrics and in the audit log."""
+        """Its label in metrics and audit log."""
         return self.code or reason_of(self.status)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that belong to the status."""
+        """Headers of the status."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         if self.status in {408, 413}:
@@ -124,7 +124,7 @@ class HttpError:
 
 
 class ErrorResponse(Response):
-    """A complete response for an error; sending it also notes the error (`note_error`)."""
+    """A response; sending it notes the error."""
 
     media_type = "application/json"
 
@@ -133,30 +133,30 @@ class ErrorResponse(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Note the error and send the response."""
+        """Send the response."""
         note_error(scope.setdefault("state", {}), self._error)
         await super().__call__(scope, receive, send)
 
 
 def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
-    """Keep the first error of a request for the metrics and the audit log, and return it.
+    """Keep a request's first error, and return it.
 
-    state: `scope["state"]` of the request; mutated.
+    state: `scope["state"]`; mutated.
     """
     noted: HttpError = state.setdefault("error", error)
     return noted
 
 
 def reason_of(status: int) -> str:
-    """Return the reason for a status that has no code of its own, like bad_request; status_520 for an unknown one."""
+    """Return a name like bad_request or status_520."""
     try:
         return HTTPStatus(status).phrase.lower().replace(" ", "_")
-    except ValueError:  # an engine may answer a router with any status
+    except ValueError:  # an engine may answer with any status
         return f"status_{status}"
 
 
-# The first row with a matching class counts. A client sees the error's own text only if the client's request caused
-# the error. A server's failure has a fixed message here, because the error's text may name paths or addresses.
+# The first matching row counts. A client sees the error's own text only if its request caused the error: the text of a
+# server's failure may name paths or addresses.
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] = (
     (PromptTooLongError, 400, _INVALID, "context_length_exceeded", None),
@@ -195,10 +195,10 @@ def to_http(error: Exception) -> HttpError:
 
 @contextlib.contextmanager
 def spelling(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
-    """Rename the field in a `RequestError` that the block raises, from octavo's name to the client's.
+    """Rename the field of a `RequestError` that the block raises.
 
-    names: from octavo's names to the client's. in_text: rename in the message, too. There, names of other fields are
-    replaced only if they have an underscore, because a single word may be plain text.
+    names: from octavo's to the client's. in_text: also in the message, except other single words: they may be plain
+    text.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""An HTTP server for an application that drains its open requests before it exits."""
+"""A server that drains its requests before it exits."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from octavo.http.service import HttpService
 
 logger = logging.getLogger(__name__)
-_SLOW_READER_S = 10  # for sending, after the last event was handed over
-_LOOK_S = 0.1  # between looks for a second signal
+_SLOW_READER_S = 10  # after the last event
+_LOOK_S = 0.1  # between checks for a second signal
 
 
 class GracefulServer(uvicorn.Server):
-    """Shuts down gracefully: refuses new requests and ends each open one with a last event, then exits.
+    """Ends each open request with a last event before it exits.
 
-    A second signal exits immediately. SIGHUP reads the API keys and the certificate again. The server also exits if it
-    can never take a request again (`HttpService.is_dead`), because only a restart helps then.
+    A second signal exits immediately; SIGHUP reads keys and certificate again. The server also exits if only a restart
+    helps (`HttpService.is_dead`).
     """
 
     def __init__(self, config: uvicorn.Config, service: HttpService) -> None:
@@ -40,31 +40,31 @@ class GracefulServer(uvicorn.Server):
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
-        """Begin the shutdown; a second signal forces it. uvicorn's version would raise the signal again at the end."""
+        """Begin the shutdown, or force it. uvicorn would raise the signal again later."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Install the SIGHUP handler, start the service and listen."""
+        """Start the service, then listen."""
         if hears_hang_up():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
-            self.reload()  # a SIGHUP since they were read was ignored
+            self.reload()  # an earlier SIGHUP was ignored
         await self._service.start()
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return True if the server must exit; uvicorn calls it ten times a second."""
+        """Return True if the server must exit."""
         return await super().on_tick(counter) or self._service.is_dead
 
     def reload(self) -> None:
-        """Read the API keys and the certificate again; an invalid file changes nothing. Open connections continue."""
+        """Read keys and certificate again; an invalid file changes nothing."""
         config = self._service.config
         if config.api_keys_file is not None:
             self._service.reload()
         if config.ssl_certfile is None:
             return
         try:
-            check_certificate(config)  # loading a pair that does not match would damage the context in use
+            check_certificate(config)  # a pair that does not match would damage the context in use
         except ConfigError as error:
             logger.error("the certificate was not reloaded: %s", error)  # noqa: TRY400 - the error says all
         else:
@@ -72,8 +72,8 @@ class GracefulServer(uvicorn.Server):
             logger.info("the certificate was reloaded")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain open requests while new ones are refused; then stop listening and close the service."""
-        self.server_state.default_headers.append((b"connection", b"close"))  # of every answer from now on
+        """Drain open requests, then close."""
+        self.server_state.default_headers.append((b"connection", b"close"))
         drain = asyncio.create_task(self._service.drain(self._service.config.grace_s))
         while not (drain.done() or self.force_exit):
             await asyncio.wait([drain], timeout=_LOOK_S)
@@ -86,7 +86,7 @@ class GracefulServer(uvicorn.Server):
 
 
 def http_server(app: ASGIApp, service: HttpService, *, max_connections: int = MAX_CONNECTIONS) -> GracefulServer:
-    """Make a server for an application; call its `run(sockets=[...])` with a socket from `bind`."""
+    """Make a server, to `run(sockets=[...])` with a socket from `bind`."""
     config = service.config
     http = partial(
         BoundedHttpProtocol,
@@ -100,10 +100,10 @@ def http_server(app: ASGIApp, service: HttpService, *, max_connections: int = MA
     return GracefulServer(
         uvicorn.Config(
             app,
-            log_config=None,  # octavo's own log is used
+            log_config=None,
             log_level=config.log_level,
             access_log=False,  # the audit log says more
-            loop="auto",  # uvloop if it is installed
+            loop="auto",
             http=http,  # type: ignore[arg-type]  # any factory of protocols
             ws="none",
             proxy_headers=bool(config.forwarded_allow_ips),

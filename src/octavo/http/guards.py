@@ -1,4 +1,4 @@
-"""The middlewares of an application in their order, and the answers to errors that routes raise."""
+"""The middlewares and error handlers of an application."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 def add_guards(app: Starlette, service: HttpService, routes: Routes) -> None:
-    """Add to `app` the middlewares that a request passes before its route, and the error handlers."""
+    """Add middlewares and error handlers."""
     _add_error_handlers(app)
     config = service.config
-    # The middleware added last is the outermost.
+    # The last one is the outermost.
     app.add_middleware(OverloadMiddleware, begin=service.begin, routes=routes)
     app.add_middleware(ApiKeyMiddleware, keyring=lambda: service.keyring)
     app.add_middleware(OriginMiddleware, hosts=config.allowed_hosts, origins=config.allowed_origins)
@@ -52,11 +52,9 @@ def add_guards(app: Starlette, service: HttpService, routes: Routes) -> None:
 
 
 def _add_error_handlers(app: Starlette) -> None:
-    """Answer errors of routes and of routing as the API at the request's path spells them."""
-
     async def octavo_error(request: Request, error: Exception) -> Response:
         http_error = to_http(error)
-        if http_error.status == 500 and not isinstance(error, RequestFailedError):  # which is logged already
+        if http_error.status == 500 and not isinstance(error, RequestFailedError):  # logged already
             logger.error("a request failed: %s", error, exc_info=error)
         spell: Callable[[HttpError], Response] | None = getattr(request.state, "spell_error", None)
         return error_response(http_error, request.url.path) if spell is None else spell(http_error)
@@ -72,7 +70,7 @@ def _add_error_handlers(app: Starlette) -> None:
 
     async def left(request: Request, _: Exception) -> Response:
         told: HttpError | None = getattr(request.state, "error", None)  # set if the connection ended the request
-        return Response(status_code=CLIENT_LEFT if told is None else told.status)  # only for log and metrics
+        return Response(status_code=CLIENT_LEFT if told is None else told.status)
 
     async def own_bug(request: Request, error: Exception) -> Response:
         return error_response(to_http(error), request.url.path)

@@ -1,6 +1,6 @@
-"""Headers for a request of which one engine computes the prompt and another engine the answer.
+"""Headers for a request of which one engine computes the prompt, another the answer.
 
-The body does not mention the transfer, so a router sends the same body to both engines, whatever its API.
+Both get the same body, whatever its API.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _SPELLED = {"transfer_id": _ID, "source": _SOURCE}
 
 
 def read_kv_transfer(headers: Mapping[str, str], role: str) -> KVTransferParams | None:
-    """Parse the transfer headers of a request; return None if it has none of them.
+    """Parse the transfer headers, if any. Raises `RequestError`.
 
-    headers: a mapping that ignores the case of names. role: the engine's.
-    Raises `RequestError` for headers that are incomplete or invalid, or meant for an engine of another role.
+    headers: ignores the case of names.
     """
     given = {name: value for name in KV_TRANSFER_HEADERS if (value := headers.get(name)) is not None}
     if not given:
@@ -46,6 +45,6 @@ def read_kv_transfer(headers: Mapping[str, str], role: str) -> KVTransferParams 
 
 
 def kv_transfer_headers(params: KVTransferParams) -> dict[str, str]:
-    """Return the headers for `params`."""
+    """Return the headers."""
     headers = {_ID: params.transfer_id, _ROLE: _PREFILL if params.is_prefill else _DECODE}
     return headers if params.source is None else {**headers, _SOURCE: params.source}

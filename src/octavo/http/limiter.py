@@ -1,7 +1,4 @@
-"""Limits on open requests: admits each one, makes it wait, or refuses it with a time to retry.
-
-A request takes its place before any work is done for it, and gives it back when its answer is over.
-"""
+"""Admits each request, makes it wait, or refuses it."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ _NUM_ENDINGS = 64
 
 
 class Bucket:
-    """A token bucket of `per_minute` units a minute, which holds at most one minute's units.
+    """A token bucket that fills by `per_minute` units a minute, and holds as many.
 
-    Its level may become negative, because some units are counted only after they were used.
+    Its level may be negative: some units are counted after their use.
     """
 
     def __init__(self, per_minute: float, now: float) -> None:
@@ -36,7 +33,7 @@ class Bucket:
         self._level, self._time = per_minute, now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` units are available, or until the bucket is full if `amount` is larger."""
+        """Return the seconds until `amount` units are available, or the bucket is full."""
         missing = min(amount, self.per_minute) - self._fill(now)
         return max(missing, 0.0) * _MINUTE_S / self.per_minute
 
@@ -51,11 +48,10 @@ class Bucket:
 
 
 class Pool:
-    """Counts units of a resource that all tenants share, and the units that each tenant holds.
+    """Counts the units of a resource that each tenant holds.
 
-    limit: total number of units; None: unlimited. If several tenants share the pool (`is_shared`), a tenant that holds
-    units may hold at most its weight times the number of free units. So one tenant's flood always keeps room free for
-    the other tenants. After Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch"
+    If the pool `is_shared`, a tenant that holds units may hold at most its weight times the free units, so one tenant's
+    flood keeps room free. After Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch"
     (1998).
     """
 
@@ -68,36 +64,33 @@ class Pool:
 
     @property
     def num_free(self) -> float:
-        """The number of units that no tenant holds."""
+        """Units that no tenant holds."""
         return math.inf if self.limit is None else self.limit - self.num_held
 
     def held_by(self, tenant: Tenant) -> int:
-        """Return the number of units that a tenant holds."""
+        """Return a tenant's units."""
         return self._held[tenant.name]
 
     def room(self, tenant: Tenant, *, besides: int = 0) -> float:
-        """Return how many more units a tenant may take now; negative if it holds more than its share.
+        """Return how many more units a tenant may take; negative above its share.
 
-        besides: units that it holds already for the same request; they do not count against its share.
+        besides: held units of the same request, which do not count.
         """
         free, held = self.num_free, self.held_by(tenant) - besides
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
 
     def share(self, tenant: Tenant) -> float:
-        """Return the most units to take so that the tenant then holds at most its weight times the free rest.
-
-        For a tenant of weight 1 that holds none, that is half of the free units.
-        """
+        """Return the most units after which the tenant holds at most its weight times the free rest."""
         held = self.held_by(tenant) if self.is_shared else 0
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
 
     def take(self, tenant: Tenant, amount: int) -> None:
-        """Count units as held by a tenant. The caller has checked that there is room."""
+        """Take units without checking the room."""
         self._held[tenant.name] += amount
         self.num_held += amount
 
     def give_back(self, tenant: Tenant, amount: int) -> None:
-        """Release units of a tenant."""
+        """Release units."""
         if not amount:
             return
         self._held[tenant.name] -= amount
@@ -108,16 +101,15 @@ class Pool:
         self._change = asyncio.Event()
 
     async def change(self) -> None:
-        """Wait until units are given back."""
+        """Wait for a release."""
         await self._change.wait()
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """One request for units that waits in a `Line`.
+    """A request for units.
 
-    passed: units that later requests took while it was the first of its tenant, scaled by its tenant's weight over
-    theirs.
+    passed: units that later requests took while it was its tenant's first, times its tenant's weight over theirs.
     """
 
     tenant: Tenant
@@ -128,17 +120,17 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
-        """Return True if later requests took as many units as it asks for: room is now reserved for it."""
+        """Return True if room is reserved for it."""
         return self.passed >= self.amount
 
 
 class Line:
     """Requests that wait for room in a pool, first come, first served within a tenant.
 
-    A later request may overtake if it fits and if it is new or the first of another tenant. This ends when the
-    overtaken one has been passed by as many units as it requested. So small requests do not starve a large one, and a
-    large one does not block small ones for long. Then no request of its own tenant overtakes it any more. Those of
-    other tenants must keep room for it once its own tenant holds nothing, so that it waits only for other tenants.
+    A new request, or the first of another tenant, may overtake until the overtaken one has been passed by as many units
+    as it requested. So small requests do not starve a large one, and a large one does not block small ones for long.
+    Then its own tenant's requests do not overtake it; other tenants must keep room for it once its tenant holds
+    nothing, so that it waits only for them.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -147,7 +139,7 @@ class Line:
         self._num_waited = 0
 
     def take_now(self, tenant: Tenant, amount: int) -> bool:
-        """Take room for a request that does not wait; return False if it may not have the room now."""
+        """Take room without waiting; return False if that is not allowed."""
         own = self._waiters.get(tenant.name)
         if (own and own[0].is_next) or not self._may_take(tenant, amount, self._num_waited):
             return False
@@ -155,7 +147,7 @@ class Line:
         return True
 
     async def take(self, tenant: Tenant, amount: int) -> None:
-        """Wait for room in turn and take it. A cancelled call has taken nothing."""
+        """Wait for room and take it. A cancelled call takes nothing."""
         waiter = _Waiter(tenant, amount, self._num_waited, asyncio.get_running_loop().create_future())
         self._num_waited += 1
         self._waiters.setdefault(tenant.name, deque()).append(waiter)
@@ -166,31 +158,30 @@ class Line:
             if waiter.granted.cancelled():
                 self._remove(waiter)
                 self.serve()
-            else:  # the room was granted just before
+            else:  # granted just before
                 self.give_back(tenant, amount)
             raise
 
     def give_back(self, tenant: Tenant, amount: int) -> None:
-        """Give room back to the pool, and grant free room to waiting requests."""
+        """Give room back to waiting requests."""
         self._pool.give_back(tenant, amount)
         self.serve()
 
     def serve(self) -> None:
-        """Grant room to all requests that may take it now, the longest waiting first."""
+        """Grant room, the oldest waiter first."""
         while (waiter := next(filter(self._is_served, self._heads()), None)) is not None:
             self._remove(waiter)
             self._take(waiter.tenant, waiter.amount, waiter.number)
             waiter.granted.set_result(None)
 
     def _heads(self) -> list[_Waiter]:
-        """Return the first waiter of each tenant, the longest waiting first."""
         return sorted((waiters[0] for waiters in self._waiters.values()), key=lambda waiter: waiter.number)
 
     def _is_served(self, waiter: _Waiter) -> bool:
         return not waiter.granted.done() and self._may_take(waiter.tenant, waiter.amount, waiter.number)
 
     def _may_take(self, tenant: Tenant, amount: int, number: int) -> bool:
-        """Return True if there is room that is not reserved for another tenant's waiter from before `number`."""
+        """Return True if enough room is not reserved for another tenant's earlier waiter."""
         if amount > self._pool.room(tenant):
             return False
         left = self._pool.num_free - amount
@@ -206,7 +197,6 @@ class Line:
             head.passed += amount * head.tenant.weight / tenant.weight
 
     def _passed(self, number: int) -> list[_Waiter]:
-        """Return the first waiter of each tenant, if it came before `number`."""
         return [waiters[0] for waiters in self._waiters.values() if waiters[0].number < number]
 
     def _remove(self, waiter: _Waiter) -> None:
@@ -218,7 +208,7 @@ class Line:
 
 @dataclass(slots=True)
 class _Account:
-    """The rate limits of a tenant; None: unlimited."""
+    """Rate limits; None: unlimited."""
 
     requests: Bucket | None
     tokens: Bucket | None
@@ -226,10 +216,10 @@ class _Account:
 
 @dataclass(slots=True)
 class Permit:
-    """The place of one HTTP request: `num_streams` output streams of a tenant. Later calls of `leave` do nothing.
+    """The place of one HTTP request: `num_streams` output streams.
 
     is_kept: a stream gives the place back, not the `with` block.
-    is_in: one of its prompts got room. Its further prompts are not refused any more: they wait.
+    is_in: one prompt got room, so further prompts wait instead of being refused.
     """
 
     tenant: Tenant
@@ -238,10 +228,9 @@ class Permit:
     is_kept: bool = False
     is_in: bool = False
     _is_left: bool = False
-    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # its prompts get room one after another
+    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # prompts get room in turn
 
     def __enter__(self) -> Self:
-        """Give the place back when the block ends, unless a stream keeps it (`is_kept`) and gives it back."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -249,25 +238,22 @@ class Permit:
             self.leave()
 
     async def hold_tokens(self, num_tokens: int) -> None:
-        """Take room for the tokens of a waiting prompt; `release_tokens` gives it back.
-
-        Raises `QueueFullError` if there is no room for the first prompt, `RequestError` for a prompt that never fits.
-        """
+        """Take room for a waiting prompt. Raises `RequestError`, and `QueueFullError` for the first prompt."""
         async with self._queue:
             await self._limiter.hold_tokens(self, num_tokens)
             self.is_in = True
 
     def release_tokens(self, num_tokens: int) -> None:
-        """Give back the room of a prompt that does not wait any more."""
+        """Give back a prompt's room."""
         if num_tokens:
             self._limiter.line.give_back(self.tenant, num_tokens)
 
     def charge(self, num_tokens: int) -> None:
-        """Count tokens, read or written for the request, against the tenant's rate."""
+        """Count tokens against the tenant's rate."""
         self._limiter.charge(self.tenant, num_tokens)
 
     def leave(self) -> None:
-        """Give the place back."""
+        """Give the place back; later calls do nothing."""
         if not self._is_left:
             self._is_left = True
             self._limiter.leave(self)
@@ -276,10 +262,8 @@ class Permit:
 class RequestLimiter:
     """Limits the open requests of all tenants. Used on one event loop only.
 
-    streams: output streams that run or wait. waiting_tokens: tokens of prompts that have no output yet.
-    line: requests that wait for room in `waiting_tokens`. body_bytes: bytes of bodies that arrive.
-    A demand that can never be met raises `RequestError`. One that can be met later raises `QueueFullError` with the
-    seconds to wait.
+    waiting_tokens: of prompts without output yet; `line` waits for room there.
+    Raises `RequestError` for a demand that can never be met, else `QueueFullError` with the seconds to wait.
     """
 
     def __init__(
@@ -296,12 +280,12 @@ class RequestLimiter:
         self.line = Line(self.waiting_tokens)
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
-        self._endings: deque[tuple[float, int]] = deque(maxlen=_NUM_ENDINGS)  # (time, number of streams)
+        self._endings: deque[tuple[float, int]] = deque(maxlen=_NUM_ENDINGS)  # (time, streams)
         self._has_ended = False
 
     def begin(self, tenant: Tenant) -> None:
-        """Count a request of which only the headers are known. Raises if even the smallest request would be refused."""
-        account = self._account(tenant)  # before `now`: a new account's times begin when it is made
+        """Count a request at its headers, or raise."""
+        account = self._account(tenant)  # before `now`: a new account's times begin here
         now = self._clock()
         self._check_rate(account.requests, 1.0, "requests", now)
         self._check(tenant, 1, now)
@@ -309,11 +293,10 @@ class RequestLimiter:
             account.requests.take(1, now)
 
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take places for a request that has begun.
+        """Take places for a request that has begun, or raise.
 
-        at_least: the number of streams that suffices to serve the request part after part. The request then takes a
-        multiple of it, at most `num_streams`, its tenant's limit and its tenant's share. None: all or none.
-        Raises `RequestError`, `RateLimitError` and `QueueFullError`.
+        at_least: number of streams that suffices to serve the request in parts. It then takes a multiple, within its
+        tenant's limit and share. None: all or none.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())
@@ -326,12 +309,12 @@ class RequestLimiter:
     def leave(self, place: Permit) -> None:
         """Give places back."""
         self.streams.give_back(place.tenant, place.num_streams)
-        if place.is_in:  # else it had no answer (it was refused, or only counted): no measure of how fast answers end
+        if place.is_in:  # else no measure of how fast answers end
             self._endings.append((self._clock(), place.num_streams))
             self._has_ended = True
 
     async def hold_tokens(self, place: Permit, num_tokens: int) -> None:
-        """Take room for a prompt; see `Permit.hold_tokens`."""
+        """See `Permit.hold_tokens`."""
         pool = self.waiting_tokens
         if pool.limit is not None and num_tokens > pool.limit:
             raise RequestError(
@@ -355,10 +338,10 @@ class RequestLimiter:
             tokens.take(num_tokens, self._clock())
 
     def change(self, tenants: tuple[Tenant, ...]) -> None:
-        """Use these tenants and their limits from now on. Open requests stay counted; only changed rates start anew."""
+        """Use these tenants. Only changed rates start anew."""
         for pool in (self.streams, self.waiting_tokens, self.body_bytes):
             pool.is_shared = len(tenants) > 1
-        self.line.serve()  # shares have changed
+        self.line.serve()
         for tenant in tenants:
             account = self._account(tenant)
             account.requests = self._bucket(account.requests, tenant.requests_per_minute)
@@ -378,7 +361,6 @@ class RequestLimiter:
         return present if present and present.per_minute == per_minute else Bucket(per_minute, self._clock())
 
     def _check(self, tenant: Tenant, num_streams: int, now: float) -> None:
-        """Raise if the tenant cannot open so many streams, now or ever."""
         for limit, whose in ((tenant.max_concurrency, "this key"), (self.streams.limit, "this server")):
             if limit is not None and num_streams > limit:
                 raise RequestError(f"n is {num_streams}, but {whose} allows {limit} open answers", parameter="n")
@@ -407,11 +389,11 @@ class RequestLimiter:
             raise RateLimitError(f"this key has used its {bucket.per_minute:g} {unit} per minute", retry_after_s=wait)
 
     def _soon(self, now: float, num_ahead: int) -> float:
-        """Return the seconds until `num_ahead` open streams have ended, by the rate of the last minute."""
+        """Estimate by the last minute's rate when `num_ahead` streams end."""
         while self._endings and self._endings[0][0] < now - _MINUTE_S:
             self._endings.popleft()
         if len(self._endings) < 2 or now <= self._endings[0][0]:
             return _LONGEST_RETRY_S if self._has_ended else 1.0
-        (first, _), *later = self._endings  # the first one only marks the start of the measured time
+        (first, _), *later = self._endings  # the first one only starts the measured time
         rate = sum(num_streams for _, num_streams in later) / (now - first)
         return min(max(math.ceil(num_ahead / rate), 1.0), _LONGEST_RETRY_S)

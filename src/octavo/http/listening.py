@@ -1,8 +1,4 @@
-"""Checks and sockets of a server before it has a model. Loads no web framework.
-
-So `octavo serve` finds errors in address and files before the engine starts, and imports the application while the
-engine loads.
-"""
+"""Checks and sockets of a server before it has a model, so without a web framework."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from octavo.errors import ConfigError
 from octavo.http.tenants import Keyring
 
-if sys.platform != "win32":  # Windows has none of these
+if sys.platform != "win32":  # absent on Windows
     import fcntl
     import resource
     import termios
@@ -35,19 +31,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_CONNECTIONS = 8192
-PROBE_CONNECTIONS = 32  # in addition, for health checks only
-# An answer waits for its reader once about so many bytes are unsent in the system and as many in this process.
+PROBE_CONNECTIONS = 32  # for health checks only
+# An answer waits for its reader once as many bytes are unsent in the system and again in this process.
 MAX_UNSENT_BYTES = 16 << 10
 _TCP_INFO_BYTES = 128  # up to tcpi_bytes_acked
 _INT_BYTES = 4  # of C
-_GONE = (OSError, ValueError)  # raised for a closed socket by asyncio and by uvloop
+_GONE = (OSError, ValueError)  # raised for a closed socket by asyncio and uvloop
 _BACKLOG = 2048
 _LEAVE_S = 10.0  # for ending the engine
-_OWN_FILES = 256  # open files that are no connections: of libraries, of the engine's sockets, read by requests
+_OWN_FILES = 256  # open files that are no connections
 
 
 def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
-    """Raise `ConfigError` for an address that other machines can reach without an API key, unless `insecure`."""
+    """Raise `ConfigError` if other machines can reach `host` without a key, unless `insecure`."""
     if not config.asks_for_key and not insecure and not is_loopback(host):
         raise ConfigError(
             f"host {host!r} can be reached from other machines but no API key is set: give --api-keys FILE, --api-key "
@@ -56,30 +52,29 @@ def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
 
 
 def check_files(config: AccessConfig) -> None:
-    """Raise `ConfigError` for an invalid file of API keys or an invalid certificate."""
+    """Raise `ConfigError` for invalid API keys or certificates."""
     if config.api_keys_file is not None:
         Keyring.from_file(config.api_keys_file)
     check_certificate(config)
 
 
 def check_certificate(config: AccessConfig) -> None:
-    """Raise `ConfigError` if the TLS certificate or its key cannot be used."""
+    """Raise `ConfigError` for an invalid certificate."""
     if config.ssl_certfile is None:
         return
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except OSError as error:  # also for invalid content: ssl.SSLError is an OSError
+    except OSError as error:  # ssl.SSLError is one
         files = f"{config.ssl_certfile} and {config.ssl_keyfile}"
         raise ConfigError(f"the certificate for TLS and its key cannot be used ({files}): {error}") from None
 
 
 @contextlib.contextmanager
 def hearing_signals() -> Iterator[None]:
-    """Handle signals until the server does so itself. Does nothing outside of the main thread.
+    """Handle signals in the main thread until the server does so itself.
 
-    SIGHUP is ignored: its default would kill the process, and the server reads keys and certificate later anyway.
-    SIGTERM ends the process, also the first process of a container, for which the system ignores a signal without a
-    handler.
+    SIGHUP would kill the process, so it is ignored: keys and certificate are read later. The first process of a
+    container ignores SIGTERM without a handler.
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -94,14 +89,14 @@ def hearing_signals() -> Iterator[None]:
 
 
 def _leave(*_: object) -> NoReturn:
-    last = threading.Timer(_LEAVE_S, os._exit, [0])  # leaving a download would wait until its threads have finished
+    last = threading.Timer(_LEAVE_S, os._exit, [0])  # a download's threads would delay the exit
     last.daemon = True
     last.start()
     raise SystemExit(0)
 
 
 def hears_hang_up() -> bool:
-    """Return True if the system has SIGHUP and this thread can handle it."""
+    """Return True if this thread can handle SIGHUP."""
     return hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
 
 
@@ -116,13 +111,12 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket to an address. It refuses connections until `open_door`. Raises `ConfigError` if that fails.
+    """Bind a socket that refuses connections until `open_door`. Raises `ConfigError`.
 
-    host: "::" is every address of this machine, IPv4 included.
-    Connections are refused so that a proxy tries another server while this one loads its model. On Linux the system is
-    told to buffer few unsent bytes for a slow reader, because it would buffer megabytes. TCP_USER_TIMEOUT is not set:
-    its time runs from the first full window, so Linux would also end connections whose reader is only slower than the
-    sender. `BoundedHttpProtocol` checks readers itself.
+    host: "::" includes IPv4.
+    Refused connections make a proxy try another server while this one loads. TCP_NOTSENT_LOWAT keeps Linux from
+    buffering megabytes for a slow reader. TCP_USER_TIMEOUT is not set: it would also end connections of readers that
+    are only slower than the sender.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -139,10 +133,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _bind(sock: socket.socket, host: str, port: int) -> None:
-    """Bind so that a second server cannot bind the same address while this one loads its model.
+    """Bind so that no second server can bind the address before this one listens.
 
-    Linux lets several sockets with SO_REUSEADDR bind one address as long as none of them listens. So the option is set
-    only for a moment, and only if lingering connections of an earlier server block the address.
+    Linux lets several sockets with SO_REUSEADDR bind one address while none listens. So the option is set only for a
+    moment, if an earlier server's lingering connections block the address.
     """
     try:
         sock.bind((host, port))
@@ -156,7 +150,7 @@ def _bind(sock: socket.socket, host: str, port: int) -> None:
 
 def open_door(sock: socket.socket) -> None:
     """Listen on a socket from `bind`. Raises `ConfigError` if another server was faster."""
-    if sys.platform != "win32":  # connections inherit it and may linger: the next server must be able to bind then
+    if sys.platform != "win32":  # inherited by lingering connections, so that the next server can bind
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.listen(_BACKLOG)
@@ -166,10 +160,10 @@ def open_door(sock: socket.socket) -> None:
 
 
 def bytes_taken(sock: socket.socket | None) -> int | None:
-    """Return the number of sent bytes of a connection that have arrived, TLS overhead included; None if unknown.
+    """Return the number of sent bytes that have arrived, with TLS overhead; None if unknown.
 
-    Unknown for a closed connection, and on systems other than Linux. Read from tcpi_bytes_acked of tcp_info
-    (linux/tcp.h), because with TLS the bytes that wait in this process say nothing: its layers have own buffers.
+    Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h): TLS has buffers, so the bytes that wait here show
+    nothing.
     """
     if sys.platform != "linux" or sock is None:
         return None
@@ -181,10 +175,7 @@ def bytes_taken(sock: socket.socket | None) -> int | None:
 
 
 def bytes_under_way(sock: socket.socket | None) -> int:
-    """Return the number of bytes of a connection that the system has and that have not arrived (SIOCOUTQ of tcp(7)).
-
-    0 for a closed connection, and on systems other than Linux.
-    """
+    """Return the sent bytes that have not arrived (SIOCOUTQ of tcp(7)); 0 if unknown."""
     if sys.platform != "linux" or sock is None:
         return 0
     try:
@@ -195,16 +186,16 @@ def bytes_under_way(sock: socket.socket | None) -> int:
 
 
 def reset_when_closed(sock: socket.socket | None) -> None:
-    """Make the system drop the unsent bytes of a connection when it is closed."""
+    """Drop unsent bytes at closing."""
     if sock is not None:
         with contextlib.suppress(*_GONE):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def allow_open_files(num_connections: int = MAX_CONNECTIONS, *, files_each: int = 1) -> int:
-    """Raise this process's soft limit of open files for so many connections, and return how many connections fit.
+    """Raise the soft limit of open files; return how many connections fit.
 
-    files_each: number of files for each connection. Logs a warning if fewer connections fit.
+    files_each: for each connection. Logs a warning if fewer fit.
     """
     if sys.platform == "win32":
         return num_connections

@@ -1,4 +1,4 @@
-"""The figures of GET /metrics: counts of answered and refused requests, and those of a collector."""
+"""The figures of GET /metrics."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class Metrics:
-    """All figures of one server or router, in a registry of its own.
-
-    collector: reads the figures of the engine, or of the router's engines.
-    """
+    """All figures of one server or router."""
 
     def __init__(self, collector: Collector) -> None:
         self._registry = CollectorRegistry()
@@ -37,26 +34,26 @@ class Metrics:
         )
 
     def count_answer(self, method: str, handler: str, status: int) -> None:
-        """Count an answered request. handler: the route's path, so that clients cannot create labels."""
+        """Count a request. handler: a route's path, because clients must not create labels."""
         self._requests.labels(method, handler, str(status)).inc()
 
     def count_refusal(self, reason: str) -> None:
-        """Count a request that was refused or cut off. reason: that of its `HttpError`."""
+        """Count a refusal or cut-off."""
         self._refused.labels(reason).inc()
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """Return all figures in the format that the client prefers, and the content type. accept: the header."""
+        """Return the figures in a format that the Accept header prefers, and its content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
 
 def gauge(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    """Make a family of gauges. text: their description. values: for each gauge its labels' values and its number."""
+    """Make a family of gauges. values: label values and number of each."""
     return _filled(GaugeMetricFamily(f"octavo:{name}", text, labels=labels), values)
 
 
 def counter(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    """Make a family of counters; see `gauge`."""
+    """Make a family of counters."""
     return _filled(CounterMetricFamily(f"octavo:{name}", text, labels=labels), values)
 
 

@@ -1,8 +1,7 @@
-"""Checks of Host and Origin: the names that the server answers to, and the pages that may use it from a browser.
+"""Checks of Host and Origin.
 
-A page of any origin can make a browser send a POST to a server on the same machine. It can also make a name of its own
-resolve to 127.0.0.1 (DNS rebinding). So a browser's Origin must be known and, on loopback, the Host too. Health checks
-are answered under any Host, because probes use the server's address.
+Any page can make a browser send a POST to a local server, or make its own name resolve to 127.0.0.1 (DNS rebinding). So
+a browser's Origin must be known and, on loopback, the Host too.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class OriginMiddleware:
-    """Answers 403 for an unknown Origin, 421 for an unknown Host, and 400 for no Host or several.
+    """Answers 403 for an unknown Origin, 421 for an unknown Host, 400 for no Host or several.
 
-    hosts: the names to answer to, without ports; None: any name. origins: the permitted origins in addition to the
-    server's own, like "https://example.org"; "*": any origin.
+    Health checks may use any Host, because probes use the server's address.
+    hosts: without ports; None: any name. origins: in addition to the server's own; "*": any.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, origins: Collection[str]) -> None:
@@ -32,7 +31,7 @@ class OriginMiddleware:
         self._hosts, self._origins = hosts, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on permitted requests."""
+        """Handle a request."""
         error = self._error(scope) if scope["type"] == "http" else None
         app = self.app if error is None else OPENAI.response(error)
         await app(scope, receive, send)
@@ -55,7 +54,6 @@ def _values(scope: Scope, wanted: bytes) -> list[str]:
 
 
 def _name(host: str) -> str | None:
-    """Return the name in a Host header, without the port; None if the value has more than these two parts."""
     if set(host) & set("/\\@?#, \t"):
         return None
     try:

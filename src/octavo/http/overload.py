@@ -1,4 +1,4 @@
-"""Refuses requests to a full server before their bodies are read: a request is counted when its headers arrive."""
+"""Refuses requests to a full server early."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 class OverloadMiddleware:
-    """Counts requests when their headers arrive, and refuses those that would not get even one place.
+    """Counts requests by their headers; refuses those that would not get one place.
 
-    This is much cheaper than a route, which later takes as many places as the request has streams.
-    begin: counts a request of a tenant, or raises the reason to refuse it. routes: only POST requests to routes that
-    `Routes.find` finds take a place (`octavo.http.limiter.Permit`); the route's API spells a refusal.
+    This is much cheaper than a route. begin: counts a tenant's request, or raises. routes: only those with `work` take
+    a place.
     """
 
     def __init__(self, app: ASGIApp, begin: Callable[[Tenant], None], routes: Routes) -> None:
@@ -29,7 +28,7 @@ class OverloadMiddleware:
         self._begin, self._routes = begin, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on requests that may get a place."""
+        """Handle a request."""
         is_post = scope["type"] == "http" and scope["method"] == "POST"
         if is_post and (route := self._routes.find(scope["path"])) is not None:
             try:

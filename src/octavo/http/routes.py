@@ -1,4 +1,4 @@
-"""The table of all routes, one line each. The server, the OpenAPI document and the router are made from it."""
+"""The table of all routes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _GET, _PROBE = ("GET",), ("GET", "HEAD")
 _CHANGES = ("/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}")  # of Ollama's models
 _OLDER = ("/get_server_info",)
-# Actions that need a key with `read_metrics`.
+# Actions that need `read_metrics`.
 _SETTINGS = "read the server's settings; it needs read_metrics"
 METRICS, DASHBOARD = "read the metrics; it needs read_metrics", "see the dashboard; it needs read_metrics"
 _FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # of the dashboard, which shows requests of all keys
@@ -23,15 +23,11 @@ _FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # of the dashboa
 class Route:
     """One route.
 
-    path: its path, with parameters as in Starlette. aliases: older paths of the same route.
-    endpoint: `module:name` of an `octavo.server.endpoints.Endpoint`, below `octavo.server.api`.
-    api: the API that defines its spelling of errors, streams and counts.
-    work: the work for a request: "answer", a model writes text; "vectors", a model turns texts into vectors; "count",
-    texts are only read. Such requests have a body, take a place, count for their tenant, and are balanced by the
-    router. "": none of that.
-    methods: the OpenAPI document has the first one.
-    operators: an action such as "read the metrics": a key without `read_metrics` may not do it here. "": any key may.
-    is_described: whether the OpenAPI document has the route.
+    endpoint: `module:name` of an `octavo.server.endpoints.Endpoint`, below `octavo.server.api`. aliases: older paths.
+    work: "answer": a model writes text; "vectors": it embeds texts; "count": texts are only read. Such requests take a
+    place, count for their tenant, and are balanced by the router.
+    methods: the first one is described. operators: an action like "read the metrics", which needs `read_metrics`.
+    is_described: in the OpenAPI document.
     """
 
     path: str
@@ -50,7 +46,7 @@ class Route:
 
 
 class Routes:
-    """A table of routes. Starlette tries them in this order; the router finds them by their exact paths."""
+    """A table of routes. Starlette tries them in this order; the router finds exact paths."""
 
     def __init__(self, *routes: Route) -> None:
         self._routes = routes
@@ -61,16 +57,16 @@ class Routes:
         return iter(self._routes)
 
     def find(self, path: str) -> Route | None:
-        """Return the route with `work` at a path, whose requests take a place; None if there is none."""
+        """Return the route with `work` at a path."""
         return self._working.get(path)
 
     def api(self, path: str) -> Api:
-        """Return the API at a path, also for a path without a route."""
+        """Return a path's API, even without a route."""
         route = self.find(path)
         return api_below(path) if route is None else route.api
 
     def is_for_operators(self, path: str) -> bool:
-        """Return True if a path shows figures of all keys or the server's settings, and so needs `read_metrics`."""
+        """Return True if a path needs `read_metrics`."""
         return path in self._operators or path == _FEED or path.startswith(_REQUESTS)
 
 

@@ -1,4 +1,4 @@
-"""The state that an application's routes share: keys, limits, counts, and whether it is shutting down."""
+"""State that an application's routes share."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class HttpService(ABC):
-    """The common base of the server's and the router's services. Used on one event loop only.
+    """Base of the server's and the router's services. Used on one event loop only.
 
-    num_bodies: number of bodies of the largest size that may be held at once. max_waiting_tokens: see `RequestLimiter`.
-    collector: reads the figures of the engine or engines.
-    Raises `ConfigError` if the file of keys cannot be used.
+    num_bodies: bodies of the largest size that may be held simultaneously. Raises `ConfigError` for an invalid file of
+    keys.
     """
 
     config: AccessConfig
@@ -53,15 +52,15 @@ class HttpService(ABC):
     @property
     @abstractmethod
     def is_dead(self) -> bool:
-        """True if no request can ever be taken again."""
+        """True if only a restart helps."""
 
     @abstractmethod
     def check_engine(self) -> None:
-        """Raise if there is no engine that can take a request now."""
+        """Raise if no engine can take a request."""
 
     @abstractmethod
     def _keys_changed(self) -> None:
-        """React to a new keyring: end open requests of tenants that are not present any more with `key_removed`."""
+        """End open requests of removed tenants."""
 
     @abstractmethod
     async def _idle(self) -> None:
@@ -69,33 +68,33 @@ class HttpService(ABC):
 
     @abstractmethod
     async def _end_open(self, why: Callable[[], OctavoError]) -> None:
-        """End all open requests with an error; called once, at shutdown."""
+        """End all open requests."""
 
     async def start(self) -> None:  # noqa: B027 - a server's engine runs already
-        """Start background tasks. Called when the event loop runs."""
+        """Start background tasks."""
 
     def close(self) -> None:
-        """Send the last spans, after the last connection is closed; may block for a while."""
+        """Send the last spans."""
         if self.tracing is not None:
             self.tracing.close()
 
     def check_ready(self) -> None:
-        """Raise if no request can be taken now: while the server closes, or without an engine."""
+        """Raise if no request can be taken."""
         if self.is_closing:
             raise server_closing()
         self.check_engine()
 
     def begin(self, tenant: Tenant) -> None:
-        """Count a request whose headers have arrived. Raises if even the smallest request could not be taken."""
+        """Count a request at its headers, or raise."""
         self.check_ready()
         self.limiter.begin(tenant)
 
     def present(self, tenant: Tenant) -> Tenant | None:
-        """Return the current settings of a tenant; None if its key was removed after its request began."""
+        """Return a tenant's current settings, unless it was removed."""
         return tenant if self.keyring is None else self.keyring.named(tenant.name)
 
     def reload(self) -> None:
-        """Read the file of keys again. An invalid file changes nothing. Open requests of removed keys are ended."""
+        """Read the keys again; an invalid file changes nothing."""
         try:
             self._read_keys()
         except ConfigError as error:
@@ -110,7 +109,7 @@ class HttpService(ABC):
             self.limiter.change(self.keyring.tenants)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, give open ones `grace_s` seconds, then end each of them with `server_closing`."""
+        """Refuse new requests; end open ones after `grace_s`."""
         self.is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -119,10 +118,10 @@ class HttpService(ABC):
 
 
 def server_closing() -> ServerClosingError:
-    """Make the error of a request that the shutdown refuses or ends."""
+    """Make the error of requests that the shutdown ends."""
     return ServerClosingError("closing")
 
 
 def key_removed() -> AuthenticationError:
-    """Make the error of an open request after its key was removed."""
+    """Make the error of requests that lose their key."""
     return AuthenticationError("the API key of this request was removed")

@@ -2,15 +2,15 @@
 
     [keys.alice]
     sha256 = "9f86d081884c7d65..."    # `octavo keys add FILE alice` makes a key and writes this
-    previous_sha256 = "2c26b46b..."   # the key before it: `octavo keys rotate FILE alice` keeps it valid for a while
-    weight = 2.0                      # twice the share of a key of weight 1, under the fair policy
-    max_concurrency = 16              # output streams open at the same time
+    previous_sha256 = "2c26b46b..."   # `octavo keys rotate FILE alice` keeps the old key valid
+    weight = 2.0                      # twice the share of weight 1, under the fair policy
+    max_concurrency = 16              # open output streams
     requests_per_minute = 600
     tokens_per_minute = 100000
-    share_prefix_cache = true         # false: other keys cannot infer its prompts from the speed of their answers
-    read_metrics = true               # false closes /metrics, which covers all keys, to this key
+    share_prefix_cache = true         # false: other keys cannot infer its prompts from fast answers
+    read_metrics = true               # false closes /metrics, which covers all keys
 
-Keys are long and random, so a plain SHA-256 protects them. The keys themselves are stored nowhere.
+Keys are long and random, so a plain SHA-256 protects them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KEY_PREFIX = "octavo-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """An owner of requests, with its limits; None: no limit of its own. name "": all clients, if none is identified."""
+    """An owner of requests; None: no own limit. name "": all clients, if none is identified."""
 
     name: str = ""
     weight: float = 1.0
@@ -53,30 +53,29 @@ class Tenant:
     read_metrics: bool = False
 
     def cache_salt(self, asked: str | None) -> str | None:
-        """Return the cache salt of its prompts' blocks, from the salt that a client asks for.
+        """Return the salt of its prompts' blocks, from the salt that a client asks for.
 
-        A named tenant's salt has its name as prefix, or "shared" if it shares the prefix cache. So no client can ask
-        for a salt that equals another tenant's. Raises `RequestError` for an invalid salt.
+        It begins with the tenant's name, or "shared" if it shares the prefix cache, so no client can ask for another
+        tenant's salt. Raises `RequestError`.
         """
         check_salt(asked)
         if not self.name:
             return asked
-        own = "" if asked is None else hashlib.sha256(asked.encode()).hexdigest()  # all have one length
+        own = "" if asked is None else hashlib.sha256(asked.encode()).hexdigest()  # all of one length
         if self.share_prefix_cache:
             return f"shared\0{own}" if own else None
         return f"key\0{self.name}\0{own}"
 
 
 EVERYBODY = Tenant(share_prefix_cache=True, read_metrics=True)
-_OPERATOR = Tenant(name="(operator)", read_metrics=True)  # a name that no file can have
+_OPERATOR = Tenant(name="(operator)", read_metrics=True)  # no file can have this name
 _DEFAULTS = Tenant()
 
 
 class Keyring:
     """The valid keys. The time of a lookup reveals nothing about any of them.
 
-    The index of a key is a keyed hash with a secret of this process, so a client cannot know which keys are close
-    to each other there.
+    The index of a key is a keyed hash, so clients cannot know which keys are close to each other.
     """
 
     def __init__(self, digests: Iterable[tuple[bytes, Tenant]]) -> None:
@@ -87,33 +86,30 @@ class Keyring:
 
     @classmethod
     def of(cls, config: AccessConfig) -> Keyring | None:
-        """Return the keys that a configuration requires; None if it requires none. Raises `ConfigError`."""
+        """Return the required keys, if any. Raises `ConfigError`."""
         if config.api_keys_file is not None:
             return cls.from_file(config.api_keys_file, config.operator_key)
         return None if config.api_key is None else cls.of_one(config.api_key)
 
     @classmethod
     def of_one(cls, key: str) -> Keyring:
-        """Return a keyring of one key that all clients share."""
+        """Return a keyring of one shared key."""
         return cls([(_digest(key.encode()), EVERYBODY)])
 
     @classmethod
     def from_file(cls, path: Path, operator_key: str | None = None) -> Keyring:
-        """Read a file of keys. operator_key: one more key, for a tenant that no file can have.
-
-        Raises `ConfigError` that names the place of the error.
-        """
+        """Read a file of keys. Raises `ConfigError`. operator_key: of a tenant that no file can have."""
         operator = [] if operator_key is None else [(_digest(operator_key.encode()), _OPERATOR)]
         return cls([*_read(path), *operator])
 
     def find(self, key: bytes) -> Tenant | None:
-        """Return the tenant of a key; None if the key is unknown."""
+        """Return the tenant of a key."""
         digest = _digest(key)
         stored, tenant = self._tenants.get(self._index(digest), (bytes(32), None))
         return tenant if hmac.compare_digest(stored, digest) else None
 
     def named(self, name: str) -> Tenant | None:
-        """Return the tenant of a name; None if there is none."""
+        """Return the tenant of a name."""
         return self._named.get(name)
 
     def _index(self, digest: bytes) -> bytes:
@@ -175,10 +171,9 @@ def _check(field: str, value: Any, place: str) -> None:
 
 
 def add_key(path: Path, tenant: Tenant) -> str:
-    """Make a key for a tenant, add its digest and limits to a file, and return the key.
+    """Make and return a tenant's key, and add its digest and limits to a file.
 
-    A missing file is created, readable by its owner only. Raises `ConfigError` if the name exists, or if the file
-    cannot be read or written.
+    A missing file is created, readable by its owner only. Raises `ConfigError`.
     """
     given = {each.name: getattr(tenant, each.name) for each in fields(Tenant) if each.name != "name"}
     given = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
@@ -193,7 +188,7 @@ def add_key(path: Path, tenant: Tenant) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Remove a tenant's keys from a file. Raises `ConfigError`, also for the last ones in it."""
+    """Remove a tenant's keys. Raises `ConfigError`, also for the last tenant."""
     if [known.name for known in Keyring.from_file(path).tenants] == [name]:
         raise ConfigError(f"{name!r} is the only key of {path}: add another key first")
     with _changed(path, name) as tables:
@@ -201,10 +196,7 @@ def remove_key(path: Path, name: str) -> None:
 
 
 def rotate_key(path: Path, name: str) -> str:
-    """Make a new key for a tenant and return it. The old key stays valid until `retire_key`, or until the next new one.
-
-    Raises `ConfigError`.
-    """
+    """Make and return a new key. The old one stays valid. Raises `ConfigError`."""
     key, digest = _new_key()
     with _changed(path, name) as tables:
         tables[name].update(sha256=digest, previous_sha256=tables[name]["sha256"])
@@ -212,7 +204,7 @@ def rotate_key(path: Path, name: str) -> str:
 
 
 def retire_key(path: Path, name: str) -> None:
-    """Remove the key that a tenant had before its present one. Raises `ConfigError` if there is none."""
+    """Remove a tenant's previous key. Raises `ConfigError` if there is none."""
     with _changed(path, name) as tables:
         if tables[name].pop("previous_sha256", None) is None:
             raise ConfigError(f"{name!r} has no previous key in {path}")
@@ -225,10 +217,10 @@ def _new_key() -> tuple[str, str]:
 
 @contextmanager
 def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the tables of a file, and write them back with its comments and formatting.
+    """Yield the tables of a file, then write them back with comments and formatting.
 
-    name: a tenant that must be in the file. Nothing is written if the block raises. The file is replaced atomically,
-    and keeps its owner and mode. Raises `ConfigError`, also if tomlkit is not installed.
+    name: must be in the file. Nothing is written if the block raises. The file is replaced atomically, and keeps owner
+    and mode. Raises `ConfigError`.
     """
     try:
         import tomlkit  # noqa: PLC0415  a server only reads keys
@@ -237,7 +229,7 @@ def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
 
     is_new, path = not path.exists(), path.resolve()
     if not is_new:
-        _read(path)  # raises an error that names the place
+        _read(path)  # its error names the place
     document = tomlkit.document() if is_new else tomlkit.parse(path.read_text(encoding="utf-8"))
     tables = document.setdefault("keys", tomlkit.table(is_super_table=True))
     if name is not None and name not in tables:
@@ -253,7 +245,7 @@ def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
         if not is_new:
             before = path.stat()
             beside.chmod(stat.S_IMODE(before.st_mode))
-            if hasattr(os, "chown"):  # so that the server can read it even if root changed it
+            if hasattr(os, "chown"):  # the server can read it even if root changed it
                 os.chown(beside, before.st_uid, before.st_gid)
         beside.replace(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Timeouts of many connections. Expired ones act one after another, so that open connections are served in between."""
+"""Timeouts of many connections."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-SPACING_S = 0.002  # several times the cost of one timeout, including that of its client's next connection
+SPACING_S = 0.002  # several times the cost of one timeout and its client's next connection
 
 
 class Timeout:
-    """A call that is made when its time is over, unless it is cancelled before. Made by `TimeoutQueue.call_later`."""
+    """A call at a later time."""
 
     __slots__ = ("_act", "_queue", "_timer")
 
@@ -23,7 +23,7 @@ class Timeout:
         self._timer = asyncio.get_running_loop().call_later(seconds, timeouts.take_in, self)
 
     def cancel(self) -> None:
-        """Prevent the call, also if its time is over and it waits for its turn."""
+        """Prevent the call, even if it already waits for its turn."""
         self._timer.cancel()
         self._queue.leave_out(self)
 
@@ -33,23 +33,23 @@ class Timeout:
 
 
 class TimeoutQueue:
-    """Runs expired timeouts in the order of their expiry, at most one in a turn of the event loop, `SPACING_S` apart.
+    """Runs expired timeouts in order, one in a turn of the event loop, `SPACING_S` apart.
 
-    So a timeout is late by at most `SPACING_S` (or a turn of the loop, if that takes longer) for each expired one
-    before it. Cancelled timeouts take no turn. Used on one event loop only.
+    So open connections are served in between, and a timeout may be late by `SPACING_S`, or a longer turn, for each one
+    before it. Used on one event loop only.
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[Timeout, None] = OrderedDict()  # in the order in which their times were over
+        self._waiting: OrderedDict[Timeout, None] = OrderedDict()  # by time of expiry
         self._is_pausing = False
 
     def call_later(self, seconds: float, act: Callable[[], object]) -> Timeout:
-        """Call `act` after `seconds`, in its turn. Return the timeout, which can be cancelled."""
+        """Call `act` after `seconds`, in its turn."""
         return Timeout(self, seconds, act)
 
     @contextlib.asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """Limit the time of the block. Raises `TimeoutError`."""
+        """Limit the block's time. Raises `TimeoutError`."""
         async with asyncio.timeout(None) as limit:
             cut = self.call_later(seconds, lambda: limit.reschedule(0.0))
             try:
@@ -58,13 +58,13 @@ class TimeoutQueue:
                 cut.cancel()
 
     def take_in(self, cut: Timeout) -> None:
-        """Queue an expired timeout, and run it in its turn."""
+        """Queue an expired timeout."""
         self._waiting[cut] = None
         if not self._is_pausing:
             self._act_on_first()
 
     def leave_out(self, cut: Timeout) -> None:
-        """Remove a timeout if it is queued."""
+        """Remove a queued timeout."""
         self._waiting.pop(cut, None)
 
     def _act_on_first(self) -> None:

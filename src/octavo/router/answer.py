@@ -1,4 +1,4 @@
-"""An engine's HTTP answer: parsed as its bytes arrive, within limits of time and size."""
+"""Parses an engine's HTTP answer as it arrives, within limits."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
     from octavo.router.connection import EngineConnection
 
-_MAX_HEADER_BYTES = 64 << 10  # also for chunk lines and trailers between two pieces of a body
-_MAX_WAITING_BYTES = 256 << 10  # of a body that the reader has not taken: then reading from the socket pauses
+_MAX_HEADER_BYTES = 64 << 10  # also between two pieces of a body
+_MAX_WAITING_BYTES = 256 << 10  # above it, reading from the socket pauses
 _FINAL_STATUSES = range(200, 600)
 _INTERIM_STATUSES = range(100, 200)
-_EMPTY_STATUSES = frozenset({204, 304})  # they have no body
+_EMPTY_STATUSES = frozenset({204, 304})  # without a body
 _EVENT_STREAM, _JSON_LINES = b"text/event-stream", b"application/x-ndjson"
 
 
 class AnswerError(ConnectionError):
-    """An engine's answer was cut."""
+    """An answer was cut."""
 
 
 class MalformedAnswerError(AnswerError):
-    """An engine's answer is not valid HTTP, or exceeds a limit."""
+    """An answer is invalid or too large."""
 
 
 class NoAnswerError(ConnectionResetError):
@@ -36,15 +36,15 @@ class NoAnswerError(ConnectionResetError):
 
 
 class SilentEngineError(TimeoutError):
-    """An engine did not begin its answer, or continue it, in time."""
+    """An answer did not begin or continue in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerLimits:
     """Limits of an answer.
 
-    first_byte_s: seconds from the end of the request to the end of the answer's headers. idle_s: seconds between two
-    pieces of its body. max_bytes: size of a body that is read as a whole.
+    first_byte_s: from the end of the request to that of the headers. idle_s: between two pieces of the body.
+    max_bytes: of a body that is read as a whole.
     """
 
     first_byte_s: float
@@ -53,10 +53,9 @@ class AnswerLimits:
 
 
 class Answer:
-    """An engine's answer. At the end of its `async with` block the connection is released for reuse, or closed.
+    """An engine's answer. Its `async with` block releases the connection, or closes it if the answer is incomplete.
 
-    It is closed if the answer is not complete. Time in which the reader does not take arrived bytes does not count as
-    the engine's silence.
+    Bytes that wait for the reader do not count as the engine's silence.
     """
 
     def __init__(self, connection: EngineConnection, limits: AnswerLimits, *, is_head: bool) -> None:
@@ -65,7 +64,7 @@ class Answer:
         self._connection, self._limits, self._is_head = connection, limits, is_head
         self._parser = httptools.HttpResponseParser(self)
         self._loop = asyncio.get_running_loop()
-        self._progress_at = self._loop.time()  # when the body was last taken; before the headers: when it was requested
+        self._progress_at = self._loop.time()  # when the body was last taken, or was requested
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._num_framing_bytes = 0  # since the last piece of the body
@@ -90,7 +89,7 @@ class Answer:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers for a client, in ASGI's form. A stream's length is omitted: an error event may be added to it."""
+        """The client's headers. A stream's length is omitted: an error event may follow."""
         is_bodiless = self.status in _EMPTY_STATUSES and not self._is_head
         return headers_for_client(self._headers, self._connection.url, has_length=not (self.is_stream or is_bodiless))
 
@@ -101,22 +100,22 @@ class Answer:
 
     @property
     def is_plain(self) -> bool:
-        """True if the body is not compressed."""
+        """True if uncompressed."""
         return self._header(b"content-encoding").lower() in {b"", b"identity"}
 
     @property
     def is_of_lines(self) -> bool:
-        """True if each event of the stream is a line, as Ollama's are; otherwise a blank line ends an event."""
+        """True if a newline ends an event."""
         return self._content_type == _JSON_LINES
 
     @property
     def is_json(self) -> bool:
-        """True if the body is JSON."""
+        """True for JSON."""
         return self._content_type == b"application/json"
 
     @property
     def retry_after_s(self) -> float | None:
-        """Its `Retry-After` in seconds; None if there is none or it is invalid."""
+        """Its `Retry-After`, if valid."""
         return retry_after_s(self._header(b"retry-after"))
 
     @property
@@ -129,12 +128,12 @@ class Answer:
     # --- for the reader -----------------------------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Wait for the headers. Raises `OSError`."""
+        """Await the headers. Raises `OSError`."""
         while not self._is_begun:
             await self._more()
 
     async def next(self) -> bytes:
-        """Wait for bytes of the body and return them; b"" at the end. Raises `OSError`."""
+        """Await bytes of the body; b"" at the end. Raises `OSError`."""
         while not self._pieces:
             if self.is_over:
                 return b""
@@ -142,14 +141,14 @@ class Answer:
         return self._taken()
 
     async def read(self) -> bytes:
-        """Return the whole body. Raises `OSError`, also for a body that exceeds the limit."""
+        """Return the body. Raises `OSError`, also above the limit."""
         body, is_whole = await self.read_held()
         if not is_whole:
             raise MalformedAnswerError(f"its answer exceeds the limit of {self._limits.max_bytes} bytes")
         return body
 
     async def read_held(self) -> tuple[bytes, bool]:
-        """Return the body and True, or, as soon as it exceeds the limit, its beginning and False. Raises `OSError`."""
+        """Return the body and True, or the start of a too large one and False. Raises `OSError`."""
         pieces: list[bytes] = []
         num_bytes = 0
         while num_bytes <= self._limits.max_bytes:
@@ -161,10 +160,9 @@ class Answer:
         return b"".join(pieces), False
 
     async def relay(self, take: Callable[[bytes], bool], room: Callable[[], Awaitable[None]]) -> None:
-        """Pass the rest of the body to `take` as it arrives, in the callback that reads it. Raises `OSError`.
+        """Pass the rest of the body to `take` as it arrives. Raises `OSError`, and errors of `take`.
 
-        take: returns True if it can take more now. If it returns False, `room` is awaited before more is read.
-        Errors of `take` are raised here.
+        take: returns False if it is full; `room` is then awaited before more is read.
         """
         self._take = take
         try:
@@ -181,12 +179,11 @@ class Answer:
             self._take = None
 
     def give_up(self) -> None:
-        """Close the connection now and discard the rest of the answer."""
+        """Close the connection and discard the rest."""
         self._keeps_alive = False
         self._connection.close()
 
     async def _more(self) -> None:
-        """Wait for a change of state. Raises `SilentEngineError` if the engine makes no progress in time."""
         if self._error is not None:
             raise self._error
         self._waiter = self._loop.create_future()
@@ -202,7 +199,6 @@ class Answer:
         return self._progress_at + (self._limits.idle_s if self._is_begun else self._limits.first_byte_s)
 
     def _look(self) -> None:
-        """Fail if the engine was silent for too long; else look again at the next possible time."""
         if self._loop.time() < self._silent_at:
             self._timer = self._loop.call_at(self._silent_at, self._look)
             return
@@ -229,12 +225,12 @@ class Answer:
     # --- for the connection -------------------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
-        """Parse bytes, and pass the body on or wake the reader."""
+        """Parse bytes; pass them on or wake the reader."""
         num_body_bytes = self._num_body_bytes
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._keeps_alive = False  # also if the error comes after the answer
+            self._keeps_alive = False  # even if the error comes after the answer
             self._fail(MalformedAnswerError(f"its answer is not valid HTTP: {error}"))
         self._num_framing_bytes = self._num_framing_bytes + len(data) if self._num_body_bytes == num_body_bytes else 0
         if self._num_framing_bytes > _MAX_HEADER_BYTES:
@@ -242,13 +238,12 @@ class Answer:
         if self._take is not None:
             self._hand_over()
             if not (self._is_full or self.is_over or self._error is not None):
-                return  # the reader has nothing to do
+                return
         elif self._num_waiting_bytes > _MAX_WAITING_BYTES and self._is_reading:
             self._read_on(is_reading=False)
         self._wake()
 
     def _hand_over(self) -> None:
-        """Pass waiting bytes to the `take` of `relay`, unless it is full."""
         if self._take is None or self._is_full or not self._pieces:
             return
         try:
@@ -259,7 +254,7 @@ class Answer:
             self._read_on(is_reading=False)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Complete an answer that ends with its connection; fail any other one that is not complete."""
+        """Complete an answer that ends with its connection; fail any other."""
         if self._is_begun and self.ends_with_connection and error is None:
             self.is_over = True
         elif not self._num_framing_bytes and not self._is_begun:
@@ -284,7 +279,7 @@ class Answer:
             raise AnswerError("two answers")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; ignore trailers."""
+        """Ignore trailers."""
         if self._is_begun:
             return
         self._num_header_bytes += len(name) + len(value)
@@ -293,7 +288,7 @@ class Answer:
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Begin the answer. An interim one (1xx) is skipped, because another one follows."""
+        """Begin the answer, unless it is an interim one (1xx)."""
         self.status = self._parser.get_status_code()
         if self.status in _INTERIM_STATUSES:
             self._headers.clear()
@@ -308,7 +303,7 @@ class Answer:
             self._refuse("its status is 204, which has no body, but its headers announce one")
         self._is_begun = True
         self._progress_at = self._loop.time()
-        self.is_over = self._is_head  # the answer to HEAD has no body, although it may have a length
+        self.is_over = self._is_head  # the answer to HEAD has no body, even with a length
         self._keeps_alive = self._parser.should_keep_alive() and not self._is_head
         self.ends_with_connection = not (coding or length or self._is_head or self.status in _EMPTY_STATUSES)
 
@@ -324,6 +319,5 @@ class Answer:
         self.is_over = self._is_begun
 
     def _refuse(self, why: str) -> None:
-        """Fail with this reason instead of the parser's, and stop the parser."""
         self._fail(MalformedAnswerError(why))
         raise MalformedAnswerError(why)

@@ -1,4 +1,4 @@
-"""The headers of an engine's answer: those that a client gets, and `Retry-After`."""
+"""An answer's headers for a client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_DATE_BYTES = 64
 def headers_for_client(
     headers: list[tuple[bytes, bytes]], engine_url: str, *, has_length: bool
 ) -> list[tuple[bytes, bytes]]:
-    """Return an answer's headers without those of the connection, and without the engine's address in `Location`.
+    """Return an answer's headers without the connection's and the engine's address.
 
     headers: names in lower case. has_length: keep `Content-Length`. An invalid `Retry-After` is dropped.
     """
@@ -34,7 +34,7 @@ def headers_for_client(
 
 
 def retry_after_s(value: bytes) -> float | None:
-    """Return the seconds of a `Retry-After`, 0 for a date in the past; None if it is invalid."""
+    """Return the seconds of a `Retry-After`, 0 for a past date, None if invalid."""
     text = value.strip()
     if text.isdigit():
         return float(text) if len(text) <= _MAX_DIGITS else None
@@ -42,7 +42,7 @@ def retry_after_s(value: bytes) -> float | None:
         return None
     try:
         date = parsedate_to_datetime(text.decode("latin-1"))
-    except (ValueError, OverflowError):  # the latter for a year that exceeds a C integer
+    except (ValueError, OverflowError):  # of a year that exceeds a C integer
         return None
     if date.tzinfo is None:
         date = date.replace(tzinfo=UTC)

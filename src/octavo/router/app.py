@@ -1,4 +1,4 @@
-"""The router's own routes; all other routes are passed on to the engines."""
+"""The router's own routes."""
 
 from __future__ import annotations
 
@@ -30,17 +30,12 @@ if TYPE_CHECKING:
 
 
 class _ModelList(msgspec.Struct):
-    """A list of models, as OpenAI's API (`data`) or Ollama's (`models`) has it."""
-
     data: list[dict[str, Any]] = []
     models: list[dict[str, Any]] = []
 
 
 def create_app(service: RouterService, routes: Routes = ROUTES) -> Starlette:
-    """Make the ASGI application. With API keys, every route except /health and /ready needs one.
-
-    routes: the engines' table of routes.
-    """
+    """Make the application."""
     own = [
         Route("/health", _health),
         Route("/ready", partial(_ready, service)),
@@ -57,7 +52,7 @@ def create_app(service: RouterService, routes: Routes = ROUTES) -> Starlette:
 
 
 def make_router(service: RouterService, *, max_connections: int = MAX_CONNECTIONS) -> GracefulServer:
-    """Make a server; call its `run(sockets=[...])` with a socket from `bind`."""
+    """Make a server, to `run(sockets=[...])` with a socket from `bind`."""
     return http_server(create_app(service), service, max_connections=max_connections)
 
 
@@ -77,10 +72,9 @@ async def _metrics(service: RouterService, request: Request) -> Response:
 
 
 async def _models(service: RouterService, field: str, key: str, more: dict[str, str], request: Request) -> Response:
-    """Return the models of all ready engines, each once; an engine that does not answer is skipped.
+    """Return the models of all ready engines that answer, each once.
 
-    field: the answer's field with the list of models. key: a model's field with its name. more: the answer's other
-    fields.
+    field, key: names of the list, and of a model's name in it. more: other fields.
     """
     service.check_ready()
     ready = service.pool.ready()
@@ -99,7 +93,6 @@ async def _models(service: RouterService, field: str, key: str, more: dict[str, 
 
 
 def _cards(text: bytes, field: str, key: str) -> list[dict[str, Any]]:
-    """Return an engine's list of models; an empty list if its answer is invalid."""
     try:
         told = getattr(msgspec.json.decode(text, type=_ModelList), field)
     except msgspec.MsgspecError:

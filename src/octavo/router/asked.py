@@ -1,4 +1,4 @@
-"""The parts of a request that a router needs, read from its body without parsing the prompt."""
+"""Reads what a router needs of a request, without parsing the prompt."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from octavo.http.apis import APIS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_BYTES_PER_TOKEN = 4  # of English; used only for estimates of load
+_BYTES_PER_TOKEN = 4  # of English; only for estimates of load
 _USUAL_TOKENS = 256  # estimate for an answer without a limit
 _SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes of a prompt's pieces: the first 128 are small
-_MAX_PIECES = 4096  # later bytes of a prompt are ignored: after 4 MB
-_MAX_TOKENS = 1 << 17  # most that an answer counts as; if a request asks for more, the engine refuses it
+_MAX_PIECES = 4096  # bytes after 4 MB are ignored
+_MAX_TOKENS = 1 << 17  # an engine refuses more
 _MAX_STREAMS = 1 << 10
 _NO_RAW = msgspec.Raw()
-_BLOCK_BYTES = 4096  # looked at in one go
+_BLOCK_BYTES = 4096  # read in one go
 
 _PROMPT_FIELDS = tuple(dict.fromkeys(name for api in APIS for name in api.prompt))
 _LIMITS = tuple(dict.fromkeys(tuple(name.split(".")) for api in APIS for name in api.limits))
@@ -30,12 +30,11 @@ _OTHERS = ("model", "n", "echo", "logprobs", "prompt_logprobs", "user", "prompt_
 
 
 def _nested(name: str) -> Any:
-    """Return a type for a nested object that decodes only the fields used here."""
     paths = [path for path in (*_LIMITS, _DETAILS) if path[0] == name and len(path) > 1]
     return msgspec.defstruct(name.capitalize(), [(path[1], Any, None) for path in dict.fromkeys(paths)])
 
 
-# The fields of all APIs that are used here. Their values are not checked: the engine checks the whole body.
+# The engine checks the values.
 _FIELDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(_PROMPT_FIELDS, (msgspec.Raw, _NO_RAW)),
     **{path[0]: (Any if len(path) == 1 else _nested(path[0]) | None, None) for path in (*_LIMITS, _DETAILS)},
@@ -50,12 +49,10 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
 class Asked:
     """What a request asks for.
 
-    prompt: the parts of the body that hold the prompt, not copied. A prompt that continues another one begins with the
-    same bytes.
-    owner: identifies the cache that it can use: model, salt and tenant, as JSON.
-    num_tokens: estimated tokens of all prompts. max_tokens: estimated tokens of each answer.
-    num_choices: number of answers to each prompt. num_streams: number of answers to all prompts.
-    session: the key of the policy "affinity"; None: no session.
+    prompt: parts of the body, not copied. A prompt that continues another one begins with the same bytes.
+    owner: JSON of model, salt and tenant, which share a cache. num_tokens: estimated, of all prompts.
+    max_tokens: estimated, of each answer. num_choices: answers to each prompt. num_streams: to all prompts.
+    session: the key of the policy "affinity".
     scores_prompt: log probabilities of the prompt are requested, so all of it is computed in spite of any cache.
     is_answered: a model writes an answer; False for embeddings and counts.
     """
@@ -73,12 +70,12 @@ class Asked:
 
     @cached_property
     def num_prompt_bytes(self) -> int:
-        """Length of the prompt in bytes."""
+        """The prompt's length."""
         return sum(map(len, self.prompt))
 
     @cached_property
     def pieces(self) -> tuple[list[bytes], list[int]]:
-        """The prompt's pieces: for each a hash of it and all bytes before it, and the place of its end."""
+        """Hashes of the prompt up to the end of each piece, and these ends."""
         hashes: list[bytes] = []
         ends: list[int] = []
         digest = hashlib.blake2b(self.owner, digest_size=16).digest()
@@ -92,7 +89,6 @@ class Asked:
         return hashes, ends
 
     def _between(self, start: int, end: int) -> Iterator[memoryview]:
-        """Yield the prompt's bytes between two places."""
         for part in self.prompt:
             if start < len(part) and end > 0:
                 yield part[max(start, 0) : end]
@@ -100,7 +96,6 @@ class Asked:
 
 
 def _bounds(num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of each piece. They depend on the position only; an incomplete last piece is dropped."""
     start = 0
     for number in range(_MAX_PIECES):
         end = start + (_SMALL_PIECE if number < _SMALL_PIECES else _LARGE_PIECE)
@@ -113,7 +108,7 @@ def _bounds(num_bytes: int) -> Iterator[tuple[int, int]]:
 def read_asked(
     body: bytes, *, tenant: str, headers: Mapping[str, str], session_header: str, is_answered: bool = True
 ) -> Asked:
-    """Read a request. A body that cannot be decoded gives an `Asked` with the defaults. is_answered: see `Asked`."""
+    """Read a request. An invalid body gives the defaults."""
     session = headers.get(session_header)
     try:
         read = _decoder.decode(body)
@@ -139,9 +134,9 @@ def read_asked(
 
 
 def _prompt(read: Any) -> tuple[memoryview, ...]:
-    """Return the prompt's fields in order, the last one without its closing characters.
+    """Return the prompt's fields in order.
 
-    Without them a prompt that continues another one begins with the same bytes.
+    The last one's closing characters would hide that another prompt continues it.
     """
     given = [memoryview(raw) for name in _PROMPT_FIELDS if (raw := getattr(read, name))]
     if given:
@@ -156,7 +151,6 @@ def _scores_prompt(read: Any) -> bool:
 
 
 def _opened(view: memoryview) -> memoryview:
-    """Return a field without its closing quotes and brackets. Reads it block by block, because they may be many."""
     kept = b""
     while view and not kept:
         block = bytes(view[-_BLOCK_BYTES:])
@@ -166,7 +160,7 @@ def _opened(view: memoryview) -> memoryview:
 
 
 def _num_tokens(prompt: tuple[memoryview, ...]) -> int:
-    """Estimate a prompt's number of tokens; exact if the prompt consists of token ids."""
+    """Estimate the tokens; exact for ids."""
     return sum(bytes(part).count(b",") + 1 if _holds_ids(part) else len(part) // _BYTES_PER_TOKEN for part in prompt)
 
 
@@ -175,15 +169,13 @@ def _holds_ids(part: memoryview) -> bool:
 
 
 def _elements(part: memoryview) -> bytes:
-    """Return the bytes from the first element of a list on; b"" if `part` is no list."""
     beginning = bytes(part[:_BLOCK_BYTES]).lstrip()
     return beginning[1:].lstrip() if beginning[:1] == b"[" else b""
 
 
 def _num_prompts(read: Any) -> int:
-    """Return the number of prompts; completions and embeddings may have a list of them."""
     given = read.prompt or read.input
-    if _elements(memoryview(given))[:1] not in {b'"', b"["}:  # one text, the ids of one, or a conversation's items
+    if _elements(memoryview(given))[:1] not in {b'"', b"["}:  # one text, its ids, or a conversation
         return 1
     return len(msgspec.json.decode(given, type=list[msgspec.Raw]))
 
@@ -194,7 +186,6 @@ def _max_tokens(read: Any) -> int:
 
 
 def _value(read: Any, path: tuple[str, ...]) -> Any:
-    """Return a field, or a field of an object; None if there is none."""
     value = getattr(read, path[0])
     return value if len(path) == 1 or value is None else getattr(value, path[1])
 

@@ -1,4 +1,4 @@
-"""A connection to an engine, for one request after another."""
+"""A connection to an engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class EngineConnection(asyncio.Protocol):
-    """Sends one request after another to an engine's address, and passes arriving bytes to the current `Answer`.
+    """Passes arriving bytes to the current `Answer`.
 
-    on_idle: called when another request may be sent. on_lost: called when the connection is closed.
+    on_idle: called when another request may be sent. on_lost: called when closed.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class EngineConnection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Pass bytes to the answer. Bytes without a request close the connection."""
+        """Feed the answer. Unexpected bytes close the connection."""
         if self._answer is None:
             self.close()
         else:
             self._answer.feed(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify the owner and the answer."""
+        """Notify owner and answer."""
         self._on_lost(self)
         if self._answer is not None:
             self._answer.connection_lost(exc)
@@ -50,7 +50,7 @@ class EngineConnection(asyncio.Protocol):
         return self._transport.is_closing()
 
     async def ask(self, head: bytes, body: bytes, limits: AnswerLimits, *, is_head: bool) -> Answer:
-        """Send a request; return its answer once its headers have arrived. Raises `OSError`."""
+        """Send a request. Raises `OSError`."""
         answer = self._answer = Answer(self, limits, is_head=is_head)
         try:
             self._transport.write(head)
@@ -63,7 +63,7 @@ class EngineConnection(asyncio.Protocol):
         return answer
 
     def read_on(self, *, is_reading: bool) -> None:
-        """Resume or pause reading; while it is paused, bytes stay in the system's buffers."""
+        """Resume or pause reading."""
         if self._transport.is_closing():
             return
         if is_reading:
@@ -72,12 +72,12 @@ class EngineConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def release(self) -> None:
-        """Make the connection available for another request."""
+        """Free the connection."""
         self._answer = None
         if not self._transport.is_closing():
             self._on_idle(self)
 
     def close(self) -> None:
-        """Close the connection, so that the engine aborts the request."""
+        """Close the connection, which aborts the request."""
         self._answer = None
         self._transport.abort()

@@ -1,4 +1,4 @@
-"""Finds the addresses of engines: from the command line, from a file that may change, or from a DNS name."""
+"""Finds engines."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """A source of engine addresses."""
+    """Addresses of engines."""
 
     async def urls(self) -> list[str]:
-        """Return the current addresses; if they cannot be found, the previous ones."""
+        """Return current addresses, else the previous ones."""
         ...
 
 
 class NamedEngines:
-    """The engines of the command line."""
+    """The addresses of the command line."""
 
     def __init__(self, urls: tuple[str, ...]) -> None:
         self._urls = list(urls)
@@ -38,9 +38,9 @@ class NamedEngines:
 
 
 class EnginesFile:
-    """A file with an address on each line; text after # is a comment. It is read again when it has changed.
+    """A file with an address on each line, read again after a change.
 
-    An unreadable or invalid file changes nothing and is logged once.
+    An invalid file changes nothing and is logged once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class EnginesFile:
         self._trouble = ""
 
     async def urls(self) -> list[str]:
-        """Return the addresses in the file."""
+        """Return its addresses."""
         return await asyncio.to_thread(self._read)
 
     def _read(self) -> list[str]:
@@ -68,13 +68,13 @@ class EnginesFile:
 
 
 def read_engines(path: Path) -> list[str]:
-    """Return the addresses in a file. Raises `ConfigError`, `OSError` and `UnicodeDecodeError`."""
+    """Read addresses. Raises `ConfigError`, `OSError` and `UnicodeDecodeError`."""
     lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
     return [engine_url(line) for line in lines if line]
 
 
 class EnginesOfName:
-    """All addresses of a DNS name, like that of a headless Service of Kubernetes."""
+    """All addresses of a DNS name, as of a headless Service of Kubernetes."""
 
     def __init__(self, name_and_port: str) -> None:
         name, _, port = name_and_port.rpartition(":")
@@ -82,7 +82,7 @@ class EnginesOfName:
         self._urls: list[str] = []
 
     async def urls(self) -> list[str]:
-        """Resolve the name. Without an answer of DNS the addresses stay; a name without addresses has no engines."""
+        """Resolve the name. Without an answer of DNS the addresses stay."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
@@ -98,7 +98,7 @@ class EnginesOfName:
 
 
 def make_sources(config: RouterConfig) -> list[Source]:
-    """Make all sources that the configuration names."""
+    """Make configured sources."""
     sources: list[Source] = [NamedEngines(config.engines)]
     if config.engines_file is not None:
         sources.append(EnginesFile(config.engines_file))

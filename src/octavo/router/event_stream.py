@@ -1,4 +1,4 @@
-"""Splits an engine's stream into events, so that a client gets only complete ones."""
+"""Splits an engine's stream, so that a client gets only complete events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.router.usage import COUNTS_BYTES
 if TYPE_CHECKING:
     from octavo.router.flight import Share
 
-_KEPT_PIECES, _KEPT_BYTES = 4, 1 << 20  # kept from the end: the token counts may be in an event before the last
+_KEPT_PIECES, _KEPT_BYTES = 4, 1 << 20  # the token counts may precede the last event
 _BLANK_LINES = (b"\n\n", b"\n\r\n")
 _LONGEST_END = 3
 
@@ -19,8 +19,8 @@ _LONGEST_END = 3
 class EventStream:
     """Splits a stream into complete events and counts them in `share`.
 
-    is_of_lines: each event is a line; otherwise a blank line ends it. max_bytes: the largest size of an event.
-    first: the beginning of the first events. The time is linear in the number of bytes for any split into pieces.
+    is_of_lines: a line ends an event, else a blank line. max_bytes: of an event. first: the beginning.
+    The time is linear in the number of bytes for any split into pieces.
     """
 
     def __init__(self, share: Share, *, is_of_lines: bool, max_bytes: int) -> None:
@@ -32,10 +32,9 @@ class EventStream:
         self.first = b""
 
     def whole(self, piece: bytes) -> bytes:
-        """Take the next bytes; return the events that they complete.
+        """Take bytes; return completed events. Raises `MalformedAnswerError`.
 
-        Blanks between two events are returned immediately: they show that the engine is alive. Raises
-        `MalformedAnswerError` for an event above the limit.
+        Blanks between events are returned immediately: they show that the engine is alive.
         """
         if not (self._rest or piece.strip(b" ")):
             return piece
@@ -47,8 +46,7 @@ class EventStream:
         return piece
 
     def _completed(self, piece: bytes) -> bytes:
-        """Add bytes to the incomplete event; return all bytes up to the end of the last complete event."""
-        start = max(len(self._rest) - _LONGEST_END + 1, 0)  # the first place of an end that these bytes may complete
+        start = max(len(self._rest) - _LONGEST_END + 1, 0)  # an end may have begun before these bytes
         self._rest += piece
         place = max(_end_of_last(end, self._rest, start) for end in self._ends)
         if not place:
@@ -79,12 +77,11 @@ class EventStream:
 
     @property
     def last_event(self) -> bytes:
-        """The last complete event, without its end."""
+        """The last complete event."""
         text = self.last.rstrip(b"\r\n")
         return text[max(_end_of_last(end, text) for end in self._ends) :]
 
 
 def _end_of_last(wanted: bytes, text: bytes | bytearray, start: int = 0) -> int:
-    """Return the place after the last occurrence of some bytes; 0 if there is none."""
     place = text.rfind(wanted, start)
     return 0 if place < 0 else place + len(wanted)

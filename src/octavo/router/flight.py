@@ -1,4 +1,4 @@
-"""An open request of a client, and its share of an engine's load."""
+"""Open requests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
 
 class Flight:
-    """One request of a client. Other tasks can end it with an error.
+    """A client's request, which other tasks can end.
 
-    is_begun: its answer has begun, so the client has received something. The first error given to `end` is raised in
-    the task that serves the request, inside a block of `guarded`.
+    is_begun: the client has received something.
     """
 
     __slots__ = ("_task", "_why", "asked", "is_begun", "tenant")
@@ -37,7 +36,7 @@ class Flight:
         self._why: Exception | None = None
 
     def end(self, why: Exception) -> None:
-        """End the request with an error. Only the first call counts."""
+        """End the request with an error, unless it has one."""
         if self._why is None:
             self._why = why
             if self._task is not None:
@@ -45,14 +44,14 @@ class Flight:
 
     @contextlib.asynccontextmanager
     async def guarded(self) -> AsyncIterator[None]:
-        """Raise the error of `end` inside the block, or at its beginning."""
+        """Raise the error of `end` in the block."""
         self._task = asyncio.current_task()
         try:
             self._raise()
             yield
         except asyncio.CancelledError:
             if self._why is None or self._task is None:
-                raise  # the task is cancelled from elsewhere: the process ends
+                raise  # cancelled from elsewhere: the process ends
             self._task.uncancel()
             self._raise()
         finally:
@@ -65,7 +64,7 @@ class Flight:
 
     @contextlib.contextmanager
     def limited(self, timeouts: TimeoutQueue, timeout_s: float | None) -> Iterator[None]:
-        """Limit the time of the block: after `timeout_s` seconds the request ends with `DeadlineError`. None: never."""
+        """End the request with `DeadlineError` after `timeout_s`, or never."""
         if timeout_s is None:
             yield
             return
@@ -78,7 +77,7 @@ class Flight:
 
     @contextlib.asynccontextmanager
     async def watching(self, receive: Receive) -> AsyncIterator[None]:
-        """During the block, end the request with `ClientDisconnect` if its client disconnects."""
+        """End the request with `ClientDisconnect` if its client disconnects."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
             yield
@@ -93,7 +92,7 @@ class Flight:
 
 
 class Share:
-    """A request's share of an engine's load: the tokens sent and expected, less those that came back."""
+    """A request's part of an engine's load."""
 
     __slots__ = ("_flight", "_num_left", "_num_prompt", "engine")
 
@@ -113,7 +112,7 @@ class Share:
         return self
 
     def came_back(self, num_events: int) -> None:
-        """Count events of a stream, each as one token. The first event shows that the prompt was computed."""
+        """Count events as tokens. The first one shows that the prompt was computed."""
         done = min(num_events, self._num_left)
         self._num_left -= done
         self.engine.open_tokens -= done + self._num_prompt

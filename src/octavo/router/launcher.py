@@ -1,4 +1,4 @@
-"""Launchers of engines: none, or replicas as child processes. A launcher for many hosts would be one more class."""
+"""Launchers of engines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_LONG_S = 60.0  # a replica that has run for so long has started successfully
+_LONG_S = 60.0  # after it, a start was successful
 _MAX_FAILED_STARTS = 3  # in a row
 _STOP_S = 15.0
-_FROZEN_TIMES = 8  # health checks without an answer, in a row; by default half a minute (3 s each, with pauses)
+_FROZEN_TIMES = 8  # unanswered checks in a row: half a minute by default
 
 
 class Launcher(Protocol):
@@ -26,15 +26,15 @@ class Launcher(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """True if none of its engines will ever run."""
+        """True if no engine will ever run."""
         ...
 
     def reload(self) -> None:
-        """Make the engines read their API keys again."""
+        """Reload API keys."""
         ...
 
     def silent(self, url: str, num_times: int) -> None:
-        """Report that an engine accepts connections but did not answer so many times in a row."""
+        """Report an engine that accepts connections but does not answer."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -51,7 +51,7 @@ class NoLauncher:
         """Do nothing."""
 
     def silent(self, url: str, num_times: int) -> None:
-        """Do nothing: the engine is supervised elsewhere."""
+        """Do nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -61,10 +61,9 @@ class NoLauncher:
 
 
 class LocalReplicas:
-    """Child processes of this one. They end when it ends in any way; one that dies or freezes is restarted.
+    """Child processes, restarted if they die or freeze. They end when this process ends, in any way.
 
-    commands: the command of each replica, by its address. A replica's standard input closes when this process ends.
-    environment: the variables of all replicas.
+    commands: by address. A replica's standard input closes when this process ends.
     """
 
     def __init__(self, commands: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> None:
@@ -75,16 +74,16 @@ class LocalReplicas:
 
     @property
     def has_failed(self) -> bool:
-        """True if all replicas have failed to start too often."""
+        """True if all replicas have failed."""
         return all(replica.has_failed for replica in self._replicas.values())
 
     def silent(self, url: str, num_times: int) -> None:
-        """Kill a replica that has frozen; it is then restarted."""
+        """Restart a frozen replica."""
         if num_times >= _FROZEN_TIMES and url in self._replicas:
             self._replicas[url].kill_frozen()
 
     def reload(self) -> None:
-        """Make the replicas read their API keys again, as this process has."""
+        """Reload API keys."""
         for replica in self._replicas.values():
             replica.reload()
 
@@ -101,47 +100,47 @@ class LocalReplicas:
 
 
 class _Replica:
-    """One child process, and the thread that waits for its end and restarts it."""
+    """A child process and its thread."""
 
     def __init__(self, index: int, command: list[str], environment: dict[str, str]) -> None:
         self._index, self._command, self._environment = index, command, environment
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopping = threading.Event()
-        self._lock = threading.Lock()  # held while a child is started or gets a signal
+        self._lock = threading.Lock()  # held while a child starts or gets a signal
         self._thread = threading.Thread(target=self._run, name=f"octavo-replica-{index}", daemon=True)
         self._has_failed = False
 
     @property
     def has_failed(self) -> bool:
-        """True if it does not run now, and has failed too often or because of a wrong option."""
+        """True if it does not run, and failed too often or because of a wrong option."""
         return self._has_failed and self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:
-        """Start the child and keep it running."""
+        """Keep the child running."""
         self._thread.start()
 
     def tell_to_stop(self) -> None:
-        """Send SIGTERM to the child, and do not restart it."""
+        """Stop the child for good."""
         with self._lock:
             self._is_stopping.set()
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
 
     def reload(self) -> None:
-        """Make the child read its API keys again. A child that is just starting reads them anyway."""
+        """Reload API keys."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGHUP)
 
     def kill_frozen(self) -> None:
-        """Kill the child, if it runs."""
+        """Kill a running child."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 logger.error("replica %d does not respond any more: killing it", self._index)
                 self._process.kill()
 
     def join(self) -> None:
-        """Wait for the child's end; kill it if it does not end in time."""
+        """Wait for the child's end, or kill it."""
         self._thread.join(_STOP_S)
         if self._thread.is_alive() and self._process is not None:
             logger.warning("replica %d does not exit: killing it", self._index)
@@ -157,14 +156,14 @@ class _Replica:
                 return
             was_well = time.monotonic() - start >= _LONG_S
             pause, num_failed = (_FIRST_PAUSE_S, 0) if was_well else (pause, num_failed + 1)
-            # statuses 1 and 2 mean a wrong option, which will be wrong at the next start, too
+            # a wrong option stays wrong
             self._has_failed = num_failed >= _MAX_FAILED_STARTS or (num_failed > 0 and status in {1, 2})
             logger.error("replica %d exited with status %d; it restarts in %g s", self._index, status, pause)
             self._is_stopping.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _run_once(self) -> int | None:
-        """Run the child to its end; return its status, or None without starting it if the replica must stop."""
+        """Run the child; return its status, or None if it must not start."""
         with self._lock:
             if self._is_stopping.is_set():
                 return None
@@ -176,7 +175,7 @@ class _Replica:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different ports of the loopback address that are free now."""
+    """Return free ports of the loopback address."""
     socks = [socket.socket() for _ in range(count)]
     try:
         for sock in socks:

@@ -1,4 +1,4 @@
-"""The figures of engines in GET /metrics of a router."""
+"""The engines' figures."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _COUNTERS = (
 
 
 class RouterCollector(Collector):
-    """Reads the engines' figures at each request for the metrics."""
+    """Reads the figures at each request."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a family for each figure, with the engine's address."""
+        """Yield all figures."""
         engines = list(self._pool.engines.values())
         for family, figures in ((gauge, _GAUGES), (counter, _COUNTERS)):
             for attribute, name, text in figures:

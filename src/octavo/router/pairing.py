@@ -1,4 +1,4 @@
-"""Pairs of engines: a prefill engine computes the prompt of a request, a decode engine its answer."""
+"""Pairs a prefill engine with a decode engine for a request."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _NAMES = frozenset(name.lower().encode() for name in KV_TRANSFER_HEADERS)
-_LEAST_S, _S_PER_TOKEN = 5.0, 0.002  # time limit of a prefill whose KV goes through a store
+_LEAST_S, _S_PER_TOKEN = 5.0, 0.002  # time limit of a prefill through a store
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a failed prefill: without `Retry-After`, and at most
-_FULL, _SERVERS = 429, 500  # statuses from the second on are the engine's fault
+_FULL, _SERVERS = 429, 500  # from the second on, the engine's fault
 
 
 class Pairing(Protocol):
-    """Prepares a request for its engine, and is closed after that engine's answer."""
+    """Prepares a request."""
 
     async def scope(self) -> Scope:
-        """Return the request for the engine as soon as it may be sent. Failures of another engine are not raised."""
+        """Return the request when it may be sent. Another engine's failure is not raised."""
         ...
 
     def close(self, usage: Usage | None) -> None:
-        """Cancel the other half without waiting. usage: of the answer; None if the answer is not complete."""
+        """Cancel the other half. usage: None if the answer is incomplete."""
         ...
 
 
 class Alone:
-    """A request that one engine serves completely."""
+    """A request of one engine."""
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
 
     async def scope(self) -> Scope:
-        """Return the client's request."""
+        """Return it unchanged."""
         return self._scope
 
     def close(self, usage: Usage | None) -> None:
@@ -60,9 +60,9 @@ class Alone:
 
 
 def pair(service: RouterService, flight: Flight, engine: Engine, scope: Scope, body: bytes, known: float) -> Pairing:
-    """Start the prefill of a request on another engine than the one that answers it, if that is worth it.
+    """Let another engine compute the prompt if it is worth it.
 
-    engine: answers the request. known: the share of the prompt that is expected in its cache.
+    known: the share of the prompt that is expected in the cache of `engine`.
     """
     asked = flight.asked
     num_new = asked.num_tokens * (1 - known)
@@ -79,15 +79,15 @@ def pair(service: RouterService, flight: Flight, engine: Engine, scope: Scope, b
 
 
 def without_kv_transfer(scope: Scope) -> Scope:
-    """Return a client's request without the headers for transfers of KV, which only the router may set."""
+    """Drop headers for transfers of KV, which only the router may set."""
     return {**scope, "headers": [(name, value) for name, value in scope["headers"] if name not in _NAMES]}
 
 
 class Pair:
-    """A request of which engine `prefill` computes the prompt and engine `decode` the answer.
+    """A request of which engine `prefill` computes the prompt and `decode` the answer.
 
-    If KV is sent directly, both are asked at the same time; if it goes through a common store, first `prefill`, then
-    `decode`. The answer is the same even if the prefill fails, because `decode` computes KV that does not arrive.
+    Both are asked at the same time if KV is sent directly, one after the other if it goes through a store. The answer
+    never depends on the prefill: `decode` computes KV that does not arrive.
     """
 
     def __init__(
@@ -103,19 +103,19 @@ class Pair:
         self._service, self._scope, self._body = service, scope, body
         self._prefill, self._decode, self._known = prefill, decode, known
         self._before = decode.prompt_figures
-        self._is_paired = False  # True after the headers for the decode engine were made
+        self._is_paired = False
         asked = replace(flight.asked, max_tokens=1, num_streams=1)
-        self._flight = Flight(asked, flight.tenant)  # of its own: if it is lost, the client's request continues
+        self._flight = Flight(asked, flight.tenant)  # if it is lost, the client's request continues
         self._params = KVTransferParams(new_id(), source=_source_of(prefill))
         scope["state"]["audit"]["prefill_engine"] = prefill.url
         prefill.num_prefills += 1
-        # Add the load now, not when the task begins, because the next choice of an engine depends on it.
+        # Add the load now: the next choice of an engine depends on it.
         share = Share(self._flight, prefill).__enter__()
         self._task = asyncio.create_task(self._compute())
         self._task.add_done_callback(share.__exit__)
 
     async def scope(self) -> Scope:
-        """Return the request with the headers for the decode engine; without them if the prefill failed."""
+        """Return the request for `decode`; unchanged if the prefill failed."""
         if self._params.source is None and not await self._is_computed():
             return self._scope
         self._decode.num_paired += 1
@@ -123,10 +123,10 @@ class Pair:
         return _with_headers(self._scope, kv_transfer_headers(self._params))
 
     def close(self, usage: Usage | None) -> None:
-        """Cancel the prefill, and record whether its KV came. A failed prefill is recorded already.
+        """Cancel the prefill, and record whether its KV came.
 
-        A prompt with fewer new tokens than `min_prefill_tokens` is not recorded: the decode engine may have had them in
-        its cache.
+        A failed prefill is recorded already. With fewer than `min_prefill_tokens` new tokens, the decode engine may
+        have had them in its cache.
         """
         has_failed = self._task.done() and not (self._task.cancelled() or self._task.result())
         self._task.cancel()
@@ -145,7 +145,6 @@ class Pair:
             partners.ended_without_usage(self._prefill, self._decode, self._before, asked.num_tokens, num_new)
 
     async def _is_computed(self) -> bool:
-        """Wait for the prefill, for a limited time. Return True if it has succeeded."""
         timeout_s = _LEAST_S + _S_PER_TOKEN * self._flight.asked.num_tokens
         await asyncio.wait({self._task}, timeout=timeout_s)
         if not self._task.done():
@@ -155,7 +154,7 @@ class Pair:
         return self._task.result()
 
     async def _compute(self) -> bool:
-        """Request the prefill; return True if it succeeds. Counts the answer's tokens and discards it. Never raises."""
+        """Request the prefill. Never raises."""
         params = KVTransferParams(self._params.transfer_id, is_prefill=True)
         scope = _with_headers(self._scope, kv_transfer_headers(params))
         is_computed = False
@@ -174,7 +173,7 @@ class Pair:
             self._failed(f"{type(error).__name__}: {error}")
         except OctavoError as error:
             self._failed(str(error))
-        except Exception as error:  # the decode engine's answer may not depend on a fault here
+        except Exception as error:  # the answer may not depend on a fault here
             logger.exception("a prefill failed")
             self._failed(type(error).__name__)
         return is_computed
@@ -187,7 +186,7 @@ class Pair:
             engine.num_cached_tokens += usage.num_cached_tokens
 
     def _failed(self, why: str, retry_after_s: float | None = None) -> None:
-        """Record a failure, and send the engine no prefills for a while: waiting for KV in vain costs time."""
+        """Record a failure, and pause: waiting for KV in vain costs time."""
         engine = self._prefill
         engine.num_failed_prefills += 1
         pause_s = _PAUSE_S if retry_after_s is None else min(retry_after_s, _LONGEST_PAUSE_S)
@@ -198,10 +197,9 @@ class Pair:
 
 
 def _source_of(engine: Engine) -> str | None:
-    """Return the address from which an engine sends KV directly; None if it does not."""
     if engine.kv_transfer_port is None:
         return None
-    host = (urlsplit(engine.url).hostname or "").partition("%")[0]  # an IPv6 zone is valid on this machine only
+    host = (urlsplit(engine.url).hostname or "").partition("%")[0]  # an IPv6 zone is local
     return f"[{host}]:{engine.kv_transfer_port}" if ":" in host else f"{host}:{engine.kv_transfer_port}"
 
 

@@ -1,4 +1,4 @@
-"""Decides which prefill engines may compute prompts for a decode engine: those with the same KV that arrives."""
+"""Decides which prefill engines may serve a decode engine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from octavo.router.engines import Engine
 
 logger = logging.getLogger(__name__)
-_VAIN_IN_A_ROW = 3  # requests without KV, one after another, after which a pair pauses
+_VAIN_IN_A_ROW = 3  # requests without KV before a pause
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
-_MAX_UNKNOWN = 1024  # requests of one decode engine; enough, as its figures are read every second
-_LEAST_SHARE = 0.1  # of a prompt's new tokens: if fewer came, the request counts as one without KV
-_COMPUTED_SHARE = 0.5  # of a prompt's new tokens, which are estimated: if as many were computed, no KV came
+_MAX_UNKNOWN = 1024  # enough, as figures are read every second
+_LEAST_SHARE = 0.1  # of a prompt's new tokens: if fewer came, no KV came
+_COMPUTED_SHARE = 0.5  # of a prompt's estimated new tokens: if as many were computed, no KV came
 
 
 class PromptFigures(NamedTuple):
-    """Tokens of prompts of an engine since its start, as of one reading of its metrics.
+    """Prompt tokens of an engine since its start.
 
-    num_loaded: tokens whose KV came from elsewhere. num_computed: prompt tokens that were in no cache; None if the
-    engine does not count them. num_sent: estimated prompt tokens of all requests that this router had sent it by then.
+    num_loaded: with KV from elsewhere. num_computed: in no cache, if counted.
+    num_sent: estimated, of all requests from this router by then.
     """
 
     num_loaded: float
@@ -33,10 +33,9 @@ class PromptFigures(NamedTuple):
 
 @dataclass(slots=True)
 class _Pair:
-    """State of a prefill and a decode engine.
+    """State of two engines.
 
-    differences: of their KV, as last logged. num_vain: requests without KV since the last one with KV. pause_s: length
-    of the last pause, which ends at resumes_at.
+    differences: of their KV, as last logged. num_vain: requests without KV in a row. pause_s: last pause.
     """
 
     differences: str = ""
@@ -47,10 +46,10 @@ class _Pair:
 
 @dataclass(slots=True)
 class _Unknown:
-    """A finished request whose answer had no `usage`.
+    """A finished request without `usage`.
 
-    before: figures of the decode engine at its start. num_tokens, num_new: estimated tokens of its prompt, and those of
-    them that the decode engine was not expected to have.
+    before: the decode engine's figures at its start. num_tokens, num_new: estimated, of the prompt, and those not
+    expected there.
     """
 
     prefill: Engine
@@ -61,18 +60,17 @@ class _Unknown:
 
 @dataclass(slots=True)
 class Partners:
-    """Compares engines' descriptions of their KV, and counts requests to which no KV came.
+    """Compares engines' descriptions of their KV, and counts requests without KV.
 
-    Two engines with different descriptions are never paired, because neither finds the other's blocks. A pair pauses
-    after `_VAIN_IN_A_ROW` requests without KV in a row, and for twice as long after each further one. Each is logged
-    once.
+    Engines with different descriptions are never paired: neither finds the other's blocks. A pair pauses after
+    `_VAIN_IN_A_ROW` requests without KV, and for twice as long after each further one.
     """
 
     _pairs: dict[tuple[Engine, Engine], _Pair] = field(default_factory=dict)
     _unknown: dict[Engine, list[_Unknown]] = field(default_factory=dict)  # by decode engine
 
     def may_pair(self, prefill: Engine, decode: Engine, now: float) -> bool:
-        """Return whether `prefill` may compute a prompt for `decode` now."""
+        """Return True if `prefill` may compute a prompt for `decode`."""
         pair = self._pair(prefill, decode)
         differences = _differences(prefill.kv_format, decode.kv_format)
         if differences and differences != pair.differences:
@@ -88,10 +86,9 @@ class Partners:
         return not differences and pair.resumes_at <= now
 
     def ended(self, prefill: Engine, decode: Engine, found_share: float, known_share: float, now: float) -> None:
-        """Note the end of a request that both served.
+        """Note the end of a request.
 
-        found_share, known_share: of its prompt's tokens, those that the decode engine did not compute, and those that
-        were expected in its own cache.
+        found_share: of its prompt, the tokens that `decode` did not compute. known_share: those expected in its cache.
         """
         came = found_share - known_share >= _LEAST_SHARE * (1 - known_share)
         self._note(prefill, decode, now, came=came)
@@ -99,20 +96,18 @@ class Partners:
     def ended_without_usage(
         self, prefill: Engine, decode: Engine, before: PromptFigures | None, num_tokens: int, num_new: float
     ) -> None:
-        """Note the end of a request without `usage`; the engine's next figures may say whether KV came.
+        """Note the end of a request, for `figures_read` to judge.
 
-        before: the engine's `prompt_figures` at the request's start. num_tokens, num_new: estimated tokens of its
-        prompt, and those of them that were not expected in the engine's own cache.
+        Arguments are as in `_Unknown`.
         """
         unknown = self._unknown.setdefault(decode, [])
         if before is not None and len(unknown) < _MAX_UNKNOWN:
             unknown.append(_Unknown(prefill, before, num_tokens, num_new))
 
     def figures_read(self, decode: Engine, now: float) -> None:
-        """Judge requests that have ended by what their engine has loaded and computed since they began.
+        """Judge ended requests by what their engine has loaded and computed.
 
-        If the engine has neither loaded KV nor computed the prompt, it had the prompt in its own cache: then the
-        request says nothing about the pair.
+        An engine that did neither had the prompt in its own cache, which proves nothing.
         """
         figures, unknown = decode.prompt_figures, self._unknown.pop(decode, ())
         if figures is None:
@@ -123,7 +118,7 @@ class Partners:
                 self._note(each.prefill, decode, now, came=came)
 
     def forget(self, engine: Engine) -> None:
-        """Drop the state of an engine that was removed or restarted."""
+        """Forget an engine."""
         for pair in [pair for pair in self._pairs if engine in pair]:
             del self._pairs[pair]
         self._unknown.pop(engine, None)
@@ -154,7 +149,7 @@ class Partners:
 
 
 def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
-    """Return True if the decode engine computed the new tokens of a prompt, even if it computed all other prompts."""
+    """Return True if the new tokens were computed, even if those of all other prompts were."""
     before = request.before
     if before.num_computed is None or after.num_computed is None:
         return False
@@ -164,7 +159,6 @@ def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
 
 
 def _differences(first: Mapping[str, str] | None, second: Mapping[str, str] | None) -> str:
-    """Return how two descriptions of KV differ; "" if they do not, or one engine gave none."""
     if first is None or second is None:
         return ""
     names = [name for name in {**first, **second} if first.get(name) != second.get(name)]

@@ -1,4 +1,4 @@
-"""Passes requests to engines and their answers back to clients; retries with another engine if one fails in time."""
+"""Passes requests to engines and answers to clients."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ logger = logging.getLogger(__name__)
 _OK, _FULL, _NOT_SERVING = 200, 429, 503  # an engine also answers 503 to requests that were open when it restarted
 _REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may take the request
 _NO_USAGE = Usage(None, None, 0)
-_MAX_FAILURES = 2  # engines that may fail a request: it is retried once
-_END_BYTES = 2 * COUNTS_BYTES  # kept from the end of a large answer, which may have the token counts
+_MAX_FAILURES = 2  # so a request is retried once
+_END_BYTES = 2 * COUNTS_BYTES  # of a large answer, for the token counts
 _UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; the idle limit applies to it
 
 
 class Proxy:
-    """ASGI application for all requests that the router does not answer itself."""
+    """Passes requests on."""
 
     def __init__(self, service: RouterService, own_paths: Collection[str] = (), routes: Routes = ROUTES) -> None:
-        """own_paths: paths that the router answers itself: other methods get 405. routes: the engines' table."""
+        """own_paths: other methods than the router's own get 405."""
         self._service, self._routes = service, routes
         self._own_paths = frozenset(own_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. Its API spells an error; after an answer has begun, an error ends the connection."""
+        """Serve a request. Once an answer has begun, an error ends the connection."""
         if scope["path"] in self._own_paths:
             raise HTTPException(405)
         request = Request(scope, receive)
@@ -71,7 +71,7 @@ class Proxy:
             await self._serve(request, send)
         except ClientDisconnect:
             if not request.state.is_begun:
-                await Response(status_code=CLIENT_LEFT)(scope, receive, send)  # only for log and metrics
+                await Response(status_code=CLIENT_LEFT)(scope, receive, send)
         except OctavoError as error:
             http_error = note_error(scope["state"], to_http(error))
             if not request.state.is_begun:
@@ -105,20 +105,20 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """The answer of an engine that takes no requests now."""
+    """An engine takes no requests now."""
 
     answer: Answer
     body: bytes
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds after which the engine may take requests; infinite if it does not say."""
+        """Seconds until a retry; infinite if unknown."""
         told = self.answer.retry_after_s
         return math.inf if told is None else told
 
 
 class _Exchange:
-    """A request and its answer, with all attempts to get it from engines."""
+    """A request and all attempts to serve it."""
 
     def __init__(
         self, service: RouterService, flight: Flight, request: Request, body: bytes, send: Send, api: Api
@@ -129,10 +129,10 @@ class _Exchange:
         self._audit = request.state.audit
         self._tried: list[Engine] = []
         self._failed: set[Engine] = set()
-        self._is_complete = False  # an engine has sent a complete successful answer
+        self._is_complete = False  # a successful answer is complete
 
     async def run(self) -> None:
-        """Try engines until one has answered. Raises `NoEngineError` or `EngineLostError` if none does."""
+        """Try engines until one answers. Raises `NoEngineError` or `EngineLostError`."""
         pool, asked = self._service.pool, self._flight.asked
         num_failures = 0
         refusals: list[_Refusal] = []
@@ -164,10 +164,9 @@ class _Exchange:
             raise failure or NoEngineError(self._service.config.health_interval_s)
 
     async def _try(self, engine: Engine) -> _Refusal | None:
-        """Ask one engine and pass its answer on.
+        """Ask one engine. Return its refusal, or None if the client got an answer, even an error.
 
-        Return None if the client got an answer, also an error; otherwise the engine's refusal. Raises `EngineLostError`
-        if the engine fails before the client has received anything.
+        Raises `EngineLostError` if the engine fails before the client has received anything.
         """
         pool, asked = self._service.pool, self._flight.asked
         usage = _NO_USAGE
@@ -194,7 +193,7 @@ class _Exchange:
                 self._service.suspect(engine)
                 logger.info("%s failed a request: %s: %s", engine.url, type(error).__name__, error)
                 if self._flight.is_begun:
-                    raise  # the answer is no stream and was cut in the middle: the client's connection is closed
+                    raise  # the answer is no stream: its connection is closed
                 raise _failure_of(error) from error
             finally:
                 pool.told(asked, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
@@ -203,9 +202,9 @@ class _Exchange:
         return None
 
     async def _relay_json(self, answer: Answer) -> Usage:
-        """Pass JSON on when it is complete, so that until then another engine can answer; if too large, as it arrives.
+        """Hold JSON until it is complete, unless it is too large: until then another engine can answer.
 
-        Raises `AnswerError` if only the connection's end marks the end of the text and the text is incomplete.
+        Raises `AnswerError` if the connection's end cut the JSON.
         """
         async with self._flight.guarded():
             body, is_whole = await answer.read_held()
@@ -220,7 +219,6 @@ class _Exchange:
         return read_usage(b"", body)
 
     async def _relay(self, answer: Answer, first: bytes = b"") -> bytes:
-        """Pass an answer on as it arrives, after its `first` bytes; return its last `_END_BYTES`."""
         await self._start(answer.status, answer.headers)
         end, piece = b"", first or await answer.next()
         while piece:
@@ -231,7 +229,7 @@ class _Exchange:
         return end
 
     async def _relay_stream(self, answer: Answer, share: Share) -> Usage:
-        """Pass on complete events as they arrive; end a stream that fails with an error event."""
+        """Pass on complete events; end a failing stream with an error event."""
         events = EventStream(share, is_of_lines=answer.is_of_lines, max_bytes=self._service.config.max_answer_bytes)
         try:
             async with self._flight.guarded():
@@ -247,7 +245,7 @@ class _Exchange:
         except (*FAILURES, OctavoError) as error:
             if not self._flight.is_begun:
                 raise
-            answer.give_up()  # now, so that the engine need not wait until the client has read the error
+            answer.give_up()  # now: the engine need not wait for the client
             await self._end_stream(error, events, share.engine)
         else:
             self._is_complete = answer.status == _OK
@@ -255,14 +253,13 @@ class _Exchange:
         return read_usage(events.first, events.last)
 
     def _check_end(self, answer: Answer, events: EventStream) -> None:
-        """Raise `AnswerError` if a model's stream was ended by its connection's end, before the last event."""
+        """Raise `AnswerError` if the connection ended before the last event."""
         if not answer.ends_with_connection or not self._flight.asked.is_answered:
             return
         if not self._api.is_last(events.rest or events.last_event):
             raise AnswerError("its stream was cut off: the connection ended before the last event")
 
     async def _end_stream(self, error: Exception, events: EventStream, engine: Engine) -> None:
-        """End a stream that has begun, with an error event unless all of its events were sent."""
         if self._api.is_last(events.last_event):
             await self._send({"type": "http.response.body"})
             return
@@ -276,7 +273,6 @@ class _Exchange:
         await self._send({"type": "http.response.body", "body": self._api.event(http_error)})
 
     async def _send_more(self, body: bytes = b"") -> None:
-        """Send a piece of an answer; wait until its client can take more."""
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -289,17 +285,13 @@ class _Exchange:
 
 
 def _failure_of(error: Exception) -> EngineLostError:
-    """Return the client's error for this failure of an engine."""
     if isinstance(error, SilentEngineError):
         return EngineTimeoutError()
     return EngineAnswerError() if isinstance(error, MalformedAnswerError) else EngineLostError()
 
 
 def _timeout_s(request: Request, limit_s: float) -> float | None:
-    """Return the time limit of a request in seconds; None for a GET or HEAD without X-Request-Timeout.
-
-    Raises `RequestError`.
-    """
+    """Return a request's time limit; None for a GET or HEAD without X-Request-Timeout."""
     is_unlimited = request.method in _UNLIMITED and "x-request-timeout" not in request.headers
     return None if is_unlimited else read_timeout(request, limit_s)
 

@@ -1,4 +1,4 @@
-"""The state that a router's routes share: the engines, the keys, and the open requests."""
+"""A router's state."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SLOW_READER_S = 5.0
-_BODIES = 64  # bodies of the largest size that may be held at the same time
+_BODIES = 64  # of the largest size, at the same time
 
 
 class RouterService(HttpService):
-    """The engines and keys of a configuration. Used on one event loop only.
+    """Engines and keys. Used on one event loop only.
 
-    launcher: runs the engines; None: they are started elsewhere.
-    Raises `ConfigError` if the file of keys cannot be used.
+    launcher: None: engines are started elsewhere. Raises `ConfigError`.
     """
 
     config: RouterConfig
-    upstream: Upstream  # set by `start`, because connections need a running event loop
+    upstream: Upstream  # set by `start`: it needs the event loop
 
     def __init__(self, config: RouterConfig, launcher: Launcher | None = None) -> None:
         self.pool = EnginePool(create_policy(config))
@@ -54,14 +53,14 @@ class RouterService(HttpService):
         return self._launcher.has_failed
 
     async def start(self) -> None:
-        """Start watching the engines."""
+        """Watch the engines."""
         self.upstream = Upstream(self.config)
         self._watch = EngineWatch(self.pool, self.upstream, self.config, self._launcher)
         self._watch.start()
 
     @property
     def request_timeout_s(self) -> float:
-        """The time limit of a request in seconds: as configured, otherwise that of the engines with a margin."""
+        """A request's limit, by default that of the engines with a margin."""
         limit_s = self.config.request_timeout_s
         return self.pool.ends_within_s if limit_s is None else limit_s
 
@@ -72,7 +71,7 @@ class RouterService(HttpService):
 
     @contextlib.contextmanager
     def entering(self, flight: Flight, *, takes_place: bool) -> Iterator[None]:
-        """Keep a request open until the block ends. Raises if it gets no place."""
+        """Keep a request open in the block, or raise."""
         self.check_ready()
         with contextlib.ExitStack() as places:
             if takes_place:
@@ -88,12 +87,12 @@ class RouterService(HttpService):
                     self._is_idle.set()
 
     def charge(self, flight: Flight, num_tokens: int) -> None:
-        """Count the tokens that an engine reported for a request against its tenant's rate."""
+        """Charge the tenant."""
         if num_tokens:
             self.limiter.charge(flight.tenant, num_tokens)
 
     def suspect(self, engine: Engine) -> None:
-        """Check immediately whether an engine still answers."""
+        """Check an engine immediately."""
         if self._watch is not None:
             self._watch.suspect(engine)
 

@@ -1,4 +1,4 @@
-"""The router as a client of engines: sends a request on a connection that it uses alone until its answer is over."""
+"""The router as a client."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from octavo.router.answer import Answer
     from octavo.router.engines import Engine
 
-FAILURES = (OSError,)  # of an engine or the network; `TimeoutError` is an `OSError`
-_MAX_OWN_BYTES = 16 << 20  # of an answer to a request of the router itself
+FAILURES = (OSError,)  # `TimeoutError` included
+_MAX_OWN_BYTES = 16 << 20  # of an answer to the router itself
 _OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
-_IDLE_S = 30.0  # octavo's servers keep connections for longer
-# Headers of one connection (RFC 9110, section 7.6.1), and those that the router has checked or sets itself.
+_IDLE_S = 30.0  # octavo's servers keep connections longer
+# Of one connection (RFC 9110, section 7.6.1), or checked or set by the router.
 _NOT_PASSED = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization"),
@@ -36,28 +36,28 @@ _MAY_BE_REPEATED = frozenset({"GET", "HEAD"})
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return True if no server is there: the connection was refused or reset."""
+    """Return True if no server listens there."""
     return isinstance(error, ConnectionRefusedError | ConnectionResetError)
 
 
 def is_own_failure(error: BaseException) -> bool:
-    """Return True for a failure that is not the engine's, such as too many open files here or no answer of DNS."""
+    """Return True for a failure on this side, like too many open files or no DNS."""
     return isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in _OWN_ERRNOS)
 
 
 class Upstream:
-    """Connections to all engines, with the limits of a configuration. Must be closed. Used on one event loop only."""
+    """Connections to all engines. Must be closed. Used on one event loop only."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._connect_s = config.engine_connect_timeout_s
         self._first_byte_s = config.engine_first_byte_timeout_s
         self._idle_s, self._max_answer_bytes = config.engine_idle_timeout_s, config.max_answer_bytes
         self._open: set[EngineConnection] = set()
-        self._idle: dict[str, dict[EngineConnection, float]] = {}  # by address: the start of idleness, newest last
+        self._idle: dict[str, dict[EngineConnection, float]] = {}  # by address, the newest last
         self._tls: ssl.SSLContext | None = None
 
     async def ask(self, engine: Engine, scope: Scope, body: bytes, request_id: str) -> Answer:
-        """Send a client's request; return its answer once the headers have arrived. Raises `FAILURES`."""
+        """Send a client's request. Raises `FAILURES`."""
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
         first_byte_s = engine.ends_within_s if self._first_byte_s is None else self._first_byte_s
@@ -65,7 +65,7 @@ class Upstream:
         return await self._ask(engine.url, scope["method"], target, _headers(scope, request_id), body, limits)
 
     async def get(self, engine: Engine, path: str, key: str | None, timeout_s: float) -> tuple[int, bytes]:
-        """Send a GET request of the router itself; return status and body. Raises `FAILURES`."""
+        """Send an own GET. Raises `FAILURES`."""
         headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
         limits = AnswerLimits(timeout_s, timeout_s, _MAX_OWN_BYTES)
         async with asyncio.timeout(timeout_s):
@@ -96,12 +96,12 @@ class Upstream:
             connection = idle or await self._connect(url)
             try:
                 return await connection.ask(head, body, limits, is_head=method == "HEAD")
-            except NoAnswerError:  # the engine may close an idle connection while a request is sent on it
+            except NoAnswerError:  # the engine may close an idle connection meanwhile
                 if idle is None or method not in _MAY_BE_REPEATED:
                     raise
 
     async def _connect(self, url: str) -> EngineConnection:
-        """Connect within the connect timeout, which all addresses of a name share. Raises `OSError`."""
+        """Connect within the timeout, which all addresses of a name share."""
         parts = urlsplit(url)
         is_tls = parts.scheme == "https"
         if is_tls and self._tls is None:
@@ -155,7 +155,6 @@ class Upstream:
 
 
 def _headers(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
-    """Return a client's headers for an engine, with the request's id and the client's address."""
     named = {
         each.strip().lower() for name, value in scope["headers"] if name == b"connection" for each in value.split(b",")
     }

@@ -1,4 +1,4 @@
-"""The token counts in an answer of any API, read without parsing the answer."""
+"""Reads an answer's token counts without parsing it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.http.apis import APIS
 
 
 def _number(*names: str) -> re.Pattern[bytes]:
-    """Match a field with one of these names and its number, but not in a model's text, where quotes are escaped."""
+    """Match a field with a number; a model's text has escaped quotes."""
     return re.compile(rb'(?<!\\)"(?:%b)":\s*(\d+)' % "|".join(names).encode())
 
 
@@ -17,11 +17,11 @@ _PLACES = tuple({f'"{api.counted}":'.encode() for api in APIS})
 _PROMPT = _number(*(name for api in APIS for name in api.prompt_counts))
 _WRITTEN = _number(*(name for api in APIS for name in api.answer_counts))
 _CACHED, _READ = _number("cached_tokens"), _number("cache_read_input_tokens")
-COUNTS_BYTES = 2048  # the token counts fit into so many bytes
+COUNTS_BYTES = 2048  # the token counts fit into them
 
 
 class Usage(NamedTuple):
-    """num_prompt_tokens, num_cached_tokens: None if not reported. num_tokens: of prompt and answer together."""
+    """num_tokens: of prompt and answer. None: not reported."""
 
     num_prompt_tokens: int | None
     num_cached_tokens: int | None
@@ -29,23 +29,21 @@ class Usage(NamedTuple):
 
 
 def read_usage(first: bytes, last: bytes) -> Usage:
-    """Read the token counts of an answer.
+    """Read an answer's token counts.
 
-    first: a stream's first events, where Anthropic's API reports the prompt's counts. last: the end of the answer.
-    The text before and after the counts may be long, for example log probabilities.
+    first: a stream's first events, in which Anthropic's API counts the prompt. last: the answer's end.
     """
     counts = first[:COUNTS_BYTES] + _told_last(last)
     prompt, cached, read = _last(_PROMPT, counts), _last(_CACHED, counts), _last(_READ, counts)
     if prompt is None:
         return Usage(None, None, 0)
-    if cached is None:  # Anthropic's prompt count excludes cached tokens
+    if cached is None:  # Anthropic's prompt count excludes them
         cached = read
         prompt += read or 0
     return Usage(prompt, cached, prompt + (_last(_WRITTEN, counts) or 0))
 
 
 def _told_last(text: bytes) -> bytes:
-    """Return the bytes from the last place of token counts on; b"" if there is none."""
     place = max(_last_place(text, name) for name in _PLACES)
     return b"" if place < 0 else text[place : place + COUNTS_BYTES]
 

@@ -1,4 +1,4 @@
-"""Watches engines: finds new and removed ones, checks readiness, notices restarts, and estimates foreign load."""
+"""Watches engines: membership, readiness, restarts, load from other clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
-_MAX_SILENT = 2  # timeouts in a row after which an engine counts as lost
+_MAX_SILENT = 2  # timeouts before an engine counts as lost
 _INCARNATION = (b"process_start_time_seconds", b"octavo:engine_restarts_total")
 _LOADED = b"octavo:kv_load_tokens_total"
 _LOOKED_UP, _HITS = b"octavo:prefix_cache_queries_total", b"octavo:prefix_cache_hits_total"
@@ -49,7 +49,7 @@ class _Info(msgspec.Struct):
 
 
 class EngineWatch:
-    """Runs a task that watches each engine, and one that finds engines."""
+    """Runs a task that watches each engine, and one that finds them."""
 
     def __init__(self, pool: EnginePool, upstream: Upstream, config: RouterConfig, launcher: Launcher) -> None:
         self._pool, self._upstream, self._config, self._launcher = pool, upstream, config, launcher
@@ -58,17 +58,17 @@ class EngineWatch:
         self._wake: dict[Engine, asyncio.Event] = {}
 
     def start(self) -> None:
-        """Start the task that finds engines, which starts the other ones."""
+        """Find engines."""
         self._begin(self._discover())
 
     async def stop(self) -> None:
-        """Cancel all tasks and wait for their ends."""
+        """End all tasks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def suspect(self, engine: Engine) -> None:
-        """Check an engine now."""
+        """Check it now."""
         if engine in self._wake:
             self._wake[engine].set()
 
@@ -108,7 +108,7 @@ class EngineWatch:
                 num_silent = 0
                 await self._heard(engine, is_ready=status == 200)
             except FAILURES as error:
-                # an engine that refuses connections is gone; one that only times out is asked once more
+                # an engine that only times out is asked once more
                 is_gone = is_refusal(error)
                 num_silent = 0 if is_gone else num_silent + (not is_own_failure(error))
                 if num_silent >= _MAX_SILENT or is_gone:
@@ -125,16 +125,13 @@ class EngineWatch:
         if engine.is_ready:
             logger.warning("%s is lost: %s: %s", engine.url, type(error).__name__, error)
         if is_refusal(error):
-            self._pool.forget(engine)  # an engine that comes back at this address has an empty cache
+            self._pool.forget(engine)  # an engine that comes back has an empty cache
         engine.models = None
         self._pool.lost(engine)
 
     async def _heard(self, engine: Engine, *, is_ready: bool) -> None:
-        """Update an engine's readiness, and read its role, models and figures if it is ready.
-
-        Raises `TimeoutError` if it does not answer in time.
-        """
-        if is_ready and (engine.models is None or engine.role != "both"):  # its port and KV may change when it restarts
+        """Update an engine that answered. Raises `TimeoutError`."""
+        if is_ready and (engine.models is None or engine.role != "both"):  # port and KV may change at a restart
             await self._read_role(engine)
         if is_ready and engine.models is None:
             await self._read_models(engine)
@@ -154,7 +151,6 @@ class EngineWatch:
         wake.clear()
 
     async def _read_figures(self, engine: Engine) -> None:
-        """Update estimates by an engine's metrics, if this router may read them. Notices a restart."""
         text = await self._get(engine, "/metrics")
         if text is None:
             return
@@ -183,7 +179,6 @@ class EngineWatch:
                 engine.models = frozenset()
 
     async def _read_role(self, engine: Engine) -> None:
-        """Read an engine's role and its limit of a request's time. An engine without a role has both."""
         text = await self._get(engine, "/model_info")
         if text is not None:
             try:
@@ -194,10 +189,7 @@ class EngineWatch:
             engine.request_timeout_s = info.request_timeout
 
     async def _get(self, engine: Engine, path: str) -> bytes | None:
-        """Return the body of an engine's answer with status 200, otherwise None.
-
-        Raises `TimeoutError` if it does not answer in time.
-        """
+        """Return the body if the status is 200. Raises `TimeoutError`."""
         try:
             status, text = await self._upstream.get(
                 engine, path, self._config.engine_api_key, self._config.health_timeout_s
@@ -211,7 +203,6 @@ class EngineWatch:
 
 
 def _prompt_figures(figures: dict[bytes, float], engine: Engine) -> PromptFigures | None:
-    """Return the counts of how an engine got the KV of prompts; None if its metrics do not count loads."""
     if (num_loaded := figures.get(_LOADED)) is None:
         return None
     num_looked_up, num_hits = figures.get(_LOOKED_UP), figures.get(_HITS)

@@ -1,4 +1,4 @@
-"""Policies that choose the engine of a request, one file each."""
+"""Policies that choose engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CacheAware", "LeastLoaded", "Policy", "RoundRobin", "SessionAffinity
 
 
 def create_policy(config: RouterConfig) -> Policy:
-    """Make the policy that the configuration names."""
+    """Make the configured policy."""
     match config.policy:
         case "round_robin":
             return RoundRobin()

@@ -1,4 +1,4 @@
-"""The policy "affinity": a session stays with its engine."""
+"""The policy "affinity"."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class SessionAffinity(Memoryless):
-    """Rendezvous hashing (Thaler and Ravishankar 1998): if an engine is removed, only its own sessions move.
+    """Keeps a session at one engine; other requests go to the least loaded one.
 
-    A request without a session goes to the least loaded engine.
+    Rendezvous hashing (Thaler and Ravishankar 1998): a removed engine moves only its own sessions.
     """
 
     def choose(self, asked: Asked, engines: Sequence[Engine]) -> Engine:
-        """Return the engine with the largest hash of its address and the session."""
+        """Return the engine with the largest hash."""
         if asked.session is None:
             return least_loaded(engines)
         session = hashlib.blake2b(asked.session.encode("utf-8", "surrogatepass"), digest_size=16).digest()

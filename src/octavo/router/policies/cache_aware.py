@@ -1,4 +1,4 @@
-"""The policy "cache_aware": the engine whose prefix cache holds most of the prompt, unless it is overloaded."""
+"""The policy "cache_aware"."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ if TYPE_CHECKING:
     from octavo.router.engines import Engine
     from octavo.router.policies.prefix_tree import Expected
 
-_LEAST_SHARE = 0.1  # of a prompt: a smaller prefix does not decide the choice
-_COMMON_SHARE = 0.5  # of a prompt, for a shared beginning: a smaller one is soon in every cache
-_MISSED_SHARE = 0.5  # of the expected prefix: an engine that found less has evicted it
-_MISSED_TOKENS = 64  # fewer missing tokens come from rounding to blocks and from the chat template
-_REMEMBERED = 64  # times balance_tokens: if an engine's new work exceeds it, all amounts are halved
+_LEAST_SHARE = 0.1  # of a prompt: a smaller prefix does not decide
+_COMMON_SHARE = 0.5  # of a prompt: a smaller shared beginning is soon in every cache
+_MISSED_SHARE = 0.5  # of the expected prefix: if fewer hit, the engine has evicted it
+_MISSED_TOKENS = 64  # fewer may be missing due to rounding and the chat template
+_REMEMBERED = 64  # times balance_tokens: above it, all work is halved
 
 
 class CacheAware:
-    """Predicts caches from the prompts that were sent to each engine, corrected by the hits that engines report.
+    """Predicts caches from the prompts that each engine got, corrected by the hits that it reports.
 
-    A prompt goes to the engine with the longest prefix of it. If that is only a beginning that other prompts share,
-    or if there is none, the prompt is new work. New work is spread, so that caches hold different prompts.
-    balance_tokens, balance_ratio: an engine is not chosen for its cache if its load exceeds the smallest one by
-    balance_tokens and is more than balance_ratio times as large. For a shared beginning the same limits also apply to
-    the new work that an engine was given. max_entries: number of pieces of prompts that are remembered.
+    A prompt goes to the engine with its longest prefix. If there is none, or other prompts share it, the prompt is new
+    work, which is spread so that caches hold different prompts.
+    balance_tokens, balance_ratio: an engine is overloaded if its load exceeds the smallest one by more than
+    balance_tokens, and is more than balance_ratio times as large. For a shared beginning this also holds for its new
+    work.
+    max_entries: remembered pieces.
     """
 
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:
         self._balance_tokens, self._balance_ratio = balance_tokens, balance_ratio
         self._tree = PrefixTree(max_entries)
         self._open: dict[tuple[int, Engine], Expected] = {}  # by the request's id
-        self._work: dict[Engine, float] = {}  # new tokens that each engine was given; old ones count less
+        self._work: dict[Engine, float] = {}  # new tokens of each engine; old ones count less
 
     def choose(self, asked: Asked, engines: Sequence[Engine]) -> Engine:
-        """Return the engine with the longest prefix that is not overloaded, or that with least load and new work."""
+        """Return the engine with the longest prefix that is not overloaded, else that with least load and new work."""
         least = min(engine.load for engine in engines)
         able = [engine for engine in engines if not self._is_more(engine.load, least)]
         found = self._tree.find(asked, able)
@@ -56,13 +57,13 @@ class CacheAware:
         return amount - least > self._balance_tokens and amount > self._balance_ratio * least
 
     def _work_of(self, engine: Engine) -> float:
-        """Return an engine's new work. A new engine starts with the smallest amount, so as not to get all prompts."""
+        """A new engine starts with the smallest amount, so as not to get all prompts."""
         if engine not in self._work:
             self._work[engine] = min(self._work.values(), default=0.0)
         return self._work[engine]
 
     def sent(self, asked: Asked, engine: Engine) -> float:
-        """Record where a prompt goes; return the share of it that is expected in the engine's cache."""
+        """See `Policy.sent`."""
         expected = self._open[id(asked), engine] = self._tree.add(asked, engine)
         known = expected.num_bytes / asked.num_prompt_bytes if asked.num_prompt_bytes else 0.0
         self._work[engine] = self._work_of(engine) + (1 - known) * asked.num_tokens
@@ -71,7 +72,7 @@ class CacheAware:
         return known
 
     def ended(self, asked: Asked, engine: Engine, cached_share: float | None) -> None:
-        """Learn from the hits of an engine: if it evicted this prompt, it also evicted all that it used before."""
+        """If the engine evicted this prompt, it also evicted all older ones."""
         expected = self._open.pop((id(asked), engine))
         self._tree.close(engine, expected)
         if cached_share is None or not expected.num_bytes:
@@ -81,6 +82,6 @@ class CacheAware:
             self._tree.lost(engine, expected.since)
 
     def forget(self, engine: Engine) -> None:
-        """Drop what is recorded of an engine."""
+        """Forget an engine."""
         self._tree.forget(engine)
         self._work.pop(engine, None)

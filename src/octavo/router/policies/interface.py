@@ -12,30 +12,30 @@ if TYPE_CHECKING:
 
 
 class Policy(Protocol):
-    """Chooses engines, and is notified of requests that are sent and that end. Used in one thread only."""
+    """Chooses engines. Used in one thread only."""
 
     def choose(self, asked: Asked, engines: Sequence[Engine]) -> Engine:
-        """Return one of `engines`, which are two or more."""
+        """Return one of two or more engines."""
         ...
 
     def sent(self, asked: Asked, engine: Engine) -> float:
-        """Note that a request goes to an engine; return the share of its prompt expected in the engine's cache."""
+        """Note a sent request; return the share of its prompt expected in the cache."""
         ...
 
     def ended(self, asked: Asked, engine: Engine, cached_share: float | None) -> None:
-        """Note that a request is over. cached_share: the share of its prompt that hit the cache; None: not reported."""
+        """Note a request's end. cached_share: of its prompt; None: not reported."""
         ...
 
     def forget(self, engine: Engine) -> None:
-        """Note that an engine's cache is empty, or that the engine is gone."""
+        """Forget an engine's cache."""
         ...
 
 
 class Memoryless:
-    """Base of policies that remember nothing."""
+    """Policies without memory."""
 
     def sent(self, _asked: Asked, _engine: Engine) -> float:
-        """Expect nothing in the cache."""
+        """Expect nothing."""
         return 0.0
 
     def ended(self, asked: Asked, engine: Engine, cached_share: float | None) -> None:

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class LeastLoaded(Memoryless):
-    """Chooses the engine with the fewest open tokens; among equal ones that to which the fewest were ever sent."""
+    """Chooses the engine with the fewest open, then the fewest sent tokens."""
 
     def choose(self, _asked: Asked, engines: Sequence[Engine]) -> Engine:
-        """Return the engine with the smallest load."""
+        """Choose an engine."""
         return least_loaded(engines)
 
 

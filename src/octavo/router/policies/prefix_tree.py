@@ -1,4 +1,4 @@
-"""A bounded tree of prompts' pieces that records the engines they were sent to. The least recently used are dropped."""
+"""A bounded tree of prompts' pieces, least recently used."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Expected:
     """The prefix of a prompt that is expected in an engine's cache.
 
-    num_bytes: its length; also 0 if it was sent by requests that are still open, because it may not be computed yet.
-    since: the time at which all of it had been sent there. now: the time of the request.
+    num_bytes: 0 if only open requests sent it: it may not be computed yet. since: when all of it had been sent. now:
+    the request's time.
     """
 
     num_bytes: int
@@ -30,8 +30,8 @@ class Expected:
 class Found:
     """The known prefixes of a prompt.
 
-    num_bytes: length of the prefix that each engine has. is_branch: other prompts continue the longest prefix
-    differently: it is a shared beginning, such as a system prompt, not the prompt's own past.
+    num_bytes: length of each engine's prefix. is_branch: other prompts continue the longest one differently: it is
+    shared, like a system prompt.
     """
 
     num_bytes: dict[Engine, int]
@@ -40,31 +40,31 @@ class Found:
 
 @dataclass(slots=True)
 class _Node:
-    """A piece. times: the last time it was sent to each engine, by the engine's number. has_more: it has children."""
+    """A piece of a prompt. times: when it was last sent to each engine, by number."""
 
     times: dict[int, int] = field(default_factory=dict)
     has_more: bool = False
 
 
 class PrefixTree:
-    """A node for each piece of a prompt, keyed by a hash of the piece and all pieces before it.
+    """A node for each piece of a prompt, keyed by a hash of all bytes up to its end.
 
-    Times count requests. An engine's cache is assumed to evict the least recently used content first, as octavo's
-    does. So if it evicted something, it also evicted everything older: one number for each engine records that.
+    Times count requests. Engines are assumed to evict the least recently used content first, as octavo's do, so one
+    number for each records its evictions.
     """
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # least recently used first, parents after children
-        self._lost: dict[int, int] = {}  # by the engine's number: the time up to which its cache was evicted
-        self._open: dict[int, set[int]] = {}  # the times of its open requests
+        self._lost: dict[int, int] = {}  # by the engine's number: up to which time its cache was evicted
+        self._open: dict[int, set[int]] = {}  # of open requests
         self._now = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def find(self, asked: Asked, engines: Sequence[Engine]) -> Found:
-        """Return the prefix of a prompt that each engine has."""
+        """Return each engine's prefix."""
         num_bytes, left, is_branch = dict.fromkeys(engines, 0), list(engines), False
         hashes, ends = asked.pieces
         for digest, end in zip(hashes, ends, strict=True):
@@ -81,7 +81,7 @@ class PrefixTree:
         return node.times.get(number, 0) > self._lost.get(number, 0)
 
     def add(self, asked: Asked, engine: Engine) -> Expected:
-        """Record that a prompt is sent to an engine; return the prefix expected there. `close` must follow."""
+        """Record a sent prompt; return the prefix expected there. `close` must follow."""
         self._now += 1
         number, now = engine.number, self._now
         hashes, _ = asked.pieces
@@ -107,16 +107,16 @@ class PrefixTree:
         return Expected(num_bytes if is_computed else 0, since, now)
 
     def close(self, engine: Engine, expected: Expected) -> None:
-        """End a request that was recorded by `add`."""
+        """End a request of `add`."""
         opened = self._open[engine.number]
         opened.remove(expected.now)
         if not opened:
             del self._open[engine.number]
 
     def lost(self, engine: Engine, time: int) -> None:
-        """Assume that an engine evicted all that it got up to a time."""
+        """Assume that an engine evicted all content up to a time."""
         self._lost[engine.number] = max(time, self._lost.get(engine.number, 0))
 
     def forget(self, engine: Engine) -> None:
-        """Assume that an engine's cache is empty."""
+        """Assume an empty cache."""
         self.lost(engine, self._now)

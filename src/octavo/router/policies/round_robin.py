@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class RoundRobin(Memoryless):
-    """Chooses engines in turn, in the order in which they were added. Removing one changes no other's turn."""
+    """Chooses engines in turn; removing one changes no other's turn."""
 
     def __init__(self) -> None:
-        self._last = -1  # the number of the last chosen engine
+        self._last = -1  # the last engine's number
 
     def choose(self, _asked: Asked, engines: Sequence[Engine]) -> Engine:
-        """Return the next engine."""
+        """Choose an engine."""
         chosen = min(engines, key=lambda engine: (engine.number <= self._last, engine.number))
         self._last = chosen.number
         return chosen
