@@ -1,7 +1,7 @@
 """Merge the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema add to one value.
 
-Call formats other than JSON write the properties of an object one by one, so they need a schema without these keywords.
-JSON itself needs no merged schemas: llguidance merges them, see `schema_rewriting`.
+Call formats other than JSON need this, because they write properties one by one; for JSON, llguidance merges schemas.
+References point into `root`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from octavo.structured_output.references import resolve
 
-MAX_OPTIONS = 16  # of one object; if there are more, their properties may be mixed
-MAX_EXPANDED = 512  # nested schemas, counted at each repetition
+MAX_OPTIONS = 16  # of one object
+MAX_EXPANDED = 512  # nested schemas
 _OPTIONS = ("anyOf", "oneOf")
 _NAMING = frozenset(("patternProperties", "propertyNames"))
 _MERGED = ("$ref", "allOf", *_OPTIONS)
@@ -21,16 +21,15 @@ _NOTES = frozenset(("$comment", "$schema", "default", "deprecated", "description
 
 
 def is_merged(schema: dict[str, Any]) -> bool:
-    """Return True if a schema has none of `$ref`, `allOf`, `anyOf` and `oneOf`."""
+    """Return True without any such keyword."""
     return not any(key in schema for key in _MERGED)
 
 
 def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema merged with the target of its `$ref` and all members of `allOf`; `anyOf` and `oneOf` stay.
+    """Merge the target of a schema's `$ref` and the members of `allOf`; `anyOf`, `oneOf` and properties' schemas stay.
 
-    The schemas of properties are not merged. Keywords that cannot be combined become members of an `allOf` of the
-    result. root: the schema that references point into. For more than MAX_EXPANDED members the result is {}, which
-    allows anything.
+    Keywords that cannot be combined become members of an `allOf`. For more than MAX_EXPANDED members the result is {},
+    which allows anything.
     """
     found = dict[str, Any]()
     left, referred, num_seen = [schema], set[str](), 0
@@ -57,7 +56,7 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the alternatives for a value: one merged schema for each option of `anyOf` and `oneOf`.
+    """Return one merged schema for each option of `anyOf` and `oneOf`.
 
     For more than MAX_OPTIONS it is a single schema that allows the properties of all options.
     """
@@ -101,7 +100,7 @@ def _list(schema: dict[str, Any], key: str) -> list[Any]:
 
 
 def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema of objects with the properties of all parts. Properties that all parts require are required."""
+    """Allow the properties of all parts. Those that all parts require are required."""
     properties: dict[str, list[Any]] = {}
     required: list[str] | None = None
     is_closed, num_seen = True, 0
@@ -141,7 +140,7 @@ def is_open(schema: dict[str, Any]) -> bool:
 
 
 def _add(found: dict[str, Any], key: str, value: Any) -> None:
-    """Add a keyword to a merged schema, combined with the keyword's value there."""
+    """Combine a keyword with its value in a merged schema."""
     given = found.get(key)
     if key not in found or given == value:
         found[key] = value
@@ -171,7 +170,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _common_types(one: Any, other: Any) -> Any:
-    """Return the types that two values of `type` both allow."""
     first, second = ([kinds] if isinstance(kinds, str) else kinds for kinds in (one, other))
     if not isinstance(first, list) or not isinstance(second, list):
         return one
