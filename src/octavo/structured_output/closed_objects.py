@@ -24,7 +24,7 @@ OBJECT_KEYWORDS = frozenset(
         "unevaluatedProperties",
     )
 )
-# These determine the further properties, or the whole object.
+# These determine further properties.
 _DECIDING = frozenset(("additionalProperties", "const", "enum", "patternProperties", "propertyNames"))
 
 
@@ -32,7 +32,7 @@ MAX_MERGED = 50_000  # about 20 ms
 
 
 class MergeBudget:
-    """Limits the work of merging: products of options and properties, or of references and targets, grow fast."""
+    """Limits merging: products of options and properties, or of references and targets, grow fast."""
 
     def __init__(self) -> None:
         self._left = MAX_MERGED
@@ -50,7 +50,7 @@ class MergeBudget:
 class Merged:
     """The combined constraints of several schemas on one object.
 
-    least: its minimum number of properties. has_properties: a schema names properties or forbids unevaluated ones.
+    least: its minimum number of properties. has_properties: some schema names properties or forbids unevaluated ones.
     is_decided: a schema itself determines the further properties.
     """
 
@@ -70,7 +70,7 @@ class Merged:
         return other
 
     def add(self, schema: Any, root: dict[str, Any]) -> None:
-        """Add a schema with its `$ref`, `allOf`, `anyOf` and `oneOf`."""
+        """Add a schema, including its references and options."""
         left = [schema]
         while left:
             part = left.pop()
@@ -104,11 +104,11 @@ class Merged:
 
     @property
     def is_closable(self) -> bool:
-        """Whether the object may have only the named properties; these must reach its minimum."""
+        """Whether the object may have only named properties, which must reach its minimum."""
         return self.has_properties and not self.is_decided and self.least <= len(self.names)
 
     def close(self, schema: Any) -> Any:
-        """Add a member of `allOf` that closes the merge, if it may be closed."""
+        """Add a member of `allOf` that closes a closable merge."""
         if not self.is_closable or not isinstance(schema, dict):
             return schema
         self._budget.take(len(self.names))

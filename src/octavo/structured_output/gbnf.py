@@ -1,8 +1,8 @@
-"""Translate llama.cpp's GBNF into the Lark notation that llguidance reads.
+"""Translate llama.cpp's GBNF into the Lark notation of llguidance.
 
 Each character becomes a lexeme, except for the parts that `octavo.structured_output.gbnf_lexemes` finds: with longer
-lexemes, llguidance's lexer, which never backtracks, would forbid texts that a grammar allows, such as "ba" for `root
-::= word "a"` and `word ::= [a-z]+`.
+lexemes, llguidance's lexer would forbid texts that a grammar allows, such as "ba" for `root ::= word "a"` and `word ::=
+[a-z]+`.
 The notation: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
 
@@ -56,7 +56,7 @@ def is_gbnf(grammar: str) -> bool:
 
 @functools.lru_cache(maxsize=128)
 def to_lark(grammar: str) -> str:
-    """Translate a grammar. Raises `ValueError` if it is invalid."""
+    """Translate a grammar. Raises `ValueError`."""
     rules = with_lexemes(read_rules(grammar))
     names = {"root": "start"}  # Lark allows other names than GBNF
     for name in rules:
@@ -67,7 +67,7 @@ def to_lark(grammar: str) -> str:
 
 
 def read_rules(grammar: str) -> Rules:
-    """Parse a grammar. Raises `ValueError` if it is invalid."""
+    """Parse a grammar. Raises `ValueError`."""
     reader = _Reader()
     place = 0
     while place < len(grammar):
@@ -168,7 +168,7 @@ def _joined(alternatives: list[list[Node]]) -> Node:
 
 
 def _spelled(root: Node, names: dict[str, str], terminals: dict[str, str]) -> str:
-    """Spell a node in Lark, without recursion because nodes may be deep. Mutated: terminals, gets new lexemes."""
+    """Spell a node in Lark, without recursion because nodes may be deep. Mutated: terminals."""
     written: list[str] = []
     left: list[Node | str] = [root]
     while left:
@@ -193,7 +193,6 @@ def _spelled(root: Node, names: dict[str, str], terminals: dict[str, str]) -> st
 
 
 def _between(opens: str, nodes: tuple[Node, ...], mark: str, closes: str) -> list[Node | str]:
-    """Return nodes in reverse order."""
     parts: list[Node | str] = [closes]
     for node in reversed(nodes):
         parts += [node, mark]

@@ -1,9 +1,8 @@
 """Find the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
 
 llguidance's lexer takes the longest lexeme and never backtracks, which is exact if no text of a lexeme is a prefix of
-another one's. A grammar without recursion becomes one lexeme. In other grammars, parts whose text marks its own end,
-such as a string with its quotes, become lexemes, if the prefix condition holds for all lexemes and single characters
-together.
+another text. A grammar without recursion becomes one lexeme. In others, parts that mark their own end, such as a string
+with its quotes, become lexemes, if the prefix condition holds for all lexemes and single characters together.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _MAX_WORK = 100_000  # about 5 us each; other threads wait
 
 
 class TooLargeError(Exception):
-    """An automaton has too many states."""
+    """Too many states."""
 
 
 class TooMuchWorkError(Exception):
@@ -76,7 +75,7 @@ def _fits(rules: Rules, node: Node, work: _Work) -> bool:
 
 
 class _Sizes:
-    """Characters and levels of nodes with their rules expanded; None for recursive or too large ones."""
+    """Characters and levels of nodes with expanded rules; None if recursive or too large."""
 
     def __init__(self, rules: Rules) -> None:
         self._of_rules: dict[str, tuple[int, int]] = {}
@@ -127,7 +126,6 @@ class _Sizes:
 
 
 def _nodes(root: Node) -> Iterator[tuple[Node, int]]:
-    """Yield all nodes with their depth."""
     left = [(root, 1)]
     while left:
         node, level = left.pop()
@@ -140,7 +138,7 @@ def _nodes(root: Node) -> Iterator[tuple[Node, int]]:
 
 
 class _Automaton:
-    """Matches several parts of a grammar in parallel (nondeterministic)."""
+    """Matches several parts of a grammar in parallel."""
 
     def __init__(self, rules: Rules, parts: Iterable[Node], work: _Work) -> None:
         self._rules, self._work = rules, work
@@ -155,7 +153,7 @@ class _Automaton:
     def going_on(self, *, until_found: bool = False) -> set[int]:
         """Return the parts with an empty text, or a text of which a text of any part is a prefix.
 
-        until_found: stop after the first one. Raises `TooLargeError`.
+        until_found: stop after the first. Raises `TooLargeError`.
         """
         start = self._closure([0])
         found = {self._owners[state] for state in start & self._ends}
@@ -280,7 +278,6 @@ class _Parts:
         return self._rules
 
     def _replace(self) -> Rules:
-        """Replace all runs except for refused ones."""
         self._runs.clear()
         self._chars.clear()
         rules: Rules = {}
@@ -342,7 +339,7 @@ class _Parts:
         return known
 
     def _refuse(self) -> bool:
-        """Refuse the runs that conflict with lexemes or characters. Returns True if there are any."""
+        """Refuse runs that conflict with lexemes or characters. Returns True if there are any."""
         parts = [*self._runs]
         longer = _Automaton(self._rules, parts, self._work).going_on()
         chars = tuple(each for ranges in self._chars for each in ranges)

@@ -12,21 +12,21 @@ _FIRST_SURROGATE, _LAST_SURROGATE = 0xD800, 0xDFFF
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of a set."""
+    """One character."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """All items in order."""
+    """Items in order."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several options."""
+    """One option."""
 
     options: tuple[Node, ...]
 
@@ -49,7 +49,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Lexeme:
-    """llguidance's lexer reads it as a whole."""
+    """The lexer's unit."""
 
     regex: str
 
@@ -86,7 +86,7 @@ def chars_regex(ranges: Ranges) -> str:
 
 
 def regex(node: Node, rules: Rules) -> str:
-    """Spell a node without recursive rules."""
+    """Spell a node without recursion."""
     match node:
         case Chars(ranges):
             return chars_regex(ranges)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_MAX_KEPT = 128  # and those of unfinished requests: a small schema takes 0.2 MB
+_MAX_KEPT = 128  # a small schema takes 0.2 MB
 _MAX_KEPT_CHARS = 1 << 20  # of their texts
 _STACK_BYTES = 512 << 20  # of address space; 4000 rules in a chain take 8 MB, a text may have 16,000
 _MAX_WAITING = 1024  # grammars of one tenant
@@ -64,7 +64,7 @@ class GrammarError(RequestError):
 class Matcher:
     """The position of one output in its grammar.
 
-    large: lets other threads run during `advance` with a large grammar. `allowed` always does.
+    large: lets other threads run during `advance` with a large grammar; `allowed` always does.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, large: _LargeSteps | None = None) -> None:
@@ -75,7 +75,7 @@ class Matcher:
 
     @property
     def is_large(self) -> bool:
-        """Whether a token may take long."""
+        """Whether processing a token may take long."""
         return self._large is not None
 
     def advance(self, token_ids: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ class Matcher:
         self.num_tokens -= num_tokens
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens, from the first one, may come next. Raises `GrammarError`."""
+        """Return how many of these tokens may come next in this order. Raises `GrammarError`."""
         with _told_apart():
             return int(self._matcher.validate_tokens(list(token_ids)))
 
@@ -136,8 +136,8 @@ class _LargeSteps:
 class Vocabulary:
     """The properties of a tokenizer that grammars need.
 
-    text: its tokenizer.json. num_ids: the model may have more or fewer rows. token_id: returns the id of a token's
-    text. added_ids: tokens added to the trained vocabulary.
+    text: its tokenizer.json. num_ids: the model may have more or fewer rows. added_ids: tokens added to the trained
+    vocabulary.
     """
 
     text: str
@@ -148,7 +148,7 @@ class Vocabulary:
 
 
 class _Compiled:
-    """Can be weakly referenced."""
+    """A weakly referenced grammar."""
 
     __slots__ = ("__weakref__", "large", "matcher")
 
@@ -177,7 +177,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def read_ahead(self) -> Future[None]:
-        """Read the vocabulary in the background; call it before the first request. Later requests raise its errors."""
+        """Read the vocabulary in the background before the first request. Later requests raise its errors."""
         return _executor().submit(self._read_ahead)
 
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
@@ -210,7 +210,7 @@ class GrammarCompiler:
             return compiled
 
     def _keep(self, text: str, compiled: _Compiled) -> None:
-        """Mark a grammar as most recently used; evict others beyond the limits."""
+        """Mark a grammar as most recently used; evict the least recently used ones beyond the limits."""
         if self._kept.pop(text, None) is None:
             self._num_kept_chars += len(text)
         self._kept[text] = compiled
@@ -235,7 +235,7 @@ class GrammarCompiler:
             limits = llguidance.LLParserLimits(**_LIMITS)
             matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # copies share these states in their first step
+                matcher.compute_bitmask()  # copies share these states
             if matcher.is_error():
                 raise _refusal(llguidance, wanted.kind, structure, matcher.get_error())
             compiled = _Compiled(matcher, self._large_steps(llguidance) if len(text) > _LARGE_CHARS else None)
@@ -266,7 +266,7 @@ class GrammarCompiler:
         return self._tokenizer
 
     def _start(self, wanted: StructuredOutputsParams) -> str:
-        """Return the rules of the structure, `@answer`, and any free text before it."""
+        """Return the rules of the structure and any free text before it."""
         if wanted.starts_after is None:
             return "start: @answer"
         vocabulary, first = self._vocabulary, self._first_piece(wanted.starts_after)
@@ -282,13 +282,12 @@ class GrammarCompiler:
         return text if self._token(text) else next(filter(None, _MARKS.split(text)))
 
     def _spelled(self, text: str) -> str:
-        """Spell a text that may contain tokens."""
         if token := self._token(text):
             return token
         return " ".join(self._token(piece) or json.dumps(piece) for piece in _MARKS.split(text) if piece)
 
     def _token(self, text: str) -> str | None:
-        """Return a token's name; None if the model has no row for it."""
+        """Return None if the model has no row for it."""
         assert self._vocabulary is not None
         token_id = self._vocabulary.token_id(text)
         return None if token_id is None or token_id >= self._vocab_size else by_id(token_id)
@@ -308,7 +307,7 @@ def _turns() -> Turns:
 
 @functools.cache
 def _executor() -> ThreadPoolExecutor:
-    """Return the one thread that compiles. llguidance recurses over rules: the stack is sized for the longest text."""
+    """Return the one thread that compiles. llguidance recurses over rules: its stack fits the longest text."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
     before = threading.stack_size(_STACK_BYTES)
     try:
@@ -365,7 +364,7 @@ def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
 
 
 def _refusal(llguidance: Any, kind: str, structure: str, message: str) -> GrammarError:
-    """Name the part of a schema that cannot be compiled. structure: as llguidance reads it."""
+    """Name the part of a schema that cannot be compiled."""
 
     def check(schema: dict[str, Any]) -> str | None:
         options = {**JSON_OPTIONS, "lenient": LENIENT in schema}

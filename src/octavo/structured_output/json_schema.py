@@ -14,7 +14,7 @@ NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas", *DEFINIT
 
 
 def refuse_large_objects(schema: str | dict[str, Any], kind: str, parameter: str | None) -> None:
-    """Raise `RequestError` if an object of a schema has too many optional properties.
+    """Raise `RequestError` if an object has too many optional properties.
 
     Text that is not JSON is ignored: the compiler refuses it.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # JSON is on one line, with an optional space after commas and colons: small models fill an answer with unlimited white
-# space until they have no tokens left. `oneOf` is treated as `anyOf`: an automaton cannot count matching options.
+# space until their tokens run out. `oneOf` is treated as `anyOf`: an automaton cannot count matching options.
 JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -24,7 +24,7 @@ JSON_OPTIONS = {
 # Otherwise llguidance would force text with one continuation as the tokenizer's tokens. For "<think>" in a schema that
 # is the added token, which llguidance then refuses.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# Chat templates put up to two line feeds around reasoning.
+# Blanks at a beginning are limited, too; some are needed: chat templates put up to two line feeds around reasoning.
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
@@ -34,7 +34,7 @@ _VALUES = {"const", "enum", "required"}
 
 
 def lark_json(schema: str | dict[str, Any]) -> str:
-    """Return the expression for a schema's JSON. Raises `RequestError` if the schema is too large."""
+    """Return the expression for a schema's JSON. Raises `RequestError` if it is too large."""
     fields = json.loads(schema) if isinstance(schema, str) else schema
     refuse_large_objects(fields, fields.get(FIELD) or "a function's parameters or the answer's schema", None)
     options = {**JSON_OPTIONS, "lenient": True} if LENIENT in fields else JSON_OPTIONS
@@ -42,7 +42,7 @@ def lark_json(schema: str | dict[str, Any]) -> str:
 
 
 def _bare(schema: Any) -> Any:
-    """Remove annotations: descriptions of tools are long, and the size of a grammar is limited."""
+    """Remove annotations: tools have long descriptions, and the size of a grammar is limited."""
     if isinstance(schema, list):
         return [_bare(each) for each in schema]
     if not isinstance(schema, dict):
@@ -59,7 +59,7 @@ def _bare(schema: Any) -> Any:
 def by_id(token_id: int) -> str:
     """Return the name of a token in a grammar.
 
-    llguidance takes every added token of the form <...> for a special one and would never use it by its text.
+    llguidance takes every added token of the form <...> for a special one and never uses it by its text.
     """
     return f"<[{token_id}]>"
 
@@ -81,8 +81,7 @@ def text_up_to(
 def free_start(ends: str, ends_token: str | None, opens: str | None, between: Sequence[int], *, is_exact: bool) -> str:
     """Return the rules of an answer that is free up to and including a marker, followed by the structure, `@answer`.
 
-    opens: begins the free part; None if every answer has one. is_exact: blanks may not precede an answer without a free
-    part.
+    opens: begins the free part; None if every answer has one. is_exact: no blanks may precede an answer without one.
     """
     rules = text_up_to(ends, ends_token, head="free", text="ANY", between=between)
     if opens is None:

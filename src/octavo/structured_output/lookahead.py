@@ -67,7 +67,6 @@ def _decimal(found: re.Match[str]) -> str:
 
 
 def _group_end(pattern: str, start: int) -> int | None:
-    """Return the position after the group that begins here."""
     depth, place, is_in_class = 0, start, False
     while place < len(pattern):
         char = pattern[place]
@@ -88,7 +87,6 @@ def _group_end(pattern: str, start: int) -> int | None:
 
 
 def _complements(inner: str) -> list[str] | None:
-    """Match texts that do not begin with a pattern."""
     found = []
     for option in _alternatives(inner):
         complement = _complement(option)
@@ -99,12 +97,11 @@ def _complements(inner: str) -> list[str] | None:
 
 
 def _ends_whole(pattern: str) -> bool:
-    """Find a final unescaped `$`."""
     return _END.search(pattern) is not None
 
 
 def _alternatives(inner: str) -> Iterator[str]:
-    """Yield the alternatives of a pattern, or of a group around all of it, with any `$` after it."""
+    """Yield the alternatives of a pattern or of a group around it."""
     ending = "$" if _ends_whole(inner) else ""
     group = _GROUP.fullmatch(inner.removesuffix(ending))
     if group is None:
@@ -146,10 +143,7 @@ def _complement(option: str) -> str | None:
 
 
 def _without(atoms: list[str]) -> str | None:
-    """Match texts without a sequence of one or two characters.
-
-    None for longer sequences, and for two characters of which one is a class.
-    """
+    """Match texts without a sequence of one or two characters, of two only if neither is a class."""
     first = _negated(atoms[0])
     if len(atoms) == 1:
         return f"^{first}*$"
@@ -161,7 +155,6 @@ def _without(atoms: list[str]) -> str | None:
 
 
 def _atoms(text: str) -> list[str] | None:
-    """Return single characters and classes, if there is nothing else."""
     found, place = list[str](), 0
     while place < len(text):
         atom = _ATOM.match(text, place)

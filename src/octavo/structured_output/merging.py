@@ -1,6 +1,6 @@
 """Merge the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema add to one value.
 
-Call formats other than JSON need this, because they write properties one by one; for JSON, llguidance merges schemas.
+Call formats other than JSON need this, because they write properties one by one; for JSON, llguidance merges.
 References point into `root`.
 """
 
@@ -28,8 +28,8 @@ def is_merged(schema: dict[str, Any]) -> bool:
 def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
     """Merge the target of a schema's `$ref` and the members of `allOf`; `anyOf`, `oneOf` and properties' schemas stay.
 
-    Keywords that cannot be combined become members of an `allOf`. For more than MAX_EXPANDED members the result is {},
-    which allows anything.
+    Keywords that cannot be combined become members of an `allOf`. Beyond MAX_EXPANDED members the result is {}, which
+    allows anything.
     """
     found = dict[str, Any]()
     left, referred, num_seen = [schema], set[str](), 0
@@ -58,7 +58,7 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one merged schema for each option of `anyOf` and `oneOf`.
 
-    For more than MAX_OPTIONS it is a single schema that allows the properties of all options.
+    Beyond MAX_OPTIONS it is a single schema with the properties of all options.
     """
     left, found = [merged(schema, root)], list[dict[str, Any]]()
     num_seen = 0
@@ -78,7 +78,7 @@ def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_small(schema: Any, root: dict[str, Any]) -> bool:
-    """Return True if a schema, fully expanded, has at most MAX_EXPANDED schemas. Recursive ones never have."""
+    """Return True if a schema, fully expanded, has at most MAX_EXPANDED schemas; recursive ones never have."""
     left, num_seen = [schema], 0
     while left and num_seen <= MAX_EXPANDED:
         part = left.pop()
@@ -100,7 +100,7 @@ def _list(schema: dict[str, Any], key: str) -> list[Any]:
 
 
 def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
-    """Allow the properties of all parts. Those that all parts require are required."""
+    """Allow all parts' properties; require those that all parts require."""
     properties: dict[str, list[Any]] = {}
     required: list[str] | None = None
     is_closed, num_seen = True, 0
@@ -129,7 +129,7 @@ def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
 def is_open(schema: dict[str, Any]) -> bool:
     """Return True if an object may have properties that its merged schema does not name.
 
-    A schema with `properties` and without `additionalProperties` is closed.
+    With `properties` and without `additionalProperties` it is closed, as models write such calls.
     """
     others = schema.get("additionalProperties")
     if others is not None:
@@ -140,7 +140,6 @@ def is_open(schema: dict[str, Any]) -> bool:
 
 
 def _add(found: dict[str, Any], key: str, value: Any) -> None:
-    """Combine a keyword with its value in a merged schema."""
     given = found.get(key)
     if key not in found or given == value:
         found[key] = value

@@ -29,7 +29,7 @@ _MAX_FIELD_CHARS = 100
 
 @dataclass(frozen=True, slots=True)
 class SchemaFault:
-    """A part that cannot be compiled. field: the request's field, if known."""
+    """A part that cannot be compiled. field: the request's field."""
 
     place: str
     message: str
@@ -40,9 +40,9 @@ class SchemaFault:
 
 
 def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
-    """Return the fault of the smallest part of a schema that fails alone, if any.
+    """Return the fault of the smallest part of a schema that fails alone; None if the schema compiles.
 
-    check: compiles a schema and returns the error, or None.
+    check: returns the compiler's error, or None.
     """
     message = check(schema)
     if message is None:
@@ -67,7 +67,7 @@ def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | N
 
 
 def find_fault_in_grammar(grammar: str, check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
-    """Return the fault of the first schema in a Lark grammar that fails alone."""
+    """Return the first fault of a schema in a Lark grammar."""
     decoder = json.JSONDecoder()
     for found in _SCHEMA.finditer(grammar):
         try:
@@ -80,7 +80,7 @@ def find_fault_in_grammar(grammar: str, check: Callable[[dict[str, Any]], str | 
 
 
 def _children(schema: dict[str, Any], place: str, root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas within a schema and its reference's target, with their places."""
+    """Yield the schemas within a schema and its reference's target."""
     for key in _NAMED:
         if isinstance(named := schema.get(key), dict):
             for name, each in named.items():
@@ -125,7 +125,7 @@ def _explained(message: str, schema: dict[str, Any]) -> str:
 
 
 def reason_of(message: str) -> str:
-    """Return the first line of an error of llguidance; for a regular expression with the reason from later lines."""
+    """Return the first line of llguidance's error, with the reason in later lines for a regular expression."""
     head, _, rest = message.strip().partition("\n")
     reason = rest.rpartition("error: ")[2].partition("\n")[0] if "regex parse error" in head else ""
     return f"{head.rpartition('regex parse error')[0]}{reason}" if reason else head

@@ -54,7 +54,6 @@ class _Rewriter:
         self._budget = MergeBudget()
 
     def whole(self) -> dict[str, Any]:
-        """Include all definitions that had to be added."""
         found = self._closed(self._root)
         if not isinstance(found, dict):
             found = {"not": {}}  # llguidance refuses it
@@ -94,7 +93,7 @@ class _Rewriter:
         return found
 
     def _open(self, schema: Any) -> Any:
-        """Close the properties of a member of a merge, but not the object itself."""
+        """Close the properties of a member of a merge, not the object."""
         return self._rewritten(schema, is_open=True)
 
     def _rewritten(self, schema: Any, *, is_open: bool) -> Any:
@@ -140,7 +139,7 @@ class _Rewriter:
 
 
 def _mended(schema: dict[str, Any]) -> dict[str, Any] | bool:
-    """Drop or replace keywords that llguidance refuses without need. False if no value can match."""
+    """Drop or replace keywords that llguidance refuses without need; return False if no value can match."""
     found = dict(schema)
     if found.get("not") in ({}, True) and "not" in found:
         return False
@@ -203,7 +202,6 @@ def _named_formats() -> set[str]:
 
 
 def _note_format(name: str) -> None:
-    """Log once that a format is not checked."""
     named, shown = _named_formats(), name[:_MAX_NAME_CHARS]
     if shown not in named and len(named) < _MAX_NAMED:
         named.add(shown)

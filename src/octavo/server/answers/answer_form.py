@@ -15,7 +15,7 @@ from octavo.server.answers.template_probe import TemplateProbe
 from octavo.server.answers.tools import NO_TOOLS
 from octavo.structured_output.lark import by_id
 
-_PIECE = 4096  # characters; a parser copies the rest of its text with each part
+_PIECE = 4096  # a parser copies the rest of its text with each part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,8 +39,8 @@ def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
 class AnswerStyle:
     """How a model writes tool calls and reasoning.
 
-    reasoning_end_id: None if the end of reasoning is not one token. special_ids: the markers that are special tokens,
-    with their ids. shows_tools: whether the chat template shows tools.
+    reasoning_end_id: None if the end of reasoning is not one token. special_ids: ids of the markers that are special
+    tokens.
     """
 
     tools: ToolFormat | None = None
@@ -84,9 +84,9 @@ class AnswerStyle:
 class AnswerForm:
     """How one request's answers are read.
 
-    in_reasoning: answers begin within reasoning, because the prompt ends with its opening mark. shown_ids: special
-    tokens that are part of the text. frame: the format whose parser reads answers without tools as well. is_whole:
-    answers are not streamed, so a call is read to its end before any part of it is emitted.
+    in_reasoning: the prompt ends with the opening mark of the reasoning. shown_ids: special tokens that are part of the
+    text. frame: the format whose parser reads answers without tools as well. is_whole: without a stream, a call is read
+    to its end before any part of it is emitted.
     """
 
     toolbox: Toolbox = NO_TOOLS
@@ -131,7 +131,7 @@ class AnswerForm:
         return ReasoningParser(parser, is_open=self.in_reasoning, form=self.reasoning, interrupts=interrupts)
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters whose grammar covers the whole text except for reasoning."""
+        """Return parameters whose grammar covers all text except for reasoning."""
         structure = self._framed(self.toolbox.structure(params.structured_outputs))
         if structure is not None and self.reasoning is not None and structure.starts_after is None:
             free_from = None if self.in_reasoning else self.reasoning.opens
@@ -165,7 +165,7 @@ class AnswerReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of tokens of the reasoning with its end; 0 if the end is not one token."""
+        """The tokens of the reasoning with its end; 0 if the end is not one token."""
         return self._num_tokens if self._has_reasoning and self._end_id is not None else 0
 
     def read(self, completion: CompletionOutput) -> list[Part]:

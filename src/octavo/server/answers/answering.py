@@ -65,7 +65,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
 
 
 async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
-    """Answer a job when all outputs are complete; abort its requests if the client disconnects."""
+    """Answer a job when all outputs are complete; abort it if the client disconnects."""
     usage = _counter(http_request, job)
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))
@@ -81,7 +81,7 @@ async def answer_whole(service: Service, http_request: Request, job: Job, reply:
 
 @contextlib.contextmanager
 def _failing_alone(job: Job) -> Iterator[None]:
-    """Turn any fault into an error that names the request."""
+    """Make any fault an error that names the request."""
     try:
         yield
     except (OctavoError, ClientDisconnect):
@@ -93,7 +93,6 @@ def _failing_alone(job: Job) -> Iterator[None]:
 
 
 def _counter(http_request: Request, job: Job) -> UsageCounter:
-    """Make a token counter, and note it for the audit log."""
     usage = UsageCounter(counts_completions=job.counts_completions)
     http_request.state.audit.update(id=job.request_id, model=job.model, stream=job.stream, usage=usage)
     return usage
@@ -162,7 +161,7 @@ class ChoiceUpdates:
         self._ended: set[int] = set()
 
     def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
-        """Return the updates of an output: none for a choice that has ended or has nothing new."""
+        """Return no update for a choice that has ended or has nothing new."""
         updates = []
         for completion in output.outputs:
             choice = self._first_choice[output.request_id] + completion.index
@@ -177,7 +176,7 @@ class ChoiceUpdates:
 
 
 async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Wait; cancel the work and raise `ClientDisconnect` if the client disconnects first."""
+    """Wait for work; cancel it and raise `ClientDisconnect` if the client disconnects first."""
     return (await _begun(http_request, asyncio.create_task(work))).result()
 
 
@@ -232,7 +231,6 @@ async def _events(
     reply: Reply,
     counter: UsageCounter,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield events; the last one may be an error."""
     try:
         async with aclosing(outputs):
             updates = await first

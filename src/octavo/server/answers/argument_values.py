@@ -56,10 +56,7 @@ def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> 
 
 
 def takes_others(schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Return True if an object may have unnamed properties.
-
-    A schema with `properties` and without `additionalProperties` is read as closed, as models write such calls.
-    """
+    """Return True if an object may have unnamed properties, see `is_open`."""
     return any(map(is_open, alternatives(schema, root)))
 
 
@@ -69,7 +66,7 @@ def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
 
 
 def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-    """Return the names of properties, including those of references and options."""
+    """Return the names of properties, also of references and options."""
     named = [each.get("properties") for each in alternatives(schema, root)]
     return list(dict.fromkeys(name for each in named if isinstance(each, dict) for name in each))
 
@@ -95,7 +92,7 @@ def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
 
 
 def _parts(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the merged schema, then the options of each part without types, each part once."""
+    """Yield the merged schema, then the options of parts without types."""
     left, seen = [schema], dict[int, Any]()
     while left:
         part = left.pop(0)
@@ -130,7 +127,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
     """Return an argument's JSON; None if it is omitted: its text is empty, and it cannot be a string.
 
     Python's literals are accepted unless only a string is allowed. Words of a wrong type become a string, so that the
-    client can report the error to the model. Any other text has a slip: raises `UnreadableError`.
+    client can report the error to the model. Raises `UnreadableError` for other text.
     """
     kinds = types_of(schema, root)
     if kinds == {"string"}:
@@ -154,7 +151,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
-    """Return the value and the JSON of a list or object with slips."""
+    """Read a list or object with slips."""
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):
         found.append(literal_json(text))
@@ -230,7 +227,7 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
 def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: list[Any]) -> Any:
     """Return a copy of a schema that refers to definitions.
 
-    Mutated: names, the id of a referred schema -> its definition; left, gets the schemas that are new in names.
+    Mutated: names, the id of a referred schema -> its definition; left, gets schemas that are new in names.
     """
     if isinstance(schema, list):
         return [_with_names(each, root, names, left) for each in schema]

@@ -1,8 +1,8 @@
 """Base of the parsers that read tool calls while an answer arrives.
 
 A call is held back until it has ended; in a stream, until its arguments have `HELD_CHARS` characters. Arguments that
-break later stay broken JSON: they are never completed to a value that the model did not write. A text that begins like
-a call is content if its arguments have several readings, no tool has its name, or a tag is not closed.
+break later stay broken JSON: they are never completed to a value that the model did not write. A text like a call is
+content if its arguments have several readings, no tool has its name, or a tag is not closed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 _SPACE = " \t\r\n"
 HELD_CHARS = 1024  # of streamed arguments
 _END_OF_TEXT = r"\Z"
-_MAX_CLOSERS = 8  # surplus brackets after a call
-HALF = "\ufffd"  # decoded from a part of a character's bytes
+_MAX_CLOSERS = 8  # surplus brackets
+HALF = "\ufffd"  # decoded from a part of a character
 _BEHIND_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"  # for grammars
-_AFTER_ARGUMENTS = "}],;{[<>`"  # first characters of marks
+_AFTER_ARGUMENTS = "}],;{[<>`"  # begin marks
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
 
 def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
-    """Return a pattern of the text that may follow arguments: one of these marks, or the end of the text.
+    """Return a pattern of one of these marks or the end of the text, which may follow arguments.
 
     is_wrapped: the closing bracket of an enclosing object comes first.
     """
@@ -55,7 +55,7 @@ class MalformedError(Exception):
 
 @dataclass(slots=True)
 class Call:
-    """A call that is read. index: None until the name is emitted."""
+    """A call. index: None until the name is emitted."""
 
     name: str | None = None
     arguments: str | None = None
@@ -65,8 +65,8 @@ class Call:
 class ToolParser:
     """Separates tool calls from other text.
 
-    only_one: drop further calls. _ends: matches the text that may follow broken arguments. num_held_chars: None to hold
-    back all arguments until a call has ended.
+    _ends: matches the text that may follow broken arguments. num_held_chars: None to hold back all arguments until a
+    call has ended.
     """
 
     num_held_chars: int | None = HELD_CHARS
@@ -91,7 +91,7 @@ class ToolParser:
         self._held: list[Part] | None = None  # may turn out to be text
         self._held_text: list[str] = []  # of these parts
         self._num_held_chars = 0  # of its arguments
-        self._broken = ""  # what was read of the last broken call
+        self._broken = ""  # the part of the last broken call that was read
         self._budget = SearchBudget()
         self._steps = self._read()
 
@@ -138,7 +138,7 @@ class ToolParser:
             yield
 
     def _num_begun(self, openers: tuple[str, ...]) -> int:
-        """Count the final characters that may begin an opener."""
+        """Count final characters that may begin an opener."""
         if self._is_over and not self._is_cut:
             return 0
         end = self._text.rstrip(HALF)
@@ -146,7 +146,7 @@ class ToolParser:
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
     def _begins_with(self, start: int, heads: Heads) -> Wait[bool]:
-        """Return whether a head begins here. If the answer was cut off within one, drop it."""
+        """Return whether a head begins here. If it was cut off, drop it."""
         while (found := heads.stand_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
@@ -167,7 +167,7 @@ class ToolParser:
         return (yield from self._attempt(call, self._members(call)))
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
-        """Read a call. Returns False if there is none: the text that was read is content then."""
+        """Read a call. If it returns False, the text that was read is content."""
         self._held, self._held_text, self._num_held_chars = [], [], 0
         start = self._position
         try:
@@ -217,7 +217,7 @@ class ToolParser:
         return self._is_cut and self._position == len(self._text)
 
     def _drop_cut(self, expected: str) -> None:
-        """Drop the beginning of an expected text if the answer was cut off within it."""
+        """Drop an expected text that was cut off."""
         if self._is_cut and expected.startswith(self._text[self._position :].rstrip(HALF)):
             self._position = len(self._text)
             self._drop()
@@ -245,7 +245,7 @@ class ToolParser:
             self._tell_whole(call)
 
     def _tell_whole(self, call: Call) -> None:
-        """Emit arguments that came before the name, or in a string."""
+        """Emit arguments before the name, or in a string."""
         arguments = "{}" if call.arguments in {None, "", "null"} else str(call.arguments).strip()
         scanner = StrictObject()
         if scanner.scan(arguments, 0) != len(arguments) or not scanner.is_over:
@@ -260,7 +260,6 @@ class ToolParser:
         self._tell("arguments", arguments, call)
 
     def _tell_arguments(self, call: Call) -> Wait[None]:
-        """Emit arguments in JSON."""
         self._begin(call)
         self._drop()
         scanner, told = StrictObject(), list[str]()
@@ -328,13 +327,12 @@ class ToolParser:
         self._drop()
 
     def _other_call(self) -> re.Pattern[str]:
-        """Match the beginning of a call: a mark, or an object with a tool's name."""
         names = "|".join(map(re.escape, sorted(self._names)))
         head = rf'"{re.escape(self.name_key)}"\s*:\s*"(?:{names})"|\{{\s*"(?:{names})"\s*:'
         return re.compile("|".join([*map(re.escape, self._call_openers), head]))
 
     def _broken_end(self, text: str, position: int) -> int:
-        """Return where a call that broke at `position` ends.
+        """Return the end of a call that broke at `position`.
 
         A call that begins before the closing mark may be part of a string, so it is never run: it is text up to its own
         closing mark.
@@ -350,7 +348,7 @@ class ToolParser:
         return max(position, min(ends, default=position))
 
     def _give_up(self, call: Call) -> NoReturn:
-        """Emit the rest of the arguments if the call was emitted already."""
+        """Emit the remaining arguments if the call was emitted already."""
         if self._is_cut or self._held is None:
             self._position = len(self._text) if self._is_cut else self._position
             self._tell("arguments", self._text[: self._position], call)
@@ -361,14 +359,13 @@ class ToolParser:
         return self._keys.get(call.name or "")
 
     def _begin(self, call: Call) -> None:
-        """Emit the name of a call."""
+        """Emit the name."""
         if call.name not in self._names:
             raise MalformedError
         call.index, self._num_calls = self._num_calls, self._num_calls + 1
         self._tell("call", call.name or "", call)
 
     def _value(self) -> Wait[str]:
-        """Skip a JSON value of any kind."""
         start, depth = self._position, 0
         while True:
             char = yield from self._peek()
@@ -452,7 +449,6 @@ class ToolParser:
         self._drop()
 
     def _skip_space(self) -> Wait[str]:
-        """Return the next character, as `_peek`."""
         while (char := (yield from self._peek())) and char in _SPACE:
             self._position += 1
         return char

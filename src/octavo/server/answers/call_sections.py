@@ -40,7 +40,7 @@ class SectionFormat(ToolFormat):
     frames: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Set `frames_content` if there are frames: they are read in answers without tools as well."""
+        """Set `frames_content`: frames are read in answers without tools as well."""
         cls.frames_content = cls.frames_content or bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -54,7 +54,7 @@ class SectionFormat(ToolFormat):
         raise NotImplementedError
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return the rules of `call`."""
+        """Write `call`'s rules."""
         raise NotImplementedError
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -75,12 +75,12 @@ class SectionFormat(ToolFormat):
         return "\n".join([*rules, self._frame_rule(), *map(self._text_and, framed, self.frames)])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls, or framed JSON."""
+        """Allow calls or JSON."""
         grammar = super().or_content(functions, schema, only_one=only_one)
         return grammar.replace("start: calls | content", f"start: calls | {self._framed('content')}", 1)
 
     def content(self, schema: str) -> str | None:
-        """Allow framed JSON; None without frames."""
+        """Allow framed JSON."""
         if not self.frames:
             return None
         return f"start: {self._framed('content')}\ncontent: {lark_json(schema)}\n{self._frame_rule()}"
@@ -113,11 +113,11 @@ class SectionParser(ToolParser):
         self._frames = form.frames
         self._opens = form.opens.removeprefix(form.opener)
         self._call_opens, self._between = form.call_opens, form.between.strip()
-        # Models put blanks between the end of a list and the mark after it.
+        # Models put blanks after a list.
         is_list_end = form.closes.lstrip().startswith("]")
         self._closes = form.closes.replace("]", "] ", 1) if is_list_end else form.closes
         self._one_each = form.one_each
-        self._is_list = not form.one_each and not form.call_opens  # the calls have no marks of their own
+        self._is_list = not form.one_each and not form.call_opens  # calls have no marks of their own
         self._ends = ending(self._closes, form.opener, *form.strays)
         marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)
         self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is no mark
@@ -176,7 +176,7 @@ class SectionParser(ToolParser):
         self._drop()
 
     def _takes_all(self, *marks: str) -> Wait[bool]:
-        """Skip marks with any white space; return whether all came. A mark that was cut off is dropped."""
+        """Skip marks with any white space; drop one that was cut off. Returns whether all came."""
         for mark in (word for each in marks for word in each.split()):
             yield from self._skip_space()
             if not (yield from self._takes(mark)):
@@ -185,7 +185,7 @@ class SectionParser(ToolParser):
         return True
 
     def _call_steps(self, call: Call) -> Wait[None]:
-        """Read a call after its opening mark."""
+        """Read one call."""
         raise NotImplementedError
 
     def _head(self, marker: str) -> Wait[str]:

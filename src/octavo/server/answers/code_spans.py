@@ -1,4 +1,4 @@
-"""Find code in Markdown: a call between backticks is an example."""
+"""Find code in Markdown: a call in backticks is an example."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CodeSpans:
     def __init__(self) -> None:
         self.last = ""
         self._num_open = 0  # backticks that opened the code
-        self._num_seen = 0  # final backticks that have not opened or closed code yet
+        self._num_seen = 0  # final backticks that may open or close code
 
     @property
     def is_outside(self) -> bool:

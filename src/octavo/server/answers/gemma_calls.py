@@ -1,4 +1,4 @@
-"""Gemma 4's calls: keys without quotes, and strings between special marks."""
+"""Gemma 4's calls: keys without quotes, strings between special marks."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class GemmaFormat(SectionFormat):
         return GemmaParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
-        """Write a name and arguments."""
+        """Write one call."""
         return name + _written(arguments)
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Leave objects without known properties and values of several types free."""
+        """Do not constrain open objects and values of several types."""
         quote = self._marker(QUOTE)
         is_token = not quote.startswith('"')
         text = f"TEXTS: /(.|\\n)*/ {FEW_BLANKS}" + (f" & ~/(.|\\n)*{pattern(QUOTE)}(.|\\n)*/" if is_token else "")
@@ -141,7 +141,6 @@ class GemmaParser(ValueParser):
         self._say_closed(call)
 
     def _key(self) -> Wait[str]:
-        """Read a key and its colon; return the key as JSON."""
         if (char := (yield from self._peek())) == "<":
             key = yield from self._quoted(None)
         elif char == '"':
@@ -213,7 +212,6 @@ class GemmaParser(ValueParser):
         return f'"{written}"'
 
     def _piece(self, text: str, call: Call | None) -> str:
-        """Emit a piece of a string; without a call, return it as JSON."""
         written = json_text(text)[1:-1]
         if call is None:
             return written

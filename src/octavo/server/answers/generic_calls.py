@@ -52,11 +52,11 @@ class GenericFormat(ToolFormat):
         return f"start: {_calls(only_one)}\n{object_rules(functions, 'name', 'arguments')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow calls, or a text."""
+        """Allow calls or text."""
         return self.or_content(functions, '{"type": "string"}', only_one=only_one)
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls, or JSON."""
+        """Allow calls or JSON."""
         start = f"start: {_calls(only_one)} | {_member(_RESPONSE, 'content')}\ncontent: {lark_json(schema)}"
         return f"{start}\n{object_rules(functions, 'name', 'arguments')}"
 
@@ -99,7 +99,7 @@ def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one
 
 
 def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Write a message's call or result as text. Mutated: names, the id of a call -> its name."""
+    """Write calls and results as text. Mutated: names, the id of a call -> its name."""
     if message["role"] == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
         result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}
@@ -146,7 +146,7 @@ class _GenericParser(ToolParser):
             yield
 
     def _object(self) -> Wait[bool]:
-        """Read the object. Returns False if it is of another form."""
+        """Return False for another form."""
         match (yield from self._key()):
             case "response":
                 yield from self._response()
@@ -159,7 +159,6 @@ class _GenericParser(ToolParser):
                 return False
 
     def _key(self) -> Wait[str]:
-        """Return the first member's name, and go to its value."""
         if (yield from self._skip_space()) != "{":
             raise MalformedError
         self._position += 1
@@ -181,7 +180,6 @@ class _GenericParser(ToolParser):
             self._position += 1
 
     def _response(self) -> Wait[None]:
-        """Emit text or JSON piece by piece."""
         if (yield from self._peek()) == '"':
             self._position += 1
             self._drop()
@@ -226,5 +224,4 @@ class _GenericParser(ToolParser):
 
 
 def _is_half(escape: str) -> bool:
-    """Find the first surrogate of a pair."""
     return len(escape) == 6 and escape[2:4].lower() in {"d8", "d9", "da", "db"}

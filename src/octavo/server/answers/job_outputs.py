@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Outputs: TypeAlias = "AsyncGenerator[RequestOutput, None] | MergedOutputs"  # one reader; closing it aborts the rest
 
-_MERGED = 16  # outputs; streams have their own limits on unread ones
+_MERGED = 16  # outputs; streams limit unread ones
 _ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
     ErrorCode.DEADLINE_PASSED: DeadlineError,
     ErrorCode.GRAMMAR_EXCEEDED: partial(RequestError, parameter="structured_outputs"),
@@ -65,7 +65,7 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
 
 
 class MergedOutputs:
-    """Merges streams in order of arrival, at most `at_once` of them open. The first error ends them all."""
+    """Merges streams in order of arrival, at most `at_once` of them open. The first error ends all."""
 
     def __init__(self, streams: Sequence[AsyncGenerator[RequestOutput, None]], *, at_once: int) -> None:
         self._waiting = iter(streams)
@@ -98,7 +98,7 @@ class MergedOutputs:
 async def _pump(
     waiting: Iterator[AsyncGenerator[RequestOutput, None]], queue: asyncio.Queue[RequestOutput | BaseException | None]
 ) -> None:
-    """Put the outputs of one stream after the other into a queue, then an error or None."""
+    """Queue the outputs of stream after stream, then an error or None."""
     try:
         for stream in waiting:
             async with aclosing(stream):

@@ -1,4 +1,4 @@
-"""A request to answer, and the protocols by which an API writes its answer."""
+"""A request to answer, and the protocols that write its answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StreamForm:
 
 
 EVENTS = StreamForm("text/event-stream", b": still at work\n\n")
-LINES = StreamForm("application/x-ndjson", b" ")  # a blank before the next line, which is JSON
+LINES = StreamForm("application/x-ndjson", b" ")  # a blank before JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,8 @@ class Job:
     """A request to answer.
 
     model: the name in the answer. place: held until the job is answered. counts_completions: False for prompts that are
-    only scored. deadline: on the event loop's clock. spelled: the engine's name of a parameter -> the client's name.
-    check: called with each tokenized prompt; raises `RequestError` to refuse it.
+    only scored. deadline: on the event loop's clock. spelled: the engine's name of a parameter -> the client's. check:
+    called with each tokenized prompt; raises `RequestError`.
     """
 
     request_id: str
@@ -72,12 +72,12 @@ class Job:
 
     @property
     def request_ids(self) -> list[str]:
-        """The engine's ids, one for each prompt."""
+        """One for each prompt."""
         count = len(self.prompts)
         return [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
 
 
-@dataclass(slots=True)  # frozen would double the time to create one for each token
+@dataclass(slots=True)  # frozen would double the time to create it for each token
 class ChoiceUpdate:
     """New output of one choice. choice: the index over all prompts."""
 
@@ -96,7 +96,7 @@ class WholeReply(Protocol):
 
 
 class Reply(WholeReply, Protocol):
-    """How one API writes outputs."""
+    """Writes outputs."""
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
         """Return events; b"" if the client needs none. usage: None if events have no counts."""
@@ -107,7 +107,7 @@ class Reply(WholeReply, Protocol):
         ...
 
     def error(self, error: HttpError) -> bytes:
-        """Return the last events of a failed stream."""
+        """Return a failed stream's last events."""
         ...
 
 
@@ -117,7 +117,7 @@ def event(data: Any, kind: str | None = None) -> bytes:
 
 
 def line(data: Any) -> bytes:
-    """Encode a line of a stream."""
+    """Encode a line."""
     return encoder.encode(data) + b"\n"
 
 

@@ -48,7 +48,7 @@ class KimiK3Format(TaggedFormat):
         return []
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:  # noqa: ARG002 - the seam's
-        """Require the head of a call without its attributes."""
+        """Ignore attributes."""
         return {self.opener: Heads([self.call_opens])}
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
@@ -61,7 +61,7 @@ class KimiK3Format(TaggedFormat):
         return "".join([*written, self.call_closes])
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep the schema's order."""
+        """Keep schema order."""
         sep, rules = self._marker(_SEP), [choice_of(len(functions))]
         for index, function in enumerate(functions):
             head = self._literal(f'{self.call_opens} tool="{function.name}" index="')
@@ -102,7 +102,7 @@ def _types_of(kinds: frozenset[str]) -> tuple[str, ...]:
 
 
 class KimiK3Parser(TaggedParser):
-    """Attributes may have any order, and unknown ones are ignored."""
+    """Attributes may have any order; unknown ones are ignored."""
 
     def _name(self) -> Wait[str]:
         attributes = yield from self._attributes()
@@ -117,7 +117,6 @@ class KimiK3Parser(TaggedParser):
         return attributes["key"], None if kind is None else kind == "string"
 
     def _attributes(self) -> Wait[dict[str, str]]:
-        """Skip a tag and return its attributes."""
         head = yield from self._head(_SEP)
         if not _ATTRIBUTES.fullmatch(head):
             raise MalformedError

@@ -1,4 +1,4 @@
-"""The known formats of tool calls, and their detection in chat templates."""
+"""The known formats of tool calls, and their detection."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def find_tool_format(
 ) -> ToolFormat | None:
     """Return the format of a name; for "auto" the one that chat templates show, or else the generic one.
 
-    written: the call of `octavo.server.answers.template_probe` as the templates write it. If several formats have the
-    name, return the one that the templates show, or the first. Returns None for "none", and for "auto" without a chat
+    written: the call of `octavo.server.answers.template_probe` as the templates write it. If formats share the name,
+    return the one that the templates show, or the first. Returns None for "none", and for "auto" without a chat
     template.
     """
     if wanted == "none":
@@ -115,7 +115,7 @@ def find_tool_format(
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
     """Return the format that writes exactly the templates' call, or else the first one that reads it.
 
-    If the templates write no call, or write it in the clients' JSON, return the format that they describe.
+    If they write none, or the clients' JSON, return the format that they describe.
     """
     if written is not None and template_probe.NAME in written and _AS_CLIENTS not in written:
         tests = (_is_written, _is_read)

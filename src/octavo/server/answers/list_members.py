@@ -13,8 +13,8 @@ _CLOSERS = {"[": "]", "{": "}", "(": ")"}
 def member_end(text: str) -> int | None:
     """Return the length of the object or Python call at the beginning of a text; None if it is not certain.
 
-    An unescaped quote within a string ends it too early. Therefore each string must be between marks of the notation,
-    and brackets must match.
+    An unescaped quote ends a string too early, so each string must be between marks of the notation, and brackets must
+    match.
     """
     stack, place, last = list[str](), 0, 0
     while (found := _STOP.search(text, place)) is not None:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class MessageParser(ToolParser):
     """Reads messages. Text without a head is content.
 
-    A message that is no call of a known function is text of the kind that its head names. begins: begin a head.
-    head_parts: marks within heads. ends: end a message. breaks: end a message and begin the next one.
+    A message that is no call of a known function is text of the kind that its head names. head_parts: marks within
+    heads. breaks: end a message and begin the next one.
     """
 
     begins: ClassVar[tuple[str, ...]]
@@ -27,11 +27,11 @@ class MessageParser(ToolParser):
     ends: ClassVar[tuple[str, ...]]
 
     def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
-        """Return the function that a message is for, if any, and the kind of its text."""
+        """Return the function that a message is for, and the kind of its text."""
         raise NotImplementedError
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Return the length of a head without its last mark, and the kind of its text; None if unknown."""
+        """Return the length of a head without its last mark, and the kind of its text."""
         return None
 
     def _call_steps(self, call: Call) -> Wait[None]:
@@ -90,7 +90,7 @@ class MessageParser(ToolParser):
         return self._text[:end]
 
     def _drop_cut_head(self) -> None:
-        """Drop a head within which the answer was cut off, but keep the text after a head without its last mark."""
+        """Drop a head that was cut off, but keep the text after a head without its last mark."""
         bare = self._bare_head()
         rest = "" if bare is None else self._text[bare[0] :].rstrip(HALF)
         if not rest or any(each.startswith(rest) for each in (*self.head_parts, self.head_closes)):
@@ -107,7 +107,6 @@ class MessageParser(ToolParser):
             self._drop_cut(end)
 
     def _body(self, kind: Literal["reasoning", "content"]) -> Wait[None]:
-        """Emit a message, and skip its end."""
         while True:
             ends = [(place, end) for end in self.ends if (place := self._text.find(end)) >= 0]
             ends += [(place, "") for each in self.breaks if (place := self._text.find(each)) >= 0]

@@ -1,4 +1,4 @@
-"""Muse Glimmer's answers: messages with recipients; those to functions have calls in tags."""
+"""Muse Glimmer's answers: messages with recipients, and calls in tags."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class MuseGlimmerFormat(TaggedFormat):
         return f"start: {start}\n{texts}\n{self._messages(functions, only_one=only_one)}"
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls, or JSON."""
+        """Allow calls or JSON."""
         start = f"start: begun? messages | (begun? user)? content end?\ncontent: {lark_json(schema)}"
         return f"{start}\n{self._messages(functions, only_one=only_one)}"
 

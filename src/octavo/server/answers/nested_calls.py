@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 MARK = "]<]minimax[>["
-_ITEM = "item"  # the tag of a list's item
+_ITEM = "item"  # a list's item
 _MAX_DEPTH = 64
 _ANY_TAG = "/[A-Za-z0-9_.$-]{1,64}/"
 _ANY_TEXT = "/[^\\]](.|\\n)*/"  # cannot be read as a tag, even if the mark is not a token
@@ -55,7 +55,7 @@ class MiniMaxM3Format(SectionFormat):
         return f"{self.call_opens}{name}{self.named}{_written(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep the schema's order; parts without a schema are any value."""
+        """Keep schema order; parts without a schema are any value."""
         mark = self._marker(MARK)
         rules = [
             choice_of(len(functions)),
@@ -115,7 +115,6 @@ class MiniMaxM3Format(SectionFormat):
         return [f"value{place}: {f'tags? {mark}' if kinds == {'object'} else 'any'}"]
 
     def _text(self, place: str, written: str) -> list[str]:
-        """Return rules as `_value`. written: a lexeme."""
         mark = self._marker(MARK)
         if mark.startswith('"'):
             return [f"value{place}[lazy]: TEXT{place.upper()} {mark}", f"TEXT{place.upper()}: {written} {FEW_BLANKS}"]
@@ -169,7 +168,7 @@ class NestedParser(ValueParser):
         self._say_closed(call)
 
     def _next_tag(self, around: str) -> Wait[str]:
-        """Skip an opening tag and return its name; "" for the end of the enclosing tag."""
+        """Skip and return an opening tag; "" for the end of the enclosing tag."""
         yield from self._skip_space()
         yield from self._expect(MARK)
         if (yield from self._takes(f"</{around}>")):
@@ -183,7 +182,7 @@ class NestedParser(ValueParser):
         return key
 
     def _value_of(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[bool]:
-        """Read a value with the end of its tag. Returns False if it is omitted."""
+        """Return False if the value is omitted."""
         closes = f"{MARK}</{tag}>"
         if is_text(schema, self._root):
             self._say_opened('"', '"', call)
@@ -210,7 +209,7 @@ class NestedParser(ValueParser):
         return written is not None
 
     def _opened_tag(self) -> Wait[str | None]:
-        """Return the name of the next opening tag without skipping it, or None."""
+        """Return the next opening tag without skipping it, or None."""
         yield from self._skip_space()
         place = self._position
         name = None

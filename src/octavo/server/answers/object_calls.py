@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ObjectFormat(SectionFormat):
-    """Calls are objects. id_key: the first key if the format numbers its calls."""
+    """Calls are objects. id_key: the first key of numbered calls."""
 
     name_key: ClassVar[str] = "name"
     arguments_key: ClassVar[str] = "arguments"
@@ -59,7 +59,7 @@ class ObjectParser(SectionParser):
 
 
 class GraniteFormat(ObjectFormat):
-    """Granite 3: a list after a mark."""
+    """Granite 3: a list."""
 
     name = "granite"
     markers = ("<|tool_call|>",)
@@ -67,7 +67,7 @@ class GraniteFormat(ObjectFormat):
 
 
 class Phi4MiniFormat(ObjectFormat):
-    """Phi-4-mini: a list between marks, or after a word."""
+    """Phi-4-mini: a list."""
 
     name = "phi4_mini_json"
     markers = ("<|tool_call|>", "<|/tool_call|>")
@@ -76,7 +76,7 @@ class Phi4MiniFormat(ObjectFormat):
 
 
 class FunctoolsFormat(ObjectFormat):
-    """Firefunction 2: a list after a word."""
+    """Firefunction 2: a list."""
 
     name = "functools"
     markers = ()
@@ -84,7 +84,7 @@ class FunctoolsFormat(ObjectFormat):
 
 
 class NemotronFormat(ObjectFormat):
-    """Nemotron Nano 2: a list between tags."""
+    """Nemotron Nano 2: a list."""
 
     name = "nemotron_json"
     markers = ("<TOOLCALL>", "</TOOLCALL>")
@@ -92,7 +92,7 @@ class NemotronFormat(ObjectFormat):
 
 
 class ToolCallsListFormat(ObjectFormat):
-    """Apriel, Jamba, Hunyuan: a list between tags."""
+    """Apriel, Jamba, Hunyuan: a list."""
 
     name = "jamba"
     markers = ("<tool_calls>", "</tool_calls>")
@@ -100,7 +100,7 @@ class ToolCallsListFormat(ObjectFormat):
 
 
 class MiniMaxM1Format(ObjectFormat):
-    """MiniMax M1: objects on lines between tags."""
+    """MiniMax M1: lines between tags."""
 
     name = "minimax"
     markers = ("<tool_calls>", "</tool_calls>")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 MAX_HELD_SPACE = 256  # characters of white space held back; more is text
-MAX_BLANKS = 8  # between two characters of a call's head
+MAX_BLANKS = 8  # in a call's head
 _BLANKS = " \t\r\n"
 
 PartKind = Literal["content", "reasoning", "call", "arguments"]
@@ -25,9 +25,9 @@ PartKind = Literal["content", "reasoning", "call", "arguments"]
 class Part:
     """A piece of an answer.
 
-    The text of `call` is a tool's name. `arguments` has the next piece of a call's JSON, incomplete if the answer was
-    cut off, and broken if a long call broke. call: the call's index. start: the number of characters before the part in
-    the answer; a call may begin later.
+    `call` has a tool's name. `arguments` has a piece of a call's JSON, incomplete if the answer was cut off, and broken
+    if a long call broke. call: the call's index. start: the number of characters before the part in the answer; a call
+    may begin later.
     """
 
     kind: PartKind
@@ -40,8 +40,7 @@ class Part:
 class ReasoningForm:
     """How a family of models marks its reasoning.
 
-    is_told_by_opens: a template has this form if it contains `opens`, because other families' templates contain
-    `closes`, too.
+    is_told_by_opens: a template with `opens` has this form, because other families' templates contain `closes`, too.
     """
 
     name: str
@@ -96,7 +95,7 @@ class Heads:
         self._texts = sorted(texts)
 
     def stand_at(self, text: str, start: int) -> bool | None:
-        """Return whether one of the texts begins at an index; None if more text is needed."""
+        """Return whether one begins at an index; None if more text is needed."""
         seen, num_blanks = "", 0
         for place in range(start, len(text)):
             is_blank = text[place] in _BLANKS
@@ -212,7 +211,6 @@ class ReasoningParser:
         return self._begun(*self._ends), None
 
     def _begun(self, *marks: str) -> int:
-        """Return the index at which one of these marks may begin."""
         return len(self._pending) - max(num_held_back_chars(self._pending, each) for each in marks)
 
     @property

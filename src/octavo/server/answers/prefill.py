@@ -30,7 +30,7 @@ def prefill_of(job: Job) -> Job:
     """Return a job that only computes another job's prompts.
 
     A model computes a prompt only to sample a token, so each prompt gets one, which is discarded. The other engine
-    applies the parameters of the answer.
+    applies the parameters of an answer.
     """
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
     return replace(job, params=params, stream=False, counts_completions=False)

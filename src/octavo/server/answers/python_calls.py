@@ -43,7 +43,7 @@ class PythonFormat(SectionFormat):
         return f"{name}({', '.join(written)})"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep the schema's order."""
+        """Keep schema order."""
         rules = [choice_of(len(functions)), "COMMA: /, ?/"]
         for index, function in enumerate(functions):
             found = [_argument_rules(place, each, function.parameters) for place, each in _options_of(index, function)]
@@ -58,13 +58,13 @@ def _value(value: Any) -> str:
 
 
 def _options_of(index: int, function: Function) -> list[tuple[str, dict[str, Any]]]:
-    """Return the merged schemas of the arguments, each with the infix of its rules' names."""
+    """Return the merged schemas of the arguments with the infix of their rules' names."""
     options = alternatives(function.parameters, function.parameters)
     return [(f"{index}" if len(options) == 1 else f"{index}_o{number}", each) for number, each in enumerate(options)]
 
 
 def _argument_rules(place: str, schema: dict[str, Any], root: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return an expression for all arguments and its rules. place: their infix."""
+    """Return an expression and its rules with infix `place`."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties.items()) if isinstance(properties, dict) else []
     if not named:
@@ -92,7 +92,7 @@ def _value_rules(name: str, schema: dict[str, Any], root: dict[str, Any]) -> lis
 
 
 class PythonicFormat(PythonFormat):
-    """Llama 4 and 3.2, Gemma 3, ToolACE: a list, alone or within text."""
+    """Llama 4 and 3.2, Gemma 3, ToolACE: a list, also within text."""
 
     name = "pythonic"
     markers = ("<|python_start|>", "<|python_end|>")
@@ -105,8 +105,8 @@ class PythonicFormat(PythonFormat):
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """Treat an answer that begins like a list as a list of calls.
 
-        Within text, a list is one of calls if it begins with a function's call. That is certain after the name of the
-        first argument, or after the end of a call without arguments.
+        Within text, a list must begin with a function's call, which is certain after the name of the first argument, or
+        after the end of a call without arguments.
         """
         heads = [f"\\[{BLANKS_WITHIN}{pattern(each.name)}{BLANKS_WITHIN}\\(" for each in functions]
         is_call = f"{_BEFORE_LIST}({'|'.join(heads)}){_BLANKS}({_KEY}{_BLANKS}=|\\){_BLANKS}[,\\]])"
@@ -134,7 +134,7 @@ class PythonicFormat(PythonFormat):
 
 
 def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return patterns of the possible first arguments, each with the rules of the text after its name."""
+    """Return patterns of possible first arguments with the rules of the text after the name."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties) if isinstance(properties, dict) else []
     if not named:
@@ -149,7 +149,7 @@ def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 class LFM2Format(PythonFormat):
-    """LFM2: a list between marks."""
+    """LFM2: a marked list."""
 
     name = "lfm2"
     markers = ("<|tool_call_start|>", "<|tool_call_end|>")

@@ -36,7 +36,7 @@ class PythonParser(ValueParser):
         self._commit()
 
     def _goes_on(self) -> Wait[bool]:
-        """Go to the next call. Calls on lines of their own have no mark between them."""
+        """Calls on lines of their own have no mark between them."""
         if self._between:
             return (yield from super()._goes_on())
         char = yield from self._skip_space()
@@ -70,7 +70,7 @@ class PythonParser(ValueParser):
         return key
 
     def _python_value(self, call: Call) -> Wait[str]:
-        """Skip a value, and return its JSON. Emits the beginning of a string within which the answer was cut off."""
+        """Skip a value, and return its JSON. A string that was cut off is emitted."""
         start = self._position
         scanner = ValueScanner(start)
         try:
@@ -139,7 +139,6 @@ class PythonListParser(PythonParser):
         yield from super()._call_steps(call)
 
     def _look_ahead(self) -> Wait[None]:
-        """Check that a call is next, not other code."""
         start = self._position
         yield from self._skip_space()
         yield from self._run(NAME)
@@ -174,5 +173,8 @@ class PythonListParser(PythonParser):
 
 
 def _may_become(text: str, head: str) -> bool:
-    """Return whether a text may become a call with this head: it ends within the head or an argument's name."""
+    """Return whether a text may become a call with this head.
+
+    It may end within the head, or with letters of an argument's name or a closing bracket after it.
+    """
     return head.startswith(text) or (text.startswith(head) and _HEAD_END.fullmatch(text, len(head)) is not None)

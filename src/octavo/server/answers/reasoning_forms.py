@@ -1,4 +1,4 @@
-"""The known forms of reasoning, and their detection in chat templates."""
+"""The known forms of reasoning, and their detection."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class RecipientsFormat(ToolFormat):
         return RecipientsParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Begin with a mark, as chat templates do."""
+        """Begin with a mark, as templates do."""
         return "".join(f"{_MARK}{name}\n{json_text(arguments)}" for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -39,7 +39,7 @@ class RecipientsFormat(ToolFormat):
         return f'start: "{_MARK}"? call{more}\n{self._calls(functions)}'
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Treat a function's name as a call at the beginning of the answer or after a mark."""
+        """A function's name is a call at the beginning or after a mark."""
         names = "|".join(pattern(each.name) for each in functions)
         text = f"/(.|\\n)*/ {FEW_BLANKS} & ~/({names})\\n(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", self._calls(functions)]
@@ -50,7 +50,7 @@ class RecipientsFormat(ToolFormat):
         return "\n".join([f"start: {start}", f"later: {later}", *rules])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls, or JSON."""
+        """Allow calls or JSON."""
         grammar = super().or_content(functions, schema, only_one=only_one)
         return grammar.replace("start: calls | content", "start: calls | head? content", 1) + f"\n{_HEAD_RULE}"
 
@@ -95,7 +95,7 @@ class RecipientsParser(ToolParser):
             self._tell_content()
 
     def _recipient(self) -> Wait[str]:
-        """Skip the line of a recipient and return the recipient, or ""."""
+        """Skip the line of a recipient and return it, or ""."""
         known = [f"{name}\n" for name in (_USER, *self._names)]
         while True:
             seen = self._text[self._position :]

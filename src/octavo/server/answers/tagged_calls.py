@@ -65,7 +65,7 @@ class TaggedFormat(SectionFormat):
         return "".join([*written, self.call_closes])
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep the schema's order."""
+        """Keep schema order."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
             head = self._literal(f"{self.call_opens}{function.name}{self.named}")
@@ -75,7 +75,7 @@ class TaggedFormat(SectionFormat):
         return "\n".join(rules)
 
     def _arguments(self, place: str, parameters: dict[str, Any]) -> tuple[str, list[str]]:
-        """Return an expression for all arguments and its rules. place: their infix."""
+        """Return an expression and its rules with infix `place`."""
         options = alternatives(parameters, parameters)
         if len(options) == 1:
             return self._arguments_of(place, options[0], parameters)
@@ -110,7 +110,7 @@ class TaggedFormat(SectionFormat):
     def _value(
         self, name: str, schema: dict[str, Any], root: dict[str, Any], *, is_json: bool
     ) -> tuple[str, list[str]]:
-        """Return an expression for a value with its end mark, and its rules."""
+        """Return an expression with the value's end mark, and its rules."""
         pad = '"\\n" ' if self.is_padded else ""
         closes = f"{pad}{self._literal(self.value_closes)}"
         if not is_json and (options := _texts(schema)):

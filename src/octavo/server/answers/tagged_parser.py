@@ -75,7 +75,7 @@ class TaggedParser(ValueParser):
         self._tell("arguments", "}" if told else "{}", call)
 
     def _takes_named(self) -> Wait[bool]:
-        """Skip the mark after a name. Returns whether an argument or the end of the call follows."""
+        """Return whether an argument or the end of the call follows a name."""
         form = self._form
         if not (yield from self._takes_all(form.named)):
             return False
@@ -90,7 +90,7 @@ class TaggedParser(ValueParser):
             for char in "/>":  # the rest of a tag with a slip
                 yield from self._takes(char)
             return True
-        # A call that lacks both its arguments and its closing mark may be a sentence about the marks.
+        # A call without arguments and closing mark may be a sentence about the marks.
         parameters = self._parameters.get(call.name or "", {})
         may_end = self._given or not closes or not property_names(parameters, parameters)
         return bool(may_end) and (yield from self._sees(self._closes))
@@ -104,7 +104,6 @@ class TaggedParser(ValueParser):
         return False
 
     def _name(self) -> Wait[str]:
-        """Skip a name of at most `MAX_HEAD_CHARS`."""
         while True:
             found = NAME.match(self._text, self._position)
             end = self._position if found is None else found.end()
@@ -117,7 +116,7 @@ class TaggedParser(ValueParser):
             yield
 
     def _argument(self, call: Call, separator: str) -> Wait[str]:
-        """Emit an argument. Returns the first text emitted."""
+        """Return the first text emitted."""
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
         is_named = key in property_names(parameters, parameters)
@@ -161,7 +160,7 @@ class TaggedParser(ValueParser):
                 raise MalformedError
 
     def _value_end(self) -> Wait[str]:
-        """Skip the opening mark of a value; return the closing one."""
+        """Skip a value's opening mark; return the closing one."""
         marks = self._form.raw_marks
         if marks is None or not (yield from self._takes(marks[0])):
             self._drop_cut("" if marks is None else marks[0])

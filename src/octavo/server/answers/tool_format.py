@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Function:
     """A client's tool.
 
-    strict: calls must match `parameters`, a JSON schema. field: the request's field with the schema.
+    strict: calls must match `parameters`, a JSON schema. field: the request's field with it.
     """
 
     name: str
@@ -36,9 +36,9 @@ class ToolFormat:
     takes_one: chat templates refuse several calls in one message, so several are read only if the client asks for that.
     frames_content: marks enclose the content as well, so the parser also reads answers without tools. reads_reasoning:
     the parser separates the reasoning as well. reserved_names: mean no tool. needs_grammar: the models write no calls
-    without a grammar. describes_tools: chat templates cannot show tools, so `messages_with_tools` writes them as text.
-    markers: separate calls from other text; they stay in the text even if they are special tokens. spell: returns a
-    grammar's name of a text that is one token (`<[123]>`), or None.
+    without one. describes_tools: chat templates cannot show tools, so `messages_with_tools` writes them as text.
+    markers: separate calls from text; they stay in it even if they are special tokens. spell: returns a grammar's name
+    of a text that is one token (`<[123]>`), or None.
     """
 
     name: ClassVar[str]
@@ -73,11 +73,11 @@ class ToolFormat:
         is_required: bool,  # noqa: ARG002 - the seam's
         only_one: bool,  # noqa: ARG002 - the seam's
     ) -> list[dict[str, Any]]:
-        """Return the chat template's messages."""
+        """Return the template's messages."""
         return [*messages]
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write calls, given as names and arguments."""
+        """Write calls as the family does."""
         raise NotImplementedError
 
     def shows(self, text: str, name: str) -> bool:  # noqa: ARG002 - a family may know its own writing otherwise
@@ -110,11 +110,10 @@ class ToolFormat:
         return [piece for piece in re.split(f"({either})", text) if piece]
 
     def _literal(self, text: str) -> str:
-        """Spell a text that may contain markers."""
         return " ".join(map(self._marker, self._pieces(text)))
 
     def _behind_text(self, opener: str) -> str:
-        """Return the rules of text up to a call's opener: a mark, words and a mark, or a mark and words."""
+        """Return the rules of text up to a call's opener of marks and words."""
         first, *more = self._pieces(opener)
         tokens = [self._spell(each) if each in self.markers else None for each in (first, *more)]
         if tokens[0] is not None:
@@ -126,7 +125,7 @@ class ToolFormat:
 
 
 def choice_of(count: int) -> str:
-    """Return the rule of a call that is one of `count` alternatives."""
+    """Return the rule of any call."""
     return "call: " + " | ".join(f"call{index}" for index in range(count))
 
 
@@ -147,7 +146,7 @@ def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> lis
 
 
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
-    """Return the rules of a call that is an object. JSON's lexemes let the text also be other JSON."""
+    """Return the rules of an object. JSON's lexemes let the text also be other JSON."""
     rules = [choice_of(len(functions)), "COLON: /: ?/", "COMMA: /, ?/"]
     for index, function in enumerate(functions):
         name, value, arguments = (json.dumps(json.dumps(text)) for text in (name_key, function.name, arguments_key))

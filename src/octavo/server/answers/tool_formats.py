@@ -60,11 +60,11 @@ class LlamaFormat(ToolFormat):
         return LlamaParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Separate objects by semicolons."""
+        """Use semicolons."""
         return "; ".join(json_text({"name": name, "parameters": arguments}) for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow a tag that is a token."""
+        """Allow a tag."""
         return f"start: {self._all(only_one)}\n{object_rules(functions, 'name', 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -106,7 +106,7 @@ class MistralFormat(ToolFormat):
         return f"[TOOL_CALLS][{', '.join(written)}]"
 
     def new_call_id(self) -> str:
-        """Return nine characters, as Mistral's templates require."""
+        """Mistral's templates require nine characters."""
         return new_id()[:9]
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:

@@ -45,8 +45,8 @@ class Choice:
 class Toolbox:
     """The tools that one request may call.
 
-    given: all tools, as chat templates read them. is_limited: `given` has tools that may not be called. named: the tool
-    that must be called. format: None if no tool may be called.
+    given: all tools, as chat templates read them. is_limited: some of them may not be called. named: the tool that must
+    be called. format: None if no tool may be called.
     """
 
     functions: tuple[Function, ...] = ()
@@ -66,7 +66,7 @@ class Toolbox:
         *,
         parallel: bool | None = None,
     ) -> Toolbox:
-        """Make a toolbox of tools with their descriptions. Raises `RequestError`.
+        """Make a toolbox of described tools. Raises `RequestError`.
 
         parallel: whether an answer may have several calls; None for the family's default.
         """
@@ -117,7 +117,7 @@ class Toolbox:
         return self.format.parser(self.functions, only_one=self.only_one)
 
     def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Return the structure of the answer; None if it is free. content: its structure without a call.
+        """Return the answer's structure, if any. content: its structure without a call.
 
         Raises `RequestError` if `content` is not JSON, or if a schema cannot be part of a grammar.
         """
@@ -146,7 +146,7 @@ class Toolbox:
             raise RequestError(message, parameter="tools") from None
 
     def _in_grammar(self, content: StructuredOutputsParams | None) -> Sequence[Function]:
-        """Return the functions for the grammar; none if no grammar is needed."""
+        """Return none if no grammar is needed."""
         if self.is_required:
             return _bounded([each for each in self.functions if self.named in {None, each.name}])
         if content is not None:
@@ -179,8 +179,8 @@ def _lenient(function: Function) -> Function:
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
     """Note the request's field in the parameters, for the compiler's errors.
 
-    Raises `RequestError` if a schema is malformed, or if all are too long. The limit is needed because a format may
-    repeat a part for each reference to it.
+    Raises `RequestError` if a schema is malformed, or if all are too long, because a format may repeat a part for each
+    reference to it.
     """
     marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
     num_chars = 0

@@ -33,7 +33,7 @@ def _after_blanks(text: str, place: int) -> int:
 
 
 class ValueEnd(Protocol):
-    """Searches a growing text for the end of one value, which is not before `looked_at`."""
+    """Searches a growing text for the end of a value, which is not before `looked_at`."""
 
     looked_at: int
 
@@ -85,7 +85,7 @@ class TagEnd:
     tag the value ends before a known argument that was not given yet, and before the end of the call. If another
     reading is as good, `MalformedError` is raised. Methods return None if more text is needed.
 
-    heads: beginnings of arguments that may still follow. is_text: False for JSON, which contains no tag.
+    heads: beginnings of arguments that may follow. is_text: False for JSON, which contains no tag.
     """
 
     def __init__(
@@ -183,7 +183,6 @@ class TagEnd:
         return False if is_over else None
 
     def _begins_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a whole head of a call begins here."""
         rest = text[place : place + _MAX_MARK_CHARS]
         unknown = False if is_over or len(rest) == _MAX_MARK_CHARS else None
         for mark in self._head:
@@ -200,7 +199,6 @@ class TagEnd:
         return unknown if any(each.startswith(rest) for each in self._call_follows) else False
 
     def _judged_mark(self, text: str, place: int, *, is_over: bool) -> _Verdict:
-        """Judge a call's beginning or end."""
         if not any(text.startswith(each, place) for each in self._breaks):
             begins = self._begins_call(text, place, is_over=is_over)
             if begins is None:
@@ -211,7 +209,7 @@ class TagEnd:
         if self._num_open and text.startswith(self._breaks[0], place):
             self._num_open -= 1
             return False
-        # A section's end without its call's end is text: two tags would be missing.
+        # A section's end alone is text: two tags would be missing.
         is_placed = self._is_own_line(text, place) and text.startswith(self._breaks[0], place)
         is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
@@ -273,7 +271,7 @@ class TagEnd:
         return None if is_later is None else not is_later
 
     def _is_regular_end(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether the call ends as the format writes it."""
+        """Return whether the format writes this end."""
         for mark in self._end:
             place = _after_blanks(text, place)
             if not text.startswith(mark, place):
@@ -283,7 +281,6 @@ class TagEnd:
         return True
 
     def _is_only_slip(self, text: str, closer: re.Match[str]) -> bool:
-        """Return whether the text around the tag is as the format writes it."""
         place = _after_blanks(text, closer.end())
         if text.startswith(self._breaks, place):
             is_next = text.startswith(self._end[0], place)
@@ -295,7 +292,6 @@ class TagEnd:
         return not self._is_padded or self._written(text, place)[-1:] in {"\n", ""}
 
     def _written(self, text: str, place: int) -> str:
-        """Return the value's last characters before a place."""
         return (self._before + text[max(0, place - _MAX_MARK_CHARS) : place])[-_MAX_MARK_CHARS:]
 
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
@@ -336,7 +332,7 @@ class TagEnd:
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
         """Return the index of the next call or the text's length.
 
-        Also returns True if a call's head is whole or cut by the answer's end.
+        Also returns True if the call's head is whole or cut by the answer's end.
         """
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
@@ -353,8 +349,8 @@ class TagEnd:
         """End a value without a closing tag."""
         written = self._written(text, place)
         if self._has_tags or not written.strip() or (self._is_text and self._is_padded and written.endswith("\n\n")):
-            raise MalformedError  # unknown which line feeds belong to the value
+            raise MalformedError  # unknown which line feeds are part of it
         if self._is_text and written.rstrip().endswith(self._remnants):
-            raise MalformedError  # the closing tag lost its beginning or its end
+            raise MalformedError  # the closing tag lost a part
         is_line = not self._is_padded and self._is_loose and text.endswith("\n", 0, place)
         return place - is_line, place

@@ -34,7 +34,6 @@ class ValueParser(SectionParser):
         self._drop()
 
     def _say(self, text: str, call: Call) -> None:
-        """Emit the held piece and this text."""
         self._tell("arguments", self._held_piece + text, call)
         self._held_piece = ""
 
@@ -47,7 +46,7 @@ class ValueParser(SectionParser):
         self._tell("arguments", closer, call)
 
     def _run(self, letters: re.Pattern[str]) -> Wait[str]:
-        """Skip a run of at most `_MAX_WORD_CHARS` letters."""
+        """Skip at most `_MAX_WORD_CHARS` letters."""
         while True:
             found = letters.match(self._text, self._position)
             end = self._position if found is None else found.end()
@@ -81,7 +80,7 @@ class ValueParser(SectionParser):
         self._drop()
 
     def _end_or_cut(self, ends: ValueEnd, call: Call, *, is_padded: bool) -> tuple[int, int] | None:
-        """Return the end of a string, None if more text is needed."""
+        """Return None if more text is needed."""
         try:
             return ends.find(self._text, is_over=self._is_over)
         except MalformedError:
