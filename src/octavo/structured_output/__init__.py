@@ -1,1 +1,1 @@
-"""Structured output: which tokens may follow. The engine checks and compiles grammars, the worker applies them."""
+"""Structured output: which tokens may follow."""

@@ -1,8 +1,7 @@
-"""Close objects with a schema that names properties but does not say if further properties are allowed.
+"""Close objects with a schema that names properties but does not say if further ones are allowed.
 
 In JSON Schema such an object is open, and a small model then invents properties without end. llama.cpp and xgrammar
-close it, as the tools that write such schemas expect. A schema is closed as a whole: the properties that `$ref` and
-`allOf` add belong to it, and each option of `anyOf` and `oneOf` is closed together with the properties next to it.
+close it, as the tools that write such schemas expect.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 from octavo.errors import RequestError
 from octavo.structured_output.references import resolve
 
-# Keywords that constrain the properties of an object.
 OBJECT_KEYWORDS = frozenset(
     (
         "additionalProperties",
@@ -26,21 +24,21 @@ OBJECT_KEYWORDS = frozenset(
         "unevaluatedProperties",
     )
 )
-# Keywords by which a schema itself determines the further properties, or the whole object.
+# These determine further properties.
 _DECIDING = frozenset(("additionalProperties", "const", "enum", "patternProperties", "propertyNames"))
 
 
-MAX_MERGED = 50_000  # names and schemas processed by all merges of one schema: about 20 ms
+MAX_MERGED = 50_000  # about 20 ms
 
 
 class MergeBudget:
-    """Limits the work of merging: products of options and properties, or of references and targets, grow fast."""
+    """Limits merging: products of options and properties, or of references and targets, grow fast."""
 
     def __init__(self) -> None:
         self._left = MAX_MERGED
 
     def take(self, amount: int) -> None:
-        """Count an amount of work. Raises `RequestError` beyond the limit."""
+        """Raise `RequestError` beyond the limit."""
         self._left -= amount
         if self._left < 0:
             raise RequestError(
@@ -50,10 +48,10 @@ class MergeBudget:
 
 
 class Merged:
-    """The combined constraints of several schemas that apply to one object.
+    """The combined constraints of several schemas on one object.
 
-    names: of its properties. least: its minimum number of properties. has_properties: a schema names properties or
-    forbids unevaluated ones. is_decided: a schema itself determines the further properties.
+    least: its minimum number of properties. has_properties: some schema names properties or forbids unevaluated ones.
+    is_decided: a schema itself determines the further properties.
     """
 
     def __init__(self, budget: MergeBudget) -> None:
@@ -72,7 +70,7 @@ class Merged:
         return other
 
     def add(self, schema: Any, root: dict[str, Any]) -> None:
-        """Add a schema with its `$ref`, `allOf`, `anyOf` and `oneOf`. root: the schema that references point into."""
+        """Add a schema, including its references and options."""
         left = [schema]
         while left:
             part = left.pop()
@@ -106,11 +104,11 @@ class Merged:
 
     @property
     def is_closable(self) -> bool:
-        """Return True if the object may be limited to the named properties, and these reach its minimum number."""
+        """Whether the object may have only named properties, which must reach its minimum."""
         return self.has_properties and not self.is_decided and self.least <= len(self.names)
 
     def close(self, schema: Any) -> Any:
-        """Return the schema of a merge with a further member of `allOf` that closes it, if it may be closed."""
+        """Add a member of `allOf` that closes a closable merge."""
         if not self.is_closable or not isinstance(schema, dict):
             return schema
         self._budget.take(len(self.names))
@@ -122,7 +120,7 @@ class Merged:
 
 
 def closed(schema: dict[str, Any], found: Any) -> Any:
-    """Return `found` closed if the object of `schema` may be closed. found: `schema` with rewritten properties."""
+    """Return `found`, which is `schema` with rewritten properties, closed if it may be."""
     merged = Merged(MergeBudget())
     merged.add(schema, schema)
     if not merged.is_closable or not isinstance(found, dict):

@@ -1,8 +1,8 @@
-"""Translate GBNF, the grammar notation of llama.cpp, into the Lark notation that llguidance reads.
+"""Translate llama.cpp's GBNF into the Lark notation of llguidance.
 
-Every character becomes a lexeme of its own, except for the parts that `octavo.structured_output.gbnf_lexemes` finds.
-llguidance's lexer takes the longest lexeme and never backtracks. With longer lexemes it would forbid texts that a
-grammar allows, for example "ba" for `root ::= word "a"` and `word ::= [a-z]+`.
+Each character becomes a lexeme, except for the parts that `octavo.structured_output.gbnf_lexemes` finds: with longer
+lexemes, llguidance's lexer would forbid texts that a grammar allows, such as "ba" for `root ::= word "a"` and `word ::=
+[a-z]+`.
 The notation: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
 
@@ -50,15 +50,15 @@ _ANY: Ranges = ((0, MAX_CODE),)
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Return True if a grammar defines rules with `::=`, which Lark's notation does not have."""
+    """Look for `::=`, which Lark does not have."""
     return _RULE.search(grammar) is not None
 
 
 @functools.lru_cache(maxsize=128)
 def to_lark(grammar: str) -> str:
-    """Translate a grammar into Lark's notation. Raises `ValueError` if it is invalid."""
+    """Translate a grammar. Raises `ValueError`."""
     rules = with_lexemes(read_rules(grammar))
-    names = {"root": "start"}  # rules get numbers, because Lark allows other names than GBNF
+    names = {"root": "start"}  # Lark allows other names than GBNF
     for name in rules:
         names.setdefault(name, f"r{len(names)}")
     terminals: dict[str, str] = {}
@@ -67,7 +67,7 @@ def to_lark(grammar: str) -> str:
 
 
 def read_rules(grammar: str) -> Rules:
-    """Parse a grammar. Raises `ValueError` if it is invalid."""
+    """Parse a grammar. Raises `ValueError`."""
     reader = _Reader()
     place = 0
     while place < len(grammar):
@@ -81,17 +81,14 @@ def read_rules(grammar: str) -> Rules:
 
 
 class _Reader:
-    """Builds rules from the tokens of a grammar."""
-
     def __init__(self) -> None:
         self._rules: Rules = {}
         self._used = {"root"}
         self._name: str | None = None
-        self._levels: list[list[list[Node]]] = []  # by depth of parentheses: alternatives, each with its items
+        self._levels: list[list[list[Node]]] = []  # by depth: alternatives, each with its items
         self._can_repeat = False
 
     def add(self, token: re.Match[str]) -> None:
-        """Process one token. Raises `ValueError` if it is not allowed here."""
         kind = token.lastgroup
         if kind == "space":
             return
@@ -110,7 +107,6 @@ class _Reader:
             self._can_repeat = True
 
     def finish(self) -> Rules:
-        """End the last rule and return all rules. Raises `ValueError` if a rule is missing."""
         self._end()
         if missing := self._used - self._rules.keys():
             raise ValueError(f"rule {min(missing)!r} is not defined")
@@ -123,7 +119,6 @@ class _Reader:
         self._name, self._levels, self._can_repeat = name, [[[]]], False
 
     def _end(self) -> None:
-        """End the current rule, if there is one."""
         if len(self._levels) > 1:
             raise ValueError("a parenthesis is not closed")
         if self._name is not None:
@@ -173,7 +168,7 @@ def _joined(alternatives: list[list[Node]]) -> Node:
 
 
 def _spelled(root: Node, names: dict[str, str], terminals: dict[str, str]) -> str:
-    """Spell a node in Lark's notation, without recursion because nodes may be deep. terminals: gets new lexemes."""
+    """Spell a node in Lark, without recursion because nodes may be deep. Mutated: terminals."""
     written: list[str] = []
     left: list[Node | str] = [root]
     while left:
@@ -198,7 +193,6 @@ def _spelled(root: Node, names: dict[str, str], terminals: dict[str, str]) -> st
 
 
 def _between(opens: str, nodes: tuple[Node, ...], mark: str, closes: str) -> list[Node | str]:
-    """Return the nodes with separators and brackets, in reverse order."""
     parts: list[Node | str] = [closes]
     for node in reversed(nodes):
         parts += [node, mark]
@@ -207,7 +201,6 @@ def _between(opens: str, nodes: tuple[Node, ...], mark: str, closes: str) -> lis
 
 
 def _set(text: str, *, is_negated: bool) -> Ranges:
-    """Parse a set of characters. Raises `ValueError` if it is invalid."""
     characters = list(_characters(text))
     if not characters:
         if is_negated:
@@ -227,7 +220,7 @@ def _set(text: str, *, is_negated: bool) -> Ranges:
 
 
 def _characters(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the characters of a literal or a set, each with True if it is escaped."""
+    """Yield characters, each with True if it is escaped."""
     place = 0
     while place < len(text):
         found = _ESCAPE.match(text, place)

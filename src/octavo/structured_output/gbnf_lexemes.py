@@ -1,9 +1,8 @@
-"""Find the parts of a grammar that the lexer may read as one lexeme. One lexeme per character is exact, but slow.
+"""Find the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
 
-llguidance's lexer takes the longest lexeme and never backtracks. That is exact if no text of a lexeme is a prefix of a
-text of another one: then a text can be split into lexemes in at most one way. A grammar without recursion becomes one
-lexeme. In any other grammar, parts whose text marks its own end, such as a string with its quotes, become lexemes, if
-the prefix condition holds for all lexemes together, including single characters.
+llguidance's lexer takes the longest lexeme and never backtracks, which is exact if no text of a lexeme is a prefix of
+another text. A grammar without recursion becomes one lexeme. In others, parts that mark their own end, such as a string
+with its quotes, become lexemes, if the prefix condition holds for all lexemes and single characters together.
 """
 
 from __future__ import annotations
@@ -28,37 +27,34 @@ from octavo.structured_output.gbnf_nodes import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-# Larger parts remain single characters: their automaton could exceed the lexer's limits for a grammar.
+# Beyond these limits, an automaton could exceed the lexer's.
 _MAX_CHARS = 1000  # with repetitions counted
 _MAX_DEPTH = 64
 _MAX_STATES = 1000
 _MAX_ROUNDS = 100
-_MAX_WORK = 100_000  # characters and states processed, about 5 us each; other threads wait meanwhile
+_MAX_WORK = 100_000  # about 5 us each; other threads wait
 
 
 class TooLargeError(Exception):
-    """An automaton has too many states."""
+    """Too many states."""
 
 
 class TooMuchWorkError(Exception):
-    """The search for lexemes in a grammar takes too long."""
+    """The search takes too long."""
 
 
 class _Work:
-    """Limits the number of characters and states processed."""
-
     def __init__(self) -> None:
         self._left = _MAX_WORK
 
     def do(self, amount: int) -> None:
-        """Count an amount of work. Raises `TooMuchWorkError` beyond the limit."""
         self._left -= amount
         if self._left < 0:
             raise TooMuchWorkError
 
 
 def with_lexemes(rules: Rules) -> Rules:
-    """Return an equivalent grammar in which suitable parts are replaced by lexemes."""
+    """Return an equivalent grammar with lexemes."""
     if any(level > _MAX_DEPTH for node in rules.values() for _, level in _nodes(node)):
         return rules
     sizes, work, root = _Sizes(rules), _Work(), Rule("root")
@@ -79,7 +75,7 @@ def _fits(rules: Rules, node: Node, work: _Work) -> bool:
 
 
 class _Sizes:
-    """Number of characters and levels of nodes with their rules expanded. Recursive rules have no size."""
+    """Characters and levels of nodes with expanded rules; None if recursive or too large."""
 
     def __init__(self, rules: Rules) -> None:
         self._of_rules: dict[str, tuple[int, int]] = {}
@@ -102,12 +98,10 @@ class _Sizes:
                     known.append(user)
 
     def of(self, node: Node) -> int | None:
-        """Return the number of characters of a node; None if it is recursive or too large."""
         size = self._measure(node)
         return None if size is None else size[0]
 
     def _measure(self, root: Node) -> tuple[int, int] | None:
-        """Return the number of characters and levels; None if the node is recursive or too large."""
         num_chars = depth = 0
         left: list[tuple[Node, int, int]] = [(root, 1, 1)]
         while left:
@@ -132,7 +126,6 @@ class _Sizes:
 
 
 def _nodes(root: Node) -> Iterator[tuple[Node, int]]:
-    """Yield a node and all nodes in it, each with its depth."""
     left = [(root, 1)]
     while left:
         node, level = left.pop()
@@ -145,22 +138,22 @@ def _nodes(root: Node) -> Iterator[tuple[Node, int]]:
 
 
 class _Automaton:
-    """A nondeterministic automaton that matches several parts of a grammar in parallel, all from one start state."""
+    """Matches several parts of a grammar in parallel."""
 
     def __init__(self, rules: Rules, parts: Iterable[Node], work: _Work) -> None:
         self._rules, self._work = rules, work
         self._edges: list[list[tuple[Ranges, int]]] = [[]]
         self._empty: list[list[int]] = [[]]
-        self._ends: set[int] = set()  # states in which a part is complete
-        self._owners: list[int] = [-1]  # the part that a state belongs to
+        self._ends: set[int] = set()  # in which a part is complete
+        self._owners: list[int] = [-1]  # part by state
         for index, part in enumerate(parts):
             self._ends.add(self._add(part, self._branch(0)))
             self._owners += [index] * (len(self._edges) - len(self._owners))
 
     def going_on(self, *, until_found: bool = False) -> set[int]:
-        """Return the parts that have a text of which another complete text, of any part, is a prefix, or an empty text.
+        """Return the parts with an empty text, or a text of which a text of any part is a prefix.
 
-        until_found: stop after the first one. Raises `TooLargeError`.
+        until_found: stop after the first. Raises `TooLargeError`.
         """
         start = self._closure([0])
         found = {self._owners[state] for state in start & self._ends}
@@ -178,11 +171,9 @@ class _Automaton:
         return found
 
     def first(self) -> Ranges:
-        """Return the characters that a text can begin with."""
         return tuple(each for state in self._closure([0]) for ranges, _ in self._edges[state] for each in ranges)
 
     def _following(self, states: frozenset[int]) -> set[frozenset[int]]:
-        """Return the sets of states that the possible next characters lead to."""
         leaving = [edge for state in states for edge in self._edges[state]]
         edges = [(first, last, target) for ranges, target in leaving for first, last in ranges]
         places = sorted({first for first, _, _ in edges} | {last + 1 for _, last, _ in edges})
@@ -207,13 +198,13 @@ class _Automaton:
         return len(self._edges) - 1
 
     def _branch(self, state: int) -> int:
-        """Return a new state with an empty transition from `state`."""
+        """Add an empty transition from `state`."""
         new = self._state()
         self._empty[state].append(new)
         return new
 
     def _add(self, node: Node, start: int) -> int:
-        """Add a node after the state `start`; return the state after the node."""
+        """Return the state after the node."""
         match node:
             case Chars(ranges):
                 end = self._state()
@@ -252,7 +243,7 @@ class _Automaton:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """The items of a sequence from `start` up to `stop`: a candidate for a lexeme."""
+    """A candidate for a lexeme."""
 
     items: tuple[Node, ...]
     start: int
@@ -260,22 +251,20 @@ class _Run:
 
     @property
     def part(self) -> Sequence:
-        """The run as a sequence of its own."""
         return Sequence(self.items[self.start : self.stop])
 
 
 class _Parts:
-    """Chooses the runs that can be lexemes together with each other and with the remaining single characters."""
+    """Chooses runs that can be lexemes together with each other and with the remaining characters."""
 
     def __init__(self, rules: Rules, sizes: _Sizes, work: _Work) -> None:
         self._rules, self._sizes, self._work = rules, sizes, work
-        self._refused: set[tuple[int, int]] = set()  # id of a tuple of items, index in it at which no run may begin
+        self._refused: set[tuple[int, int]] = set()  # id of items, index at which no run may begin
         self._ends_itself: dict[Sequence, bool] = {}
         self._runs: dict[Sequence, list[_Run]] = {}
         self._chars: set[Ranges] = set()
 
     def replaced(self) -> Rules:
-        """Return the grammar with lexemes; unchanged if none are found."""
         for _ in range(_MAX_ROUNDS):
             rules = self._replace()
             if not self._runs:
@@ -289,7 +278,6 @@ class _Parts:
         return self._rules
 
     def _replace(self) -> Rules:
-        """Return the grammar with all runs replaced by lexemes, except for refused ones."""
         self._runs.clear()
         self._chars.clear()
         rules: Rules = {}
@@ -327,7 +315,7 @@ class _Parts:
                 place = run.stop
 
     def _find_run(self, items: tuple[Node, ...], start: int) -> _Run | None:
-        """Return the shortest run from `start` that has more than one character and marks its own end, or None."""
+        """Return the shortest run of several characters that marks its own end."""
         if (id(items), start) in self._refused:
             return None
         for stop in range(start + (2 if isinstance(items[start], Chars) else 1), len(items) + 1):
@@ -351,7 +339,7 @@ class _Parts:
         return known
 
     def _refuse(self) -> bool:
-        """Refuse the runs that conflict with other lexemes or characters. Returns True if there are any."""
+        """Refuse runs that conflict with lexemes or characters. Returns True if there are any."""
         parts = [*self._runs]
         longer = _Automaton(self._rules, parts, self._work).going_on()
         chars = tuple(each for ranges in self._chars for each in ranges)

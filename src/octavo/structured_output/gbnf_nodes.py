@@ -1,4 +1,4 @@
-"""The nodes of a grammar in GBNF, and the translation of its regular parts into regular expressions."""
+"""The nodes of GBNF, and their regular expressions."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ _FIRST_SURROGATE, _LAST_SURROGATE = 0xD800, 0xDFFF
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of a set."""
+    """One character."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """All items in order; the empty text if there are none."""
+    """Items in order."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several options."""
+    """One option."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """An item `least` to `most` times in a row. most: None for no limit."""
+    """A repeated item. most: None for no limit."""
 
     item: Node
     least: int
@@ -42,14 +42,14 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A reference to the rule of this name."""
+    """A rule's name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lexeme:
-    """A part that llguidance's lexer reads as a whole."""
+    """The lexer's unit."""
 
     regex: str
 
@@ -59,7 +59,7 @@ Rules: TypeAlias = dict[str, Node]  # by name, including "root"
 
 
 def negated(ranges: Ranges) -> Ranges:
-    """Return the complement of a set of characters, without surrogates."""
+    """Return the complement without surrogates."""
     rest, begin = [], 0
     for first, last in sorted(ranges):
         if begin < first:
@@ -67,7 +67,7 @@ def negated(ranges: Ranges) -> Ranges:
         begin = max(begin, last + 1)
     if begin <= MAX_CODE:
         rest.append((begin, MAX_CODE))
-    # Surrogates are no characters, so no range may end there.
+    # Surrogates are no characters.
     ends = [
         (
             _LAST_SURROGATE + 1 if _FIRST_SURROGATE <= first <= _LAST_SURROGATE else first,
@@ -79,14 +79,14 @@ def negated(ranges: Ranges) -> Ranges:
 
 
 def chars_regex(ranges: Ranges) -> str:
-    """Return the regular expression of a set of characters."""
+    """Spell a set."""
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return f"\\u{{{ranges[0][0]:X}}}"
     return "[" + "".join(f"\\u{{{first:X}}}-\\u{{{last:X}}}" for first, last in ranges) + "]"
 
 
 def regex(node: Node, rules: Rules) -> str:
-    """Return the regular expression of a node without recursive rules."""
+    """Spell a node without recursion."""
     match node:
         case Chars(ranges):
             return chars_regex(ranges)

@@ -1,7 +1,6 @@
-"""Structured output: the tokens that may follow, for a JSON schema, a regular expression, a choice or a grammar.
+"""Compile and match grammars with llguidance (https://github.com/guidance-ai/llguidance).
 
-llguidance (https://github.com/guidance-ai/llguidance) compiles and matches grammars. It is imported with the first
-grammar. The allowed tokens depend only on the tokens so far, so a schedule cannot change them.
+The allowed tokens depend only on the tokens so far, so a schedule cannot change them.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_MAX_KEPT = 128  # compiled grammars, in addition to those of unfinished requests: a small schema takes 0.2 MB
+_MAX_KEPT = 128  # a small schema takes 0.2 MB
 _MAX_KEPT_CHARS = 1 << 20  # of their texts
-_STACK_BYTES = 512 << 20  # of address space; a chain of 4000 rules takes 8 MB, and a text has room for 16,000 rules
-_MAX_WAITING = 1024  # grammars of one tenant that are not compiled yet
-_LARGE_CHARS = 1 << 12  # of a grammar's text: shorter ones process a token within 1 ms
+_STACK_BYTES = 512 << 20  # of address space; 4000 rules in a chain take 8 MB, a text may have 16,000
+_MAX_WAITING = 1024  # grammars of one tenant
+_LARGE_CHARS = 1 << 12  # shorter ones process a token within 1 ms
 _PARAMETER = "structured_outputs"
-# Limits of a grammar: about 20 ms for a regular expression, 20 ms for a step, 50 MB of states.
+# About 20 ms for a regular expression, 20 ms for a step, 50 MB of states.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -53,7 +52,7 @@ _LIMITS = {
     "max_lexer_states": 30_000,
     "max_grammar_size": 200_000,
 }
-_MARKS = re.compile(r"(<[^<>\s]+>)")  # parts of a text that look like tokens
+_MARKS = re.compile(r"(<[^<>\s]+>)")  # looks like a token
 _MAX_ERROR_CHARS = 500
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -63,9 +62,9 @@ class GrammarError(RequestError):
 
 
 class Matcher:
-    """The position of one output in its grammar: `advance` moves it, `allowed` returns the tokens that may come next.
+    """The position of one output in its grammar.
 
-    large: for a large grammar, lets other threads run during `advance`; None otherwise. `allowed` always does.
+    large: lets other threads run during `advance` with a large grammar; `allowed` always does.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, large: _LargeSteps | None = None) -> None:
@@ -76,11 +75,11 @@ class Matcher:
 
     @property
     def is_large(self) -> bool:
-        """Whether processing one token may take long."""
+        """Whether processing a token may take long."""
         return self._large is not None
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Advance over tokens. Raises `GrammarError` if the grammar forbids one of them or exceeds its limits."""
+        """Advance over tokens. Raises `GrammarError` if one is forbidden, or the grammar exceeds its limits."""
         with _told_apart():
             if self._large is not None:
                 goes_on = self._large.consume(self._matcher, token_ids)
@@ -93,7 +92,7 @@ class Matcher:
         self.num_tokens += len(token_ids)
 
     def step_back(self, num_tokens: int) -> None:
-        """Undo the last `num_tokens` tokens. Raises `GrammarError` if that is not possible."""
+        """Undo the last tokens. Raises `GrammarError` if that is not possible."""
         with _told_apart():
             goes_back = not num_tokens or self._matcher.rollback(num_tokens)
         if not goes_back:
@@ -103,7 +102,7 @@ class Matcher:
         self.num_tokens -= num_tokens
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens, from the first one, may come next in this order. Raises `GrammarError`."""
+        """Return how many of these tokens may come next in this order. Raises `GrammarError`."""
         with _told_apart():
             return int(self._matcher.validate_tokens(list(token_ids)))
 
@@ -122,14 +121,13 @@ class Matcher:
 
 
 class _LargeSteps:
-    """Advances matchers while other threads run: llguidance releases the interpreter lock for two or more matchers."""
+    """Lets other threads run: llguidance releases the interpreter lock for two or more matchers."""
 
     def __init__(self, llguidance: Any, tokenizer: Any) -> None:
         self._executor = llguidance.LLExecutor(1)
-        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)  # has no grammar: refuses any token immediately
+        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)  # refuses any token immediately
 
     def consume(self, matcher: Any, token_ids: Sequence[int]) -> bool:
-        """Return True if the matcher accepted all of the tokens."""
         other = self._other.deep_copy()  # each thread needs its own
         return all(self._executor.consume_token_par([(matcher, each), (other, each)])[0] for each in token_ids)
 
@@ -138,9 +136,8 @@ class _LargeSteps:
 class Vocabulary:
     """The properties of a tokenizer that grammars need.
 
-    text: its tokenizer.json. num_ids: number of its ids; the model may have more or fewer rows.
-    eos_token_ids: tokens that end an answer. token_id: returns the id of the token with a text, None if there is none.
-    added_ids: tokens added to the trained vocabulary.
+    text: its tokenizer.json. num_ids: the model may have more or fewer rows. added_ids: tokens added to the trained
+    vocabulary.
     """
 
     text: str
@@ -151,7 +148,7 @@ class Vocabulary:
 
 
 class _Compiled:
-    """A compiled grammar in its initial state. It can be weakly referenced."""
+    """A weakly referenced grammar."""
 
     __slots__ = ("__weakref__", "large", "matcher")
 
@@ -163,9 +160,8 @@ class _Compiled:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. Caches the most recently used ones and those of unfinished requests.
 
-    read_vocabulary: called for the first grammar or by `read_ahead`. A vocabulary of 150,000 tokens takes llguidance
-    110 MB and a second or two, in which no other thread runs. vocab_size: rows of the model; a token without a row is
-    never allowed.
+    read_vocabulary: called for the first grammar or by `read_ahead`. For 150,000 tokens, llguidance takes 110 MB and a
+    second or two, in which no other thread runs. vocab_size: rows of the model; a token without a row is never allowed.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
@@ -176,30 +172,26 @@ class GrammarCompiler:
         self._large: _LargeSteps | None = None
         self._known: weakref.WeakValueDictionary[str, _Compiled] = weakref.WeakValueDictionary()
         self._kept: OrderedDict[str, _Compiled] = OrderedDict()
-        self._waited_for: dict[int, _Compiled] = {}  # by id() of the parameters, for the lifetime of that object
+        self._waited_for: dict[int, _Compiled] = {}  # by id() of the parameters
         self._num_kept_chars = 0
         self._lock = threading.Lock()
 
     def read_ahead(self) -> Future[None]:
-        """Read the vocabulary in the background before the first request: no other thread can run during the reading.
-
-        Errors are not raised here. Each later request for a grammar raises them.
-        """
+        """Read the vocabulary in the background before the first request. Later requests raise its errors."""
         return _executor().submit(self._read_ahead)
 
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
-        """Compile a grammar in the background. The returned future raises `GrammarError` if the grammar is invalid.
+        """Compile a grammar in the background. The future raises `GrammarError` if the grammar is invalid.
 
-        The grammar is kept for the lifetime of the object `wanted`, so that no step has to wait for its compilation.
-        Tenants take turns: the future is `running()` once it is the tenant's turn.
-        Raises `GrammarError` if no thread can be started, and `QueueFullError` if the tenant has too many waiting
-        grammars.
+        The grammar lives as long as the object `wanted`, so that no step waits for its compilation. Tenants take turns:
+        the future is `running()` once it is the tenant's turn. Raises `GrammarError` if no thread can be started, and
+        `QueueFullError` if the tenant has too many waiting grammars.
         """
         with _told_apart():
             return _turns().submit(tenant, lambda: self._prepare(wanted))
 
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
-        """Return a matcher in its initial state. Waits if the grammar is not compiled yet. Raises `GrammarError`."""
+        """Return a new matcher; waits for the compilation. Raises `GrammarError`."""
         with _told_apart():
             compiled = self._waited_for.get(id(wanted))
             if compiled is None:
@@ -207,7 +199,7 @@ class GrammarCompiler:
             return Matcher(compiled.matcher.deep_copy(), self._vocab_size, compiled.large)
 
     def release_unread(self, wanted: int) -> None:
-        """Release the grammar that is kept for the parameters with this id()."""
+        """Release the grammar for parameters with this id()."""
         self._waited_for.pop(wanted, None)
 
     def _find(self, text: str) -> _Compiled | None:
@@ -218,7 +210,7 @@ class GrammarCompiler:
             return compiled
 
     def _keep(self, text: str, compiled: _Compiled) -> None:
-        """Mark a grammar as the most recently used one, and evict the least recently used ones beyond the limits."""
+        """Mark a grammar as most recently used; evict the least recently used ones beyond the limits."""
         if self._kept.pop(text, None) is None:
             self._num_kept_chars += len(text)
         self._kept[text] = compiled
@@ -243,7 +235,7 @@ class GrammarCompiler:
             limits = llguidance.LLParserLimits(**_LIMITS)
             matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # copies share the states computed here, which saves time in the first step
+                matcher.compute_bitmask()  # copies share these states
             if matcher.is_error():
                 raise _refusal(llguidance, wanted.kind, structure, matcher.get_error())
             compiled = _Compiled(matcher, self._large_steps(llguidance) if len(text) > _LARGE_CHARS else None)
@@ -274,7 +266,7 @@ class GrammarCompiler:
         return self._tokenizer
 
     def _start(self, wanted: StructuredOutputsParams) -> str:
-        """Return the rules of a whole answer: the structure, `@answer`, and the free text before it, if any."""
+        """Return the rules of the structure and any free text before it."""
         if wanted.starts_after is None:
             return "start: @answer"
         vocabulary, first = self._vocabulary, self._first_piece(wanted.starts_after)
@@ -287,31 +279,27 @@ class GrammarCompiler:
         return free_start(wanted.starts_after, ends, opens, between, is_exact=is_exact)
 
     def _first_piece(self, text: str) -> str:
-        """Return the text if it is a token, otherwise its first piece, split at parts that look like tokens."""
         return text if self._token(text) else next(filter(None, _MARKS.split(text)))
 
     def _spelled(self, text: str) -> str:
-        """Return the spelling of a text in a grammar; the text may be a token or contain tokens."""
         if token := self._token(text):
             return token
         return " ".join(self._token(piece) or json.dumps(piece) for piece in _MARKS.split(text) if piece)
 
     def _token(self, text: str) -> str | None:
-        """Return the name in a grammar of the token with a text; None if the model has no row for such a token."""
+        """Return None if the model has no row for it."""
         assert self._vocabulary is not None
         token_id = self._vocabulary.token_id(text)
         return None if token_id is None or token_id >= self._vocab_size else by_id(token_id)
 
 
 def _forget(compiler: weakref.ref[GrammarCompiler], wanted: int) -> None:
-    """Release the grammar of parameters that have been deleted, if the compiler still exists."""
     if (there := compiler()) is not None:
         there.release_unread(wanted)
 
 
 @functools.cache
 def _turns() -> Turns:
-    """Return the queue of tenants for the one thread that compiles."""
     return Turns(
         _executor(), _MAX_WAITING, f"{_MAX_WAITING} grammars are waiting to be compiled, which is the limit", _PARAMETER
     )
@@ -319,11 +307,11 @@ def _turns() -> Turns:
 
 @functools.cache
 def _executor() -> ThreadPoolExecutor:
-    """Return the one thread that compiles. llguidance recurses over rules: the stack is sized for the longest text."""
+    """Return the one thread that compiles. llguidance recurses over rules: its stack fits the longest text."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
     before = threading.stack_size(_STACK_BYTES)
     try:
-        executor.submit(int).result()  # creates the thread now, with that stack size
+        executor.submit(int).result()  # creates the thread with that stack
     finally:
         threading.stack_size(before)
     return executor
@@ -376,10 +364,7 @@ def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
 
 
 def _refusal(llguidance: Any, kind: str, structure: str, message: str) -> GrammarError:
-    """Return the error for a grammar that cannot be compiled. It names the part of a schema that causes it, if any.
-
-    structure: the grammar in the form that llguidance reads.
-    """
+    """Name the part of a schema that cannot be compiled."""
 
     def check(schema: dict[str, Any]) -> str | None:
         options = {**JSON_OPTIONS, "lenient": LENIENT in schema}

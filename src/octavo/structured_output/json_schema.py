@@ -1,4 +1,4 @@
-"""Refuse JSON schemas that are too large for a grammar, before they are compiled."""
+"""Refuse JSON schemas that are too large for a grammar."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from octavo.errors import RequestError
 
-MAX_OPTIONAL_PROPERTIES = 2000  # per object; llguidance has four states for each in every step that may begin a name
+MAX_OPTIONAL_PROPERTIES = 2000  # per object; llguidance has four states for each
 _VALUES = {"const", "enum", "default", "examples"}
 DEFINITIONS = frozenset(("$defs", "definitions"))
 NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas", *DEFINITIONS}
 
 
 def refuse_large_objects(schema: str | dict[str, Any], kind: str, parameter: str | None) -> None:
-    """Raise `RequestError` if an object of a schema has too many optional properties.
+    """Raise `RequestError` if an object has too many optional properties.
 
-    Text that is not JSON is ignored: the compiler refuses it. kind, parameter: for the error.
+    Text that is not JSON is ignored: the compiler refuses it.
     """
     try:
         left: list[Any] = [json.loads(schema) if isinstance(schema, str) else schema]

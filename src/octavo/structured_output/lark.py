@@ -1,4 +1,4 @@
-"""Build grammars in llguidance's dialect of Lark: https://github.com/guidance-ai/llguidance."""
+"""Build grammars in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -13,32 +13,28 @@ from octavo.structured_output.schema_rewriting import rewritten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# JSON is written on one line, with an optional space after commas and colons: with unlimited white space, small models
-# fill an answer with it until they have no tokens left.
-# `oneOf` with options that may overlap is treated as `anyOf`: an automaton cannot count the options that match.
+# JSON is on one line, with an optional space after commas and colons: small models fill an answer with unlimited white
+# space until their tokens run out. `oneOf` is treated as `anyOf`: an automaton cannot count matching options.
 JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
     "coerce_one_of": True,
 }
-# Otherwise llguidance would force text with only one continuation as the tokens of the tokenizer. For "<think>" in a
-# schema that is the added token, which llguidance then refuses.
+# Otherwise llguidance would force text with one continuation as the tokenizer's tokens. For "<think>" in a schema that
+# is the added token, which llguidance then refuses.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# Blanks at a beginning are limited, too; some are needed, as chat templates put up to two line feeds around reasoning.
-_SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"  # JSON allows white space at the beginning
+# Blanks at a beginning are limited, too; some are needed: chat templates put up to two line feeds around reasoning.
+_SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
-_TEXT_RULE = re.compile(r"^(TEXT|BEFORE): /.*/$", re.MULTILINE)  # the text rules in grammars of text with calls
+_TEXT_RULE = re.compile(r"^(TEXT|BEFORE): /.*/$", re.MULTILINE)  # of text with calls
 _COMMENTS = {"description", "title", "examples", "default", "$comment", "deprecated"}
 _VALUES = {"const", "enum", "required"}
 
 
 def lark_json(schema: str | dict[str, Any]) -> str:
-    """Return the expression for a schema's JSON in a Lark grammar, with the white space rules of `json` structures.
-
-    Raises `RequestError` if the schema is too large.
-    """
+    """Return the expression for a schema's JSON. Raises `RequestError` if it is too large."""
     fields = json.loads(schema) if isinstance(schema, str) else schema
     refuse_large_objects(fields, fields.get(FIELD) or "a function's parameters or the answer's schema", None)
     options = {**JSON_OPTIONS, "lenient": True} if LENIENT in fields else JSON_OPTIONS
@@ -46,7 +42,7 @@ def lark_json(schema: str | dict[str, Any]) -> str:
 
 
 def _bare(schema: Any) -> Any:
-    """Remove the annotations of a schema: descriptions of tools are long, and the size of a grammar is limited."""
+    """Remove annotations: tools have long descriptions, and the size of a grammar is limited."""
     if isinstance(schema, list):
         return [_bare(each) for each in schema]
     if not isinstance(schema, dict):
@@ -63,8 +59,7 @@ def _bare(schema: Any) -> Any:
 def by_id(token_id: int) -> str:
     """Return the name of a token in a grammar.
 
-    Tokens have to be named by id: llguidance takes every added token of the form <...> for a special one and never
-    uses it for the text of a grammar.
+    llguidance takes every added token of the form <...> for a special one and never uses it by its text.
     """
     return f"<[{token_id}]>"
 
@@ -86,8 +81,7 @@ def text_up_to(
 def free_start(ends: str, ends_token: str | None, opens: str | None, between: Sequence[int], *, is_exact: bool) -> str:
     """Return the rules of an answer that is free up to and including a marker, followed by the structure, `@answer`.
 
-    opens: the spelling in the grammar of the text that begins the free part; None if every answer has a free part.
-    is_exact: an answer without a free part is the structure alone. Otherwise blanks may precede it, as JSON allows.
+    opens: begins the free part; None if every answer has one. is_exact: no blanks may precede an answer without one.
     """
     rules = text_up_to(ends, ends_token, head="free", text="ANY", between=between)
     if opens is None:
@@ -98,16 +92,16 @@ def free_start(ends: str, ends_token: str | None, opens: str | None, between: Se
 
 
 def pattern(text: str) -> str:
-    """Return a regular expression that matches exactly this text."""
+    """Return a regular expression of exactly this text."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def whole_grammar(structure: str, rules: str, free_from: str | None) -> str:
     """Return the grammar for llguidance: `rules` around the structure.
 
-    free_from: the text that begins the free part; None if there is none or every answer has one.
+    free_from: begins the free part; None if there is none or every answer has one.
     """
-    if free_from is not None:  # free text in the structure must not begin so: the grammar would be ambiguous
+    if free_from is not None:  # text that begins so would be ambiguous
         begins_so = f"/\\s*{pattern(free_from)}(.|\\n)*/"
         structure = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", structure)
     inner = json.loads(structure)["grammars"] if structure.startswith("{") else [{"lark_grammar": structure}]

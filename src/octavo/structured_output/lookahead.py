@@ -1,8 +1,8 @@
 """Rewrite a regular expression with lookahead as several ones without it that must all match.
 
-llguidance matches with automata, which have no look-around. It is common in schemas nevertheless: pydantic writes it
-for `Decimal`, zod for `email()`, users for passwords. A positive assertion at the beginning of a pattern becomes a
-pattern of its own. A negative one becomes its complement, if that is short.
+llguidance's automata have no look-around, but pydantic writes it for `Decimal`, zod for `email()`, users for passwords.
+An assertion at the beginning becomes a pattern of its own, a negative one its complement, if that is short. Functions
+return None for an unknown form.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ANY, _SOME = r"[\s\S]*", r"[\s\S]+"
 _GROUP = re.compile(r"\((?:\?:)?(?P<inner>(?:[^()\[\]\\]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)")
 _END = re.compile(r"(?<!\\)(?:\\\\)*\$$")
 _MAX_LITERAL_CHARS = 64
-# pydantic's pattern of a Decimal with a maximum of digits: the assertion counts the digits after it.
+# pydantic's Decimal with a maximum of digits: the assertion counts the digits after it.
 _PLACES = r"\\d\{0,(?P<places>\d+)\}"
 _DECIMAL = re.compile(
     rf"\(\?:\\d\{{0,(?P<whole>\d+)\}}\|\(\?=\[\\d\.\]\{{1,(?P<most>\d+)\}}0\*\$\)"
@@ -30,7 +30,7 @@ _MAX_DIGITS = 100
 
 
 def without_lookahead(pattern: str) -> list[str] | None:
-    """Return patterns without lookahead that together match the same texts as a pattern, or fewer; None if unknown.
+    """Return patterns that together match the same texts as a pattern, or fewer.
 
     A text matches a pattern if any part of it does, as in JSON schemas.
     """
@@ -53,9 +53,9 @@ def without_lookahead(pattern: str) -> list[str] | None:
 
 
 def _decimal(found: re.Match[str]) -> str:
-    r"""Return the digits of a Decimal without the assertion that counts them.
+    r"""Drop the assertion that counts digits.
 
-    Pydantic leaves the end of the first alternative open, so that anything may follow; here the number ends.
+    Pydantic leaves the end of the first alternative open; here the number ends.
     """
     whole, most, places = int(found["whole"]), int(found["most"]), found["places"]
     if places is not None and whole + int(places) < most:
@@ -67,7 +67,6 @@ def _decimal(found: re.Match[str]) -> str:
 
 
 def _group_end(pattern: str, start: int) -> int | None:
-    """Return the position after the group that begins at a position; None if it is not closed."""
     depth, place, is_in_class = 0, start, False
     while place < len(pattern):
         char = pattern[place]
@@ -88,7 +87,6 @@ def _group_end(pattern: str, start: int) -> int | None:
 
 
 def _complements(inner: str) -> list[str] | None:
-    """Return patterns that together match the texts that do not begin with a pattern; None if unknown."""
     found = []
     for option in _alternatives(inner):
         complement = _complement(option)
@@ -99,12 +97,11 @@ def _complements(inner: str) -> list[str] | None:
 
 
 def _ends_whole(pattern: str) -> bool:
-    """Return True if a pattern ends with a `$` that is not escaped."""
     return _END.search(pattern) is not None
 
 
 def _alternatives(inner: str) -> Iterator[str]:
-    """Yield the alternatives of a pattern, or of a group around all of it. A `$` after the group is added to each."""
+    """Yield the alternatives of a pattern or of a group around it."""
     ending = "$" if _ends_whole(inner) else ""
     group = _GROUP.fullmatch(inner.removesuffix(ending))
     if group is None:
@@ -114,7 +111,7 @@ def _alternatives(inner: str) -> Iterator[str]:
 
 
 def _split(pattern: str) -> Iterator[str]:
-    """Yield the alternatives between the bars of a pattern. Bars in groups and classes do not count."""
+    """Split at the bars outside of groups and classes."""
     start, place = 0, 0
     while place < len(pattern):
         if pattern[place] in "([":
@@ -130,7 +127,7 @@ def _split(pattern: str) -> Iterator[str]:
 
 
 def _complement(option: str) -> str | None:
-    """Return a pattern of the texts that do not begin with one alternative; None if unknown."""
+    """Match texts that do not begin with one alternative."""
     is_whole = _ends_whole(option)
     option = option[:-1] if is_whole else option
     if is_whole and option.endswith(("*", "+")) and (atoms := _atoms(option[:-1])) and len(atoms) == 1:
@@ -146,10 +143,7 @@ def _complement(option: str) -> str | None:
 
 
 def _without(atoms: list[str]) -> str | None:
-    """Return a pattern of the texts that do not contain a sequence of one or two characters.
-
-    None for longer sequences, and for two characters of which one is a class.
-    """
+    """Match texts without a sequence of one or two characters, of two only if neither is a class."""
     first = _negated(atoms[0])
     if len(atoms) == 1:
         return f"^{first}*$"
@@ -161,7 +155,6 @@ def _without(atoms: list[str]) -> str | None:
 
 
 def _atoms(text: str) -> list[str] | None:
-    """Return the single characters and classes of a pattern; None if it contains anything else or is too long."""
     found, place = list[str](), 0
     while place < len(text):
         atom = _ATOM.match(text, place)
@@ -173,7 +166,6 @@ def _atoms(text: str) -> list[str] | None:
 
 
 def _negated(atom: str) -> str:
-    """Return the pattern of all characters except those of an atom."""
     if atom.startswith("["):
         return f"[{atom[2:]}" if atom.startswith("[^") else f"[^{atom[1:]}"
     return f"[^{_in_class(atom)}]"

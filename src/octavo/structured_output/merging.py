@@ -1,7 +1,7 @@
 """Merge the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema add to one value.
 
-Call formats other than JSON write the properties of an object one by one, so they need a schema without these keywords.
-JSON itself needs no merged schemas: llguidance merges them, see `schema_rewriting`.
+Call formats other than JSON need this, because they write properties one by one; for JSON, llguidance merges.
+References point into `root`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from octavo.structured_output.references import resolve
 
-MAX_OPTIONS = 16  # of one object; if there are more, their properties may be mixed
-MAX_EXPANDED = 512  # nested schemas, counted at each repetition
+MAX_OPTIONS = 16  # of one object
+MAX_EXPANDED = 512  # nested schemas
 _OPTIONS = ("anyOf", "oneOf")
 _NAMING = frozenset(("patternProperties", "propertyNames"))
 _MERGED = ("$ref", "allOf", *_OPTIONS)
@@ -21,15 +21,14 @@ _NOTES = frozenset(("$comment", "$schema", "default", "deprecated", "description
 
 
 def is_merged(schema: dict[str, Any]) -> bool:
-    """Return True if a schema has none of `$ref`, `allOf`, `anyOf` and `oneOf`."""
+    """Return True without any such keyword."""
     return not any(key in schema for key in _MERGED)
 
 
 def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema merged with the target of its `$ref` and all members of `allOf`; `anyOf` and `oneOf` stay.
+    """Merge the target of a schema's `$ref` and the members of `allOf`; `anyOf`, `oneOf` and properties' schemas stay.
 
-    The schemas of properties are not merged. Keywords that cannot be combined become members of an `allOf` of the
-    result. root: the schema that references point into. For more than MAX_EXPANDED members the result is {}, which
+    Keywords that cannot be combined become members of an `allOf`. Beyond MAX_EXPANDED members the result is {}, which
     allows anything.
     """
     found = dict[str, Any]()
@@ -57,9 +56,9 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the alternatives for a value: one merged schema for each option of `anyOf` and `oneOf`.
+    """Return one merged schema for each option of `anyOf` and `oneOf`.
 
-    For more than MAX_OPTIONS it is a single schema that allows the properties of all options.
+    Beyond MAX_OPTIONS it is a single schema with the properties of all options.
     """
     left, found = [merged(schema, root)], list[dict[str, Any]]()
     num_seen = 0
@@ -79,7 +78,7 @@ def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_small(schema: Any, root: dict[str, Any]) -> bool:
-    """Return True if a schema, fully expanded, has at most MAX_EXPANDED schemas. Recursive ones never have."""
+    """Return True if a schema, fully expanded, has at most MAX_EXPANDED schemas; recursive ones never have."""
     left, num_seen = [schema], 0
     while left and num_seen <= MAX_EXPANDED:
         part = left.pop()
@@ -101,7 +100,7 @@ def _list(schema: dict[str, Any], key: str) -> list[Any]:
 
 
 def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema of objects with the properties of all parts. Properties that all parts require are required."""
+    """Allow all parts' properties; require those that all parts require."""
     properties: dict[str, list[Any]] = {}
     required: list[str] | None = None
     is_closed, num_seen = True, 0
@@ -130,7 +129,7 @@ def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
 def is_open(schema: dict[str, Any]) -> bool:
     """Return True if an object may have properties that its merged schema does not name.
 
-    A schema with `properties` and without `additionalProperties` is closed.
+    With `properties` and without `additionalProperties` it is closed, as models write such calls.
     """
     others = schema.get("additionalProperties")
     if others is not None:
@@ -141,7 +140,6 @@ def is_open(schema: dict[str, Any]) -> bool:
 
 
 def _add(found: dict[str, Any], key: str, value: Any) -> None:
-    """Add a keyword to a merged schema, combined with the keyword's value there."""
     given = found.get(key)
     if key not in found or given == value:
         found[key] = value
@@ -171,7 +169,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _common_types(one: Any, other: Any) -> Any:
-    """Return the types that two values of `type` both allow."""
     first, second = ([kinds] if isinstance(kinds, str) else kinds for kinds in (one, other))
     if not isinstance(first, list) or not isinstance(second, list):
         return one

@@ -1,4 +1,4 @@
-"""Resolve references within a JSON schema."""
+"""References within a schema."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 
 def resolve(reference: str, root: Any) -> Any:
-    """Return the target of a reference (`#/$defs/name`) in a schema; None if it does not exist or is external."""
+    """Return the target of a reference (`#/$defs/name`); None if it does not exist or is external."""
     if not reference.startswith("#") or (len(reference) > 1 and reference[1] != "/"):
         return None
     for key in reference[1:].split("/")[1:]:

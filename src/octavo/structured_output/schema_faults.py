@@ -1,4 +1,4 @@
-"""Find the part of a JSON schema that llguidance refuses: its own errors do not name the place in the schema."""
+"""Find the part of a JSON schema that llguidance refuses: its errors do not name it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from octavo.structured_output.references import resolve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Keyword of a schema in a grammar: the field of the request that the schema comes from. llguidance ignores it.
+# Keyword: the request's field with the schema. llguidance ignores it.
 FIELD = "x-octavo-field"
-# Keyword of a schema in a grammar: keywords that llguidance does not support are ignored instead of refused.
+# Keyword: ignore keywords that llguidance does not support instead of refusing them.
 LENIENT = "x-octavo-lenient"
 _SCHEMA = re.compile(r"%json (?=\{)")
 _NAMED = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _ONE = ("additionalItems", "additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems")
-_MAX_TRIED_CHARS = 1 << 19  # of all schemas that are compiled to find the part
+_MAX_TRIED_CHARS = 1 << 19  # of all compiled schemas
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _MAX_PATTERN_CHARS = 200
 _MAX_FIELD_CHARS = 100
@@ -29,28 +29,27 @@ _MAX_FIELD_CHARS = 100
 
 @dataclass(frozen=True, slots=True)
 class SchemaFault:
-    """The part of a schema that cannot be compiled. field: the request's field, if the schema names it."""
+    """A part that cannot be compiled. field: the request's field."""
 
     place: str
     message: str
     field: str | None = None
 
     def __str__(self) -> str:
-        """Return the place and the message."""
         return f"{self.place}: {self.message}"
 
 
 def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
     """Return the fault of the smallest part of a schema that fails alone; None if the schema compiles.
 
-    check: compiles a schema and returns the error, None if there is none.
+    check: returns the compiler's error, or None.
     """
     message = check(schema)
     if message is None:
         return None
     definitions = {key: schema[key] for key in (*DEFINITIONS, LENIENT) if key in schema}
     field = schema.get(FIELD)
-    field = field[:_MAX_FIELD_CHARS] if isinstance(field, str) else None  # a client's own schema may have this keyword
+    field = field[:_MAX_FIELD_CHARS] if isinstance(field, str) else None  # may be the client's own
     part, place, seen, left = schema, "#", {"#"}, _MAX_TRIED_CHARS
     while left >= 0:
         for child_place, child in _children(part, place, schema):
@@ -68,20 +67,20 @@ def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | N
 
 
 def find_fault_in_grammar(grammar: str, check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
-    """Return the fault of the first schema in a grammar of Lark's notation that fails alone."""
+    """Return the first fault of a schema in a Lark grammar."""
     decoder = json.JSONDecoder()
     for found in _SCHEMA.finditer(grammar):
         try:
             schema, _ = decoder.raw_decode(grammar, found.end())
         except ValueError:
-            continue  # a client's own grammar: the compiler refuses it
+            continue  # the compiler refuses it
         if (fault := find_fault(schema, check)) is not None:
             return fault
     return None
 
 
 def _children(schema: dict[str, Any], place: str, root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas within a schema and the target of its reference, each with its place."""
+    """Yield the schemas within a schema and its reference's target."""
     for key in _NAMED:
         if isinstance(named := schema.get(key), dict):
             for name, each in named.items():
@@ -98,7 +97,7 @@ def _children(schema: dict[str, Any], place: str, root: dict[str, Any]) -> Itera
 
 
 def place_of_pattern(schema: dict[str, Any], pattern: str) -> str:
-    """Return the place of the first part of a schema that has a pattern; "#" if there is none."""
+    """Return the place of a pattern, or "#"."""
     left: list[tuple[str, Any]] = [("#", schema)]
     while left:
         place, part = left.pop(0)
@@ -116,7 +115,7 @@ def _escaped(name: str) -> str:
 
 
 def _explained(message: str, schema: dict[str, Any]) -> str:
-    """Return an error message of llguidance, reworded for users."""
+    """Reword llguidance's errors."""
     if found := _UNSUPPORTED.fullmatch(message):
         return f"the keywords {found[1]} are not supported"
     pattern = schema.get("pattern")
@@ -126,7 +125,7 @@ def _explained(message: str, schema: dict[str, Any]) -> str:
 
 
 def reason_of(message: str) -> str:
-    """Return the first line of an error of llguidance; for a regular expression with the reason from later lines."""
+    """Return the first line of llguidance's error, with the reason in later lines for a regular expression."""
     head, _, rest = message.strip().partition("\n")
     reason = rest.rpartition("error: ")[2].partition("\n")[0] if "regex parse error" in head else ""
     return f"{head.rpartition('regex parse error')[0]}{reason}" if reason else head

@@ -1,7 +1,6 @@
-"""Rewrite a client's JSON schema into one that llguidance compiles and that has the meaning that the client expects.
+"""Rewrite a JSON schema into one that llguidance compiles and that has the meaning that the client expects.
 
-The rewritten schema allows the same values or fewer, with two exceptions: unknown formats are not checked, and the
-options of `oneOf` may overlap.
+It allows the same values or fewer, except that unknown formats are not checked, and options of `oneOf` may overlap.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from octavo.structured_output.lookahead import without_lookahead
 from octavo.structured_output.references import resolve
 
 logger = logging.getLogger(__name__)
-# The formats that llguidance knows.
 FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 )
-_MAX_NAMED = 100  # the maximum number of formats named in a process's log
+_MAX_NAMED = 100  # formats named in a process's log
 _MAX_NAME_CHARS = 64
 _ONE = ("additionalItems", "additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems")
 _SEVERAL = ("items", "prefixItems")
@@ -32,10 +30,10 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema to compile. The argument is not changed.
 
     * An object with `properties` and without `additionalProperties` is closed, after `$ref`, `allOf` and `anyOf` have
-      been merged. Exceptions are objects with `patternProperties`, and those that must have more properties than named.
-    * An unknown `format` is dropped, and named in the log once.
+    been merged; not so with `patternProperties`, or if it must have more properties than named.
+    * An unknown `format` is dropped.
     * If possible, a `pattern` with lookahead becomes several patterns, and `propertyNames` becomes `patternProperties`
-      or `properties`.
+    or `properties`.
 
     Raises `RecursionError` if it is nested too deep, `RequestError` if its merges are too large.
     """
@@ -45,21 +43,20 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 class _Rewriter:
     """Rewrites one schema.
 
-    A schema of a whole value is closed. A member of a merge (`allOf`, a `$ref` with keywords next to it) stays open,
-    and the merge is closed. `_closed` and `_open` return the two forms.
+    A whole value is closed. A member of a merge (`allOf`, a `$ref` with keywords next to it) stays open, and the merge
+    is closed.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._names: dict[tuple[int, bool], str] = {}  # of added definitions, by id() of the target and `is_open`
+        self._names: dict[tuple[int, bool], str] = {}  # by id() of the target and `is_open`
         self._left: list[tuple[str, Any, bool]] = []
         self._budget = MergeBudget()
 
     def whole(self) -> dict[str, Any]:
-        """Return the rewritten schema with all definitions that had to be added."""
         found = self._closed(self._root)
         if not isinstance(found, dict):
-            found = {"not": {}}  # allows no value: llguidance refuses it with an error
+            found = {"not": {}}  # llguidance refuses it
         added = {}
         while self._left:
             name, target, is_open = self._left.pop()
@@ -70,7 +67,6 @@ class _Rewriter:
         return found
 
     def _closed(self, schema: Any) -> Any:
-        """Return the rewritten form of a schema of a whole value."""
         schema = _mended(schema) if isinstance(schema, dict) else schema
         if not isinstance(schema, dict):
             return schema
@@ -97,11 +93,11 @@ class _Rewriter:
         return found
 
     def _open(self, schema: Any) -> Any:
-        """Return the rewritten form of a member of a merge: its properties are closed, the object itself is not."""
+        """Close the properties of a member of a merge, not the object."""
         return self._rewritten(schema, is_open=True)
 
     def _rewritten(self, schema: Any, *, is_open: bool) -> Any:
-        """Return a schema with rewritten parts. is_open: parts that apply to the same value stay open."""
+        """Rewrite parts. is_open: those that apply to the same value stay open."""
         schema = _mended(schema) if isinstance(schema, dict) else schema
         if not isinstance(schema, dict):
             return schema
@@ -123,7 +119,6 @@ class _Rewriter:
         return _with_patterns(found)
 
     def _reference(self, reference: str, *, is_open: bool) -> str:
-        """Return a reference to the open or the closed form of a reference's target."""
         target = resolve(reference, self._root)
         if not isinstance(target, dict):
             return reference
@@ -137,7 +132,6 @@ class _Rewriter:
         return f"#/$defs/{self._names[key]}"
 
     def _new_name(self, wanted: str) -> str:
-        """Return an unused name for a definition."""
         stem = "".join(char for char in wanted if char.isascii() and (char.isalnum() or char in "_-.")) or "root"
         given = self._root.get("$defs")
         taken = {*self._names.values(), *(given if isinstance(given, dict) else ())}
@@ -145,17 +139,14 @@ class _Rewriter:
 
 
 def _mended(schema: dict[str, Any]) -> dict[str, Any] | bool:
-    """Return a schema without keywords that llguidance refuses but that have no effect, or can be replaced.
-
-    False if no value can match.
-    """
+    """Drop or replace keywords that llguidance refuses without need; return False if no value can match."""
     found = dict(schema)
     if found.get("not") in ({}, True) and "not" in found:
         return False
     if isinstance(found.get("format"), str) and found["format"] not in FORMATS:
         _note_format(found.pop("format"))
     if _KNOWN_DIALECTS not in str(found.get("$schema", _KNOWN_DIALECTS)):
-        del found["$schema"]  # llguidance refuses dialects that it does not know, such as OpenAPI's
+        del found["$schema"]  # llguidance refuses unknown dialects, such as OpenAPI's
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(is_exclusive := found.get(exclusive), bool):  # the form of OpenAPI 3.0
             del found[exclusive]
@@ -172,7 +163,7 @@ def _mended(schema: dict[str, Any]) -> dict[str, Any] | bool:
 
 
 def _mend_names(schema: dict[str, Any]) -> None:
-    """Replace `propertyNames` by `patternProperties` or `properties`, if the schema has neither of them."""
+    """Replace `propertyNames`, if the schema names no properties."""
     names = schema.get("propertyNames")
     if names in (True, {}, {"type": "string"}):  # all names are strings
         del schema["propertyNames"]
@@ -196,7 +187,6 @@ def _mend_names(schema: dict[str, Any]) -> None:
 
 
 def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with its pattern replaced by patterns without lookahead, if possible."""
     pattern = schema.get("pattern")
     patterns = without_lookahead(pattern) if isinstance(pattern, str) else None
     if not patterns or (len(patterns) == 1 and patterns[0] == pattern):
@@ -208,12 +198,10 @@ def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _named_formats() -> set[str]:
-    """Return the formats that the log has named."""
     return set()
 
 
 def _note_format(name: str) -> None:
-    """Log that a format is not checked, once for each name, up to `_MAX_NAMED` names."""
     named, shown = _named_formats(), name[:_MAX_NAME_CHARS]
     if shown not in named and len(named) < _MAX_NAMED:
         named.add(shown)

@@ -1,4 +1,4 @@
-"""The form of a model's answers: how to separate reasoning, content and tool calls."""
+"""The form of a model's answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.server.answers.template_probe import TemplateProbe
 from octavo.server.answers.tools import NO_TOOLS
 from octavo.structured_output.lark import by_id
 
-_PIECE = 4096  # characters in one call of a parser, which copies the rest of its text whenever it takes a part of it
+_PIECE = 4096  # a parser copies the rest of its text with each part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
-    """Return a remark if the chat template does not describe tools, or shows no calls; "" otherwise."""
+    """Return a log's remark about a chat template that shows no tools or calls, or ""."""
     if tools.describes_tools:
         return " (the chat template shows no calls: a system message describes the tools, a grammar makes answers JSON)"
     return "" if shows_tools else " (the chat template tells the model of no tools)"
@@ -39,9 +39,8 @@ def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
 class AnswerStyle:
     """How a model writes tool calls and reasoning.
 
-    reasoning_end_id: the token that ends reasoning; None if the end is not one token. special_ids: the markers of calls
-    and reasoning that are special tokens of this model, with their ids. shows_tools: whether the chat template shows
-    the model its tools.
+    reasoning_end_id: None if the end of reasoning is not one token. special_ids: ids of the markers that are special
+    tokens.
     """
 
     tools: ToolFormat | None = None
@@ -52,7 +51,7 @@ class AnswerStyle:
 
     @property
     def summary(self) -> str:
-        """The style in one line, for a log."""
+        """The style in one line."""
         calls = "not known" if self.tools is None else self.tools.name
         blind = "" if self.tools is None else template_remark(self.tools, shows_tools=self.shows_tools)
         return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"
@@ -64,7 +63,7 @@ class AnswerStyle:
 
     @classmethod
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
-        """Find the style by the server's options: names, or "auto" to detect the forms in the chat templates."""
+        """Find the forms that the server's options name; "auto" detects them in the chat templates."""
         templates = inputs.chat_templates if inputs.has_chat_template else []
         probe = TemplateProbe.of(inputs.chat_text) if inputs.has_chat_template else TemplateProbe()
         reasoning = find_reasoning_form(reasoning_parser, [*templates, *probe.texts])
@@ -85,10 +84,9 @@ class AnswerStyle:
 class AnswerForm:
     """How one request's answers are read.
 
-    reasoning: the form of reasoning with which answers may begin; None if they cannot. in_reasoning: answers begin
-    within reasoning, because the prompt ends with its opening mark. shown_ids: the special tokens that are part of the
-    text. frame: the format whose parser reads whole answers, also without tools; None if no format does.
-    is_whole: answers are not streamed, so a call is read to its end before any part of it is emitted.
+    in_reasoning: the prompt ends with the opening mark of the reasoning. shown_ids: special tokens that are part of the
+    text. frame: the format whose parser reads answers without tools as well. is_whole: without a stream, a call is read
+    to its end before any part of it is emitted.
     """
 
     toolbox: Toolbox = NO_TOOLS
@@ -113,16 +111,16 @@ class AnswerForm:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether answers may begin with reasoning."""
+        """See `AnswerStyle`."""
         return self.reasoning is not None
 
     @property
     def is_plain(self) -> bool:
-        """Whether all text of an answer is content."""
+        """Whether all text is content."""
         return self.toolbox.format is None and self.frame is None and not self.has_reasoning
 
     def parser(self) -> AnswerParser:
-        """Return a parser of one answer."""
+        """Return a parser."""
         frame, toolbox = self.frame, self.toolbox
         parser = toolbox.parser() if frame is None else frame.parser(toolbox.functions, only_one=toolbox.only_one)
         if self.is_whole and isinstance(parser, ToolParser):
@@ -133,7 +131,7 @@ class AnswerForm:
         return ReasoningParser(parser, is_open=self.in_reasoning, form=self.reasoning, interrupts=interrupts)
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters whose grammar covers the whole text. Reasoning at its beginning is free."""
+        """Return parameters whose grammar covers all text except for reasoning."""
         structure = self._framed(self.toolbox.structure(params.structured_outputs))
         if structure is not None and self.reasoning is not None and structure.starts_after is None:
             free_from = None if self.in_reasoning else self.reasoning.opens
@@ -141,7 +139,7 @@ class AnswerForm:
         return replace(params, structured_outputs=structure, shown_special_token_ids=list(self.shown_ids))
 
     def _framed(self, structure: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Apply a structure to the model's content within its frame. Raises `RequestError` unless it is JSON."""
+        """Apply a structure within the frame. Raises `RequestError` unless it is JSON."""
         if self.frame is None or structure is None or self.toolbox.format is not None:
             return structure
         if structure.json is None and structure.json_object is None:
@@ -152,12 +150,11 @@ class AnswerForm:
 
 
 def _markers(tools: ToolFormat | None, reasoning: ReasoningForm | None) -> list[str]:
-    """Return the markers that separate the parts of an answer."""
     return [*(tools.markers if tools else ()), *((reasoning.opens, reasoning.closes) if reasoning else ())]
 
 
 class AnswerReader:
-    """Reads one answer, whole or piece by piece."""
+    """Reads one answer."""
 
     def __init__(self, form: AnswerForm) -> None:
         self._parser = form.parser()
@@ -168,14 +165,14 @@ class AnswerReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of tokens of the reasoning with its end; 0 if its end is not one token."""
+        """The tokens of the reasoning with its end; 0 if the end is not one token."""
         return self._num_tokens if self._has_reasoning and self._end_id is not None else 0
 
     def read(self, completion: CompletionOutput) -> list[Part]:
-        """Return the parts of the new text of a completion."""
+        """Return a completion's parts."""
         self._count(completion.token_ids)
         text, parts = completion.text, list[Part]()
-        for start in range(0, len(text), _PIECE):  # the parts do not depend on the length of the pieces
+        for start in range(0, len(text), _PIECE):  # their length does not change the parts
             parts += self._parser.feed(text[start : start + _PIECE])
         if completion.finished:
             is_own_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)

@@ -1,4 +1,4 @@
-"""The size of an answer, and the limit on the log probabilities of one request."""
+"""The size of an answer, and the limit on log probabilities."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NUMBERS_PER_ENTRY = 16  # of an embedding
 
 
 def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], *, with_prompt: bool) -> int:
-    """Count the entries to encode: tokens, log probabilities, and groups of numbers of an embedding.
+    """Count the entries to encode: tokens, log probabilities, and groups of an embedding's numbers.
 
-    with_prompt: also count those of the prompt, once for each completion.
+    with_prompt: also count the prompt's, once for each completion.
     """
     prompt = len(output.prompt_token_ids) + _num_logprobs(output.prompt_logprobs) if with_prompt else 0
     vector = len(output.pooled or b"") // (4 * _NUMBERS_PER_ENTRY)
@@ -33,10 +33,9 @@ def _num_logprobs(positions: Sequence[dict[int, Logprob] | None] | None) -> int:
 
 
 class LogprobLimit:
-    """Counts the log probabilities that a request can return. All of its prompts share one limit.
+    """Limits the log probabilities of a request, over all of its prompts.
 
-    Those of its answers are counted before any prompt is read, so no prompt starts if they exceed the limit.
-    max_model_len: the maximum number of tokens of an answer without a smaller `max_tokens`.
+    Those of the answers are counted first, so no prompt starts if they exceed the limit.
     """
 
     def __init__(self, limit: int, max_model_len: int, params: SamplingParams, num_prompts: int) -> None:
@@ -48,7 +47,7 @@ class LogprobLimit:
             self._take(num_prompts * params.n * num_tokens * (params.logprobs + 1), "logprobs")
 
     def check(self, processed: ProcessedInput) -> None:
-        """Count a prompt's log probabilities in the same way. Raises `RequestError` above the limit."""
+        """Count a prompt's log probabilities. Raises `RequestError` above the limit."""
         params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
         if params.prompt_logprobs is not None:
             self._take(params.n * num_tokens * (params.prompt_logprobs + 1), "prompt_logprobs")

@@ -1,7 +1,4 @@
-"""Turn prompts into an HTTP answer, whole or as a stream of events, for every API.
-
-Each API has its own `octavo.server.answers.jobs.Reply`, which writes the outputs.
-"""
+"""Turn prompts into an HTTP answer, for every API."""
 
 from __future__ import annotations
 
@@ -43,10 +40,9 @@ _ANSWERING = "it was answered"
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
-    """Answer a job, whole or as a stream; abort its requests if the client disconnects.
+    """Answer a job; abort its requests if the client disconnects.
 
-    The status of a stream is sent with its first event, so a request that is refused still gets an error status.
-    If another engine generates the answer, only the prompts are computed, and the response reports that.
+    The status of a stream is sent with its first event, so a refused request still gets an error status.
     """
     transfer: KVTransferParams | None = http_request.state.kv_transfer
     if transfer is not None:
@@ -69,7 +65,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
 
 
 async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
-    """Answer a job when all of its outputs are complete; abort its requests if the client disconnects."""
+    """Answer a job when all outputs are complete; abort it if the client disconnects."""
     usage = _counter(http_request, job)
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))
@@ -85,7 +81,7 @@ async def answer_whole(service: Service, http_request: Request, job: Job, reply:
 
 @contextlib.contextmanager
 def _failing_alone(job: Job) -> Iterator[None]:
-    """Turn any fault while the job is answered into an error that names the request."""
+    """Make any fault an error that names the request."""
     try:
         yield
     except (OctavoError, ClientDisconnect):
@@ -97,16 +93,15 @@ def _failing_alone(job: Job) -> Iterator[None]:
 
 
 def _counter(http_request: Request, job: Job) -> UsageCounter:
-    """Make a job's counter of tokens, and put it with the job's id and model into the record for the audit log."""
     usage = UsageCounter(counts_completions=job.counts_completions)
     http_request.state.audit.update(id=job.request_id, model=job.model, stream=job.stream, usage=usage)
     return usage
 
 
 class EventStream(StreamingResponse):
-    """The response of a stream of events. Its end, even before the first event, aborts the job and releases its place.
+    """A stream of events. Its end, even before the first event, aborts the job and releases its place.
 
-    After keep_alive_s seconds without an event, keep-alive bytes are sent, because proxies close idle connections.
+    Keep-alive bytes are sent, because proxies close idle connections.
     """
 
     def __init__(
@@ -147,7 +142,7 @@ class EventStream(StreamingResponse):
             self._place.leave()
 
     async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
-        """Send keep-alive bytes between events. An event is one message, so these bytes never split an event."""
+        """Send keep-alive bytes. An event is one message, so they never split it."""
         while True:
             await asyncio.sleep(self._last_sent + self._keep_alive_s - clock())
             if self._is_open and clock() >= self._last_sent + self._keep_alive_s:
@@ -158,7 +153,7 @@ class EventStream(StreamingResponse):
 
 
 class ChoiceUpdates:
-    """Splits outputs into the updates of a job's choices; each choice ends once."""
+    """Splits outputs into updates of choices."""
 
     def __init__(self, job: Job) -> None:
         self._first_choice = {name: index * job.params.n for index, name in enumerate(job.request_ids)}
@@ -166,7 +161,7 @@ class ChoiceUpdates:
         self._ended: set[int] = set()
 
     def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
-        """Return the updates of an output. A choice that has ended or has nothing new gets none."""
+        """Return no update for a choice that has ended or has nothing new."""
         updates = []
         for completion in output.outputs:
             choice = self._first_choice[output.request_id] + completion.index
@@ -181,15 +176,12 @@ class ChoiceUpdates:
 
 
 async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for some work; cancel it and raise `ClientDisconnect` if the client disconnects first."""
+    """Wait for work; cancel it and raise `ClientDisconnect` if the client disconnects first."""
     return (await _begun(http_request, asyncio.create_task(work))).result()
 
 
 async def _begun(http_request: Request, task: asyncio.Task[T], patience_s: float | None = None) -> asyncio.Task[T]:
-    """Wait for a task; cancel it and raise `ClientDisconnect` if the client disconnects first.
-
-    patience_s: return the task unfinished after this many seconds; None to wait until it is done.
-    """
+    """Wait as `unless_disconnected`, but at most `patience_s` seconds."""
     watcher = asyncio.create_task(_disconnected(http_request))
     is_kept = False
     try:
@@ -223,7 +215,6 @@ async def _whole(service: Service, job: Job, usage: UsageCounter) -> list[Reques
 
 
 async def _first_updates(outputs: Outputs, choices: ChoiceUpdates) -> list[ChoiceUpdate]:
-    """Wait for the first output that has updates."""
     async for output in outputs:
         if updates := choices.of(output):
             return updates
@@ -240,7 +231,6 @@ async def _events(
     reply: Reply,
     counter: UsageCounter,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream. An error becomes its last event."""
     try:
         async with aclosing(outputs):
             updates = await first

@@ -1,4 +1,4 @@
-"""Convert arguments that are bare text to JSON by the types in their schema."""
+"""Convert arguments in bare text to JSON by their schema. References point into `root`."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _MAX_SHOWN_CHARS = 200
 _ALL_TYPES = frozenset(_TYPES.values())
 _VALUES = frozenset({"const", "default", "enum", "examples"})
 _ANY_TEXT = "(.|\\n)*"
-_ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # a dollar at the end that is not escaped
+_ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # a final dollar that is not escaped
 _IS_PLAIN = re.compile(r"[\w\s.,:;!?%+-]*")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class UnreadableError(Exception):
-    """A text is neither a value of its types nor plain words."""
+    """The text is neither a value of its types nor plain words."""
 
 
 def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of one property of an object; {} if none is known. root: the target of references."""
+    """Return a property's schema; {} if none is known."""
     found = list[Any]()
     for each in [parameters] if is_merged(parameters) else alternatives(parameters, root):
         properties = each.get("properties")
@@ -56,29 +56,23 @@ def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> 
 
 
 def takes_others(schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Return True if an object may have properties that its schema does not name. root: the target of references.
-
-    A schema with `properties` and without `additionalProperties` is read as closed, as models write such calls.
-    """
+    """Return True if an object may have unnamed properties, see `is_open`."""
     return any(map(is_open, alternatives(schema, root)))
 
 
 def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
-    """Return the names that properties of an object may have; None if any name is allowed."""
+    """Return the allowed names of properties; None for any."""
     return None if takes_others(schema, schema) else frozenset(property_names(schema, schema))
 
 
 def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-    """Return the names of a schema's properties, including those of its references and its options."""
+    """Return the names of properties, also of references and options."""
     named = [each.get("properties") for each in alternatives(schema, root)]
     return list(dict.fromkeys(name for each in named if isinstance(each, dict) for name in each))
 
 
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the part of a schema for values of one type; {} if it has none.
-
-    kind: "object" or "array". root: the target of references.
-    """
+    """Return the part of a schema for "object" or "array"; {} if there is none."""
     for part in _parts(schema, root):
         own = _own_types(part)
         if kind in own or (part and not own and ("properties" in part or "items" in part or _options(part) is None)):
@@ -87,7 +81,7 @@ def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
-    """Return the JSON types that values of a schema may have. root: the target of its references."""
+    """Return the possible JSON types."""
     found = set[str]()
     for part in _parts(schema, root):
         if own := _own_types(part):
@@ -98,7 +92,7 @@ def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
 
 
 def _parts(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the merged schema, then the options of each part without types of its own, each part once."""
+    """Yield the merged schema, then the options of parts without types."""
     left, seen = [schema], dict[int, Any]()
     while left:
         part = left.pop(0)
@@ -112,13 +106,11 @@ def _parts(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _options(schema: dict[str, Any]) -> list[Any] | None:
-    """Return the options of a schema; None if it has none."""
     options = schema.get("anyOf") or schema.get("oneOf")
     return options if isinstance(options, list) else None
 
 
 def _own_types(schema: dict[str, Any]) -> set[str]:
-    """Return the types that a schema itself names; an empty set if it names none."""
     kinds = schema.get("type")
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(kinds, str | list):
@@ -127,17 +119,15 @@ def _own_types(schema: dict[str, Any]) -> set[str]:
 
 
 def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Return True if an argument can only be a string, whatever its text looks like."""
+    """Return True if only strings are allowed."""
     return types_of(schema, root) == {"string"}
 
 
 def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-    """Return the JSON of an argument from its text: a value of one of its types, or else a string.
+    """Return an argument's JSON; None if it is omitted: its text is empty, and it cannot be a string.
 
-    Python's literals are accepted unless only a string is allowed. Words that are no value of the types become a
-    string, so that the client can report the error to the model. Returns None for an empty text if no string is
-    allowed: the argument is omitted. Raises `UnreadableError` if a text with other characters, such as brackets, is no
-    value, because it has a slip.
+    Python's literals are accepted unless only a string is allowed. Words of a wrong type become a string, so that the
+    client can report the error to the model. Raises `UnreadableError` for other text.
     """
     kinds = types_of(schema, root)
     if kinds == {"string"}:
@@ -161,7 +151,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
-    """Return the value and the JSON of a list or object with slips; the given text if it cannot be read."""
+    """Read a list or object with slips."""
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):
         found.append(literal_json(text))
@@ -170,7 +160,7 @@ def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
 
 
 class LookaheadError(RequestError):
-    """A pattern has a lookahead that grammars of the call format cannot express."""
+    """Grammars of the call format cannot express a lookahead."""
 
     def __init__(self, pattern: str) -> None:
         shown = f"the pattern `{pattern[:_MAX_SHOWN_CHARS]}` looks ahead"
@@ -179,9 +169,9 @@ class LookaheadError(RequestError):
 
 
 def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
-    """Return a lexeme of a grammar for the strings of a merged schema: an intersection of regular expressions.
+    """Return a lexeme for a merged schema's strings: an intersection of regular expressions, each with this ending.
 
-    ending: an expression that follows each of them. Raises `LookaheadError`.
+    Raises `LookaheadError`.
     """
     members = schema.get("allOf")
     parts = [schema, *(each for each in (members if isinstance(members, list) else ()) if isinstance(each, dict))]
@@ -190,7 +180,6 @@ def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
 
 
 def _expressions(schema: dict[str, Any]) -> Iterator[str]:
-    """Yield the regular expressions that strings of a schema match as a whole. Raises `LookaheadError`."""
     wanted, least, most = schema.get("pattern"), schema.get("minLength"), schema.get("maxLength")
     if isinstance(least, int) or isinstance(most, int):
         yield f"(.|\\n){{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"
@@ -208,19 +197,18 @@ def _expressions(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def schema_comment(function: Function) -> str:
-    """Return a grammar's comment with a function's schema if the schema has patterns; "" otherwise.
+    """Return a grammar's comment with a schema that has patterns, or "".
 
-    The compiler's errors of a lexeme name no field, so the field is looked up in this schema, see
-    `octavo.structured_output.schema_faults`.
+    The compiler's errors of a lexeme name no field; `octavo.structured_output.schema_faults` finds it here.
     """
     written = lark_json(function.parameters)
     return f"// {written}" if '"pattern"' in written else ""
 
 
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """Return a grammar's expression for JSON of a part of a schema, with only the definitions that the part refers to.
+    """Return a grammar's expression for JSON of a part of a schema, with only the definitions that it uses.
 
-    root: the whole schema. Raises `RequestError` if the expression is too long for any grammar.
+    Raises `RequestError` if it is too long for any grammar.
     """
     definitions: dict[str, Any] = {}
     names, left = dict[int, str](), list[Any]()
@@ -228,7 +216,7 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
     while left:
         part = left.pop()
         definitions[names[id(part)]] = _with_names(part, root, names, left)
-    if FIELD in root:  # errors of the compiler name this field
+    if FIELD in root:  # for the compiler's errors
         whole[FIELD] = root[FIELD]
     text = lark_json({**whole, "$defs": definitions} if definitions else whole)
     if len(text) > MAX_GRAMMAR_CHARS:
@@ -239,7 +227,7 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
 def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: list[Any]) -> Any:
     """Return a copy of a schema that refers to definitions.
 
-    Mutated: names, the id of a referred schema -> its definition's name; left, gets the schemas that are new in names.
+    Mutated: names, the id of a referred schema -> its definition; left, gets schemas that are new in names.
     """
     if isinstance(schema, list):
         return [_with_names(each, root, names, left) for each in schema]
@@ -249,7 +237,7 @@ def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: 
     reference = schema.get("$ref")
     referred = resolve(reference, root) if isinstance(reference, str) and reference.startswith("#") else None
     if isinstance(referred, dict):
-        if id(referred) not in names:  # by identity: two spellings of a reference share a definition
+        if id(referred) not in names:  # two spellings of a reference share a definition
             names[id(referred)] = f"part{len(names)}"
             left.append(referred)
         told["$ref"] = f"#/$defs/{names[id(referred)]}"

@@ -1,13 +1,8 @@
-"""Base of the parsers that read tool calls in an answer's text while it arrives.
+"""Base of the parsers that read tool calls while an answer arrives.
 
-A call is held back until it has ended; in a stream, only until its arguments have `HELD_CHARS` characters. A text that
-begins like a call and is none is content: its arguments cannot be read in exactly one way, no tool has its name, or a
-tag is not closed. Slips with one meaning are repaired, see `octavo.engine.json_recovery`. If an answer was cut off
-within a call with a known name, the part of the call that arrived is emitted as a call, not as content.
-
-In a stream a call with long arguments is emitted while it arrives. If it breaks then, its arguments stay broken JSON:
-they are never completed to a value that the model did not write. In a whole answer every call is held back until it has
-ended.
+A call is held back until it has ended; in a stream, until its arguments have `HELD_CHARS` characters. Arguments that
+break later stay broken JSON: they are never completed to a value that the model did not write. A text like a call is
+content if its arguments have several readings, no tool has its name, or a tag is not closed.
 """
 
 from __future__ import annotations
@@ -29,24 +24,24 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
     Wait: TypeAlias = Generator[None, None, T]
-    """A step of parsing that yields whenever it needs more text."""
+    """Yields whenever it needs more text."""
 
 _SPACE = " \t\r\n"
-HELD_CHARS = 1024  # of a call's arguments: in a stream, longer arguments are emitted before the call has ended
+HELD_CHARS = 1024  # of streamed arguments
 _END_OF_TEXT = r"\Z"
-_MAX_CLOSERS = 8  # surplus brackets after a call
-HALF = "\ufffd"  # decoded from a part of a character's bytes
+_MAX_CLOSERS = 8  # surplus brackets
+HALF = "\ufffd"  # decoded from a part of a character
 _BEHIND_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"  # for grammars
-_AFTER_ARGUMENTS = "}],;{[<>`"  # first characters of marks
+_AFTER_ARGUMENTS = "}],;{[<>`"  # begin marks
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
 
 def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
-    """Return a pattern of the text that may follow arguments: one of these marks, with any white space, or the end.
+    """Return a pattern of one of these marks or the end of the text, which may follow arguments.
 
-    is_wrapped: the arguments are a member of an object, whose closing bracket comes first.
+    is_wrapped: the closing bracket of an enclosing object comes first.
     """
     either = [r"\s*".join(map(re.escape, mark.split())) for mark in marks if mark.strip()]
     either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # a bracket alone is no mark
@@ -55,12 +50,12 @@ def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
 
 
 class MalformedError(Exception):
-    """The text is not a call."""
+    """The text is not a call. Any step of reading a call may raise it."""
 
 
 @dataclass(slots=True)
 class Call:
-    """The known parts of a call. index: its index in the answer; None until its name is emitted."""
+    """A call. index: None until the name is emitted."""
 
     name: str | None = None
     arguments: str | None = None
@@ -70,10 +65,8 @@ class Call:
 class ToolParser:
     """Separates tool calls from other text.
 
-    functions: the available tools. only_one: drop all calls but the first. name_key, arguments_keys: the keys of the
-    name and of the arguments in an object that is a call. _ends: matches the text that may follow broken arguments.
-    _call_openers, _call_closers: the marks that begin a call, and those that end one. num_held_chars: the number of
-    characters of arguments that are held back until a call has ended; None for all.
+    _ends: matches the text that may follow broken arguments. num_held_chars: None to hold back all arguments until a
+    call has ended.
     """
 
     num_held_chars: int | None = HELD_CHARS
@@ -90,25 +83,25 @@ class ToolParser:
         self._only_one = only_one
         self._num_calls = 0
         self._text = ""  # not yet emitted
-        self._num_told = 0  # characters of the answer before `_text`
-        self._position = 0  # in `_text`: the end of the text that was read
+        self._num_told = 0  # before `_text`
+        self._position = 0  # in `_text`
         self._is_over = False
-        self._is_cut = False  # the answer is over, but the model did not end it
+        self._is_cut = False  # the model did not end the answer
         self._parts: list[Part] = []
-        self._held: list[Part] | None = None  # parts of a call that may turn out to be text
-        self._held_text: list[str] = []  # the text of these parts
-        self._num_held_chars = 0  # of the held call's arguments
-        self._broken = ""  # the text of the last call that became content, as far as it was read
+        self._held: list[Part] | None = None  # may turn out to be text
+        self._held_text: list[str] = []  # of these parts
+        self._num_held_chars = 0  # of its arguments
+        self._broken = ""  # the part of the last broken call that was read
         self._budget = SearchBudget()
         self._steps = self._read()
 
     def feed(self, text: str) -> list[Part]:
-        """Add text; return the parts that are certain now."""
+        """See `AnswerParser`."""
         self._text += text
         return self._advance()
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Flush the buffered text. If the answer was cut off, drop an incomplete opener or head of a call."""
+        """See `AnswerParser`."""
         self._is_over, self._is_cut = True, is_cut
         return self._advance()
 
@@ -118,13 +111,12 @@ class ToolParser:
         return joined(parts)
 
     def _read(self) -> Wait[None]:
-        """Read a whole answer."""
         raise NotImplementedError
 
     # --- steps that families share
 
     def _content(self, *openers: str) -> Wait[str]:
-        """Emit content up to the opener of a call, skip the opener and return it; "" at the end of the text.
+        """Emit content, skip the opener of a call and return it; "" at the end.
 
         White space before the opener is held back, because it is content only if no call follows.
         """
@@ -146,7 +138,7 @@ class ToolParser:
             yield
 
     def _num_begun(self, openers: tuple[str, ...]) -> int:
-        """Return how many characters at the end of the text may begin an opener; the last may be a part of one."""
+        """Count final characters that may begin an opener."""
         if self._is_over and not self._is_cut:
             return 0
         end = self._text.rstrip(HALF)
@@ -154,7 +146,7 @@ class ToolParser:
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
     def _begins_with(self, start: int, heads: Heads) -> Wait[bool]:
-        """Return whether one of the heads begins at an index. If the answer was cut off within one, drop it."""
+        """Return whether a head begins here. If it was cut off, drop it."""
         while (found := heads.stand_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
@@ -171,12 +163,11 @@ class ToolParser:
             yield
 
     def _call(self) -> Wait[bool]:
-        """Read a call that is an object. Returns False if there is none; the text that was read is content then."""
         call = Call()
         return (yield from self._attempt(call, self._members(call)))
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
-        """Read a call by these steps. Returns False if there is none; the text that was read is content then."""
+        """Read a call. If it returns False, the text that was read is content."""
         self._held, self._held_text, self._num_held_chars = [], [], 0
         start = self._position
         try:
@@ -192,7 +183,7 @@ class ToolParser:
         return True
 
     def _roll_back(self, call: Call) -> None:
-        """Forget a call: its text up to here is content, in which no other call is looked for."""
+        """Turn a call into content, in which no other call is looked for."""
         before = "".join(self._held_text)
         self._text, self._num_told = before + self._text, self._num_told - len(before)
         self._position += len(before)
@@ -201,13 +192,13 @@ class ToolParser:
             self._num_calls, call.index = call.index, None
 
     def _commit(self) -> None:
-        """Emit the call that is held back: it can no longer become text."""
+        """Emit the held call."""
         if self._held is not None:
             self._parts += self._held
             self._held, self._held_text = None, []
 
     def _tell_cut(self, call: Call) -> bool:
-        """Emit the known part of a call if the answer was cut off within it. Returns whether it was."""
+        """If the answer was cut off within the call, emit its known part and return True."""
         if not (self._is_cut_here() if call.index is None else self._is_at_cut()):
             return False
         if call.index is None and call.name in self._names:
@@ -219,14 +210,14 @@ class ToolParser:
         return True
 
     def _is_cut_here(self) -> bool:
-        """Return whether the answer was cut off while the call at the beginning of `_text` was read."""
+        """Return whether the answer was cut off within the call at the beginning of `_text`."""
         return self._is_at_cut()
 
     def _is_at_cut(self) -> bool:
         return self._is_cut and self._position == len(self._text)
 
     def _drop_cut(self, expected: str) -> None:
-        """Drop the beginning of a text with which the answer was cut off."""
+        """Drop an expected text that was cut off."""
         if self._is_cut and expected.startswith(self._text[self._position :].rstrip(HALF)):
             self._position = len(self._text)
             self._drop()
@@ -254,7 +245,7 @@ class ToolParser:
             self._tell_whole(call)
 
     def _tell_whole(self, call: Call) -> None:
-        """Emit arguments that came before the name, or in a string."""
+        """Emit arguments before the name, or in a string."""
         arguments = "{}" if call.arguments in {None, "", "null"} else str(call.arguments).strip()
         scanner = StrictObject()
         if scanner.scan(arguments, 0) != len(arguments) or not scanner.is_over:
@@ -269,7 +260,6 @@ class ToolParser:
         self._tell("arguments", arguments, call)
 
     def _tell_arguments(self, call: Call) -> Wait[None]:
-        """Read arguments that are a JSON object, and emit them. Raises `MalformedError` if they cannot be read."""
         self._begin(call)
         self._drop()
         scanner, told = StrictObject(), list[str]()
@@ -288,13 +278,13 @@ class ToolParser:
                 yield from self._recover(call, "".join(told))
                 break
             if self._is_over:
-                self._position = len(self._text)  # the answer ended within a value: no call is looked for there
+                self._position = len(self._text)  # no call is looked for within a value
                 self._give_up(call)
             yield
         self._commit()
 
     def _check_end(self, call: Call, told: str) -> Wait[None]:
-        """Repair arguments if the quote and the bracket that ended them may be text of their last string."""
+        """Repair arguments if their final quote and bracket may be text of a string."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1
@@ -314,12 +304,11 @@ class ToolParser:
                 self._give_up(call)
 
     def _has_second_end(self) -> bool:
-        """Return whether another quote and bracket come before the mark that ends the call."""
         closers = [place for each in self._call_closers if (place := self._text.find(each, self._position)) >= 0]
         return bool(closers) and '"}' in self._text[self._position : min(closers)]
 
     def _recover(self, call: Call, told: str) -> Wait[None]:
-        """Repair arguments whose beginning was emitted, with the whole rest of the answer."""
+        """Repair arguments with the whole rest of the answer."""
         while not self._is_over:
             yield
         text, known = told + self._text, self._known_keys(call)
@@ -338,16 +327,15 @@ class ToolParser:
         self._drop()
 
     def _other_call(self) -> re.Pattern[str]:
-        """Return a pattern of the beginning of a call: a mark, or an object with the name of a tool."""
         names = "|".join(map(re.escape, sorted(self._names)))
         head = rf'"{re.escape(self.name_key)}"\s*:\s*"(?:{names})"|\{{\s*"(?:{names})"\s*:'
         return re.compile("|".join([*map(re.escape, self._call_openers), head]))
 
     def _broken_end(self, text: str, position: int) -> int:
-        """Return where the text of a broken call ends. position: where it broke.
+        """Return the end of a call that broke at `position`.
 
-        After its closing mark another call may follow. A call that begins before that mark may be part of a string,
-        so it is never run: it is text up to its own closing mark.
+        A call that begins before the closing mark may be part of a string, so it is never run: it is text up to its own
+        closing mark.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:
@@ -360,7 +348,7 @@ class ToolParser:
         return max(position, min(ends, default=position))
 
     def _give_up(self, call: Call) -> NoReturn:
-        """Emit the rest of arguments that were cut off or are broken, for a call that was emitted already."""
+        """Emit the remaining arguments if the call was emitted already."""
         if self._is_cut or self._held is None:
             self._position = len(self._text) if self._is_cut else self._position
             self._tell("arguments", self._text[: self._position], call)
@@ -368,18 +356,16 @@ class ToolParser:
         raise MalformedError
 
     def _known_keys(self, call: Call) -> frozenset[str] | None:
-        """Return the names that a call's arguments may have; None if any name is allowed."""
         return self._keys.get(call.name or "")
 
     def _begin(self, call: Call) -> None:
-        """Decide that this is a call, and emit its name. Raises `MalformedError` if no tool has it."""
+        """Emit the name."""
         if call.name not in self._names:
             raise MalformedError
         call.index, self._num_calls = self._num_calls, self._num_calls + 1
         self._tell("call", call.name or "", call)
 
     def _value(self) -> Wait[str]:
-        """Skip a JSON value of any kind; return its text."""
         start, depth = self._position, 0
         while True:
             char = yield from self._peek()
@@ -405,7 +391,6 @@ class ToolParser:
         return self._text[start : self._position]
 
     def _string(self) -> Wait[str]:
-        """Read a JSON string."""
         start = self._position
         if (yield from self._peek()) != '"':
             raise MalformedError
@@ -437,7 +422,6 @@ class ToolParser:
             raise MalformedError
 
     def _takes(self, expected: str) -> Wait[bool]:
-        """Skip a text if it is next. Returns whether it was."""
         while True:
             seen = self._text[self._position : self._position + len(expected)]
             if seen == expected:
@@ -449,7 +433,7 @@ class ToolParser:
             yield
 
     def _takes_closer(self, closer: str) -> Wait[None]:
-        """Skip the mark that closes a call, and surplus brackets before it, if it comes."""
+        """Skip surplus brackets and the closing mark."""
         yield from self._skip_space()
         self._drop()
         for _ in range(_MAX_CLOSERS):
@@ -465,7 +449,6 @@ class ToolParser:
         self._drop()
 
     def _skip_space(self) -> Wait[str]:
-        """Skip white space; return the next character, "" at the end."""
         while (char := (yield from self._peek())) and char in _SPACE:
             self._position += 1
         return char

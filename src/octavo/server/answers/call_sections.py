@@ -1,4 +1,4 @@
-"""Formats of calls in sections of an answer, and their parsers."""
+"""Formats of calls in sections."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[\w.:/-]*")
 _MAX_FRAMES = 2  # consecutive frame marks
-MAX_HEAD_CHARS = 256  # of a head, the text between two marks: a name, an id or both
+MAX_HEAD_CHARS = 256  # between two marks: a name, an id or both
 
 
 class SectionFormat(ToolFormat):
     """A section begins with `opens` and ends with `closes`; `between` separates two calls.
 
-    White space in these marks is as the models write it; the parser does not require it.
+    The parser does not require their white space.
     opener: the first mark of `opens`; the text before it is content. call_opens: begins each call.
-    strays: texts that begin a call without a section. one_each: each call has a section of its own.
-    frames: marks around an answer's content or before its calls; they are not part of the text.
+    strays: begin a call without a section. one_each: each call has a section of its own.
+    frames: marks around content or before calls, which are not part of the text.
     """
 
     opens: ClassVar[str]
@@ -40,32 +40,32 @@ class SectionFormat(ToolFormat):
     frames: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Set `frames_content` for formats with frames: their marks are read in answers without tools as well."""
+        """Set `frames_content`: frames are read in answers without tools as well."""
         cls.frames_content = cls.frames_content or bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Return the section or sections of the calls."""
+        """Write sections."""
         written = [self.write_call(index, name, arguments) for index, (name, arguments) in enumerate(calls)]
         between = f"{self.closes}{self.between}{self.opens}" if self.one_each else self.between
         return self.opens + between.join(written) + self.closes
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Return one call. index: its index in the answer."""
+        """Write one call."""
         raise NotImplementedError
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return the rules of `call`, a call of one of these functions."""
+        """Write `call`'s rules."""
         raise NotImplementedError
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of sections with nothing around them but frames."""
+        """Allow framed sections."""
         opens, between = self._literal(self.opens), self._literal(self.between)
         more = f" ({between} {opens} section)*" if self.one_each and not only_one else ""
         start = self._framed(f"{opens} section{more}")
         return f"start: {start}\n{self._section(functions, only_one=only_one)}\n{self._frame_rule()}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of text with sections in it."""
+        """Allow text and sections."""
         framed = [f"framed{index}" for index in range(len(self.frames))]
         text = "TEXT" if not framed else f"({' | '.join(framed)})* TEXT"
         several = " | ".join(["head rest", *framed])
@@ -75,12 +75,12 @@ class SectionFormat(ToolFormat):
         return "\n".join([*rules, self._frame_rule(), *map(self._text_and, framed, self.frames)])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return the grammar of calls, or of JSON with frames around it."""
+        """Allow calls or JSON."""
         grammar = super().or_content(functions, schema, only_one=only_one)
         return grammar.replace("start: calls | content", f"start: calls | {self._framed('content')}", 1)
 
     def content(self, schema: str) -> str | None:
-        """Return the grammar of an answer that is JSON of a schema with frames around it; None without frames."""
+        """Allow framed JSON."""
         if not self.frames:
             return None
         return f"start: {self._framed('content')}\ncontent: {lark_json(schema)}\n{self._frame_rule()}"
@@ -95,7 +95,6 @@ class SectionFormat(ToolFormat):
         return f"frame: {' | '.join(map(self._literal, self.frames))}" if self.frames else ""
 
     def _text_and(self, rule: str, mark: str) -> str:
-        """Return a rule of text and a mark after it."""
         first, *_ = self._pieces(mark)
         is_token = first in self.markers and self._spell(first) is not None
         return f"{rule}{'' if is_token else '[lazy]'}: TEXT {self._literal(mark) if is_token else json_text(mark)}"
@@ -106,7 +105,7 @@ class SectionFormat(ToolFormat):
 
 
 class SectionParser(ToolParser):
-    """Reads sections. A section without a call is content."""
+    """A section without a call is content."""
 
     def __init__(self, form: SectionFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(functions, only_one=only_one)
@@ -114,11 +113,11 @@ class SectionParser(ToolParser):
         self._frames = form.frames
         self._opens = form.opens.removeprefix(form.opener)
         self._call_opens, self._between = form.call_opens, form.between.strip()
-        # Models put blanks between the end of a list and the mark after it.
+        # Models put blanks after a list.
         is_list_end = form.closes.lstrip().startswith("]")
         self._closes = form.closes.replace("]", "] ", 1) if is_list_end else form.closes
         self._one_each = form.one_each
-        self._is_list = not form.one_each and not form.call_opens  # the calls have no marks of their own
+        self._is_list = not form.one_each and not form.call_opens  # calls have no marks of their own
         self._ends = ending(self._closes, form.opener, *form.strays)
         marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)
         self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is no mark
@@ -135,7 +134,7 @@ class SectionParser(ToolParser):
             yield from self._calls()
 
     def _calls(self) -> Wait[None]:
-        """Read the calls of a section, and its end after the last one. A broken member of a list is content."""
+        """Read a section. A broken member of a list is content."""
         while True:
             is_call = yield from self._attempt(call := Call(), self._call_steps(call))
             if not is_call and not (self._is_list and (yield from self._skips_broken_member())):
@@ -147,14 +146,14 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """Handle the end of a call, or of a broken member of a list. The default does nothing."""
+        """Handle the end of a call or of a broken member of a list."""
 
     def _skips_broken_member(self) -> Wait[bool]:
-        """Emit the member of a list that is not a call as content; further calls may follow it.
+        """Emit a broken member of a list as content.
 
         Returns False if its end is not certain, because a call that may be part of a string is never read.
         """
-        while not self._is_over:  # the rest is read once, and not with each piece
+        while not self._is_over:  # once, not with each piece
             yield
         num_chars = member_end(self._broken + self._text)
         if num_chars is None or num_chars < len(self._broken):
@@ -164,24 +163,20 @@ class SectionParser(ToolParser):
         return True
 
     def _goes_on(self) -> Wait[bool]:
-        """Go to the next call of the section. Returns False if there is none."""
+        """Go to the next call. Returns False if there is none."""
         yield from self._skip_space()
         if not self._between:
             return bool(self._call_opens) and (yield from self._takes_all(self._call_opens))
         return (yield from self._takes(self._between)) and (yield from self._takes_all(self._call_opens))
 
     def _takes_section_end(self) -> Wait[None]:
-        """Skip the mark that closes a section, and surplus brackets before it."""
         yield from self._skip_space()
         yield from self._takes_all(self._closes)
         yield from self._skip_space()
         self._drop()
 
     def _takes_all(self, *marks: str) -> Wait[bool]:
-        """Skip marks with any white space in and before them; drop an incomplete mark if the answer was cut off there.
-
-        Returns whether all marks came.
-        """
+        """Skip marks with any white space; drop one that was cut off. Returns whether all came."""
         for mark in (word for each in marks for word in each.split()):
             yield from self._skip_space()
             if not (yield from self._takes(mark)):
@@ -190,11 +185,11 @@ class SectionParser(ToolParser):
         return True
 
     def _call_steps(self, call: Call) -> Wait[None]:
-        """Read a call after its opening mark. Raises `MalformedError`."""
+        """Read one call."""
         raise NotImplementedError
 
     def _head(self, marker: str) -> Wait[str]:
-        """Return the text before a mark, and skip both. Raises `MalformedError` above `MAX_HEAD_CHARS`."""
+        """Skip a mark and return the text before it, of at most `MAX_HEAD_CHARS`."""
         while True:
             most = self._position + MAX_HEAD_CHARS + len(marker)
             end = self._text.find(marker, self._position, most)

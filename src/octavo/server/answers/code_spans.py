@@ -1,4 +1,4 @@
-"""Find code in Markdown: a call between backticks is an example, not a call."""
+"""Find code in Markdown: a call in backticks is an example."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ _ONE = r"`(\n|[^`\n]+[`\n])"
 _TWO = r"``(\n|[^`\n]([^`\n]|`[^`\n])*(``|`?\n))"
 _THREE = r"```([^`]|`[^`]|``[^`])*```"
 CODE = f"({_ONE}|{_TWO}|{_THREE})"
-"""A regular expression of code, also used in grammars. One or two backticks are closed by the same number or by the end
-of their line, three by three."""
+"""Used in grammars, too. One or two backticks are closed by as many or by the end of their line, three by three."""
 OUTSIDE = f"([^`]|{CODE})*"
 """Text that does not end within code."""
 _PIECES = re.compile(r"`|\n|[^`\n]+")
@@ -17,16 +16,16 @@ _FENCE = 3
 
 
 class CodeSpans:
-    """Reads a text piece by piece. last: its last character, "" if there is no text yet."""
+    """Reads a text piece by piece. last: its last character, or ""."""
 
     def __init__(self) -> None:
         self.last = ""
         self._num_open = 0  # backticks that opened the code
-        self._num_seen = 0  # backticks at the end of the text that have not opened or closed code yet
+        self._num_seen = 0  # final backticks that may open or close code
 
     @property
     def is_outside(self) -> bool:
-        """Whether the next character, if it is not a backtick, is outside of code."""
+        """Whether the next character is outside of code, if it is not a backtick."""
         return not self._num_open and not self._num_seen
 
     def feed(self, text: str) -> None:

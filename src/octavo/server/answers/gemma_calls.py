@@ -1,4 +1,4 @@
-"""Gemma 4's calls: keys without quotes, and strings between marks of their own."""
+"""Gemma 4's calls: keys without quotes, strings between special marks."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class GemmaFormat(SectionFormat):
     opener, opens, closes, one_each = "<|tool_call>", "<|tool_call>call:", "<tool_call|>", True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> GemmaParser:
-        """Return a parser of such calls."""
+        """Parse such calls."""
         return GemmaParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
-        """Return a call's name and its arguments."""
+        """Write one call."""
         return name + _written(arguments)
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return a rule for each function. Objects without known properties and values of several types are free."""
+        """Do not constrain open objects and values of several types."""
         quote = self._marker(QUOTE)
         is_token = not quote.startswith('"')
         text = f"TEXTS: /(.|\\n)*/ {FEW_BLANKS}" + (f" & ~/(.|\\n)*{pattern(QUOTE)}(.|\\n)*/" if is_token else "")
@@ -65,7 +65,7 @@ class GemmaFormat(SectionFormat):
         return "\n".join(rules)
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
-        """Return the rules of a value. The first rule is `value<place>`."""
+        """Return rules; the first is `value<place>`."""
         schema = merged(part, root)
         kinds = types_of(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -82,7 +82,6 @@ class GemmaFormat(SectionFormat):
         return [f"value{place}: {known.get(kinds, 'any')}"]
 
     def _object(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """Return the rules of an object and of its options. The first rule is `value<place>`."""
         options = alternatives(schema, root)
         if len(options) == 1:
             return self._object_of(place, options[0], root)
@@ -91,7 +90,6 @@ class GemmaFormat(SectionFormat):
         return [f"value{place}: {' | '.join(f'value{here}' for here in places)}", *rules]
 
     def _object_of(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """Return the rules of the properties of a merged schema in their order."""
         properties, required = schema.get("properties"), schema.get("required")
         named = list(properties.items()) if isinstance(properties, dict) else []
         if not named:
@@ -116,7 +114,7 @@ def _written(value: Any) -> str:
 
 
 class GemmaParser(ValueParser):
-    """Reads Gemma's calls. Strings in JSON's quotes are accepted as well."""
+    """Accepts JSON's quotes as well."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -127,7 +125,6 @@ class GemmaParser(ValueParser):
         self._commit()
 
     def _object(self, call: Call, depth: int) -> Wait[None]:
-        """Read keys with values up to the closing bracket, and emit an object."""
         self._say_opened("{", "}", call)
         given = set[str]()
         while (yield from self._skip_space()) != "}":
@@ -144,7 +141,6 @@ class GemmaParser(ValueParser):
         self._say_closed(call)
 
     def _key(self) -> Wait[str]:
-        """Read a key and the mark after it; return the key as JSON."""
         if (char := (yield from self._peek())) == "<":
             key = yield from self._quoted(None)
         elif char == '"':
@@ -176,7 +172,7 @@ class GemmaParser(ValueParser):
         else:
             word = yield from self._run(_WORD)
             if self._is_cut and self._position == len(self._text):
-                raise MalformedError  # the end of the word is not known
+                raise MalformedError  # its end is not known
             self._say(_word(word), call)
             self._drop()
 
@@ -192,7 +188,7 @@ class GemmaParser(ValueParser):
         self._say_closed(call)
 
     def _quoted(self, call: Call | None) -> Wait[str]:
-        """Read a string. Emit it piece by piece as a value of the call; without a call, return it as JSON."""
+        """Emit a string piece by piece; without a call, return it as JSON."""
         if not (yield from self._takes_all(QUOTE)):
             raise MalformedError
         self._drop()
@@ -216,7 +212,6 @@ class GemmaParser(ValueParser):
         return f'"{written}"'
 
     def _piece(self, text: str, call: Call | None) -> str:
-        """Emit a piece of a string; for a key, return it as JSON instead."""
         written = json_text(text)[1:-1]
         if call is None:
             return written
@@ -225,7 +220,6 @@ class GemmaParser(ValueParser):
 
 
 def _word(word: str) -> str:
-    """Return the JSON of a word that is a value. Raises `MalformedError`."""
     try:
         return literal_json(word)
     except NotALiteralError:

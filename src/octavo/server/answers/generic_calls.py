@@ -1,7 +1,7 @@
 """Tool calls of models with a chat template that does not support tools.
 
-A system message describes the tools, and a grammar makes every answer an object: `{"tool_call": {...}}`, or
-`{"response": "..."}` for the user. The history has the same form. llama.cpp does the same for such models.
+A system message describes the tools, and a grammar makes every answer an object, as llama.cpp does. The history has the
+same form.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SYSTEM_ROLES = {"system", "developer"}
 
 
 class GenericFormat(ToolFormat):
-    """The answer is one object. It holds a list if the client allows several calls."""
+    """`{"tool_call": {...}}`, `{"tool_calls": [...]}` if the client allows several, or `{"response": "..."}`."""
 
     name = "generic"
     markers = ()
@@ -39,34 +39,31 @@ class GenericFormat(ToolFormat):
     describes_tools = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser of the object."""
+        """Parse an object."""
         return _GenericParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Return the object."""
+        """Write an object."""
         written = [{"name": name, "arguments": arguments} for name, arguments in calls]
         return json_text({_CALL: written[0]} if len(written) == 1 else {_CALLS: written})
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of an object with a call, or with a list of calls."""
+        """Allow calls."""
         return f"start: {_calls(only_one)}\n{object_rules(functions, 'name', 'arguments')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of an object with calls or a text for the user."""
+        """Allow calls or text."""
         return self.or_content(functions, '{"type": "string"}', only_one=only_one)
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return the grammar of an object with calls or with JSON of a schema."""
+        """Allow calls or JSON."""
         start = f"start: {_calls(only_one)} | {_member(_RESPONSE, 'content')}\ncontent: {lark_json(schema)}"
         return f"{start}\n{object_rules(functions, 'name', 'arguments')}"
 
     def messages_with_tools(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool
     ) -> list[dict[str, Any]]:
-        """Return messages for any template: calls and results are text, and a system message describes the tools.
-
-        tools: in the form that templates read.
-        """
+        """Write calls and results as text, and describe the tools in a system message."""
         names: dict[str, str] = {}
         history = [_as_text(message, names) for message in messages]
         if not tools:
@@ -79,18 +76,15 @@ class GenericFormat(ToolFormat):
 
 
 def _calls(only_one: bool) -> str:
-    """Return a grammar's expression for an object with calls."""
     one, several = _member(_CALL, "call"), _member(_CALLS, '"[" call (COMMA call)* "]"')
     return one if only_one else f"({one} | {several})"
 
 
 def _member(key: str, rule: str) -> str:
-    """Return a grammar's expression for an object of one member."""
     return f'"{{" {json.dumps(json.dumps(key))} COLON {rule} "}}"'
 
 
 def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool) -> str:
-    """Return the system message about the tools and the form of the answer."""
     listed = "\n".join(json_text(tool["function"]) for tool in tools)
     call = '{"name": "the name of a tool", "arguments": {...}}'
     forms = [f'{{"{_CALL}": {call}}} to call a tool']
@@ -105,7 +99,7 @@ def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one
 
 
 def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return a message with its calls or result written as text. Mutated: names, the id of each call -> its name."""
+    """Write calls and results as text. Mutated: names, the id of a call -> its name."""
     if message["role"] == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
         result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}
@@ -123,7 +117,6 @@ def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message's content."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
     return content or ""
@@ -134,9 +127,9 @@ def _with_text(content: Any, text: str) -> str:
 
 
 class _GenericParser(ToolParser):
-    """Reads the object. The text for the user is emitted piece by piece. An answer of another form is content."""
+    """An answer of another form is content."""
 
-    _is_content = False  # whether the text that `_value` reads is content
+    _is_content = False  # `_value` reads content
 
     def _read(self) -> Wait[None]:
         try:
@@ -153,7 +146,7 @@ class _GenericParser(ToolParser):
             yield
 
     def _object(self) -> Wait[bool]:
-        """Read the object. Returns False if it is of another form. Raises `MalformedError`."""
+        """Return False for another form."""
         match (yield from self._key()):
             case "response":
                 yield from self._response()
@@ -166,7 +159,6 @@ class _GenericParser(ToolParser):
                 return False
 
     def _key(self) -> Wait[str]:
-        """Return the name of the first member, and go to its value. Raises `MalformedError`."""
         if (yield from self._skip_space()) != "{":
             raise MalformedError
         self._position += 1
@@ -188,7 +180,6 @@ class _GenericParser(ToolParser):
             self._position += 1
 
     def _response(self) -> Wait[None]:
-        """Emit the text for the user, or JSON in its place, piece by piece."""
         if (yield from self._peek()) == '"':
             self._position += 1
             self._drop()
@@ -196,7 +187,7 @@ class _GenericParser(ToolParser):
             return
         self._drop()
         self._is_content = True
-        with contextlib.suppress(MalformedError):  # the answer was cut off: its text was emitted
+        with contextlib.suppress(MalformedError):  # cut off: the text was emitted
             yield from self._value()
         self._tell_content()
         self._is_content = False
@@ -233,5 +224,4 @@ class _GenericParser(ToolParser):
 
 
 def _is_half(escape: str) -> bool:
-    """Return True if an escape is the first surrogate of a pair."""
     return len(escape) == 6 and escape[2:4].lower() in {"d8", "d9", "da", "db"}

@@ -1,4 +1,4 @@
-"""The messages of gpt-oss: the head of a message marks it as reasoning, content or a tool call."""
+"""The messages of gpt-oss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHANNEL = re.compile(rf"(?:<\|channel\|>|^)\s*({'|'.join(_CHANNELS)})\b")
 
 
 class HarmonyFormat(ToolFormat):
-    """A call is a message to a function. Its end mark ends the answer, so an answer has one call."""
+    """A call is a message to a function. Its end mark ends the answer, so there is one call."""
 
     name = "openai"
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
@@ -35,36 +35,36 @@ class HarmonyFormat(ToolFormat):
     frames_content = reads_reasoning = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> HarmonyParser:
-        """Return a parser of messages."""
+        """Parse messages."""
         return HarmonyParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Return messages as the models write them, which is not the templates' spelling (see `shows`)."""
+        """Write the models' spelling, which is not the templates' (see `shows`)."""
         return "<|start|>assistant".join(
             f"{self._head(name)}{json_text(arguments)}<|call|>" for name, arguments in calls
         )
 
     def shows(self, text: str, name: str) -> bool:
-        """Return whether a text has a call in the templates' spelling: the recipient before the channel, not after."""
+        """Find the templates' spelling: the recipient before the channel."""
         return f"to=functions.{name}<|channel|>commentary" in text
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of messages to functions."""
+        """Allow calls."""
         return f"start: begun? {self._calls(functions, only_one=only_one)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of a message to the user, with or without a head, or of messages to functions."""
+        """Allow a message to the user, with or without a head, or calls."""
         start = f"start: TEXT | begun? {self._literal('<|channel|>final' + _MESSAGE)} SAID | begun? "
         texts = f"TEXT: /([^< \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS}\nSAID: /(.|\\n)*/ {FEW_BLANKS}"
         return f"{start}{self._calls(functions, only_one=only_one)}\n{texts}"
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return the grammar of messages to functions, or of JSON as a message to the user."""
+        """Allow calls or JSON."""
         start = f"start: begun? {self._literal('<|channel|>final' + _MESSAGE)} content | {lark_json(schema)} | begun? "
         return f"{start}{self._calls(functions, only_one=only_one)}\ncontent: {lark_json(schema)}"
 
     def content(self, schema: str) -> str:
-        """Return the grammar of an answer that is JSON of a schema."""
+        """Allow JSON."""
         head = self._literal("<|channel|>final" + _MESSAGE)
         return f"start: begun? {head} content\ncontent: {lark_json(schema)}\n{self._begun()}"
 
@@ -86,7 +86,7 @@ class HarmonyFormat(ToolFormat):
 
 
 class HarmonyParser(MessageParser):
-    """Reads the messages of gpt-oss."""
+    """Reads such messages."""
 
     begins = (
         *("<|start|>", "<|channel|>", "to=", _MESSAGE),
@@ -104,7 +104,7 @@ class HarmonyParser(MessageParser):
         return name, "reasoning" if channel is not None and channel.group(1) == "analysis" else "content"
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Return the length and the kind of a head without `<|message|>`: a channel without a recipient is enough."""
+        """Accept a head without `<|message|>`: a channel without a recipient is enough."""
         found = _BARE_HEAD.match(self._text)
         if found is None:
             return None

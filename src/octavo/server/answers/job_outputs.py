@@ -1,4 +1,4 @@
-"""The outputs of a job's prompts, in order of arrival."""
+"""The outputs of a job's prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Outputs: TypeAlias = "AsyncGenerator[RequestOutput, None] | MergedOutputs"  # one reader; closing it aborts the rest
 
-_MERGED = 16  # outputs in the queue between streams and reader; the streams have their own limits on unread outputs
+_MERGED = 16  # outputs; streams limit unread ones
 _ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
     ErrorCode.DEADLINE_PASSED: DeadlineError,
     ErrorCode.GRAMMAR_EXCEEDED: partial(RequestError, parameter="structured_outputs"),
@@ -36,7 +36,7 @@ _ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
 
 
 def error_of(output: RequestOutput) -> OctavoError | None:
-    """Return the error that a request ended with; None if it did not fail."""
+    """Return the error that a request ended with, or None."""
     code = output.error_code
     return None if code is None else _ERRORS[code](output.error or code.text)
 
@@ -44,9 +44,9 @@ def error_of(output: RequestOutput) -> OctavoError | None:
 def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
     """Return the outputs of all prompts in order of arrival. The job's place limits how many prompts run in parallel.
 
-    usage: counts the last output of a request that failed or was cut off; the reader counts all other outputs.
-    Reading raises `ExecutionError` if a request failed, `DeadlineError` if it took too long, `RequestError` if its
-    grammar failed, `AuthenticationError` if its key was removed, and `ServerClosingError` if the server stopped.
+    usage: counts the last output of a request that failed or was cut off; the reader counts all other outputs. Reading
+    raises `ExecutionError` if a request failed, `DeadlineError` if it took too long, `RequestError` if its grammar
+    failed, `AuthenticationError` if its key was removed, and `ServerClosingError` if the server stopped.
     """
     with spelling(job.spelled):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
@@ -65,10 +65,7 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
 
 
 class MergedOutputs:
-    """Merges the outputs of several streams in order of arrival. The first error ends them all.
-
-    at_once: the maximum number of open streams.
-    """
+    """Merges streams in order of arrival, at most `at_once` of them open. The first error ends all."""
 
     def __init__(self, streams: Sequence[AsyncGenerator[RequestOutput, None]], *, at_once: int) -> None:
         self._waiting = iter(streams)
@@ -77,11 +74,9 @@ class MergedOutputs:
         self._tasks: list[asyncio.Task[None]] = []
 
     def __aiter__(self) -> Self:
-        """Return itself."""
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Return the next output of any stream."""
         if not self._tasks:
             self._tasks = [asyncio.create_task(_pump(self._waiting, self._queue)) for _ in range(self._num_open)]
         while self._num_open:
@@ -103,7 +98,7 @@ class MergedOutputs:
 async def _pump(
     waiting: Iterator[AsyncGenerator[RequestOutput, None]], queue: asyncio.Queue[RequestOutput | BaseException | None]
 ) -> None:
-    """Put the outputs of one stream after the other into a queue, and then an error, or None at the end."""
+    """Queue the outputs of stream after stream, then an error or None."""
     try:
         for stream in waiting:
             async with aclosing(stream):

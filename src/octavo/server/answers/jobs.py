@@ -1,4 +1,4 @@
-"""A request to answer, and the protocols by which an API writes its answer."""
+"""A request to answer, and the protocols that write its answer."""
 
 from __future__ import annotations
 
@@ -29,24 +29,23 @@ encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How a stream is sent. keep_alive: bytes without meaning, sent when there was no event for a long time."""
+    """How a stream is sent. keep_alive: bytes without meaning."""
 
     media_type: str
     keep_alive: bytes
 
 
 EVENTS = StreamForm("text/event-stream", b": still at work\n\n")
-LINES = StreamForm("application/x-ndjson", b" ")  # a blank before the next line, which is JSON
+LINES = StreamForm("application/x-ndjson", b" ")  # a blank before JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A request to answer.
 
-    model: the name in the answer. place: the permit that the job holds until it is answered.
-    counts_completions: whether generated tokens count as completion tokens; prompts that are only scored have none.
-    deadline: on the clock of the event loop. spelled: the engine's name of a parameter -> the client's name of it.
-    check: called with each prompt after it is tokenized; raises `RequestError` to refuse it.
+    model: the name in the answer. place: held until the job is answered. counts_completions: False for prompts that are
+    only scored. deadline: on the event loop's clock. spelled: the engine's name of a parameter -> the client's. check:
+    called with each tokenized prompt; raises `RequestError`.
     """
 
     request_id: str
@@ -67,20 +66,20 @@ class Job:
 
     def __post_init__(self) -> None:
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = copy(self.params)  # skips the checks, which passed when `params` was made
+        params = copy(self.params)  # without the checks, which passed before
         params.output_kind = kind
         object.__setattr__(self, "params", params)
 
     @property
     def request_ids(self) -> list[str]:
-        """The engine's id for the request of each prompt."""
+        """One for each prompt."""
         count = len(self.prompts)
         return [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
 
 
-@dataclass(slots=True)  # not frozen: that would double the time to create one, and there is one for each token
+@dataclass(slots=True)  # frozen would double the time to create it for each token
 class ChoiceUpdate:
-    """New text and tokens of one choice, in `completion`. choice: the index over all prompts."""
+    """New output of one choice. choice: the index over all prompts."""
 
     choice: int
     is_first: bool
@@ -89,18 +88,18 @@ class ChoiceUpdate:
 
 
 class WholeReply(Protocol):
-    """How one API writes complete outputs."""
+    """Writes complete outputs."""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct | Sequence[msgspec.Struct]:
-        """Return the whole answer; there is one output for each prompt."""
+        """Return the answer; there is one output for each prompt."""
         ...
 
 
 class Reply(WholeReply, Protocol):
-    """How one API writes outputs: whole, or as the events of a stream."""
+    """Writes outputs."""
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the events of an update; b"" if the client needs none. usage: None if events have no counts."""
+        """Return events; b"" if the client needs none. usage: None if events have no counts."""
         ...
 
     def end(self, usage: Usage) -> bytes:
@@ -108,7 +107,7 @@ class Reply(WholeReply, Protocol):
         ...
 
     def error(self, error: HttpError) -> bytes:
-        """Return the last events of a stream that fails."""
+        """Return a failed stream's last events."""
         ...
 
 
@@ -118,10 +117,10 @@ def event(data: Any, kind: str | None = None) -> bytes:
 
 
 def line(data: Any) -> bytes:
-    """Encode an event of a stream of lines."""
+    """Encode a line."""
     return encoder.encode(data) + b"\n"
 
 
 def json_response(told: Any) -> Response:
-    """Return a response with a small object, which is encoded in the event loop."""
+    """Return a small object, encoded in the event loop."""
     return Response(encoder.encode(told), media_type="application/json")

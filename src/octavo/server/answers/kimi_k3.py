@@ -1,4 +1,4 @@
-"""Kimi K3's answers: tags of three special tokens enclose the content and the calls. Arguments have types."""
+"""Kimi K3's answers: tags of three special tokens enclose content and calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _JSON_TYPES = ("number", "boolean", "null", "object", "array")
 
 
 class KimiK3Format(TaggedFormat):
-    """Calls are numbered from 1, and each argument names its type."""
+    """Calls are numbered from 1; arguments name their type."""
 
     name = "kimi_k3"
     markers = (_OPEN, _CLOSE, _SEP)
@@ -40,19 +40,19 @@ class KimiK3Format(TaggedFormat):
     frames = (f"{_OPEN}response{_SEP}", f"{_CLOSE}response{_SEP}", f"{_CLOSE}message{_SEP}")
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> KimiK3Parser:
-        """Return a parser of these tags."""
+        """Parse these tags."""
         return KimiK3Parser(self, functions, only_one=only_one)
 
     def argument_heads(self, keys: Sequence[str]) -> list[str]:  # noqa: ARG002 - the seam's
-        """Return an empty list: attributes may have any order, so the beginning of an argument is not known."""
+        """Return none: attributes may have any order."""
         return []
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:  # noqa: ARG002 - the seam's
-        """Return the head of a call in a section, without its attributes, which may have any order."""
+        """Ignore attributes."""
         return {self.opener: Heads([self.call_opens])}
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Return the tags of one call."""
+        """Write tags."""
         written = [f'{self.call_opens} tool="{name}" index="{index + 1}"{_SEP}']
         for key, value in arguments.items():
             text = value if isinstance(value, str) else json_text(value)
@@ -61,7 +61,7 @@ class KimiK3Format(TaggedFormat):
         return "".join([*written, self.call_closes])
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return rules of arguments in the order of the schema's properties; without properties, of any arguments."""
+        """Keep schema order."""
         sep, rules = self._marker(_SEP), [choice_of(len(functions))]
         for index, function in enumerate(functions):
             head = self._literal(f'{self.call_opens} tool="{function.name}" index="')
@@ -102,7 +102,7 @@ def _types_of(kinds: frozenset[str]) -> tuple[str, ...]:
 
 
 class KimiK3Parser(TaggedParser):
-    """Reads Kimi K3's tags. Attributes may have any order, and unknown ones are ignored."""
+    """Attributes may have any order; unknown ones are ignored."""
 
     def _name(self) -> Wait[str]:
         attributes = yield from self._attributes()
@@ -117,7 +117,6 @@ class KimiK3Parser(TaggedParser):
         return attributes["key"], None if kind is None else kind == "string"
 
     def _attributes(self) -> Wait[dict[str, str]]:
-        """Skip a tag, and return its attributes. Raises `MalformedError`."""
         head = yield from self._head(_SEP)
         if not _ATTRIBUTES.fullmatch(head):
             raise MalformedError

@@ -1,4 +1,4 @@
-"""The known formats of tool calls, and detection of the format that a model's chat templates show."""
+"""The known formats of tool calls, and their detection."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ FORMATS: tuple[type[ToolFormat], ...] = (
 _PROBE = (template_probe.NAME, template_probe.ARGUMENTS)
 _AS_CLIENTS = '"function": {'
 
-# Texts of templates that describe the format without writing a call; a template must contain all texts of an entry.
+# Texts that describe a format; a template must have all texts of an entry.
 _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
     (("<tool_call>", "<function=", "<parameter="), tagged_calls.Qwen3CoderFormat),
     (("<tool_call>", "<arg_key>"), tagged_calls.GLMFormat),
@@ -95,11 +95,11 @@ _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
 def find_tool_format(
     wanted: str, templates: Sequence[str], written: str | None, spell: Callable[[str], str | None]
 ) -> ToolFormat | None:
-    """Return the format of a name; for "auto" the one that chat templates show, or the generic one if they show none.
+    """Return the format of a name; for "auto" the one that chat templates show, or else the generic one.
 
-    wanted: a name, "auto" or "none". written: the call of `octavo.server.answers.template_probe` as the templates write
-    it. spell: see `ToolFormat`. If several formats have the name, return the one that the templates show, or the first.
-    Returns None for "none", and for "auto" without a chat template.
+    written: the call of `octavo.server.answers.template_probe` as the templates write it. If formats share the name,
+    return the one that the templates show, or the first. Returns None for "none", and for "auto" without a chat
+    template.
     """
     if wanted == "none":
         return None
@@ -115,7 +115,7 @@ def find_tool_format(
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
     """Return the format that writes exactly the templates' call, or else the first one that reads it.
 
-    If the templates write no call, or write it in the clients' JSON, return the format that they describe.
+    If they write none, or the clients' JSON, return the format that they describe.
     """
     if written is not None and template_probe.NAME in written and _AS_CLIENTS not in written:
         tests = (_is_written, _is_read)

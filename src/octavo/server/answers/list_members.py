@@ -1,4 +1,4 @@
-"""Find the end of a member that cannot be read as a call in a list of calls."""
+"""Find the end of a broken member of a list of calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _CLOSERS = {"[": "]", "{": "}", "(": ")"}
 def member_end(text: str) -> int | None:
     """Return the length of the object or Python call at the beginning of a text; None if it is not certain.
 
-    If a quote within a string is not escaped, the string seems to end too early. Therefore each string must be between
-    marks of the notation, and brackets must match.
+    An unescaped quote ends a string too early, so each string must be between marks of the notation, and brackets must
+    match.
     """
     stack, place, last = list[str](), 0, 0
     while (found := _STOP.search(text, place)) is not None:

@@ -1,4 +1,4 @@
-"""Base of the parsers of answers made of messages. The head of a message decides what its text is."""
+"""Base of the parsers of answers made of messages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
 
 
 class MessageParser(ToolParser):
-    """Reads messages. Text without a head is content up to the end of its message, and further messages may follow.
+    """Reads messages. Text without a head is content.
 
-    If a message is for an unknown function, or cannot be read as a call, it is text of the kind that its head names.
-    begins: the texts that heads begin with. head_parts: marks within heads. head_closes: the mark that ends a head.
-    ends: the marks that end a message. breaks: the texts that end a message and begin the next one.
+    A message that is no call of a known function is text of the kind that its head names. head_parts: marks within
+    heads. breaks: end a message and begin the next one.
     """
 
     begins: ClassVar[tuple[str, ...]]
@@ -28,15 +27,15 @@ class MessageParser(ToolParser):
     ends: ClassVar[tuple[str, ...]]
 
     def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
-        """Return the function that a message is for, None if it is for none, and the kind of its text."""
+        """Return the function that a message is for, and the kind of its text."""
         raise NotImplementedError
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Return the length of a head without its last mark, and the kind of the text after it; None if unknown."""
+        """Return the length of a head without its last mark, and the kind of its text."""
         return None
 
     def _call_steps(self, call: Call) -> Wait[None]:
-        """Read a call after its head, up to the end of its message. Raises `MalformedError`."""
+        """Read a call and its message's end."""
         raise NotImplementedError
 
     def _read(self) -> Wait[None]:
@@ -63,7 +62,6 @@ class MessageParser(ToolParser):
         yield from self._rest_is_content()
 
     def _begins(self) -> Wait[bool]:
-        """Return whether a message with a head begins here."""
         yield from self._skip_space()
         while True:
             seen = self._text[self._position :]
@@ -92,7 +90,7 @@ class MessageParser(ToolParser):
         return self._text[:end]
 
     def _drop_cut_head(self) -> None:
-        """Drop a head within which the answer was cut off. The text after a head without its last mark is kept."""
+        """Drop a head that was cut off, but keep the text after a head without its last mark."""
         bare = self._bare_head()
         rest = "" if bare is None else self._text[bare[0] :].rstrip(HALF)
         if not rest or any(each.startswith(rest) for each in (*self.head_parts, self.head_closes)):
@@ -109,7 +107,6 @@ class MessageParser(ToolParser):
             self._drop_cut(end)
 
     def _body(self, kind: Literal["reasoning", "content"]) -> Wait[None]:
-        """Emit a message up to its end, and skip its end mark."""
         while True:
             ends = [(place, end) for end in self.ends if (place := self._text.find(end)) >= 0]
             ends += [(place, "") for each in self.breaks if (place := self._text.find(each)) >= 0]

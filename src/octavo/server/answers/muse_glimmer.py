@@ -1,4 +1,4 @@
-"""Muse Glimmer's answers: messages with recipients. A message to a function has its call in tags."""
+"""Muse Glimmer's answers: messages with recipients, and calls in tags."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ class MuseGlimmerFormat(TaggedFormat):
     value_closes, argument_closes = "</atem:parameter>", "\n"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> MuseGlimmerParser:
-        """Return a parser of messages."""
+        """Parse messages."""
         return MuseGlimmerParser(self, functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Return a message for each call."""
+        """Write messages."""
         bodies = [(name, self.write_call(index, name, arguments)) for index, (name, arguments) in enumerate(calls)]
         written = [f" to={name}{_MESSAGE}{self.opens}{body}{self.closes}" for name, body in bodies]
         return f"<|eom|>{_BEGINS}".join(written) + "<|eot|>"
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of messages to functions."""
+        """Allow calls."""
         return f"start: begun? messages\n{self._messages(functions, only_one=only_one)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of a message to the user, messages to functions, or both in this order."""
+        """Allow a message to the user, then calls."""
         more = f"({self._literal(f'<|eom|>{_BEGINS}')} messages | end)?"
         start = f"TEXT | begun? user SAID {more} | begun? messages"
         said = f"SAID: /(.|\\n)*/ {FEW_BLANKS} & ~/(.|\\n)*<\\|eo(.|\\n)*/"
@@ -68,12 +68,12 @@ class MuseGlimmerFormat(TaggedFormat):
         return f"start: {start}\n{texts}\n{self._messages(functions, only_one=only_one)}"
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return the grammar of messages to functions, or of JSON as a message to the user."""
+        """Allow calls or JSON."""
         start = f"start: begun? messages | (begun? user)? content end?\ncontent: {lark_json(schema)}"
         return f"{start}\n{self._messages(functions, only_one=only_one)}"
 
     def content(self, schema: str) -> str:
-        """Return the grammar of an answer that is JSON of a schema."""
+        """Allow JSON."""
         return f"start: (begun? user)? content end?\ncontent: {lark_json(schema)}\n{self._heads()}"
 
     def _messages(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -92,7 +92,7 @@ class MuseGlimmerFormat(TaggedFormat):
 
 
 class MuseGlimmerParser(MessageParser, TaggedParser):
-    """Reads Muse Glimmer's messages."""
+    """Reads such messages."""
 
     begins, head_closes, ends = ("<|start|>", "to="), _MESSAGE, _ENDS
 

@@ -1,4 +1,4 @@
-"""Call formats that have a name, a mark, and arguments in JSON."""
+"""Call formats with a name, a mark, and JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INDEX_RULE = "/[0-9]{1,3}/"
 class NamedFormat(SectionFormat):
     """A call is `call_opens`, a head, `arguments_open`, the arguments and `call_closes`.
 
-    head: a template with {name} and {index}, the index of the call. head_pattern: matches a head.
+    head: a template with {name} and {index}.
     """
 
     head: ClassVar[str] = "{name}"
@@ -33,16 +33,16 @@ class NamedFormat(SectionFormat):
     call_closes: ClassVar[str] = ""
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> NamedParser:
-        """Return a parser of names and arguments."""
+        """Parse named calls."""
         return NamedParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Return a call with its head and arguments."""
+        """Write head and arguments."""
         head = self.head.replace("{name}", name).replace("{index}", str(index))
         return f"{self.call_opens}{head}{self.arguments_open}{json_text(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return a rule for each name."""
+        """Write rules by name."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
             before, _, behind = f"{self.call_opens}{self.head}{self.arguments_open}".partition("{index}")
@@ -53,7 +53,7 @@ class NamedFormat(SectionFormat):
 
 
 class NamedParser(SectionParser):
-    """Reads calls with a name and arguments in JSON."""
+    """Reads names and arguments."""
 
     def __init__(self, form: NamedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -74,7 +74,7 @@ class NamedParser(SectionParser):
 
 
 class DeepSeekV3Format(NamedFormat):
-    """DeepSeek V3, R1 and models derived from R1: arguments in a block of code."""
+    """DeepSeek V3, R1 and its derivatives: arguments in a block of code."""
 
     name = "deepseek_v3"
     markers = (
@@ -120,7 +120,7 @@ class KimiK2Format(NamedFormat):
     arguments_open, call_closes = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:
-        """Return the heads of calls with a function's name, in a section or without one."""
+        """Require a function's name, with or without a section."""
         names = [f"{prefix}{each.name}" for each in functions for prefix in ("functions.", "")]
         heads = [f"{name}{end}" for name in names for end in (":", self.arguments_open)]
         return {self.call_opens: Heads(heads), self.opener: Heads(f"{self.call_opens}{head}" for head in heads)}
@@ -153,7 +153,7 @@ class SolarFormat(NamedFormat):
 
 
 class FunctionaryFormat(NamedFormat):
-    """Functionary 3.1, and Llama 3.1 if this format was requested: a tag with the name."""
+    """Functionary 3.1, and Llama 3.1 if requested: a tag with the name."""
 
     name = "functionary_v3_1"
     markers = ("<function=", "</function>")

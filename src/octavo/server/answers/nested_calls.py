@@ -1,4 +1,4 @@
-"""MiniMax M3's calls: values are tags within tags, each after a mark."""
+"""MiniMax M3's calls: values are tags within tags."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 MARK = "]<]minimax[>["
-_ITEM = "item"  # the tag of each item of a list
+_ITEM = "item"  # a list's item
 _MAX_DEPTH = 64
 _ANY_TAG = "/[A-Za-z0-9_.$-]{1,64}/"
 _ANY_TEXT = "/[^\\]](.|\\n)*/"  # cannot be read as a tag, even if the mark is not a token
@@ -47,15 +47,15 @@ class MiniMaxM3Format(SectionFormat):
     named, call_closes = '">', f"{MARK}</invoke>"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> NestedParser:
-        """Return a parser of nested tags."""
+        """Parse nested tags."""
         return NestedParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
-        """Return the tags of one call."""
+        """Write tags."""
         return f"{self.call_opens}{name}{self.named}{_written(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return rules of arguments in the order of the schema's properties; parts without a schema are any value."""
+        """Keep schema order; parts without a schema are any value."""
         mark = self._marker(MARK)
         rules = [
             choice_of(len(functions)),
@@ -71,7 +71,7 @@ class MiniMaxM3Format(SectionFormat):
         return "\n".join(rules)
 
     def _members(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """Return the rules of an object's properties in their order. The first rule is `members<place>`."""
+        """Return rules; the first is `members<place>`."""
         options = alternatives(schema, root)
         if len(options) == 1:
             return self._members_of(place, options[0], root)
@@ -82,7 +82,6 @@ class MiniMaxM3Format(SectionFormat):
         return [f"members{place}: {' | '.join(f'members{here}' for here in places)}", *rules]
 
     def _members_of(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """Return the same as `_members` for one merged schema."""
         mark, named, required = self._marker(MARK), schema.get("properties"), schema.get("required")
         if not isinstance(named, dict) or not named:
             return [f"members{place}: {'tags?' if is_open(schema) else chr(34) * 2}"]
@@ -98,7 +97,7 @@ class MiniMaxM3Format(SectionFormat):
         return [f"members{place}: {' '.join(uses)}", *rules]
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
-        """Return the rules of a value and the mark after it. The first rule is `value<place>`."""
+        """Return the rules of a value and the mark after it; the first is `value<place>`."""
         mark, schema = self._marker(MARK), merged(part, root)
         kinds = types_of(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -116,7 +115,6 @@ class MiniMaxM3Format(SectionFormat):
         return [f"value{place}: {f'tags? {mark}' if kinds == {'object'} else 'any'}"]
 
     def _text(self, place: str, written: str) -> list[str]:
-        """Return the rules of a text and the mark after it. written: a lexeme."""
         mark = self._marker(MARK)
         if mark.startswith('"'):
             return [f"value{place}[lazy]: TEXT{place.upper()} {mark}", f"TEXT{place.upper()}: {written} {FEW_BLANKS}"]
@@ -136,7 +134,7 @@ def _written(value: Any) -> str:
 
 
 class NestedParser(ValueParser):
-    """Reads tags within tags. The schema decides the type of a value; without one, its form does."""
+    """The schema decides the type of a value; without one, its form does."""
 
     def __init__(self, form: MiniMaxM3Format, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -153,7 +151,6 @@ class NestedParser(ValueParser):
         yield from self._arguments(call, self._object(call, "invoke", self._root, 0))
 
     def _object(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[None]:
-        """Read tags up to the end of the enclosing tag, and emit an object."""
         self._say_opened("{", "}", call)
         separator = ""
         while key := (yield from self._next_tag(tag)):
@@ -163,7 +160,6 @@ class NestedParser(ValueParser):
         self._say_closed(call)
 
     def _items(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[None]:
-        """Read the tags of a list's items up to the end of the enclosing tag, and emit the list."""
         self._say_opened("[", "]", call)
         items = schema.get("items")
         while key := (yield from self._next_tag(tag)):
@@ -172,7 +168,7 @@ class NestedParser(ValueParser):
         self._say_closed(call)
 
     def _next_tag(self, around: str) -> Wait[str]:
-        """Skip an opening tag and return its name; skip the end of the enclosing tag and return ""."""
+        """Skip and return an opening tag; "" for the end of the enclosing tag."""
         yield from self._skip_space()
         yield from self._expect(MARK)
         if (yield from self._takes(f"</{around}>")):
@@ -186,7 +182,7 @@ class NestedParser(ValueParser):
         return key
 
     def _value_of(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[bool]:
-        """Read a value with the end of its tag, and emit it. Returns False for a value that is omitted."""
+        """Return False if the value is omitted."""
         closes = f"{MARK}</{tag}>"
         if is_text(schema, self._root):
             self._say_opened('"', '"', call)
@@ -213,7 +209,7 @@ class NestedParser(ValueParser):
         return written is not None
 
     def _opened_tag(self) -> Wait[str | None]:
-        """Return the name of the next opening tag without skipping it; None if text or a closing tag is next."""
+        """Return the next opening tag without skipping it, or None."""
         yield from self._skip_space()
         place = self._position
         name = None

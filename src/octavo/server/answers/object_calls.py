@@ -1,4 +1,4 @@
-"""Call formats in which a call is a JSON object with a name and arguments, in a list or one by one."""
+"""Call formats in which a call is a JSON object."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 
 
 class ObjectFormat(SectionFormat):
-    """Calls are JSON objects. id_key: the first key of an object if the format numbers its calls; None if not."""
+    """Calls are objects. id_key: the first key of numbered calls."""
 
     name_key: ClassVar[str] = "name"
     arguments_key: ClassVar[str] = "arguments"
     id_key: ClassVar[str | None] = None
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ObjectParser:
-        """Return a parser of objects."""
+        """Parse objects."""
         return ObjectParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Return an object."""
+        """Write an object."""
         counted = {} if self.id_key is None else {self.id_key: str(index)}
         return json_text({**counted, self.name_key: name, self.arguments_key: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return the rules of objects."""
+        """Describe objects."""
         id_key = json.dumps(json.dumps(self.id_key))
         counted = "" if self.id_key is None else f'{id_key} COLON /"[0-9]{{1,3}}"/ COMMA '
         return object_rules(functions, self.name_key, self.arguments_key, counted)
 
 
 class ObjectParser(SectionParser):
-    """Reads calls that are JSON objects."""
+    """Reads objects."""
 
     def __init__(self, form: ObjectFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -54,12 +54,12 @@ class ObjectParser(SectionParser):
         yield from self._members(call)
 
     def _goes_on(self) -> Wait[bool]:
-        """Go to the next call; if the format has no mark between calls, any object is the next call."""
+        """Without a mark between calls, any object is the next call."""
         return (yield from super()._goes_on()) if self._between else (yield from self._skip_space()) == "{"
 
 
 class GraniteFormat(ObjectFormat):
-    """Granite 3: a list after a mark."""
+    """Granite 3: a list."""
 
     name = "granite"
     markers = ("<|tool_call|>",)
@@ -67,7 +67,7 @@ class GraniteFormat(ObjectFormat):
 
 
 class Phi4MiniFormat(ObjectFormat):
-    """Phi-4-mini: a list between marks, or after a word."""
+    """Phi-4-mini: a list."""
 
     name = "phi4_mini_json"
     markers = ("<|tool_call|>", "<|/tool_call|>")
@@ -76,7 +76,7 @@ class Phi4MiniFormat(ObjectFormat):
 
 
 class FunctoolsFormat(ObjectFormat):
-    """Firefunction 2: a list after a word."""
+    """Firefunction 2: a list."""
 
     name = "functools"
     markers = ()
@@ -84,7 +84,7 @@ class FunctoolsFormat(ObjectFormat):
 
 
 class NemotronFormat(ObjectFormat):
-    """Nemotron Nano 2: a list between tags."""
+    """Nemotron Nano 2: a list."""
 
     name = "nemotron_json"
     markers = ("<TOOLCALL>", "</TOOLCALL>")
@@ -92,7 +92,7 @@ class NemotronFormat(ObjectFormat):
 
 
 class ToolCallsListFormat(ObjectFormat):
-    """Apriel, Jamba, Hunyuan: a list between tags."""
+    """Apriel, Jamba, Hunyuan: a list."""
 
     name = "jamba"
     markers = ("<tool_calls>", "</tool_calls>")
@@ -100,7 +100,7 @@ class ToolCallsListFormat(ObjectFormat):
 
 
 class MiniMaxM1Format(ObjectFormat):
-    """MiniMax M1: objects on lines of their own between tags."""
+    """MiniMax M1: lines between tags."""
 
     name = "minimax"
     markers = ("<tool_calls>", "</tool_calls>")
@@ -108,7 +108,7 @@ class MiniMaxM1Format(ObjectFormat):
 
 
 class CohereFormat(ObjectFormat):
-    """Command R7B and Command A: a list of numbered calls between marks."""
+    """Command R7B and Command A: numbered calls."""
 
     name = "cohere_command3"
     markers = ("<|START_ACTION|>", "<|END_ACTION|>")
@@ -118,7 +118,7 @@ class CohereFormat(ObjectFormat):
 
 
 class CommandRFormat(ObjectFormat):
-    """Command R and R+: a list in a block of code after a word."""
+    """Command R and R+: a block of code after a word."""
 
     name = "command_r"
     markers = ()
@@ -128,7 +128,7 @@ class CommandRFormat(ObjectFormat):
 
 
 class GigaChat3Format(ObjectFormat):
-    """GigaChat 3.1: one object after a mark."""
+    """GigaChat 3.1: one object."""
 
     name = "gigachat3"
     markers = ("<|function_call|>",)
@@ -136,7 +136,7 @@ class GigaChat3Format(ObjectFormat):
 
 
 class OldGigaChat3Format(ObjectFormat):
-    """GigaChat 3: one object in a turn of its own."""
+    """GigaChat 3: one object in its own turn."""
 
     name = "gigachat3"
     markers = ("<|role_sep|>",)
@@ -144,22 +144,22 @@ class OldGigaChat3Format(ObjectFormat):
 
 
 class ApertusFormat(SectionFormat):
-    """Apertus: a list between marks; the only key of each object is the tool's name."""
+    """Apertus: each object's only key is the tool's name."""
 
     name = "apertus"
     markers = ("<|tools_prefix|>", "<|tools_suffix|>")
     opener, opens, between, closes = "<|tools_prefix|>", "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> SectionParser:
-        """Return a parser of such objects."""
+        """Parse such objects."""
         return _KeyedParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
-        """Return an object."""
+        """Write an object."""
         return json_text({name: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return a rule for each name."""
+        """Write rules by name."""
         rules = [choice_of(len(functions)), "COLON: /: ?/"]
         for index, function in enumerate(functions):
             name = json.dumps(json.dumps(function.name))

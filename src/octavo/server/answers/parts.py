@@ -1,7 +1,6 @@
 """Split an answer's text into reasoning, content and tool calls while it arrives.
 
-The parts of an answer depend on its text only, not on the pieces in which it arrives. Whole answers and streams use the
-same parsers.
+The parts do not depend on the pieces in which the text arrives.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from octavo.engine.stop_strings import num_held_back_chars
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-MAX_HELD_SPACE = 256  # characters of white space held back until the next text is known; more of it is text
-MAX_BLANKS = 8  # consecutive blanks in the head of a call within a text
+MAX_HELD_SPACE = 256  # characters of white space held back; more is text
+MAX_BLANKS = 8  # in a call's head
 _BLANKS = " \t\r\n"
 
 PartKind = Literal["content", "reasoning", "call", "arguments"]
@@ -26,10 +25,9 @@ PartKind = Literal["content", "reasoning", "call", "arguments"]
 class Part:
     """A piece of an answer.
 
-    kind: `content` and `reasoning` have more text of that kind. `call` begins a tool call, and its text is the tool's
-    name. `arguments` has the next piece of a call's arguments. They are JSON as the model wrote it, incomplete if the
-    answer was cut off, and broken if a long call broke. call: the call's index in the answer. start: the number of
-    characters before the part in the answer; content and reasoning begin exactly there, a call may begin later.
+    `call` has a tool's name. `arguments` has a piece of a call's JSON, incomplete if the answer was cut off, and broken
+    if a long call broke. call: the call's index. start: the number of characters before the part in the answer; a call
+    may begin later.
     """
 
     kind: PartKind
@@ -42,8 +40,7 @@ class Part:
 class ReasoningForm:
     """How a family of models marks its reasoning.
 
-    name: the name in the server's option. is_told_by_opens: a template has this form if it contains `opens`, because
-    templates of other families contain `closes` as well.
+    is_told_by_opens: a template with `opens` has this form, because other families' templates contain `closes`, too.
     """
 
     name: str
@@ -56,7 +53,7 @@ THINK = ReasoningForm("think", "<think>", "</think>")
 
 
 class AnswerParser(Protocol):
-    """Parses the text of one answer, piece by piece."""
+    """Parses one answer."""
 
     def feed(self, text: str) -> list[Part]:
         """Add text; return the parts that are certain now."""
@@ -68,7 +65,7 @@ class AnswerParser(Protocol):
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Join neighbours of one kind, content only if it was adjacent in the text; drop empty parts."""
+    """Join neighbours of one kind, content only if it was adjacent; drop empty parts."""
     if len(parts) == 1 and parts[0].text:  # as after most tokens
         return [*parts]
     runs: list[list[Part]] = []
@@ -87,18 +84,18 @@ def _go_together(part: Part, following: Part) -> bool:
 
 
 def without_space(text: str) -> int:
-    """Return the length of a text without the white space at its end; at most `MAX_HELD_SPACE` of it is held back."""
+    """Return the length without final white space, of which at most `MAX_HELD_SPACE` is held back."""
     return max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
 
 
 class Heads:
-    """Texts that begin calls, written without blanks. Up to `MAX_BLANKS` blanks may separate two characters."""
+    """Texts that begin calls. Up to `MAX_BLANKS` blanks may separate two characters."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = sorted(texts)
 
     def stand_at(self, text: str, start: int) -> bool | None:
-        """Return whether one of the texts begins at an index; None if more text is needed."""
+        """Return whether one begins at an index; None if more text is needed."""
         seen, num_blanks = "", 0
         for place in range(start, len(text)):
             is_blank = text[place] in _BLANKS
@@ -113,27 +110,26 @@ class Heads:
 
 
 class PlainParser:
-    """Treats all text as content."""
+    """Treats text as content."""
 
     def __init__(self) -> None:
         self._num_chars = 0
 
     def feed(self, text: str) -> list[Part]:
-        """Return the text."""
+        """See `AnswerParser`."""
         start, self._num_chars = self._num_chars, self._num_chars + len(text)
         return [Part("content", text, start=start)] if text else []
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:  # noqa: ARG002 - the signature is the protocol's
-        """Return nothing: no text is held back."""
+        """See `AnswerParser`."""
         return []
 
 
 class ReasoningParser:
-    """Splits off the reasoning between two marks at an answer's beginning.
+    """Splits off the reasoning at an answer's beginning, and white space around its marks.
 
-    behind: the parser of the text after the reasoning. is_open: the prompt ends with the opening mark, so the answer
-    begins with reasoning. interrupts: marks that also end the reasoning if one of their heads follows; they belong to
-    the text after it. White space around both marks is dropped, up to `MAX_HELD_SPACE` characters before a mark.
+    behind: parses the text after it. is_open: the prompt ends with the opening mark. interrupts: also end the reasoning
+    if one of their heads follows; they belong to the text after it.
     """
 
     def __init__(
@@ -151,12 +147,12 @@ class ReasoningParser:
         self._place: Literal["before", "inside", "after", "behind"] = "inside" if is_open else "before"
         self._pending = ""
         self._num_chars = 0  # of the whole text
-        self._num_chars_before = 0  # before the text after the reasoning
+        self._num_chars_before = 0  # before the text for `behind`
         self._has_begun = False
         self._has_text_behind = False
 
     def feed(self, text: str) -> list[Part]:
-        """Add text; return the parts that are certain now."""
+        """See `AnswerParser`."""
         self._pending += text
         self._num_chars += len(text)
         parts: list[Part] = []
@@ -172,7 +168,7 @@ class ReasoningParser:
         return parts
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Flush the buffered text."""
+        """See `AnswerParser`."""
         if is_cut and self._place in {"before", "inside"}:
             end, _ = self._end() if self._place == "inside" else (self._begun(self._form.opens), None)
             self._num_chars -= len(self._pending) - end
@@ -191,7 +187,6 @@ class ReasoningParser:
             self._place = "behind"
 
     def _take_reasoning(self, parts: list[Part]) -> None:
-        """Emit the text that is certainly reasoning; hold back white space and a possible end mark."""
         if not self._has_begun:
             self._pending = self._pending.lstrip()
             self._has_begun = bool(self._pending)
@@ -204,7 +199,7 @@ class ReasoningParser:
             self._pending, self._place = rest, "after"
 
     def _end(self) -> tuple[int, str | None]:
-        """Return the index and the mark that end the reasoning; without one, the index of a possible mark, and None."""
+        """Return the end of the reasoning and its mark, or the index at which a mark may begin, and None."""
         start = 0
         while found := [(place, each) for each in self._ends if (place := self._pending.find(each, start)) >= 0]:
             place, mark = min(found)
@@ -216,12 +211,10 @@ class ReasoningParser:
         return self._begun(*self._ends), None
 
     def _begun(self, *marks: str) -> int:
-        """Return the index at the end of the text from which one of these marks may begin."""
         return len(self._pending) - max(num_held_back_chars(self._pending, each) for each in marks)
 
     @property
     def _start(self) -> int:
-        """The number of characters before the pending text."""
         return self._num_chars - len(self._pending)
 
     def _feed_behind(self) -> list[Part]:
@@ -230,7 +223,6 @@ class ReasoningParser:
         return self._moved(self._behind.feed(self._take(len(self._pending))))
 
     def _moved(self, parts: list[Part]) -> list[Part]:
-        """Make the starts of parts after the reasoning relative to the whole answer."""
         return [replace(part, start=part.start + self._num_chars_before) for part in parts]
 
     def _take(self, num_chars: int) -> str:

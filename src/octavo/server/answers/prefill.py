@@ -1,4 +1,4 @@
-"""Prompts that are computed for another engine. The response is the same for every API and has no answer."""
+"""Prompts that are computed for another engine."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Prefilled(Struct):
 
 
 def prefill_of(job: Job) -> Job:
-    """Return a job that computes another job's prompts and nothing of its answers.
+    """Return a job that only computes another job's prompts.
 
-    A model computes a prompt only to sample a token, so each prompt gets one token, which is discarded. Parameters of
-    an answer (`n`, stop strings, a grammar, log probabilities) apply in the other engine only.
+    A model computes a prompt only to sample a token, so each prompt gets one, which is discarded. The other engine
+    applies the parameters of an answer.
     """
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
     return replace(job, params=params, stream=False, counts_completions=False)
 
 
 class PrefillReply:
-    """Writes the response after prompts are computed, in one form for all APIs."""
+    """Writes `Prefilled`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
 
     def whole(self, _outputs: Sequence[RequestOutput], usage: Usage) -> Prefilled:
-        """Return the whole answer."""
+        """Return the response."""
         return Prefilled(self._job.request_id, self._job.model, usage)

@@ -1,4 +1,4 @@
-"""Call formats in Python's syntax: a list [name(key=value, ...), ...]."""
+"""Call formats in Python's syntax: [name(key=value, ...), ...]."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _BLANKS = r"[ \t\r\n]*"
 _KEY = r"""[^\s=,()\[\]{}"']+"""
-_BEFORE_LIST = rf"{OUTSIDE}({CODE}|[^`A-Za-z0-9_\])])"  # a bracket after this is not a subscript and not in code
+_BEFORE_LIST = rf"{OUTSIDE}({CODE}|[^`A-Za-z0-9_\])])"  # then a bracket is no subscript and not in code
 _NOTHING = '""'
 _WORDS: dict[Any, str] = {True: "True", False: "False", None: "None"}
 _WORDS_OF = {"boolean": ("True", "False"), "null": ("None",)}
 
 
 class PythonFormat(SectionFormat):
-    """Values are JSON, or True, False and None. The parser reads Python's strings as well."""
+    """Writes JSON, True, False and None; reads Python's strings as well."""
 
     between: ClassVar[str] = ", "
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser of a list between marks."""
+        """Parse marked lists."""
         return PythonParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
-        """Return a call with keyword arguments."""
+        """Write keyword arguments."""
         written = [f"{key}={_value(value)}" for key, value in arguments.items()]
         return f"{name}({', '.join(written)})"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return rules of arguments in the order of the schema's properties; without properties, of any arguments."""
+        """Keep schema order."""
         rules = [choice_of(len(functions)), "COMMA: /, ?/"]
         for index, function in enumerate(functions):
             found = [_argument_rules(place, each, function.parameters) for place, each in _options_of(index, function)]
@@ -58,13 +58,13 @@ def _value(value: Any) -> str:
 
 
 def _options_of(index: int, function: Function) -> list[tuple[str, dict[str, Any]]]:
-    """Return the merged schemas of a function's arguments, each with the infix of its rules' names."""
+    """Return the merged schemas of the arguments with the infix of their rules' names."""
     options = alternatives(function.parameters, function.parameters)
     return [(f"{index}" if len(options) == 1 else f"{index}_o{number}", each) for number, each in enumerate(options)]
 
 
 def _argument_rules(place: str, schema: dict[str, Any], root: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the expression for all arguments of a call, and its rules. place: names the call in the rules."""
+    """Return an expression and its rules with infix `place`."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties.items()) if isinstance(properties, dict) else []
     if not named:
@@ -92,21 +92,21 @@ def _value_rules(name: str, schema: dict[str, Any], root: dict[str, Any]) -> lis
 
 
 class PythonicFormat(PythonFormat):
-    """Llama 4 and 3.2, Gemma 3, ToolACE: a list, alone or within text."""
+    """Llama 4 and 3.2, Gemma 3, ToolACE: a list, also within text."""
 
     name = "pythonic"
     markers = ("<|python_start|>", "<|python_end|>")
     opener, opens, closes = "[", "[", "]"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser of a list, alone or within text."""
+        """Parse unmarked lists."""
         return PythonListParser(self, functions, only_one=only_one)
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar in which an answer that begins like a list is a list of calls.
+        """Treat an answer that begins like a list as a list of calls.
 
-        Within text, a list is one of calls if it begins with a call of a function. That is certain after the name of
-        the call's first argument, or after the end of a call without arguments.
+        Within text, a list must begin with a function's call, which is certain after the name of the first argument, or
+        after the end of a call without arguments.
         """
         heads = [f"\\[{BLANKS_WITHIN}{pattern(each.name)}{BLANKS_WITHIN}\\(" for each in functions]
         is_call = f"{_BEFORE_LIST}({'|'.join(heads)}){_BLANKS}({_KEY}{_BLANKS}=|\\){_BLANKS}[,\\]])"
@@ -134,10 +134,7 @@ class PythonicFormat(PythonFormat):
 
 
 def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return patterns of the arguments that may come first, each with the rules of the text after its name.
-
-    schema: a merged one. place: the infix of the names of its arguments' rules.
-    """
+    """Return patterns of possible first arguments with the rules of the text after the name."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties) if isinstance(properties, dict) else []
     if not named:
@@ -152,7 +149,7 @@ def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 class LFM2Format(PythonFormat):
-    """LFM2: a list between marks."""
+    """LFM2: a marked list."""
 
     name = "lfm2"
     markers = ("<|tool_call_start|>", "<|tool_call_end|>")
@@ -160,7 +157,7 @@ class LFM2Format(PythonFormat):
 
 
 class OLMo3Format(PythonFormat):
-    """OLMo 3: calls on lines of their own between tags."""
+    """OLMo 3: calls on lines between tags."""
 
     name = "olmo3"
     markers = ("<function_calls>", "</function_calls>")

@@ -1,4 +1,4 @@
-"""Read calls in Python's syntax, and emit their arguments as JSON. Nothing is evaluated."""
+"""Read calls in Python's syntax as JSON. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STARTS, _ENDS = "<|python_start|>", "<|python_end|>"
 
 
 class PythonParser(ValueParser):
-    """Reads a list between marks. Values are the literals that `ast` reads; each is emitted when it is complete."""
+    """Reads a list between marks. Values are the literals that `ast` reads."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -36,14 +36,13 @@ class PythonParser(ValueParser):
         self._commit()
 
     def _goes_on(self) -> Wait[bool]:
-        """Go to the next call. Calls on lines of their own have no mark between them."""
+        """Calls on lines of their own have no mark between them."""
         if self._between:
             return (yield from super()._goes_on())
         char = yield from self._skip_space()
         return bool(char) and not self._closes.startswith(char)
 
     def _named_values(self, call: Call) -> Wait[None]:
-        """Read names with values up to the closing bracket, and emit an object."""
         self._tell("arguments", "{", call)
         given = set[str]()
         while (yield from self._skip_space()) != ")":
@@ -63,7 +62,6 @@ class PythonParser(ValueParser):
         self._tell("arguments", "}", call)
 
     def _key(self) -> Wait[str]:
-        """Read the name of an argument and the mark after it."""
         key = yield from self._run(_KEY)
         if not key or self._position == len(self._text):  # a mark has to follow
             raise MalformedError
@@ -72,10 +70,7 @@ class PythonParser(ValueParser):
         return key
 
     def _python_value(self, call: Call) -> Wait[str]:
-        """Skip a value, and return its JSON.
-
-        Raises `MalformedError`, and emits the beginning of a string first if the answer was cut off within it.
-        """
+        """Skip a value, and return its JSON. A string that was cut off is emitted."""
         start = self._position
         scanner = ValueScanner(start)
         try:
@@ -92,7 +87,6 @@ class PythonParser(ValueParser):
         return value
 
     def _say_begun(self, begun: str | None, call: Call) -> None:
-        """Emit the JSON of the beginning of a value, if there is any."""
         if begun is not None:
             self._say(begun, call)
 
@@ -100,8 +94,8 @@ class PythonParser(ValueParser):
 class PythonListParser(PythonParser):
     """Reads lists of calls, between Llama 4's marks or without any.
 
-    A list without marks may be code. Within a text it must begin with a known name, must not be a subscript, and must
-    be outside of Markdown's code. Each of its calls must begin with a keyword argument or have no arguments.
+    A list without marks may be code. Within a text it must begin with a known name, and must not be a subscript or in
+    Markdown's code. Each of its calls must begin with a keyword argument or have no arguments.
     """
 
     _is_tagged = False
@@ -124,7 +118,7 @@ class PythonListParser(PythonParser):
                 self._tell_content()
 
     def _list(self) -> Wait[None]:
-        """Read calls after the beginning of a list. Without marks it may be code, so a broken member ends it."""
+        """Read calls. Without marks the list may be code, so a broken member ends it."""
         self._is_list = self._is_tagged
         yield from self._calls()
 
@@ -145,7 +139,6 @@ class PythonListParser(PythonParser):
         yield from super()._call_steps(call)
 
     def _look_ahead(self) -> Wait[None]:
-        """Check that a call is next, without skipping it. Raises `MalformedError` for other code."""
         start = self._position
         yield from self._skip_space()
         yield from self._run(NAME)
@@ -171,7 +164,7 @@ class PythonListParser(PythonParser):
         super()._tell_content()
 
     def _is_cut_here(self) -> bool:
-        """Return whether the answer was cut off within a call. A list without marks must begin like a list of calls."""
+        """A list without marks must also begin like a list of calls."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
@@ -182,6 +175,6 @@ class PythonListParser(PythonParser):
 def _may_become(text: str, head: str) -> bool:
     """Return whether a text may become a call with this head.
 
-    It may if it ends within the head, or if only letters of an argument's name or a closing bracket follow the head.
+    It may end within the head, or with letters of an argument's name or a closing bracket after it.
     """
     return head.startswith(text) or (text.startswith(head) and _HEAD_END.fullmatch(text, len(head)) is not None)

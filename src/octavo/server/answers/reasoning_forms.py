@@ -1,4 +1,4 @@
-"""The known forms of reasoning, and detection of the form that a model's chat templates show."""
+"""The known forms of reasoning, and their detection."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REASONING_FORMS = (
 
 
 def find_reasoning_form(wanted: str, templates: Sequence[str]) -> ReasoningForm | None:
-    """Return the form of a name; for "auto" the first one with a mark in the chat templates; None if there is none."""
+    """Return the form of a name; "auto": the first one with a mark in the chat templates."""
     if wanted == "auto":
         return next((each for each in REASONING_FORMS if _is_shown(each, templates)), None)
     return next((each for each in REASONING_FORMS if each.name == wanted), None)

@@ -1,4 +1,4 @@
-"""Functionary 3.2's answers: every part begins with a mark and its recipient, `all` or a function."""
+"""Functionary 3.2's answers: each part has a mark and a recipient, `all` or a function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARK, _USER = ">>>", "all"
 
 
 class RecipientsFormat(ToolFormat):
-    """A call is a name on a line, and arguments. The prompt ends with the first mark, so answers begin after it."""
+    """A call is a name on a line, and arguments. The prompt ends with the first mark."""
 
     name = "functionary_v3_2"
     markers = ()
@@ -26,20 +26,20 @@ class RecipientsFormat(ToolFormat):
     reserved_names = frozenset({_USER})
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> RecipientsParser:
-        """Return a parser of parts with recipients."""
+        """Parse parts."""
         return RecipientsParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Return calls as chat templates write them: the first has a mark as well."""
+        """Begin with a mark, as templates do."""
         return "".join(f"{_MARK}{name}\n{json_text(arguments)}" for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of calls with only marks between them."""
+        """Allow calls."""
         more = "" if only_one else f' ("{_MARK}" call)*'
         return f'start: "{_MARK}"? call{more}\n{self._calls(functions)}'
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar in which a function's name begins a call, at the beginning of the answer or after a mark."""
+        """A function's name is a call at the beginning or after a mark."""
         names = "|".join(pattern(each.name) for each in functions)
         text = f"/(.|\\n)*/ {FEW_BLANKS} & ~/({names})\\n(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", self._calls(functions)]
@@ -50,12 +50,12 @@ class RecipientsFormat(ToolFormat):
         return "\n".join([f"start: {start}", f"later: {later}", *rules])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return the grammar of calls, or of JSON that may have the user as its recipient."""
+        """Allow calls or JSON."""
         grammar = super().or_content(functions, schema, only_one=only_one)
         return grammar.replace("start: calls | content", "start: calls | head? content", 1) + f"\n{_HEAD_RULE}"
 
     def content(self, schema: str) -> str:
-        """Return the grammar of an answer that is JSON of a schema."""
+        """Allow JSON."""
         return f"start: head? content\ncontent: {lark_json(schema)}\n{_HEAD_RULE}"
 
     def _calls(self, functions: Sequence[Function]) -> str:
@@ -74,7 +74,7 @@ _HEAD_RULE = f'head: "{_MARK}"? {_head(_USER)}'
 
 
 class RecipientsParser(ToolParser):
-    """Reads parts. A mark without a recipient after it is content."""
+    """A mark without a recipient is content."""
 
     _ends = ending(_MARK)
     _call_openers = (_MARK,)
@@ -85,7 +85,6 @@ class RecipientsParser(ToolParser):
             yield from self._part()
 
     def _part(self) -> Wait[None]:
-        """Read a part after its mark: a part for the user is content, a part for a function is a call."""
         recipient = yield from self._recipient()
         if recipient == _USER:
             self._drop()
@@ -96,7 +95,7 @@ class RecipientsParser(ToolParser):
             self._tell_content()
 
     def _recipient(self) -> Wait[str]:
-        """Skip a recipient and the end of its line, and return the recipient; "" if there is none."""
+        """Skip the line of a recipient and return it, or ""."""
         known = [f"{name}\n" for name in (_USER, *self._names)]
         while True:
             seen = self._text[self._position :]

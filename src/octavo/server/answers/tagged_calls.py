@@ -1,4 +1,4 @@
-"""Call formats made of tags: a name, and a tag for each argument, with strings without quotes."""
+"""Call formats made of tags, with strings without quotes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class TaggedFormat(SectionFormat):
     """A call is `call_opens`, the name, `named`, arguments and `call_closes`.
 
     An argument is `argument_opens`, its name, `argument_named`, its value, `value_closes`, and `argument_closes`.
-    is_padded: a value is on lines of its own, and the line feeds around it are not part of it.
-    raw_marks: two marks that may enclose a value within its tag; the text between them is the value, whatever it is.
+    is_padded: line feeds around a value are not part of it.
+    raw_marks: may enclose a value of any text.
     head_pattern: matches the text between `call_opens` and `named`.
-    text_mark, json_mark: follow an argument's name if its value is a string, or if it is JSON.
+    text_mark, json_mark: follow the name of an argument that is a string, or JSON.
     """
 
     named: ClassVar[str]
@@ -45,17 +45,17 @@ class TaggedFormat(SectionFormat):
     head_pattern: ClassVar[re.Pattern[str]] = NAME
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> TaggedParser:
-        """Return a parser of tags."""
+        """Parse tags."""
         return TaggedParser(self, functions, only_one=only_one)
 
     def argument_heads(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts that arguments of these names begin with."""
+        """Return how arguments begin."""
         ends, *_ = self.argument_named.split("\n")
         marks = [self.text_mark, self.json_mark] if self.text_mark else [""]
         return [f"{self.argument_opens}{key}{mark}{ends}" for key in keys for mark in marks]
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
-        """Return the tags of one call."""
+        """Write tags."""
         pad = "\n" if self.is_padded else ""
         written = [self.call_opens, name, self.named]
         for key, value in arguments.items():
@@ -65,7 +65,7 @@ class TaggedFormat(SectionFormat):
         return "".join([*written, self.call_closes])
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return rules of arguments in the order of the schema's properties; without properties, of any arguments."""
+        """Keep schema order."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
             head = self._literal(f"{self.call_opens}{function.name}{self.named}")
@@ -75,7 +75,7 @@ class TaggedFormat(SectionFormat):
         return "\n".join(rules)
 
     def _arguments(self, place: str, parameters: dict[str, Any]) -> tuple[str, list[str]]:
-        """Return the expression for all arguments of a call, and its rules. place: names the call in the rules."""
+        """Return an expression and its rules with infix `place`."""
         options = alternatives(parameters, parameters)
         if len(options) == 1:
             return self._arguments_of(place, options[0], parameters)
@@ -83,7 +83,6 @@ class TaggedFormat(SectionFormat):
         return f"({' | '.join(uses or chr(34) * 2 for uses, _ in found)})", [rule for _, more in found for rule in more]
 
     def _arguments_of(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> tuple[str, list[str]]:
-        """Return the same as `_arguments` for one merged schema."""
         properties, required = schema.get("properties"), schema.get("required")
         uses, rules = list[str](), list[str]()
         for number, (key, part) in enumerate(properties.items() if isinstance(properties, dict) else ()):
@@ -111,7 +110,7 @@ class TaggedFormat(SectionFormat):
     def _value(
         self, name: str, schema: dict[str, Any], root: dict[str, Any], *, is_json: bool
     ) -> tuple[str, list[str]]:
-        """Return the expression for a value and the mark that ends it, and its rules."""
+        """Return an expression with the value's end mark, and its rules."""
         pad = '"\\n" ' if self.is_padded else ""
         closes = f"{pad}{self._literal(self.value_closes)}"
         if not is_json and (options := _texts(schema)):
@@ -134,7 +133,7 @@ class TaggedFormat(SectionFormat):
 
 
 def _texts(schema: dict[str, Any]) -> list[str]:
-    """Return the strings that the schema allows as values; [] if it allows any other value."""
+    """Return the allowed strings; [] if another value is allowed."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return values if isinstance(values, list) and values and all(isinstance(each, str) for each in values) else []
 
@@ -151,7 +150,7 @@ class Qwen3CoderFormat(TaggedFormat):
 
 
 class SeedOSSFormat(TaggedFormat):
-    """ByteDance's Seed-OSS: values are in their tags without lines of their own."""
+    """ByteDance's Seed-OSS: values without lines of their own."""
 
     name = "seed_oss"
     markers = ("<seed:tool_call>", "</seed:tool_call>", *Qwen3CoderFormat.markers[2:])
@@ -161,7 +160,7 @@ class SeedOSSFormat(TaggedFormat):
 
 
 class MiniMaxM2Format(TaggedFormat):
-    """MiniMax M2: all calls are in one tag."""
+    """MiniMax M2: one tag encloses all calls."""
 
     name = "minimax_m2"
     markers = ("<minimax:tool_call>", "</minimax:tool_call>")
@@ -176,7 +175,7 @@ def _named_behind(form: TaggedFormat, functions: Sequence[Function]) -> dict[str
 
 
 class GLMFormat(TaggedFormat):
-    """GLM 4.5 and 4.6, Ling 3, Laguna: the name on a line, then keys and values."""
+    """GLM 4.5 and 4.6, Ling 3, Laguna."""
 
     name = "glm45"
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -186,12 +185,12 @@ class GLMFormat(TaggedFormat):
     value_closes, argument_closes = "</arg_value>", "\n"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:
-        """Return the heads of calls with a function's name."""
+        """Require a function's name."""
         return _named_behind(self, functions)
 
 
 class GLM47Format(TaggedFormat):
-    """GLM 4.7: as in `GLMFormat`, without line feeds."""
+    """GLM 4.7: `GLMFormat` without line feeds."""
 
     name = "glm47"
     markers = GLMFormat.markers
@@ -199,7 +198,7 @@ class GLM47Format(TaggedFormat):
     named, argument_opens, argument_named, value_closes = "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:
-        """Return the heads of calls with a function's name."""
+        """Require a function's name."""
         return _named_behind(self, functions)
 
 
@@ -217,7 +216,7 @@ class DeepSeekV32Format(TaggedFormat):
 
 
 class DeepSeekV4Format(DeepSeekV32Format):
-    """DeepSeek V4: as V3.2, with another tag around the calls."""
+    """DeepSeek V4: V3.2 with another enclosing tag."""
 
     name = "deepseek_v4"
     markers = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
@@ -236,7 +235,7 @@ class MiniCPM5Format(TaggedFormat):
 
 
 class Hy3Format(TaggedFormat):
-    """Tencent's Hy3: all tags have the suffix `:opensource`."""
+    """Tencent's Hy3."""
 
     name = "hy_v3"
     markers = (

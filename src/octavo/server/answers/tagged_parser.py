@@ -1,4 +1,4 @@
-"""Read calls made of tags and emit their arguments as JSON: strings piece by piece, other values when complete."""
+"""Read calls made of tags."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 
 
 class TaggedParser(ValueParser):
-    """Reads calls in tags.
+    """Emits strings piece by piece, other values when complete.
 
-    A call ends with its own closing tag. The closing tag of the section also ends a call that has an argument, and a
-    call of a function without parameters. Any other call is text.
+    The closing tag of the section also ends a call that has an argument, and a call of a function without parameters.
+    Any other call without its own closing tag is text.
     """
 
-    _given: set[str]  # the names of the call's arguments so far; empty after the call has ended
+    _given: set[str]  # argument names; empty after the call
 
     def __init__(self, form: TaggedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -37,7 +37,7 @@ class TaggedParser(ValueParser):
         self._parameters = {each.name: each.parameters for each in functions}
         closes = form.closes if form.one_each else ""
         opens = form.opener if closes else form.call_opens or form.opener
-        self._pair = opens.strip(), (closes or form.call_closes).strip()  # the first and the last mark of a call
+        self._pair = opens.strip(), (closes or form.call_closes).strip()  # around a call
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
         self._given = set()
@@ -47,7 +47,7 @@ class TaggedParser(ValueParser):
         return is_call
 
     def _rest_of_call(self) -> Wait[None]:
-        """Emit the rest of a call that broke as content, with the calls within it: they may be part of a value."""
+        """Emit the rest of a broken call as content, with calls within it: they may be part of a value."""
         opens, closes = self._pair
         num_open = 1
         while num_open and (mark := (yield from self._content(opens, closes))):
@@ -59,7 +59,7 @@ class TaggedParser(ValueParser):
         yield from self._skip_space()
         name = yield from self._name()
         if not (yield from self._peek()):
-            raise MalformedError  # the end of the name is not known
+            raise MalformedError  # its end is not known
         call.name = name
         if not (yield from self._takes_named()):
             raise MalformedError
@@ -75,18 +75,14 @@ class TaggedParser(ValueParser):
         self._tell("arguments", "}" if told else "{}", call)
 
     def _takes_named(self) -> Wait[bool]:
-        """Skip the mark after a name. Returns whether an argument or the end of the call follows."""
+        """Return whether an argument or the end of the call follows a name."""
         form = self._form
         if not (yield from self._takes_all(form.named)):
             return False
         return (yield from self._sees(form.argument_opens, form.call_closes, form.closes))
 
     def _takes_end(self, call: Call) -> Wait[bool]:
-        """Skip the mark that closes a call. Returns whether the call is complete.
-
-        A call without that mark is complete if the section ends here and one of three holds: the call has arguments,
-        its function takes none, or the format has no such mark.
-        """
+        """Skip a closing mark. Returns whether the call is complete."""
         closes = self._form.call_closes.strip()
         if closes and (yield from self._takes_all(closes)):
             return True
@@ -94,13 +90,12 @@ class TaggedParser(ValueParser):
             for char in "/>":  # the rest of a tag with a slip
                 yield from self._takes(char)
             return True
-        # A call that lacks both its arguments and its closing mark may be a sentence about the marks.
+        # A call without arguments and closing mark may be a sentence about the marks.
         parameters = self._parameters.get(call.name or "", {})
         may_end = self._given or not closes or not property_names(parameters, parameters)
         return bool(may_end) and (yield from self._sees(self._closes))
 
     def _sees(self, *marks: str) -> Wait[bool]:
-        """Return whether one of these marks is next."""
         for mark in marks:
             position = self._position
             if mark.strip() and (yield from self._takes_all(mark)):
@@ -109,7 +104,6 @@ class TaggedParser(ValueParser):
         return False
 
     def _name(self) -> Wait[str]:
-        """Skip a name and return it. Raises `MalformedError` above `MAX_HEAD_CHARS`."""
         while True:
             found = NAME.match(self._text, self._position)
             end = self._position if found is None else found.end()
@@ -122,10 +116,7 @@ class TaggedParser(ValueParser):
             yield
 
     def _argument(self, call: Call, separator: str) -> Wait[str]:
-        """Read an argument after its opening mark, and emit it. Returns the first text emitted.
-
-        Raises `MalformedError`.
-        """
+        """Return the first text emitted."""
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
         is_named = key in property_names(parameters, parameters)
@@ -157,20 +148,19 @@ class TaggedParser(ValueParser):
         return head
 
     def _ends_of(self, closes: str, parameters: dict[str, Any], *, is_text: bool, is_padded: bool) -> TagEnd:
-        """Return the finder of the next value's end."""
         left = [key for key in property_names(parameters, parameters) if key not in self._given]
         heads = self._form.argument_heads(left)
         return TagEnd(self._form, closes, heads, is_text=is_text, is_padded=is_padded)
 
     def _refuse_doubled(self, key: str) -> Wait[None]:
-        """Raise `MalformedError` for a value that begins with the mark before it, which may be written twice."""
+        """Refuse a value that begins with the mark before it, which may be written twice."""
         *_, mark = self._form.argument_named.split("\n")
         for each in (mark if mark.startswith("<") else "", *self._form.argument_heads([key])):
             if each and (yield from self._takes(each)):
                 raise MalformedError
 
     def _value_end(self) -> Wait[str]:
-        """Return the mark that closes the next value, and skip the mark that opens it."""
+        """Skip a value's opening mark; return the closing one."""
         marks = self._form.raw_marks
         if marks is None or not (yield from self._takes(marks[0])):
             self._drop_cut("" if marks is None else marks[0])
@@ -183,7 +173,7 @@ class TaggedParser(ValueParser):
             yield from self._takes_all(self._form.value_closes)
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
-        """Return an argument's name, and whether it is marked as a string; None if it has no such mark."""
+        """Return a name, and whether it is marked as a string; None without such a mark."""
         ends, *more = self._form.argument_named.split("\n")
         known = parameters.get("properties")
         head = yield from self._head(ends)

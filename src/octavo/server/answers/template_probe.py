@@ -1,4 +1,4 @@
-"""Find how a chat template writes tools and calls by rendering a small conversation."""
+"""Find how a chat template writes tools and calls."""
 
 from __future__ import annotations
 
@@ -23,24 +23,21 @@ PARAMETERS: dict[str, Any] = {
 }
 _TOOL = {"type": "function", "function": {"name": NAME, "description": "Look it up", "parameters": PARAMETERS}}
 _QUESTION = {"role": "user", "content": "Question"}
-_CALL_ID = "call00001"  # nine letters and digits, as some templates require
+_CALL_ID = "call00001"  # some templates require nine letters and digits
 _CALL = {"id": _CALL_ID, "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
 _CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateProbe:
-    """A question and a tool call as a chat template writes them; None for messages that the template refuses.
-
-    prompt: the text of the question. call: the text that a call adds to it.
-    """
+    """A question and the text that a call adds to it, as a template writes them; None if it refuses them."""
 
     prompt: str | None = None
     call: str | None = None
 
     @classmethod
     def of(cls, render: Callable[..., str]) -> TemplateProbe:
-        """Render both. render: makes a prompt of messages and tools, or raises `RequestError` to refuse them."""
+        """Render both. render: raises `RequestError` to refuse messages."""
         prompt = _rendered(render, [_QUESTION], add_generation_prompt=True)
         question = _rendered(render, [_QUESTION])
         calling = _rendered(render, [_QUESTION, _CALLING])
@@ -51,12 +48,12 @@ class TemplateProbe:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the prompt lists the tools."""
+        """Whether tools are listed."""
         return self.prompt is not None and NAME in self.prompt
 
     @property
     def texts(self) -> list[str]:
-        """The rendered texts that are not None."""
+        """All rendered texts."""
         return [text for text in (self.prompt, self.call) if text is not None]
 
 

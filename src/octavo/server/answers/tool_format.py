@@ -1,4 +1,4 @@
-"""Base of the formats in which families of models write tool calls."""
+"""Base of the formats of tool calls."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A tool as a client describes it.
+    """A client's tool.
 
-    parameters: a JSON schema. strict: calls of the tool must match it. field: the request's field with the schema.
+    strict: calls must match `parameters`, a JSON schema. field: the request's field with it.
     """
 
     name: str
@@ -33,13 +33,12 @@ class Function:
 class ToolFormat:
     """One family's format of tool calls. Grammars are in llguidance's dialect of Lark.
 
-    takes_one: the family's chat templates refuse several calls in one message, so several calls are read only if the
-    client asks for that. frames_content: marks enclose the content as well, so the parser also reads answers without
-    tools. reads_reasoning: the parser separates the reasoning as well. reserved_names: names that mean something other
-    than a tool in the place of a tool's name. needs_grammar: the models write no calls without a grammar.
-    describes_tools: the models' chat templates cannot show tools, so `messages_with_tools` writes tools, calls and
-    results as text. markers: the texts that separate calls from other text; they stay in an answer's text even if they
-    are special tokens. spell: returns a grammar's name of a text that is one token (`<[123]>`), None for other texts.
+    takes_one: chat templates refuse several calls in one message, so several are read only if the client asks for that.
+    frames_content: marks enclose the content as well, so the parser also reads answers without tools. reads_reasoning:
+    the parser separates the reasoning as well. reserved_names: mean no tool. needs_grammar: the models write no calls
+    without one. describes_tools: chat templates cannot show tools, so `messages_with_tools` writes them as text.
+    markers: separate calls from text; they stay in it even if they are special tokens. spell: returns a grammar's name
+    of a text that is one token (`<[123]>`), or None.
     """
 
     name: ClassVar[str]
@@ -55,15 +54,15 @@ class ToolFormat:
         self._spell = spell
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser of one answer with calls of these functions. only_one: further calls are dropped."""
+        """Return a parser of one answer. only_one: drop further calls."""
         raise NotImplementedError
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:  # noqa: ARG002 - the seam's
-        """Return marks that begin a call within unclosed reasoning, each with the heads of which one must follow it."""
+        """Return marks that begin a call within unclosed reasoning, and the heads of which one must follow."""
         return {}
 
     def new_call_id(self) -> str:
-        """Return an id for a call."""
+        """Return an id."""
         return f"call_{new_id()[:24]}"
 
     def messages_with_tools(
@@ -74,31 +73,31 @@ class ToolFormat:
         is_required: bool,  # noqa: ARG002 - the seam's
         only_one: bool,  # noqa: ARG002 - the seam's
     ) -> list[dict[str, Any]]:
-        """Return the messages for the chat template."""
+        """Return the template's messages."""
         return [*messages]
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Return calls as the family writes them. calls: names and arguments."""
+        """Write calls as the family does."""
         raise NotImplementedError
 
     def shows(self, text: str, name: str) -> bool:  # noqa: ARG002 - a family may know its own writing otherwise
-        """Return whether a chat template's text with a call of this function has another spelling of the family."""
+        """Return whether a template's text has the call in another spelling of the family."""
         return False
 
     def content(self, schema: str) -> str | None:  # noqa: ARG002 - the seam's
-        """Return the grammar of an answer that is JSON of a schema; None if nothing encloses the JSON."""
+        """Return the grammar of an answer of JSON; None if nothing encloses it."""
         return None
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of an answer of calls only."""
+        """Return the grammar of calls only."""
         raise NotImplementedError
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of any text, with or without calls in it."""
+        """Return the grammar of text with or without calls."""
         raise NotImplementedError
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return the grammar of an answer of calls, or of JSON of a schema."""
+        """Return the grammar of calls, or of JSON of a schema."""
         forced = self.forced(functions, only_one=only_one).replace("start:", "calls:", 1)
         return f"start: calls | content\ncontent: {lark_json(schema)}\n{forced}"
 
@@ -106,16 +105,15 @@ class ToolFormat:
         return (self._spell(text) if text in self.markers else None) or json.dumps(text, ensure_ascii=False)
 
     def _pieces(self, text: str) -> list[str]:
-        """Return a text split before and after each marker in it."""
+        """Split at markers."""
         either = "|".join(re.escape(each) for each in sorted(self.markers, key=len, reverse=True))
         return [piece for piece in re.split(f"({either})", text) if piece]
 
     def _literal(self, text: str) -> str:
-        """Return the grammar's expression for a text that may contain markers; "" for an empty text."""
         return " ".join(map(self._marker, self._pieces(text)))
 
     def _behind_text(self, opener: str) -> str:
-        """Return the rules of text up to a call's opener: a mark, words and a mark, or a mark and words."""
+        """Return the rules of text up to a call's opener of marks and words."""
         first, *more = self._pieces(opener)
         tokens = [self._spell(each) if each in self.markers else None for each in (first, *more)]
         if tokens[0] is not None:
@@ -127,15 +125,14 @@ class ToolFormat:
 
 
 def choice_of(count: int) -> str:
-    """Return the rule of a call that is one of `count` alternatives."""
+    """Return the rule of any call."""
     return "call: " + " | ".join(f"call{index}" for index in range(count))
 
 
 def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
-    """Return the rules of arguments in their order, `argument<place>_0` first. The first rule is `first<place>_0`.
+    """Return the rules of arguments in their order, beginning with `first<place>_0`.
 
     `first<i>` are the arguments from the i-th on if none was written before, `further<i>` if one was.
-    are_needed: whether each argument is required. separator: the expression between two arguments.
     """
     rules = []
     for number, is_needed in enumerate(are_needed):
@@ -149,10 +146,7 @@ def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> lis
 
 
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
-    """Return the rules of one call that is an object. They use JSON's lexemes, so that the text may also be other JSON.
-
-    before: the expression in the object before its name.
-    """
+    """Return the rules of an object. JSON's lexemes let the text also be other JSON."""
     rules = [choice_of(len(functions)), "COLON: /: ?/", "COMMA: /, ?/"]
     for index, function in enumerate(functions):
         name, value, arguments = (json.dumps(json.dumps(text)) for text in (name_key, function.name, arguments_key))
@@ -162,5 +156,5 @@ def object_rules(functions: Sequence[Function], name_key: str, arguments_key: st
 
 
 def json_text(value: Any) -> str:
-    """Return JSON as chat templates write it."""
+    """Write JSON as chat templates do."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The call formats of Hermes, Llama and Mistral, each with its own parser."""
+"""The call formats of Hermes, Llama and Mistral."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class HermesFormat(ToolFormat):
     markers = (HermesParser.opener, HermesParser.closer)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser of objects in tags."""
+        """Parse tagged objects."""
         return HermesParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Return calls on lines of their own."""
+        """Write separate lines."""
         written = [json_text({"name": name, "arguments": arguments}) for name, arguments in calls]
         return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in written)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of consecutive calls, each on lines of its own."""
+        """Allow consecutive calls."""
         opener = self._marker(HermesParser.opener)
         more = "" if only_one else f' ("\\n" {opener} rest)*'
         return f"start: {opener} rest{more}\n{self._rest(functions)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of text with calls in it."""
+        """Allow text and calls."""
         start = "start: TEXT | head rest" if only_one else "start: (head rest)* TEXT"
         return f"{start}\n{self._behind_text(HermesParser.opener)}\n{self._rest(functions)}"
 
@@ -56,19 +56,19 @@ class LlamaFormat(ToolFormat):
     takes_one = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser of objects."""
+        """Parse objects."""
         return LlamaParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Return objects separated by semicolons."""
+        """Use semicolons."""
         return "; ".join(json_text({"name": name, "parameters": arguments}) for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of objects separated by semicolons, after the tag if it is a token."""
+        """Allow a tag."""
         return f"start: {self._all(only_one)}\n{object_rules(functions, 'name', 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar in which an answer that begins with an object is a call.
+        """Treat an answer that begins with an object as a call.
 
         Within text, an object is a call if it begins with a function's name and arguments.
         """
@@ -97,24 +97,24 @@ class MistralFormat(ToolFormat):
     markers = (MistralParser.opener, "[CALL_ID]", MistralParser.arguments_marker)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser of lists, and of names with arguments."""
+        """Parse both forms."""
         return MistralParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Return a list of objects."""
+        """Write a list."""
         written = [json_text({"name": name, "arguments": arguments}) for name, arguments in calls]
         return f"[TOOL_CALLS][{', '.join(written)}]"
 
     def new_call_id(self) -> str:
-        """Return an id of nine characters, as Mistral's templates require."""
+        """Mistral's templates require nine characters."""
         return new_id()[:9]
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of a list of objects."""
+        """Allow a list."""
         return f"start: {self._marker(MistralParser.opener)} rest\n{self._rest(functions, only_one)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of text, with a list after it or without."""
+        """Allow a final list."""
         head = self._behind_text(MistralParser.opener)
         return f"start: TEXT | head rest\n{head}\n{self._rest(functions, only_one)}"
 
@@ -124,10 +124,10 @@ class MistralFormat(ToolFormat):
 
 
 class NamedMistralFormat(MistralFormat):
-    """Mistral's models since 2025: a name and its arguments."""
+    """Mistral's models since 2025."""
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Return calls with a mark before each."""
+        """Write marked calls."""
         return "".join(f"[TOOL_CALLS]{name}[ARGS]{json_text(arguments)}" for name, arguments in calls)
 
     def _rest(self, functions: Sequence[Function], only_one: bool) -> str:

@@ -1,4 +1,4 @@
-"""Parsers of the calls of Hermes, Llama 3 and Mistral. Parsers of other formats are in other modules."""
+"""Parsers of the formats in `tool_formats`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LLAMA_HEADS = ('{"name":"', '{"type":"function","name":"')  # without white spa
 
 
 class HermesParser(ToolParser):
-    """Qwen and Hermes: <tool_call>{"name": ..., "arguments": ...}</tool_call>, any number of times, anywhere."""
+    """Qwen and Hermes: <tool_call>{"name": ..., "arguments": ...}</tool_call>, anywhere."""
 
     opener, closer = "<tool_call>", "</tool_call>"
     _ends = ending(closer, opener, is_wrapped=True)
@@ -33,8 +33,7 @@ class HermesParser(ToolParser):
 class LlamaParser(ToolParser):
     """Llama 3: {"name": ..., "parameters": ...}, or several with semicolons or line feeds between them.
 
-    At the beginning of an answer an object is a call with its members in any order. Within a text the name must come
-    first and the arguments second, because other objects that name a tool describe it.
+    Within a text the name must come first and the arguments second, because other objects that name a tool describe it.
     """
 
     opener = "<|python_tag|>"
@@ -61,7 +60,7 @@ class LlamaParser(ToolParser):
                 self._tell_content()
 
     def _object(self) -> Wait[bool]:
-        """Read a call and the semicolon after it. Returns False, with the text unchanged, if there is no call."""
+        """Read a call and its semicolon. Returns False, with the text unchanged, if there is no call."""
         if (yield from self._skip_space()) != "{" or not (yield from self._call()):
             return False
         if (yield from self._skip_space()) == ";":
@@ -71,7 +70,7 @@ class LlamaParser(ToolParser):
         return True
 
     def _is_cut_here(self) -> bool:
-        """Return whether the answer was cut off within a call. Without a tag it must begin like a call."""
+        """Without a tag the answer must also begin like a call."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
@@ -80,7 +79,7 @@ class LlamaParser(ToolParser):
 
 
 class MistralParser(ToolParser):
-    """Mistral: [TOOL_CALLS] and a list of calls; newer: [TOOL_CALLS], a name, [ARGS] and arguments for each call."""
+    """Mistral: [TOOL_CALLS] and a list; newer: [TOOL_CALLS], a name, [ARGS] and arguments for each call."""
 
     opener, arguments_marker = "[TOOL_CALLS]", "[ARGS]"
     _ends_in_list, _ends_named = ending("]", ", {", opener, is_wrapped=True), ending(opener)
@@ -126,7 +125,7 @@ class MistralParser(ToolParser):
         yield from self._tell_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Skip a name and its marks, or the part of them at which the answer was cut off. Raises `MalformedError`."""
+        """Skip a name and its marks, or the part of them that arrived."""
         if head is not None:
             self._position = brace
             return

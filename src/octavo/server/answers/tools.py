@@ -1,4 +1,4 @@
-"""The tools of a request: which it may or must call, and the effect on its prompt and its answer."""
+"""The tools of a request."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Choice:
 class Toolbox:
     """The tools that one request may call.
 
-    given: all tools of the request, in the form that chat templates read. named: the tool that must be called.
-    is_limited: `given` has tools that may not be called. format: None if no tool may be called.
+    given: all tools, as chat templates read them. is_limited: some of them may not be called. named: the tool that must
+    be called. format: None if no tool may be called.
     """
 
     functions: tuple[Function, ...] = ()
@@ -66,9 +66,9 @@ class Toolbox:
         *,
         parallel: bool | None = None,
     ) -> Toolbox:
-        """Make a toolbox of tools with their descriptions. Raises `RequestError`.
+        """Make a toolbox of described tools. Raises `RequestError`.
 
-        format: the model's. parallel: whether an answer may have several calls; None for the family's default.
+        parallel: whether an answer may have several calls; None for the family's default.
         """
         choice = choice or Choice()
         if len(described) > MAX_TOOLS:
@@ -103,7 +103,7 @@ class Toolbox:
     def template_input(
         self, messages: Sequence[dict[str, Any]], tool_format: ToolFormat | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Return the messages and the tools for the chat template. tool_format: the model's."""
+        """Return messages and tools for the chat template."""
         if tool_format is None:
             return [*messages], None
         options = {"is_required": self.is_required, "only_one": self.only_one}
@@ -111,13 +111,13 @@ class Toolbox:
         return shown, None if tool_format.describes_tools else [*self.given] or None
 
     def parser(self) -> AnswerParser:
-        """Return a parser of an answer."""
+        """Return a parser."""
         if self.format is None:
             return PlainParser()
         return self.format.parser(self.functions, only_one=self.only_one)
 
     def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Return the structure of the answer; None if it is free. content: the requested structure without a call.
+        """Return the answer's structure, if any. content: its structure without a call.
 
         Raises `RequestError` if `content` is not JSON, or if a schema cannot be part of a grammar.
         """
@@ -146,7 +146,7 @@ class Toolbox:
             raise RequestError(message, parameter="tools") from None
 
     def _in_grammar(self, content: StructuredOutputsParams | None) -> Sequence[Function]:
-        """Return the functions for the grammar; none if the answer needs no grammar."""
+        """Return none if no grammar is needed."""
         if self.is_required:
             return _bounded([each for each in self.functions if self.named in {None, each.name}])
         if content is not None:
@@ -172,15 +172,15 @@ NO_TOOLS = Toolbox()
 
 
 def _lenient(function: Function) -> Function:
-    """Return a function whose schema is enforced only as far as a grammar can express it."""
+    """Enforce only what a grammar can express."""
     return replace(function, parameters={**function.parameters, LENIENT: True})
 
 
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
-    """Return the functions with the request's field noted in their parameters, for errors of the compiler.
+    """Note the request's field in the parameters, for the compiler's errors.
 
-    Raises `RequestError` if a schema is malformed, or if the schemas are too long for a grammar. The limit is needed
-    because a format may repeat a part for each reference to it.
+    Raises `RequestError` if a schema is malformed, or if all are too long, because a format may repeat a part for each
+    reference to it.
     """
     marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
     num_chars = 0
@@ -202,7 +202,7 @@ def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
 
 
 def read_function(fields: Any, place: str, parameters_name: str = "parameters") -> tuple[Function, str]:
-    """Check and return a tool and its description. Raises `RequestError`, which names the place."""
+    """Return a tool and its description. Raises `RequestError`."""
     if not isinstance(fields, dict):
         raise RequestError(f"{place} must be an object with a name", parameter=place)
     name, description = fields.get("name"), fields.get("description")
@@ -221,10 +221,7 @@ def read_function(fields: Any, place: str, parameters_name: str = "parameters") 
 
 
 def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
-    """Check that a tool has the one supported type. Raises `RequestError`, which names the tool's type.
-
-    served: the supported type. form: an example of such a tool, for the message.
-    """
+    """Raise `RequestError` unless a tool has the supported type. form: an example, for the message."""
     if not isinstance(tool, dict):
         raise RequestError(f"{place} must be {form}", parameter=place)
     kind = tool.get("type")
@@ -242,7 +239,7 @@ def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
 def read_choice(wanted: Any, name_of: Callable[[dict[str, Any]], Any], *, has_tools: bool) -> Choice:
     """Read OpenAI's tool_choice. Raises `RequestError`.
 
-    name_of: returns the name in a tool of `wanted`. has_tools: whether the request has the field `tools`.
+    name_of: returns the name in a tool of `wanted`. has_tools: the request has the field `tools`.
     """
     if wanted is None or wanted == "none":
         return Choice(wanted or "auto")

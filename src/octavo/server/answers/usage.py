@@ -1,4 +1,4 @@
-"""Token counts of a request, in the form of each API, and the counter that reads them from outputs."""
+"""Token counts of a request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Receipt(Struct):
 
     @classmethod
     def of(cls, ended: Collection[RequestMetrics]) -> Receipt:
-        """Return the total cost of requests that have ended."""
+        """Return the total cost of ended requests."""
         return cls(
             sum(each.num_computed_tokens for each in ended),
             sum(each.num_recomputed_tokens for each in ended),
@@ -63,7 +63,7 @@ class Usage(Struct):
 
 
 class UsageCounter:
-    """Counts the tokens of outputs. counts_completions: False if generated tokens do not count, see `Job`."""
+    """Counts the tokens of outputs. counts_completions: see `Job`."""
 
     def __init__(self, *, counts_completions: bool = True) -> None:
         self._counts_completions = counts_completions
@@ -74,11 +74,11 @@ class UsageCounter:
 
     @property
     def metrics(self) -> list[RequestMetrics]:
-        """The metrics of the requests that have ended."""
+        """The metrics of ended requests."""
         return [*self._ended.values()]
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
-        """Count an output's prompt once, and the tokens of the given completions."""
+        """Count an output's prompt once, and the tokens of these completions."""
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
         if output.finished and output.metrics is not None:
             self._ended.setdefault(output.request_id, output.metrics)
@@ -88,7 +88,7 @@ class UsageCounter:
                 self._finish_reasons.setdefault((output.request_id, completion.index), completion.finish_reason)
 
     def summary(self) -> dict[str, Any]:
-        """Return the counts so far, for a log; {} if there was no output yet."""
+        """Return the counts for a log; {} before the first output."""
         if not self._prompts:
             return {}
         usage = self.usage()
@@ -101,7 +101,7 @@ class UsageCounter:
         }
 
     def usage(self) -> Usage:
-        """Return the counts so far."""
+        """Return the counts."""
         num_prompt_tokens = sum(num_tokens for num_tokens, _ in self._prompts.values())
         num_cached_tokens = sum(num_cached for _, num_cached in self._prompts.values())
         total = num_prompt_tokens + self._num_completion_tokens

@@ -1,4 +1,4 @@
-"""Find the end of a value without quotes. Its closing tag may have a slip, and the value may contain such a tag."""
+"""Find the end of a value without quotes, which may contain tags."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from octavo.server.answers.tagged_calls import TaggedFormat
 
     _Verdict: TypeAlias = tuple[int, int] | Literal[False] | None
-    """The ends of a value and of its closing tag; False if a mark is text, None if more text is needed."""
+    """The ends of a value and of its closing tag; False: the mark is text, None: more text is needed."""
 
 _MAX_MARK_CHARS = 512
 _NO_BLANK = re.compile(r"\S")
 
 
 def slips_of(tag: str) -> str:
-    """Return a pattern of a closing tag and its slips: `</a>`, `</a/>`, `</a >`, `</a`; of another mark only itself."""
+    """Return a pattern of a closing tag and its slips: `</a>`, `</a/>`, `</a >`, `</a`; other marks have none."""
     if tag.startswith("</") and tag.endswith(">"):
         return rf"{re.escape(tag[:-1])}(?:\s*/?>)?"
     return re.escape(tag)
@@ -33,15 +33,12 @@ def _after_blanks(text: str, place: int) -> int:
 
 
 class ValueEnd(Protocol):
-    """Searches a growing text for the end of one value.
-
-    looked_at: the index in the text up to which the value does not end.
-    """
+    """Searches a growing text for the end of a value, which is not before `looked_at`."""
 
     looked_at: int
 
     def num_certain(self, text: str) -> int:
-        """Return how many characters of a text without a known end belong to the value."""
+        """Count the characters that certainly belong to the value."""
         ...
 
     def drop(self, text: str) -> None:
@@ -49,7 +46,7 @@ class ValueEnd(Protocol):
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
-        """Return the end of the value and the end of its mark; None if more text is needed.
+        """Return the end of the value and of its mark; None if more text is needed.
 
         Raises `MalformedError` if the text is over without an end, or may be read in two ways.
         """
@@ -57,21 +54,21 @@ class ValueEnd(Protocol):
 
 
 class MarkEnd:
-    """Ends a value at the first place of a mark that no value contains."""
+    """Ends a value at a mark that no value contains."""
 
     def __init__(self, mark: str) -> None:
         self._mark, self.looked_at = mark, 0
 
     def num_certain(self, text: str) -> int:
-        """Return how many characters of a text without the mark belong to the value."""
+        """See `ValueEnd`."""
         return len(text) - num_held_back_chars(text, self._mark)
 
     def drop(self, text: str) -> None:
-        """Forget the beginning of the text, which belongs to the value."""
+        """See `ValueEnd`."""
         self.looked_at = max(0, self.looked_at - len(text))
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
-        """Return where the mark begins and ends. Raises `MalformedError` if the text is over without it."""
+        """See `ValueEnd`."""
         place = text.find(self._mark, self.looked_at)
         if place >= 0:
             return place, place + len(self._mark)
@@ -84,11 +81,11 @@ class MarkEnd:
 class TagEnd:
     """Ends a value at its closing tag, or before another mark.
 
-    A closing tag ends the value if an argument, the end of the call or the end of the answer follows; otherwise it is
-    text of the value. Without a closing tag the value ends before a known argument that was not given yet, and before
-    the end of the call. If another reading is as good, `MalformedError` is raised.
+    A closing tag is text unless an argument, the end of the call or the end of the answer follows. Without a closing
+    tag the value ends before a known argument that was not given yet, and before the end of the call. If another
+    reading is as good, `MalformedError` is raised. Methods return None if more text is needed.
 
-    heads: the beginnings of arguments that may still follow. is_text: False for JSON, which contains no tag.
+    heads: beginnings of arguments that may follow. is_text: False for JSON, which contains no tag.
     """
 
     def __init__(
@@ -111,36 +108,33 @@ class TagEnd:
         self._any = re.compile("|".join(map(re.escape, self._marks)))
         starts = range(1, max(2, len(closes) - 2))
         self._remnants = (*(closes[start:] for start in starts), *(closes[:-start] for start in starts))
-        # A call begins with these marks, a name in place of "", and one of the follows; the opener alone is text.
+        # A call begins with these marks, a name for "", and one of `_call_follows`; the opener alone is text.
         self._head = (*(form.call_opens or form.opens).split(), "", *form.named.split())
         self._name = form.head_pattern
-        self._num_open = 0  # calls that began within the value and have not ended
+        self._num_open = 0  # open calls within the value
         self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
         self._has_tags = False  # the value holds a closing tag as text
-        # Indices up to which the text after the mark at `looked_at` was searched; 0: not yet.
+        # Text after the mark at `looked_at` was searched up to here; 0: not yet.
         self._ahead_at = self._inner_at = self._call_at = 0
-        self._inner_depth = 0  # calls that are open there
-        self._surplus_at = 0  # index up to which more calls end than begin within the value; 0: not known
+        self._inner_depth = 0  # open calls there
+        self._surplus_at = 0  # up to here more calls end than begin; 0: not known
         self.looked_at = 0
-        self._before = ""  # the value's last characters before the text
+        self._before = ""  # the value's last characters
 
     def num_certain(self, text: str) -> int:
-        """Return how many characters of a text without a known end belong to the value."""
+        """See `ValueEnd`."""
         end = min(self.looked_at, len(text) - max(num_held_back_chars(text, each) for each in self._marks))
-        return end - (self._is_loose and text.endswith("\n", 0, end))  # this line feed may separate two arguments
+        return end - (self._is_loose and text.endswith("\n", 0, end))  # it may separate two arguments
 
     def drop(self, text: str) -> None:
-        """Forget the beginning of the text, which belongs to the value."""
+        """See `ValueEnd`."""
         self.looked_at -= len(text)
         known = (self._ahead_at, self._inner_at, self._call_at, self._surplus_at)
         self._ahead_at, self._inner_at, self._call_at, self._surplus_at = (max(0, each - len(text)) for each in known)
         self._before = (self._before + text)[-_MAX_MARK_CHARS:]
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
-        """Return the end of the value and the end of its closing tag; None if more text is needed.
-
-        Raises `MalformedError` if the text is over without an end, or may be read in two ways.
-        """
+        """See `ValueEnd`."""
         while found := self._any.search(text, self.looked_at):
             self.looked_at = found.start()
             ends = self._judged(text, found.start(), is_over=is_over)
@@ -155,7 +149,6 @@ class TagEnd:
         return None
 
     def _judged(self, text: str, place: int, *, is_over: bool) -> _Verdict:
-        """Return the end that a mark makes; False if it is text, None if more text is needed."""
         closer = self._closer.match(text, place)
         head = next((each for each in self._heads if text.startswith(each, place)), None)
         if (closer or head) and (is_inner := self._is_inner(text, place, is_over=is_over)) is not False:
@@ -167,10 +160,7 @@ class TagEnd:
         return self._judged_mark(text, place, is_over=is_over)
 
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a mark belongs to a call within the value; None if more text is needed.
-
-        If it does, more calls end after it than begin there and within the value so far.
-        """
+        """Return whether a mark belongs to a call within the value: more calls end after it than are open there."""
         if not self._num_open:
             return False
         if place < self._surplus_at:
@@ -193,7 +183,6 @@ class TagEnd:
         return False if is_over else None
 
     def _begins_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a whole head of a call begins at a place; None if more text is needed."""
         rest = text[place : place + _MAX_MARK_CHARS]
         unknown = False if is_over or len(rest) == _MAX_MARK_CHARS else None
         for mark in self._head:
@@ -210,7 +199,6 @@ class TagEnd:
         return unknown if any(each.startswith(rest) for each in self._call_follows) else False
 
     def _judged_mark(self, text: str, place: int, *, is_over: bool) -> _Verdict:
-        """Judge the beginning or the end of a call."""
         if not any(text.startswith(each, place) for each in self._breaks):
             begins = self._begins_call(text, place, is_over=is_over)
             if begins is None:
@@ -221,7 +209,7 @@ class TagEnd:
         if self._num_open and text.startswith(self._breaks[0], place):
             self._num_open -= 1
             return False
-        # the end of a section without the end of its call is text: two tags would be missing
+        # A section's end alone is text: two tags would be missing.
         is_placed = self._is_own_line(text, place) and text.startswith(self._breaks[0], place)
         is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
@@ -230,11 +218,10 @@ class TagEnd:
         if ends is not False:
             return None if ends is None else False
         if self._breaks[0] in text[place + 1 : self._next_call(text, place, is_over=is_over)[0]]:
-            raise MalformedError  # two ends of one call: the first may be text of the value
+            raise MalformedError  # the call has two ends; the first may be text
         return self._broken_off(text, place)
 
     def _judged_head(self, text: str, place: int, end: int, *, is_over: bool) -> _Verdict:
-        """Return the end that the beginning of another argument makes, if the format writes it at this place."""
         if not self._is_padded and not self._is_loose and self._is_text:
             raise MalformedError  # it may be text as well
         if self._is_padded and text[end : end + 1] != "\n":
@@ -243,10 +230,10 @@ class TagEnd:
         return self._broken_off(text, place) if is_line else False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether the end of a section, another call or the end of the answer follows the end of a call."""
+        """Return whether the end of a section, a call or the answer follows."""
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
-        if not rest:  # an answer that ends before the end of its section may have ended within the value
+        if not rest:  # the answer may have ended within the value
             return len(self._breaks) == 1 if is_over else None
         after = (*self._breaks, *self._openers)
         if rest.startswith(after):
@@ -268,9 +255,9 @@ class TagEnd:
         return closer.span() if is_ended else is_ended
 
     def _is_ended(self, text: str, closer: re.Match[str], follows: str, *, is_over: bool) -> bool | None:
-        """Return whether a closing tag ends the value; None if more text is needed.
+        """Return whether a closing tag ends the value.
 
-        It does if a known argument follows, or the text that the format writes. Otherwise a later tag may be the end.
+        It does before a known argument, or the text that the format writes. Otherwise a later tag may be the end.
         """
         if follows == "head":
             return True
@@ -284,7 +271,7 @@ class TagEnd:
         return None if is_later is None else not is_later
 
     def _is_regular_end(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether the call ends after a closing tag as the format writes it; None if more text is needed."""
+        """Return whether the format writes this end."""
         for mark in self._end:
             place = _after_blanks(text, place)
             if not text.startswith(mark, place):
@@ -294,7 +281,6 @@ class TagEnd:
         return True
 
     def _is_only_slip(self, text: str, closer: re.Match[str]) -> bool:
-        """Return whether the text around a closing tag with a slip is as the format writes it."""
         place = _after_blanks(text, closer.end())
         if text.startswith(self._breaks, place):
             is_next = text.startswith(self._end[0], place)
@@ -303,15 +289,13 @@ class TagEnd:
         return is_next and self._is_own_line(text, closer.start())
 
     def _is_own_line(self, text: str, place: int) -> bool:
-        """Return whether the format writes a mark at this place."""
         return not self._is_padded or self._written(text, place)[-1:] in {"\n", ""}
 
     def _written(self, text: str, place: int) -> str:
-        """Return the last characters of the value before a place."""
         return (self._before + text[max(0, place - _MAX_MARK_CHARS) : place])[-_MAX_MARK_CHARS:]
 
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
-        """Return what follows a closing tag; "" for text, None if more text is needed.
+        """Return the kind of text after a closing tag; "" for plain text.
 
         "head": a known argument, or the end of the answer. "argument": an unknown one, or the same closing tag again.
         "end": the end of the call or of its section.
@@ -328,10 +312,7 @@ class TagEnd:
         return "end" if rest.startswith(self._follows) else ""
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a closing tag ends the value before the next call begins; None if more text is needed.
-
-        The tag is whole, or the answer ends within it.
-        """
+        """Return whether a closing tag, whole or cut by the answer's end, precedes the next call."""
         pad = "\n" if self._is_padded else ""
         ends = pad + self._start
         place = max(place, self._ahead_at)
@@ -349,9 +330,9 @@ class TagEnd:
         return num_held_back_chars(text, ends) > len(pad) if is_over else None
 
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
-        """Return the index of the next call after a place, and True if its head is whole or the answer ends within it.
+        """Return the index of the next call or the text's length.
 
-        The second value is False if more text is needed, or if no call begins. Then the index may be the text's length.
+        Also returns True if the call's head is whole or cut by the answer's end.
         """
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
@@ -365,11 +346,11 @@ class TagEnd:
         return len(text), False
 
     def _broken_off(self, text: str, place: int) -> tuple[int, int]:
-        """Return the end of a value without a closing tag."""
+        """End a value without a closing tag."""
         written = self._written(text, place)
         if self._has_tags or not written.strip() or (self._is_text and self._is_padded and written.endswith("\n\n")):
-            raise MalformedError  # it is not known which line feeds belong to the value
+            raise MalformedError  # unknown which line feeds are part of it
         if self._is_text and written.rstrip().endswith(self._remnants):
-            raise MalformedError  # the closing tag lost its beginning or its end
+            raise MalformedError  # the closing tag lost a part
         is_line = not self._is_padded and self._is_loose and text.endswith("\n", 0, place)
         return place - is_line, place

@@ -1,4 +1,4 @@
-"""Base of the parsers of calls with arguments in another notation than JSON. They emit the arguments as JSON."""
+"""Base of the parsers of arguments that are not JSON. They emit JSON."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ _MAX_WORD_CHARS = 512
 
 
 class ValueParser(SectionParser):
-    """Emits values while they arrive.
-
-    A name is emitted with the first piece of its value.
-    """
+    """Emits each name with the first piece of its value."""
 
     is_padded = False
     _held_piece = ""  # emitted before the next value
-    _open = ""  # closing brackets and quotes of the emitted JSON, the innermost first
+    _open = ""  # closing brackets and quotes, the innermost first
 
     def _arguments(self, call: Call, steps: Wait[None]) -> Wait[None]:
-        """Decide that this is a call, and emit its arguments by these steps."""
         self._begin(call)
         self._drop()
         self._held_piece = self._open = ""
@@ -38,7 +34,6 @@ class ValueParser(SectionParser):
         self._drop()
 
     def _say(self, text: str, call: Call) -> None:
-        """Emit a value, or its beginning, after the piece that was held back before it."""
         self._tell("arguments", self._held_piece + text, call)
         self._held_piece = ""
 
@@ -51,7 +46,7 @@ class ValueParser(SectionParser):
         self._tell("arguments", closer, call)
 
     def _run(self, letters: re.Pattern[str]) -> Wait[str]:
-        """Skip a run of letters, and return it. Raises `MalformedError` above `_MAX_WORD_CHARS`."""
+        """Skip at most `_MAX_WORD_CHARS` letters."""
         while True:
             found = letters.match(self._text, self._position)
             end = self._position if found is None else found.end()
@@ -64,7 +59,7 @@ class ValueParser(SectionParser):
             yield
 
     def _read_value(self, text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-        """Return the JSON of a value; None if the value is omitted. Raises `MalformedError`."""
+        """Return a value's JSON; None if it is omitted."""
         try:
             return value_text(text, schema, root)
         except UnreadableError:
@@ -73,7 +68,7 @@ class ValueParser(SectionParser):
     # --- values that are bare text before a mark
 
     def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool) -> Wait[None]:
-        """Read a string, and emit it piece by piece, without its first quote. Raises `MalformedError`."""
+        """Emit a string piece by piece, without its first quote."""
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
             self._position = len(_unpadded(self._text[: ends.num_certain(self._text)], is_padded))
             self._tell("arguments", _escaped(self._text[: self._position]), call)
@@ -85,7 +80,7 @@ class ValueParser(SectionParser):
         self._drop()
 
     def _end_or_cut(self, ends: ValueEnd, call: Call, *, is_padded: bool) -> tuple[int, int] | None:
-        """Return the end of a string, None if more text is needed. Raises `MalformedError`, also at a cut."""
+        """Return None if more text is needed."""
         try:
             return ends.find(self._text, is_over=self._is_over)
         except MalformedError:
@@ -99,7 +94,6 @@ class ValueParser(SectionParser):
             raise
 
     def _whole_value(self, ends: ValueEnd, *, is_padded: bool) -> Wait[str]:
-        """Return the text of a value. Raises `MalformedError`."""
         try:
             while (found := ends.find(self._text, is_over=self._is_over)) is None:
                 yield
