@@ -1,4 +1,4 @@
-"""Kernels: the `interface` and its backends: plain torch, compiled CPU code, Triton."""
+"""Kernels: the `interface` and its backends."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 _IN_TRITON = ("triton", "fast-inexact")
 
-# Time of one attention operation divided by that of one operation of a matrix product, by instruction set and bits of a
-# weight. Measured with the last 512 of 4,096 tokens of qwen2-0.5b (benchmarks/curves.py). int4 with avx512_bf16 is
-# estimated in the proportion of avx512_vnni.
+# Time of an attention operation divided by that of a matrix product's, by instruction set and bits of a weight.
+# Measured with the last 512 of 4,096 tokens of qwen2-0.5b; int4 with avx512_bf16 is an estimate.
 _ATTENTION_SLOWNESS = {
     "amx": {16: 3.0, 8: 4.9, 4: 2.8},
     "avx512_bf16": {16: 1.6, 8: 2.9, 4: 1.9},
@@ -44,7 +43,7 @@ _ATTENTION_SLOWNESS = {
 
 
 def attention_slowness(isa: str | None, bits: int) -> float:
-    """Return how many times slower one operation of attention is than one of a matrix product.
+    """Return how many times slower an operation of attention is than one of a matrix product.
 
     isa: AVX-512 VNNI if None or not measured. bits: of a weight, 16, 8 or 4.
     """
@@ -64,9 +63,9 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def default_instruction_set() -> str | None:
-    """Return the instruction set of `auto`: OCTAVO_ISA, else the best one of this processor.
+    """Return OCTAVO_ISA, else the best instruction set of this processor; None without compiled kernels.
 
-    None without compiled kernels. Raises ConfigError if this processor lacks OCTAVO_ISA.
+    Raises ConfigError if this processor lacks OCTAVO_ISA.
     """
     available = instruction_sets()
     asked = isa_from_environment()
@@ -78,7 +77,7 @@ def default_instruction_set() -> str | None:
 
 
 def are_exact(device: torch.device, backend: str) -> bool:
-    """Return True if rows are known to have the same bits in any batch.
+    """Return True if a row is known to have the same bits in any batch.
 
     The Triton kernels are designed for it, but were not measured on a GPU.
     """
@@ -92,11 +91,11 @@ def create_kernels(
     """Return the kernels for a device.
 
     backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning without them; on CUDA it is plain
-    torch until the Triton kernels have been tried on a GPU. "reference" is plain torch; "cpu" and "triton" are these or
-    an error. "fast-inexact" is "triton" with the matrix products of torch's library, whose rows depend on the batch.
+    torch until the Triton kernels have been tried on a GPU. "reference" is plain torch. "fast-inexact" is "triton" with
+    the matrix products of torch's library: their rows depend on the batch.
     num_threads: of the compiled kernels' own pool. isa: "auto" is `default_instruction_set()`.
 
-    Raises ConfigError for an unknown backend, or one or an instruction set that cannot serve this device.
+    Raises ConfigError if the backend or the instruction set is unknown or cannot serve this device.
     """
     if backend not in {"auto", "reference", "cpu", *_IN_TRITON}:
         choices = ", ".join(("auto", "reference", "cpu", *_IN_TRITON[:-1]))
@@ -143,7 +142,7 @@ def create_kernels(
 
 
 def _refused_tiles() -> str:
-    """Return why this process may not use the processor's AMX and how to fix it; "" if it may or there is none."""
+    """Return why AMX may not be used and how to fix it; "" if it may or there is none."""
     if importlib.util.find_spec("octavo._kernels") is None:
         return ""
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled

@@ -1,4 +1,4 @@
-"""Packed weights in blocks: each kind of block has panels of its own (csrc/block_formats.h)."""
+"""Packed weights in blocks (csrc/block_formats.h)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.cpu import CpuKernels
 
-_BYTES_AT_ONCE = 32 << 20  # of rows that are packed before they are forgotten
+_BYTES_AT_ONCE = 32 << 20  # of rows, then they are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class BlockPanels:
         return cls(tuple(panels))
 
     def parts(self) -> Iterator[tuple[PanelWeight, slice]]:
-        """Yield each part and its columns of a result."""
+        """Yield each part and its columns."""
         first = 0
         for part in self.panels:
             yield part, slice(first, first + part.out_features)
@@ -50,7 +50,7 @@ class BlockPanels:
         return part
 
     def as_linear(self) -> PackedLinear:
-        """Return the weight for callers of the kernels."""
+        """Return it for callers of the kernels."""
         linears = [part.as_linear() for part in self.panels]
         out_features = sum(linear.out_features for linear in linears)
         num_bytes = sum(linear.num_bytes for linear in linears)
@@ -59,7 +59,7 @@ class BlockPanels:
 
 def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> PanelWeight:
     kind, in_features = weights[0].kind, weights[0].in_features
-    if any(weight.shape[0] % PANEL_COLUMNS != 0 for weight in weights[:-1]):  # else each fills its own panels
+    if any(weight.shape[0] % PANEL_COLUMNS != 0 for weight in weights[:-1]):  # else each fills its panels
         weights = [BlockWeight(kind, torch.cat([weight.rows for weight in weights]), in_features)]
     out_features = sum(weight.shape[0] for weight in weights)
     panel_bytes = kind.packed_bytes(PANEL_COLUMNS, in_features)
@@ -75,7 +75,7 @@ def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor
             kernels.kernel_set.pack_weight(
                 rows.data_ptr(), number, len(rows), in_features, rows.stride(0), 0, 0, 0, NO_INT4.group_size, place
             )
-            if rows_at_once < weight.shape[0]:  # small weights are released together
+            if rows_at_once < weight.shape[0]:
                 weight.forget(part)
             place += len(rows) // PANEL_COLUMNS * panel_bytes
     return PanelWeight(data, number, NO_INT4, PanelWeight.pad_bias(bias, out_features), out_features, in_features)

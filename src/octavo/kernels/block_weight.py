@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-GROUP_VALUES = 32  # of the activations with one scale
+GROUP_VALUES = 32
 SUPER_GROUPS = 8
 # Byte offsets of float16 numbers; (0,) for other kinds.
 _SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 _FLOAT16_EXPONENT = 0x7C  # all set if not finite
 _E8M0_NAN = 255
-_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
+_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class BlockKind(Enum):
@@ -80,8 +80,8 @@ class BlockValues(NamedTuple):
 class StoredScales(NamedTuple):
     """Scales and minima as blocks hold them, [rows, groups]: groups of 32 input features, for Q6_K of 16.
 
-    scales: float16; uint8 of 6 bits (Q4_K, Q5_K) or int8 (Q6_K); uint8 exponents of MXFP4. minima: float16, or uint8 to
-    be subtracted. Bytes, except exponents, are multiplied by the float16 of blocks of 256.
+    scales: float16; uint8 of 6 bits or int8; exponents of MXFP4. minima: float16, or uint8 to be subtracted. Integers,
+    except exponents, are multiplied by a block's float16.
     """
 
     scales: Tensor
@@ -156,7 +156,7 @@ class BlockWeight:
         return self.numbers().dequantize()
 
     def has_broken_scale(self) -> bool:
-        """Return True if a scale or minimum is infinite or NaN."""
+        """Return True if a scale is infinite or NaN."""
         blocks = self.rows.reshape(-1, self.kind.block_bytes)
         if self.kind is BlockKind.MXFP4:
             return bool((blocks[:, 0] == _E8M0_NAN).any())
@@ -180,7 +180,7 @@ def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int
     """Return random integers with usual scales."""
     num_blocks = out_features * in_features // kind.block_values
     blocks = torch.randint(0, 256, (num_blocks, kind.block_bytes), generator=generator, dtype=torch.uint8)
-    for place in _SCALE_PLACES.get(kind.name, (0,)):  # random bytes might be NaN
+    for place in _SCALE_PLACES.get(kind.name, (0,)):  # may be NaN
         scales = torch.randn(num_blocks, 1, generator=generator).half() * 0.01
         blocks[:, place : place + 2] = scales.view(torch.uint8)
     if kind is BlockKind.MXFP4:
@@ -189,7 +189,7 @@ def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int
 
 
 def exponent_scales(exponents: Tensor) -> Tensor:
-    """Return float32 2^(exponent - 127) / 2, the scales of MXFP4's doubled values."""
+    """Return float32 2^(exponent - 127) / 2: MXFP4's values are doubled."""
     whole = exponents.int()
     tiny = torch.full_like(whole, 0x00200000) << whole.clamp(max=1)  # the bits of 2^-128 and 2^-127
     return torch.where(whole < 2, tiny, (whole - 1) << 23).view(torch.float32)
@@ -212,7 +212,7 @@ def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
     return groups
 
 
-_Numbers = tuple["Tensor", "Tensor", "Tensor | None"]  # values, scales, minima
+_Numbers = tuple["Tensor", "Tensor", "Tensor | None"]
 
 
 def _half(data: Tensor) -> Tensor:
@@ -260,14 +260,14 @@ def _read_q5_1(blocks: Tensor) -> _Numbers:
 
 
 def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q4_K's and Q5_K's stored scales and minima."""
+    """Return stored scales and minima of Q4_K and Q5_K."""
     scales, minima, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     whole_scales = torch.cat([scales & 63, (rest & 15) | ((scales >> 2) & 48)], dim=1)
     return whole_scales, torch.cat([minima & 63, (rest >> 4) | ((minima >> 2) & 48)], dim=1)
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q4_K's and Q5_K's scales and minima."""
+    """Return scales and minima of Q4_K and Q5_K."""
     scales, minima = _six_bits(blocks)
     return _float16(blocks[:, :2]) * scales.float(), _float16(blocks[:, 2:4]) * (-minima.to(torch.int8)).float()
 

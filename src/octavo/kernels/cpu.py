@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 
-ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # csrc/arguments.h
-_TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}  # csrc/types.h
+ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+_TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}
 _LINE_BYTES = 64
 _SAME_SETS_BYTES = 2048  # lines so far apart share two of a cache's 64 sets
 _ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # of a task: at most, and if rows are few; csrc/attention_tile.h
@@ -51,8 +51,8 @@ _FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # fewer chunks per thread are cut i
 class CpuKernels:
     """Compiled kernels for one instruction set, on their own pool of threads.
 
-    With a thread for each usable core, all except the caller's are pinned. Fewer are not, because other processes may
-    compute here.
+    If each usable core has a thread, all threads except the caller's are pinned. Otherwise none is, because other
+    processes may compute here.
     """
 
     name = "cpu"
@@ -66,7 +66,7 @@ class CpuKernels:
         self._module = _kernels
         self.isa = cast("Isa", default_instruction_set()) if isa == "auto" else isa
         self.kernel_set = _kernels.KernelSet(self.isa, num_threads or default_num_threads(), usable_cores())
-        self._calls: Any = self.kernel_set  # or a recorder
+        self._calls: Any = self.kernel_set
         self._empty: Callable[..., Tensor] = torch.empty
         weakref.finalize(self, self.kernel_set.shutdown)
 
@@ -77,7 +77,7 @@ class CpuKernels:
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
-        """Instruction sets of this processor, the best first."""
+        """This processor's instruction sets, the best first."""
         return tuple(self._module.instruction_sets())
 
     @property
@@ -88,17 +88,14 @@ class CpuKernels:
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return the most bytes that attention allocates (csrc/attention.h); other operations take less.
-
-        Threads' work space, rows' state after their shared prefix (attention_prefix.h), and results of cut sequences.
-        """
+        """Return the most bytes that attention allocates (csrc/attention.h); other operations take less."""
         del vocab_size
         padded_dim = -(-head_dim // PANEL_COLUMNS) * PANEL_COLUMNS
         rows = max(_ATTENTION_ROWS, num_heads)
         of_threads = self.num_threads * (128 * padded_dim + 32 * 64 + rows * (3 * padded_dim + 64))
         sums = padded_dim + 32
         begun = 2 * max_tokens * num_heads * sums
-        chunks = (_FEW_CHUNKS * self.num_threads - 1) // num_kv_heads * num_kv_heads  # if they are cut
+        chunks = (_FEW_CHUNKS * self.num_threads - 1) // num_kv_heads * num_kv_heads
         cut_rows = chunks * max(_LEAST_ATTENTION_ROWS, num_heads // num_kv_heads)
         partitions = cut_rows * -(-max_seq_len // _PARTITION_POSITIONS) * sums
         return 4 * (of_threads + begun + partitions)
@@ -108,7 +105,7 @@ class CpuKernels:
         """The version of the packed layout, and the family of kernels that read it.
 
         Raise the version if csrc/arguments.h, csrc/block_formats.h, `rotate` or `whole_scales` change a packed weight.
-        With the family, a weight packed elsewhere does not decide which kernel computes here.
+        A weight packed elsewhere must not decide which kernel computes here, hence the family.
         """
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
         return f"panels 4{who.get(self.isa, '')}"
@@ -116,7 +113,7 @@ class CpuKernels:
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
         """Measure this instruction set's limits in about a second, reading `num_bytes`.
 
-        Each of the `rounds` measures every rate, so that a short loss of a core spoils one sample of each.
+        Each round measures every rate, so that a short loss of a core spoils one sample of each.
         """
         data = torch.zeros(num_bytes, dtype=torch.uint8)
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
@@ -152,7 +149,7 @@ class CpuKernels:
             call(*(_described(each) if isinstance(each, torch.Tensor) else each for each in args))
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
-        """Round a weight to 8 or 4 bits."""
+        """See `Kernels`."""
         if not weight.is_floating_point():
             raise ValueError(f"a weight of {weight.dtype} cannot be quantized")
         weight = weight.detach() if weight.stride(1) == 1 else weight.detach().contiguous()
@@ -209,13 +206,13 @@ class CpuKernels:
         return data
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """Return undefined memory, in a recording as planned."""
+        """Return undefined memory, at its planned place in a recording."""
         return self._empty(*shape, dtype=like.dtype)
 
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """Return x @ weight.T + bias."""
+        """See `Kernels`."""
         out_dtype = torch.float32 if float32_out else x.dtype
         if out is None:
             out = self._empty(x.shape[0], packed.out_features, dtype=out_dtype)
@@ -238,17 +235,17 @@ class CpuKernels:
         return self._multiply(x, storage, out, activation)
 
     def pack_groups(self, weights: Tensor) -> PackedGroups:
-        """Pack each group's weight separately."""
+        """See `Kernels`."""
         return pack_groups(self, weights)
 
     def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-        """Return each row times its group's weight."""
+        """See `Kernels`."""
         return grouped_linear(self, x, packed, group_start)
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Return memory for rows that a matrix product will read in place.
 
-        The row stride is a cache line longer if a column would evict itself from its few sets of the cache.
+        The row stride is a cache line longer if a column would evict itself from its few sets.
         """
         if columns * dtype.itemsize % _SAME_SETS_BYTES != 0:
             return self._empty(rows, columns, dtype=dtype)
@@ -280,10 +277,7 @@ class CpuKernels:
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, RecordedForward | None]:
-        """Run a forward pass and record it; see `octavo.kernels.recording`.
-
-        Returns no recording if positions have several dimensions or the pass cannot be recorded.
-        """
+        """Run a forward pass and record it, unless it cannot be recorded or positions have several dimensions."""
         del decodes
         if batch.rotary_positions is not None:
             return forward(token_ids, batch), None
@@ -292,7 +286,7 @@ class CpuKernels:
         try:
             self._empty = rehearsal.empty
             with rehearsal.views_only:
-                kept = forward(token_ids, batch)  # kept while the plan is made
+                kept = forward(token_ids, batch)
             offsets, num_bytes = rehearsal.plan()
             del kept
             recorder = Recorder(self.kernel_set, token_ids, batch, max_tokens, offsets, self.allocate(num_bytes))
@@ -306,7 +300,7 @@ class CpuKernels:
         return hidden if wanted is None else hidden[wanted.rows], recorder.finish(hidden)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
-        """Return rows of the weight times `scale`."""
+        """See `Kernels`."""
         storage: PanelWeight = (
             packed.storage.vocabulary() if isinstance(packed.storage, BlockPanels) else packed.storage
         )
@@ -321,7 +315,7 @@ class CpuKernels:
         return out
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Return x[rows]."""
+        """See `Kernels`."""
         assert x.dim() == 2 or x.stride(1) == x.shape[2]
         assert x.stride(-1) == 1
         assert rows.is_contiguous()
@@ -333,11 +327,11 @@ class CpuKernels:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / rms(x) * weight."""
+        """See `Kernels`."""
         return self._norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
-        """Add x * scale to `residual` and return its norm."""
+        """See `Kernels`."""
         assert residual.is_contiguous()
         assert residual.dtype == x.dtype
         return self._norm(x, residual, weight, eps, scale)
@@ -366,7 +360,7 @@ class CpuKernels:
         interleaved: bool = False,
         query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place; write k and v."""
+        """See `Kernels`."""
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         assert cos_sin.is_contiguous()
         self._calls.rope_and_write_kv(
@@ -388,7 +382,7 @@ class CpuKernels:
         window: int | None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Return causal attention over paged KV."""
+        """See `Kernels`."""
         num_tokens, num_heads, head_dim = q.shape
         assert q.stride(2) == 1
         assert k_cache.dtype == v_cache.dtype
@@ -406,7 +400,7 @@ class CpuKernels:
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up."""
+        """See `Kernels`."""
         assert gate_up.is_contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(rows, size, dtype=gate_up.dtype)
@@ -417,7 +411,7 @@ class CpuKernels:
         return out
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Return one token id per row."""
+        """See `Kernels`."""
         assert logits.dtype == torch.float32
         assert logits.is_contiguous()
         out = torch.empty(logits.shape[0], dtype=torch.int64)
@@ -431,7 +425,7 @@ class CpuKernels:
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Return each request's accepted tokens."""
+        """See `Kernels`."""
         assert target_sampled.dtype == draft_ids.dtype == torch.int64
         assert cu_num_logits.dtype == torch.int32
         num_requests = cu_num_logits.shape[0] - 1
@@ -444,7 +438,7 @@ class CpuKernels:
         return sampled, num_sampled
 
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest values and ids."""
+        """See `Kernels`."""
         assert values.dtype == torch.float32
         assert values.is_contiguous()
         assert 0 < k <= values.shape[1]
@@ -457,5 +451,5 @@ class CpuKernels:
 
 
 def _described(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """Return csrc/arguments.h's (address, number of the dtype, shape, strides)."""
+    """Return a tensor as csrc/arguments.h wants it."""
     return tensor.data_ptr(), _TENSOR_DTYPES[tensor.dtype], tensor.shape, tensor.stride()

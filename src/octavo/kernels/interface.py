@@ -1,6 +1,6 @@
-"""The interface of every backend: plain torch, compiled CPU kernels, Triton.
+"""The interface of every backend.
 
-The law: a row's result depends on that row alone, whose absolute positions fix the order of each reduction.
+The law: a row's result depends on that row alone; its absolute positions fix the order of each reduction.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PackedGroups:
 class KeptLinear:
     """A part of a packed weight as it is kept on disk.
 
-    data is uint8, bias float32; numbers: the backend's other values, in types of JSON.
+    data is uint8, bias float32; numbers are of types of JSON.
     """
 
     data: Tensor
@@ -67,13 +67,13 @@ class AttentionBatch:
     seq_lens     int32 [num_seqs]       KV lengths, this step's tokens included
     block_tables int32 [num_seqs, max_blocks]   of the first KV group; unread entries hold anything
     positions    int64 [num_tokens]
-    slot_mapping int64 [num_tokens]     block_id * block_size + offset, where K and V are written
-    outputs      the rows whose hidden states are returned; None for all
-    more_groups  the same rows with the tables and slots of KV groups 1, 2, ...
-    rotary_positions int64 [num_dims, num_tokens]   of M-RoPE; None for one dimension
+    slot_mapping int64 [num_tokens]     the slots of K and V: block_id * block_size + offset
+    outputs      the rows that return hidden states; None for all
+    more_groups  the same rows in KV groups 1, 2, ...
+    rotary_positions int64 [num_dims, num_tokens]   of M-RoPE
 
     Padding comes last: sequences of length 0 with one row or none, then, if `has_rows_behind`, rows of no sequence.
-    Padding rows have slot -1: nothing is read or written for them, and attention returns zeros.
+    Padding rows have slot -1: they read and write nothing, and attention returns zeros.
     """
 
     query_start: Tensor
@@ -94,7 +94,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """Rows of a step whose hidden states are needed.
+    """Rows of a step that return hidden states.
 
     rows       int64, ascending; the last rows of each sequence
     attention  the batch of these rows alone
@@ -106,10 +106,10 @@ class OutputRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Steps of few rows per sequence, to be captured as graphs: decodes, and drafts that are verified.
+    """Decodes, and steps that verify drafts, to be captured as graphs.
 
-    sizes: maps the largest mean number of rows of a sequence to numbers of sequences; both ascend. table_width: the
-    most blocks of a sequence. num_bytes: limit of all graphs.
+    sizes: maps the largest mean number of rows of a sequence to numbers of sequences; both ascend. table_width: in
+    blocks. num_bytes: limit of all graphs.
     """
 
     sizes: Mapping[int, tuple[int, ...]]
@@ -127,7 +127,7 @@ class SamplingRows:
     min_p        float32  0.0 means all
     seed         int64    all 64 bits are used
     sample_index int32    which of a request's `n` outputs
-    position     int32    number of tokens before the sampled one
+    position     int32    number of tokens before it
     """
 
     temperature: Tensor
@@ -147,8 +147,8 @@ class Kernels(Protocol):
     """Every operation of the hot path. Activations are float32 or bfloat16; sums are float32.
 
     identity: names everything that decides the last bits of a result. KV of another identity is not used.
-    has_own_threads: the engine keeps torch's threads asleep, because woken OpenMP workers would spin on the cores that
-    the kernels need.
+    has_own_threads: the engine keeps torch's threads asleep, because woken OpenMP workers would spin on the kernels'
+    cores.
     kv_cache_dtypes: the types that KV may be rounded to, as in `octavo.config.CacheConfig`.
     multiplies_fp8: whether fp8 weights are better multiplied as they are than expanded once.
     """
@@ -184,8 +184,8 @@ class Kernels(Protocol):
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
         """Pack `weight` [out_features, in_features], or its parts in order, and a bias.
 
-        The weight is float32, bfloat16, float16 or quantized; activations may have another dtype. Products with
-        quantized weights quantize activations, too, except for fp8. Parts in blocks may be of several kinds.
+        Activations may have another dtype. Products with quantized weights quantize activations, too, except for fp8.
+        Parts in blocks may be of several kinds.
         """
         ...
 
@@ -199,19 +199,18 @@ class Kernels(Protocol):
         ...
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
-        """Return the packed weight of kept parts, whose data is in memory from `allocate`.
+        """Return the packed weight of kept parts; their data is in memory from `allocate`.
 
-        With any bytes, kernels access no memory outside the weight. Raises `ValueError` if they are no such weight,
-        `KeyError` if a number is missing.
+        With any bytes, kernels access no other memory. Raises `ValueError` or `KeyError` if they are no such weight.
         """
         ...
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return undefined bytes, aligned for packed weights and KV."""
+        """Return bytes aligned for packed weights and KV."""
         ...
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """Return contiguous undefined memory for a result, of the dtype and device of `like`.
+        """Return contiguous undefined memory for a result, of `like`'s dtype and device.
 
         Passes that allocate by torch cannot be recorded.
         """
@@ -222,15 +221,14 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return x @ weight.T + bias [num_tokens, out_features], in x's dtype or float32.
 
-        out: contiguous memory for the result. Sum and bias are float32, rounded once; for weights of integers, see
-        `octavo.kernels.quantization`.
+        out: contiguous memory for the result. Sum and bias are float32, rounded once; integers are summed as integers.
         """
         ...
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
         """Return activation(gate) * up of x @ weight.T + bias; the first half of the out_features are the gates.
 
-        The bits are those of `gate` after `linear`. The result may have any row stride.
+        The bits are those of `gate` after `linear`. The row stride may be larger than the row.
         """
         ...
 
@@ -239,10 +237,10 @@ class Kernels(Protocol):
         ...
 
     def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-        """Return each row times the weight of its group: an expert or an adapter. No family uses it yet.
+        """Return each row times its group's weight: an expert or an adapter. No family uses it yet.
 
-        x, sorted by group, has the weights' dtype. group_start int32 [num_groups + 1]: the first row of each group,
-        then num_tokens; a group may be empty. A row has the bits of `linear` with its weight.
+        x is sorted by group. group_start int32 [num_groups + 1]: each group's first row, then num_tokens; a group may
+        be empty. A row has the bits of `linear`.
         """
         ...
 
@@ -255,7 +253,7 @@ class Kernels(Protocol):
         ...
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return True if `record_forward` makes graphs of decode steps; otherwise log the reason."""
+        """Return True if `record_forward` makes graphs; otherwise log the reason."""
         ...
 
     def record_forward(
@@ -269,14 +267,13 @@ class Kernels(Protocol):
         """Run a forward pass; return its result, and a faster function for any batch of up to `max_tokens` tokens.
 
         The pass must take its output rows by `take_rows`; here it may run with all rows as outputs.
-        decodes: the steps that become graphs.
 
-        The function returns the same bits, in memory that its next call overwrites; None if there is no faster way.
+        The function, if there is one, returns the same bits, in memory that its next call overwrites.
         """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019), contiguous.
+        """Return x / rms(x) * weight, contiguous (Zhang and Sennrich 2019).
 
         x is contiguous, or [num_tokens, num_heads, head_dim] with any token stride.
         """
@@ -304,14 +301,14 @@ class Kernels(Protocol):
     ) -> None:
         """Rotate q in place, and write rotated k (Su et al. 2021) and v into their slots. k itself is not changed.
 
-        q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride.
-        cos_sin float32 [max_positions, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines; only the first
-        rotary_dim dimensions of a head are rotated, perhaps none. Dimension i is paired with i + rotary_dim / 2, as in
-        GPT-NeoX, or if interleaved 2 i with 2 i + 1, as in GPT-J.
+        q, k and v are [num_tokens, heads, head_dim] with any token stride.
+        cos_sin float32 [max_positions, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines, for the first
+        rotary_dim dimensions of a head. Dimension i is paired with i + rotary_dim / 2, as in GPT-NeoX, or if
+        interleaved 2 i with 2 i + 1, as in GPT-J.
         query_scale float32 [max_positions]: multiplies queries after they are rotated and rounded.
-        k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim] of q's dtype, int8 or float8_e4m3fn; the last
-        two dimensions are contiguous. For int8 and fp8, rows are rounded to q's dtype, then by
-        `octavo.kernels.quantization.round_kv_rows`; `kv_scales` there places scales.
+        k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim] have q's dtype, int8 or float8_e4m3fn, and
+        contiguous last two dimensions. Rows are rounded to q's dtype, then perhaps by
+        `octavo.kernels.quantization.round_kv_rows`.
         """
         ...
 
@@ -328,8 +325,7 @@ class Kernels(Protocol):
         """Return causal attention of each row over its sequence's KV: [num_tokens, num_heads * head_dim].
 
         The row stride may be larger. A row at position p sees positions max(0, p - window + 1) .. p. Query heads share
-        KV heads in equal groups. Absolute position fixes the tiles of sums. softcap: of scaled scores
-        (`octavo.kernels.operations.soft_cap`).
+        KV heads in equal groups. softcap: of scaled scores (`octavo.kernels.operations.soft_cap`).
         """
         ...
 
@@ -351,13 +347,13 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return each request's accepted tokens: the drafts that equal the target's choices, and one more choice.
 
-        target_sampled, draft_ids int64 [num_logits]: each row's choice of the target, and its input token. A request's
-        first row holds its newest token; a draft is one row after the choice that it guesses. cu_num_logits int32
-        [num_requests + 1]: the first row of each request, then num_logits.
+        target_sampled, draft_ids int64: each row's choice of the target, and its input token. A request's first row
+        holds its newest token; a draft is one row after the choice that it guesses. cu_num_logits int32: each request's
+        first row, then the number of rows.
 
-        Returns sampled int64 [num_requests, num_speculative_steps + 1], filled up with -1, and int32 numbers of tokens.
-        The last token is the target's choice at the first draft that differs, or after all.
-        Raises `IndexError` if a request has no row, or more than num_speculative_steps + 1.
+        Returns int64 [num_requests, num_speculative_steps + 1], filled up with -1, and int32 numbers of tokens. The
+        last token is the target's choice at the first draft that differs, or after all.
+        Raises `IndexError` if a request has no row or too many.
         """
         ...
 

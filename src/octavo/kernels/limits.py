@@ -1,4 +1,4 @@
-"""Measured upper limits of a processor."""
+"""Upper limits of a processor."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import astuple, dataclass
 class Limits:
     """Rates per second of one instruction set on a number of threads.
 
-    flops: float32 operations in registers. byte_ops: of int8 products. bfloat16_flops: above `flops` only with an
-    instruction for them. bytes_read: by a read-only loop.
+    bfloat16_flops: above `flops` only with an instruction for them. byte_ops: of int8 products.
     """
 
     flops: float

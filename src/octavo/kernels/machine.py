@@ -47,14 +47,14 @@ def processor_name() -> str:
 
 
 def processor_identity() -> list[str]:
-    """Return the properties by which libraries choose code for this processor."""
+    """Return the properties by which libraries choose code."""
     names = ("cpu family", "model", "stepping", "microcode", "flags", "Features", "CPU part", "CPU revision")
     described = _describe_processor()
     return [processor_name(), *(described[name] for name in names if name in described)]
 
 
 def _describe_processor() -> dict[str, str]:
-    """Return the first processor's fields in /proc/cpuinfo."""
+    """Return the fields of /proc/cpuinfo."""
     described: dict[str, str] = {}
     for line in read_lines(_CPU_INFO):
         name, colon, value = line.partition(":")
@@ -85,7 +85,7 @@ def third_level_cache_bytes() -> int:
 
 
 def cpu_quota() -> float:
-    """Return how many CPUs' time this process's cgroups grant; inf without a limit."""
+    """Return how many CPUs' time the cgroups grant; inf without a limit."""
     quota = math.inf
     for folder in cgroup_folders("cpu"):
         limit = "".join(read_lines(folder / "cpu.max")).split()  # version 2: "200000 100000", or "max 100000"
@@ -98,7 +98,7 @@ def cpu_quota() -> float:
 
 
 def cgroup_folders(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and its parents, of version 2 and of version 1."""
+    """Yield this process's cgroup and its parents, of versions 2 and 1."""
     for line in read_lines(_OWN_CGROUPS):
         _, controllers, own = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -122,7 +122,7 @@ def read_lines(path: Path) -> list[str]:
 def touch_pages(address: int, num_bytes: int, stop: int) -> None:
     """Back memory with pages in advance, on idle processor time. The content stays, even if it is written meanwhile.
 
-    stop: address of a byte that ends the call if not zero. Does nothing without the compiled extension.
+    stop: address of a byte that ends the call if not zero.
     """
     try:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled

@@ -1,15 +1,13 @@
 """Random numbers as a pure function of (seed, position, sample index, stream, token id): "octavo noise v1".
 
-Every backend gives the same bits.
-
 Random words: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011) with
 
     key     = (low 32 bits of the seed, high 32 bits of the seed)
     counter = (c, position, sample_index, stream)   c    = (t >> 6) * 16 + (t & 15)   for token id t
-    word w of t = word number (t >> 4) & 3          (sixteen lanes of one call serve 64 consecutive ids)
+    word w of t = word number (t >> 4) & 3          (16 lanes serve 64 consecutive ids)
 
-The Gumbel noise of a choice has stream 0. It is computed in IEEE float32; every operation rounds once, to nearest even.
-For a word w, x = (w + 0.5) / 2^32 and G = -ln(E), E = -ln(1 - x):
+Gumbel noise has stream 0. It is computed in IEEE float32; every operation rounds once, to nearest even. For a word w, x
+= (w + 0.5) / 2^32 and G = -ln(E), E = -ln(1 - x):
 
     u = w if w < 2^31 else 2^32 - 1 - w          distance to the nearer end, so that both tails keep full precision
     t = (float(u) + 0.5) * 2^-32
@@ -47,9 +45,9 @@ _ATANH_TERMS = (13, 11, 9, 7, 5, 3)
 
 
 class Stream(IntEnum):
-    """The decision that random numbers are for. Numbers of different streams are independent.
+    """The decision that random numbers are for; streams are independent.
 
-    CHOICE: a row's token. DRAFT, ACCEPTANCE and RESAMPLING: of `octavo.kernels.rejection_sampling`.
+    CHOICE: a row's token. Others: see `octavo.kernels.rejection_sampling`.
     """
 
     CHOICE = 0
@@ -71,7 +69,7 @@ def uniform_noise(seed: Tensor, position: Tensor, sample_index: Tensor, stream: 
 
 
 def philox_words(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_size: int) -> Tensor:
-    """Return token ids' random 32-bit words, int64 [n, vocab_size]."""
+    """Return token ids' random words, int64 [n, vocab_size]."""
     num_rows, num_blocks = seed.numel(), -(-vocab_size // (_LANES * _WORDS))
     counter = torch.arange(num_blocks * _LANES, dtype=torch.int64, device=seed.device)
     words = _philox(counter, seed, position, sample_index, Stream.CHOICE)

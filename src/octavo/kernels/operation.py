@@ -1,4 +1,4 @@
-"""Kernels that write into tensors of the caller, one file per backend."""
+"""Kernels that write into the caller's tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Arguments = TypeVarTuple("Arguments")
 class Operation(Generic[*Arguments]):
     """A kernel as a function: `soft_cap(kernels, logits, 30.0)`; decorates the plain version, in torch.
 
-    It changes tensors in place and returns nothing. The law of `octavo.kernels.interface` holds.
+    It changes tensors in place, and a row's result depends on that row alone.
 
     A backend's kernel has the same name: a line of the list in `csrc/kernels.h`, or a function and module in
     `octavo.kernels.triton`. Without one, the plain version runs.

@@ -1,4 +1,4 @@
-"""A packed weight in panels (csrc/arguments.h)."""
+"""Packed weights in panels (csrc/arguments.h)."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class PanelWeight:
 class Int4Format(NamedTuple):
     """The format of an int4 weight for the kernels (csrc/arguments.h).
 
-    group_size: input features that share a scale; 0 if not int4. has_order: columns are not in the features' order.
+    group_size: input features per scale; 0 if not int4. has_order: columns are not in the features' order.
     """
 
     group_size: int
@@ -158,7 +158,7 @@ NO_INT4 = Int4Format(0, has_zeros=False)
 def packed_bytes(number: int, out_features: int, in_features: int, int4: Int4Format) -> int:
     """Return the bytes of all panels, and of an int4 order.
 
-    number: of a dtype or a kind of blocks, which fill the rows.
+    number: of a dtype or a kind of blocks.
     """
     columns = -(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS
     if number in _KINDS:
@@ -166,16 +166,16 @@ def packed_bytes(number: int, out_features: int, in_features: int, int4: Int4For
     dtype = _DTYPES[number]
     if dtype == torch.uint8:
         groups = -(-in_features // int4.group_size)
-        of_column = -(-in_features // 8) * 4 + groups * (4 if int4.has_zeros else 2) + 4  # and a float32 unit
+        of_column = -(-in_features // 8) * 4 + groups * (4 if int4.has_zeros else 2) + 4  # and a unit
         return columns * of_column + (4 * in_features if int4.has_order else 0)
     if dtype == torch.int8:
-        return columns * (-(-in_features // 4) * 4 + 8)  # a float32 scale, the column's int32 sum
+        return columns * (-(-in_features // 4) * 4 + 8)  # a scale, an int32 sum
     together = 2 if dtype == torch.bfloat16 else 1
     return columns * -(-in_features // together) * together * dtype.itemsize
 
 
 def _check_numbers(numbers: Mapping[str, int | str]) -> tuple[tuple[int, int], int, Int4Format]:
-    """Return (shape, number of the type, format), or raise as `restore`."""
+    """Return (shape, number of the type, format), or raise."""
     found: list[int] = []
     for name in ("out_features", "in_features", "group_size", "has_zeros", "has_order"):
         value = numbers[name]

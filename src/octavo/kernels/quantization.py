@@ -2,11 +2,9 @@
 
 - Activations are rounded to int8 inside a product, with one scale per row: the largest magnitude becomes 127.
 - int8 weights (W8A8) have one scale per row. They and the activations are rotated first.
-- int4 weights (W4A8) have one scale, and perhaps a zero point, per group of input features.
+- int4 weights (W4A8) have scales, and perhaps zero points, per group of input features.
 - int8 KV is rounded like activations, by rows of head_dim. In fp8 KV (E4M3 of Micikevicius et al. 2022) the largest
   magnitude becomes 448.
-- fp8 weights are read as floats of the activations' dtype.
-- Weights in GGUF's blocks meet int8 activations with one scale per 32 values.
 
 Sums of integers are exact. An int4 row's scales are rounded to multiples of one unit, so sums over all groups are
 exact, too. Therefore every backend gives the same bits.
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.block_weight import BlockWeight
 
-ROUNDING_VERSION = 3  # raise it if rounded values change: weights on disk depend on it
+ROUNDING_VERSION = 3  # raise it if rounded values change
 MAX_IN_FEATURES = 1 << 16  # more products of two bytes could overflow 32 bits
 GROUP_MULTIPLE = 32  # divides a group's size, unless a group is a row
 KV_SCALE_BYTES = 4
@@ -65,7 +63,7 @@ class Int8Weight:
         return self.values.nbytes + self.scales.nbytes
 
     def dequantize(self) -> Tensor:
-        """Return the weight in float32."""
+        """Return it in float32."""
         return rotate(self.values) * self.scales.unsqueeze(1)
 
     def rows(self, index: slice | Tensor) -> Int8Weight:
@@ -81,10 +79,9 @@ class Int8Weight:
 class Int4Weight:
     """An int4 weight in groups: weight[i, j] is (values[i, j] - zeros[i, j // size]) * scales[i, j // size].
 
-    values uint8 [out_features, in_features], 0 .. 15; scales floating [out_features, groups]; zeros uint8 or float16
-    [out_features, groups], 0 .. 16 and not necessarily whole, or None if all are 8. group_size: a multiple of 32, or
-    in_features or more. order int32 [in_features]: the input feature that each column meets (act-order of GPTQ); None
-    for the same order.
+    values uint8 [out_features, in_features], 0 .. 15; scales floating [out_features, groups]; zeros uint8 or float16, 0
+    .. 16 and not necessarily whole, or None if all are 8. group_size: a multiple of 32, or in_features or more. order
+    int32: the input feature that each column meets (act-order of GPTQ); None for the same order.
     """
 
     values: Tensor
@@ -106,7 +103,7 @@ class Int4Weight:
         return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0] + order
 
     def dequantize(self) -> Tensor:
-        """Return the weight in float32, with unrounded scales, in the input features' order."""
+        """Return it in float32, with unrounded scales, in the input features' order."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
         weight = (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
@@ -115,9 +112,9 @@ class Int4Weight:
     def whole_scales(self) -> tuple[Tensor, Tensor]:
         """Return int16 multiples [out_features, groups] and float32 units [out_features], the scales of products.
 
-        A scale is rounded to a whole multiple of its row's unit. The largest is 4,079 units, or 2,039 with zero points,
-        so every weight is a whole number of 16 bits times the unit. A scale that is not finite makes its row NaN.
-        Raises `ValueError` for a zero point above 16.
+        A scale is rounded to a multiple of its row's unit. The largest is 4,079 units, or 2,039 with zero points, so
+        every weight is a whole number of 16 bits times the unit. A scale that is not finite makes its row NaN. Raises
+        `ValueError` for a zero point above 16.
         """
         if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
             raise ValueError(f"zero points reach {self.zeros.max()}; the maximum is 15")
@@ -179,7 +176,7 @@ class Fp8Weight:
         return self.values.nbytes + self.scales.nbytes
 
     def dequantize(self) -> Tensor:
-        """Return the weight in float32."""
+        """Return it in float32."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         return self.values.float() * self.scales[:, group]
 
@@ -202,7 +199,7 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
 
 
 def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
-    """Return int8 values and float32 scales of a weight, rotated or not."""
+    """Return int8 values and float32 scales, rotated or not."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     share = 1.0 / rotation_block(weight.shape[1])  # rotated twice, a row is multiplied by the block
@@ -227,8 +224,8 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 
     Without minima, the scale maps a group's first value of largest magnitude to 8 steps below zero. With minima, a
     scale and a float16 zero point map its least value (or 0) to 0 and its largest (or 0) to 15. None decides by
-    `minima_pay`. A few ranges that clip the extremes are tried, too; the first with the least squared error is taken.
-    NaN becomes zero.
+    `minima_pay`. A few clipped ranges are tried, too; the first with the least squared error is taken. NaN becomes
+    zero.
     """
     if minima is None:
         minima = minima_pay(weight, lambda some, tried: quantize_int4(some, group_size, minima=tried))
@@ -254,7 +251,7 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
     """Return True if minima halve the squared error of a sample of rows, rounded by `round_rows(rows, minima)`.
 
-    In groups of 32, minima cost half a bit per weight, with which finer values would halve the error at best.
+    In groups of 32, minima cost half a bit per weight; finer values would halve the error with it at best.
     """
     rows = weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)].float()
     errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
@@ -262,10 +259,7 @@ def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight])
 
 
 def _round_groups(groups: Tensor, is_there: Tensor, *, minima: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values, scales and zero points of padded groups [rows, groups, size].
-
-    is_there: 0 for padding, whose error does not count.
-    """
+    """Return values, scales and zero points of padded groups."""
     extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
     low, high = groups.amin(2, keepdim=True).clamp(max=0.0), groups.amax(2, keepdim=True).clamp(min=0.0)
     found: list[Tensor] = []
@@ -347,7 +341,7 @@ def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
     """Return rows with largest magnitude `most`, and their scales."""
     wide = x.float()
     magnitude = wide.abs().amax(dim=1) if x.shape[1] else wide.new_zeros(x.shape[0])
-    is_finite, largest = magnitude.isfinite(), torch.full_like(magnitude, most)  # not 1 / number
+    is_finite, largest = magnitude.isfinite(), torch.full_like(magnitude, most)  # torch may multiply by 1 / number
     scales = torch.where(is_finite, magnitude / largest, torch.nan)
     inverse = torch.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), largest / magnitude, 0.0)
     inverse = inverse.unsqueeze(1)
@@ -360,10 +354,7 @@ def round_to_e4m3(x: Tensor) -> Tensor:
 
 
 def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return int8 or float8_e4m3fn values, and float32 scales, of KV rows.
-
-    A row with a NaN or an infinity becomes zeros with the scale NaN.
-    """
+    """Return int8 or float8_e4m3fn values, and float32 scales, of KV rows; NaN scales as in `quantize_rows`."""
     if dtype == torch.int8:
         values, scales = quantize_rows(rows)
         return values.to(torch.int8), scales
@@ -374,7 +365,7 @@ def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def kv_scales(cache: Tensor) -> Tensor:
     """Return a rounded cache's scales, float32 [num_blocks, num_kv_heads, block_size]: a view.
 
-    They follow the rows of each block and head (`octavo.worker.kv_cache.PagedKVCache.layer`).
+    They follow the rows of each block and head (`octavo.worker.kv_cache.PagedKVCache`).
     """
     num_blocks, num_heads, block_size, head_dim = cache.shape
     behind = cache.storage_offset() + block_size * head_dim
@@ -399,7 +390,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
 
 
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias, with x quantized and the weight of `Int4Weight.whole_values`.
+    """Return x @ weight.T + bias, with x quantized.
 
     A result is float(integer sum) * (row's scale * column's unit) + bias.
     """
@@ -414,7 +405,7 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: t
 
 
 def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias, with float32 sums of x's dtype."""
+    """Return x @ weight.T + bias; the weight is rounded to x's dtype, sums are float32."""
     wide = x.float()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.shape):

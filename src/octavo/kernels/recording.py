@@ -1,7 +1,7 @@
 """Recorded forward passes of the compiled CPU kernels: run again without Python between the kernels.
 
-Every kernel call is recorded with its addresses (csrc/program.h), as CUDA graphs do. This pays because Python takes
-longer between two kernels than a small kernel does.
+This pays because Python takes longer between two kernels than a small kernel does. Calls are recorded with their
+addresses (csrc/program.h).
 """
 
 from __future__ import annotations
@@ -33,14 +33,11 @@ class NotRecordableError(Exception):
 
 
 class Rehearsal:
-    """Measures the lifetimes of a pass's results; disjoint ones can share memory.
-
-    num_tokens: rows of this pass. max_tokens: rows of the largest step.
-    """
+    """Measures the lifetimes of a pass's results; disjoint ones can share memory."""
 
     def __init__(self, num_tokens: int, max_tokens: int) -> None:
         self._num_tokens, self._max_tokens = num_tokens, max_tokens
-        self._sizes: list[int] = []  # for the rows of the largest step
+        self._sizes: list[int] = []
         self._ends: dict[int, int] = {}  # the first result allocated after this one is freed
         self.views_only = _ViewsOnly()
 
@@ -48,7 +45,7 @@ class Rehearsal:
         """Allocate a kernel's result and watch its lifetime."""
         index, size = len(self._sizes), math.prod(shape) * dtype.itemsize
         self._sizes.append(-(-size // self._num_tokens) * self._max_tokens)
-        # It lives as long as any view of the tensor.
+        # It lives as long as any view.
         array = np.empty(size, dtype=np.uint8)
         weakref.finalize(array, self._let_go, index).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
@@ -57,7 +54,7 @@ class Rehearsal:
         self._ends[index] = len(self._sizes)
 
     def plan(self) -> tuple[list[int], int]:
-        """Return each result's offset in one piece of memory, and its bytes."""
+        """Return each result's offset in one memory, and its bytes."""
         never = len(self._sizes)
         offsets: dict[int, int] = {}
         for index in sorted(range(never), key=lambda i: (-self._sizes[i], i)):
@@ -80,7 +77,7 @@ class Rehearsal:
 class Recorder:
     """Makes and records the kernel calls of a pass, in place of the `KernelSet`.
 
-    offsets: of results in `memory`, from a `Rehearsal` of the same pass.
+    offsets: of the same pass's results in `memory`.
     """
 
     def __init__(
@@ -101,10 +98,7 @@ class Recorder:
         self._calls: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return a function that calls and records a kernel.
-
-        Raises `NotRecordableError` if it cannot be recorded.
-        """
+        """Return a function that calls and records a kernel, or raise `NotRecordableError`."""
         call = getattr(self._set, name)
         add = getattr(self._program, name, None)
         if add is None:
@@ -133,7 +127,7 @@ class Recorder:
 class RecordedForward:
     """A model's forward pass over one KV cache: (token ids, batch) -> hidden states of its outputs.
 
-    A step has up to max_tokens tokens; the next call overwrites the result. calls: the kernels' names.
+    The next call overwrites the result. calls: the kernels' names.
     """
 
     def __init__(self, kernel_set: Any, program: Any, calls: tuple[str, ...], result: Tensor) -> None:

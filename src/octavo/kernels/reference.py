@@ -1,4 +1,4 @@
-"""Every operation in plain torch: the reference in tests, and the fallback without compiled backends.
+"""Every operation in plain torch: the reference in tests, and the fallback.
 
 torch's products and reductions choose their order by shape, so a row's last bits may depend on other rows.
 """
@@ -62,7 +62,7 @@ class ReferenceKernels:
         operation.reference(*args)
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
-        """Round a weight to 8 or 4 bits."""
+        """See `Kernels`."""
         if not weight.is_floating_point():
             raise ValueError(f"a weight of {weight.dtype} cannot be quantized")
         return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)
@@ -100,7 +100,7 @@ class ReferenceKernels:
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """Return x @ weight.T + bias."""
+        """See `Kernels`."""
         if out is not None:
             return out.copy_(self.linear(x, packed, float32_out=float32_out))
         weight, bias = packed.storage, packed.bias
@@ -118,19 +118,19 @@ class ReferenceKernels:
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up of the product."""
+        """See `Kernels`."""
         return self.gate(self.linear(x, packed), activation)
 
     def pack_groups(self, weights: Tensor) -> PackedGroups:
-        """Pack each group's weight separately."""
+        """See `Kernels`."""
         return pack_groups(self, weights)
 
     def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-        """Return each row times its group's weight."""
+        """See `Kernels`."""
         return grouped_linear(self, x, packed, group_start)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
-        """Return rows of the weight times `scale`."""
+        """See `Kernels`."""
         weight = packed.storage
         if isinstance(weight, list):
             (vocabulary,) = weight
@@ -146,7 +146,7 @@ class ReferenceKernels:
         return (rows if scale == 1.0 else rows.float() * scale).to(dtype)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Return x[rows]."""
+        """See `Kernels`."""
         return x[rows]
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
@@ -167,13 +167,13 @@ class ReferenceKernels:
         return forward(token_ids, batch), None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / rms(x) * weight."""
+        """See `Kernels`."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
         return (wide * scale * weight.float()).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
-        """Add x * scale to `residual` and return its norm."""
+        """See `Kernels`."""
         add(self, x, residual, scale)
         return self.rms_norm(residual, weight, eps)
 
@@ -190,7 +190,7 @@ class ReferenceKernels:
         interleaved: bool = False,
         query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place; write k and v."""
+        """See `Kernels`."""
         turns = cos_sin[batch.positions].unsqueeze(1)  # [num_tokens, 1, rotary_dim]
         q.copy_(_rotate(q, turns, interleaved=interleaved))
         if query_scale is not None:
@@ -235,7 +235,7 @@ class ReferenceKernels:
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up."""
+        """See `Kernels`."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
         return (activated * up).to(gate_up.dtype)
@@ -243,20 +243,20 @@ class ReferenceKernels:
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return the most bytes of a sequence's KV and scores, or of sampled rows."""
+        """Return the most bytes of attention or of sampling."""
         del max_tokens
         attention = max_seq_len * (4 * num_kv_heads * head_dim * 4 + _QUERY_CHUNK * num_heads * 13)
         return max(attention, _SAMPLE_ROWS * vocab_size * _SAMPLE_BYTES_PER_LOGIT)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Return one token id per row."""
+        """See `Kernels`."""
         parts = (slice(i, i + _SAMPLE_ROWS) for i in range(0, logits.shape[0], _SAMPLE_ROWS))
         return torch.cat([_sample(logits[part], rows.take(part)) for part in parts])
 
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Return each request's accepted tokens."""
+        """See `Kernels`."""
         first, num_rows = cu_num_logits[:-1].long(), cu_num_logits.diff()
         if bool(((num_rows < 1) | (num_rows > num_speculative_steps + 1)).any()):
             raise IndexError(f"a request has no row of logits or more than {num_speculative_steps} drafts")
@@ -268,7 +268,7 @@ class ReferenceKernels:
         return sampled, num_sampled.int()
 
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest values and ids."""
+        """See `Kernels`."""
         largest, ids = values.nan_to_num(-torch.inf, torch.inf, -torch.inf).sort(dim=1, descending=True, stable=True)
         return largest[:, :k], ids[:, :k]
 
@@ -332,10 +332,10 @@ def _attend(
 
 
 def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
-    """Return which tokens min_p, then top_k, then top_p keep: logits / temperature [n, vocab] -> bool [n, vocab].
+    """Return which tokens of logits / temperature [n, vocab] min_p, then top_k, then top_p keep.
 
-    min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending):
-    top_p the shortest whose probability, a float64 sum in that order, reaches it.
+    min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending),
+    top_p the shortest that reaches it: its probability is a float64 sum in that order.
     """
     top_k, top_p, min_p = (column.to(scaled.device) for column in (rows.top_k, rows.top_p, rows.min_p))
     if not bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):

@@ -44,7 +44,7 @@ def filtered_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Return a token id per row with probability in proportion to weights; -1 if they sum to 0 or to NaN.
 
-    The first token at which the cumulative float64 sum exceeds `uniform`, of (0, 1), times the total.
+    It is the first at which the cumulative float64 sum exceeds `uniform`, of (0, 1), times the total.
     """
     sums = weights.double().cumsum(dim=1)
     total = sums[:, -1:].contiguous()
@@ -65,10 +65,10 @@ def rejection_sampling_batched(
 ) -> tuple[Tensor, Tensor]:
     """Return the accepted tokens of each request: the accepted drafts, then one more token.
 
-    The other arguments, the result and the `IndexError` are those of `Kernels.rejection_sample`. Of target_sampled only
-    each request's last row is used: the choice from p if all drafts are accepted.
+    Other arguments, result and `IndexError` are those of `Kernels.rejection_sample`. Of target_sampled only each
+    request's last row is used: the choice from p if all drafts are accepted.
     target_probs [num_logits, vocab]: p, from `filtered_probs`. draft_probs [num_logits, vocab]: q of the next row's
-    input, unused in a request's last row; None if drafts were looked up: then q is 1 at the draft. rows: for the noise.
+    input; None if drafts were looked up: then q is 1 at the draft. rows: for the noise.
 
     If a row's p sums to 0 or to NaN, its token is -1 and is the request's last.
     """

@@ -1,10 +1,8 @@
 """Rotation of activations and weights before both are rounded to int8.
 
-With one scale per row, a few huge input features decide the rounding step of all. An orthogonal transform of rows and
-weight keeps their product, but spreads such a feature over its block: x @ W.T = H(x) @ (H(W) / block).T. H is the
-unnormalized Walsh-Hadamard transform. See QuaRot (arXiv 2404.00456).
-
-Its order of operations is fixed, so csrc/rotation.h gives the same bits.
+With one scale per row, a few huge input features decide the rounding step of all. An orthogonal transform keeps the
+product, but spreads such a feature over its block: x @ W.T = H(x) @ (H(W) / block).T. H is the unnormalized
+Walsh-Hadamard transform. See QuaRot (arXiv 2404.00456).
 """
 
 from __future__ import annotations
@@ -27,7 +25,8 @@ def rotation_block(in_features: int) -> int:
 def rotate(rows: Tensor) -> Tensor:
     """Return rows rotated, unnormalized, in float32.
 
-    For distances 1, 2, 4, ..., the sum of two values replaces the first, the difference the second.
+    For distances 1, 2, 4, ..., sums replace the first of two values, differences the second; csrc/rotation.h has the
+    same order.
     """
     rotated, apart = rows.float().contiguous(), 1
     while apart < rotation_block(rows.shape[-1]):

@@ -1,8 +1,8 @@
 """Attention over paged KV for a ragged batch, prompts and decodes in one launch.
 
 A row goes through the tiles of a partition in order with an online softmax (Milakov and Gimelshein 2018; Dao et al.
-2022); partitions are merged in order. Missing rows of a tile are padded, so that each product has the same shape, and
-on each device the same instructions.
+2022); partitions are merged in order. Tiles of rows are padded, so that each product has the same shape, and on each
+device the same instructions.
 
     rows of one KV head            tiles of KV, by absolute position
     token 0, head 0   +-----+    | partition 0       | partition 1       |
@@ -10,17 +10,16 @@ on each device the same instructions.
     token 1, head 0   | 64  |    +-------------------+-------------------+
     ...               +-----+      state 0           -> merged with state 1 -> ...
 
-If too few sequences keep the device busy, those of few tokens are split: a program computes one partition, and
-`_merge_partitions` merges them in the same order. One compiled kernel does both. Reductions run over tiles in the
-layout of products, which does not depend on how memory is read. So a row's result depends only on its own position and
-KV.
+If sequences are too few to keep the device busy, those of few tokens are split: a program computes one partition, and
+`_merge_partitions` merges them in the same order. Reductions run over tiles in the layout of products, which does not
+depend on how memory is read. So a row's result depends only on its own position and KV.
 
 The launch depends on shapes alone, so a captured one serves sequences of any length. A row of a sequence of length 0 is
-at position -1, sees no position, and gets zeros; divisions round towards zero, so its first tile is visited with masked
-loads. No program computes padding rows after all sequences: the result is initialized with zeros.
+at position -1; divisions round towards zero, so it visits its first tile with masked loads, and gets zeros. Padding
+rows after all sequences are not computed: the result is initialized with zeros.
 
-Only a device can show that a row of a product does not depend on the tile's other rows or its place, and that products
-with weights of zero do not change a sum.
+Only a device can show that a row of a product does not depend on the tile's other rows, and that products with weights
+of zero do not change a sum.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import AttentionBatch
 
 MAX_ROW_BYTES = 512  # of a padded head: tiles of q, k and v share shared memory
-BLOCK_M = 64  # of queries: a warp group of Hopper multiplies as many
+BLOCK_M = 64  # rows that a warp group of Hopper multiplies
 TILE = 64
 TILES = 4
 PARTITION = TILE * TILES
 _SPLIT_TOKENS = 8  # of a split sequence, unless all have one token
-_SPLIT_PROGRAMS = 512  # keep a device busy without splitting
+_SPLIT_PROGRAMS = 512
 _PARTIAL_BYTES = 128 << 20  # of partial sums: else nothing is split
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_WINDOW = 1 << 30
-_OF_A_RUN = ["num_seqs", "split_tokens", "max_partitions", "window", "table_stride"]  # one kernel for all
+_OF_A_RUN = ["num_seqs", "split_tokens", "max_partitions", "window", "table_stride"]
 
 
 def paged_attention(
@@ -111,7 +110,7 @@ def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
 
 
 def partial_sums(num_rows: int, num_heads: int, num_partitions: int, head_dim: int, like: Tensor) -> list[Tensor]:
-    """Return memory for partitions' states: sums of values, and (maximum, sum of weights)."""
+    """Return memory for partitions' states: sums, and (maximum, sum of weights)."""
     shape = (max(num_rows, 1), num_heads, num_partitions)
     return [like.new_empty(*shape, width, dtype=torch.float32) for width in (head_dim, 2)]
 
@@ -126,7 +125,7 @@ def scratch_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, max_seq_l
 def _split_tokens(
     num_tokens: int, num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, max_partitions: int
 ) -> int:
-    """Return the most tokens of a split sequence, which does not affect results; 0 splits none."""
+    """Return the most tokens of a split sequence; results do not depend on it."""
     if max_partitions == 1 or num_seqs * num_kv_heads >= _SPLIT_PROGRAMS:
         return 0
     split_tokens = 1 if num_tokens == num_seqs else _SPLIT_TOKENS
@@ -178,7 +177,7 @@ def _attend_tile(
         mask=is_there[None, :] & is_dim[:, None], other=0.0,
     )  # fmt: skip
     if HAS_SCALES:
-        k = round_to(to_float32(k), q.dtype)  # exact in every type
+        k = round_to(to_float32(k), q.dtype)
     scores = dot(q, k, tl.zeros([q.shape[0], TILE], tl.float32)) * scale
     if HAS_SCALES:
         scores *= tl.load(k_scales_ptr + block * k_scales_stride + offset, mask=is_there, other=0.0)[None, :]
@@ -204,9 +203,9 @@ def _attend_tile(
 def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return a tile's sequence, and its number there, which may be past the last.
 
-    Tiles of sequence i begin at number floor(rows before it / BLOCK_M) + i, which has room for all.
+    Tiles of sequence i begin at number floor(rows before it / BLOCK_M) + i, so that all have room.
     """
-    # Find the last sequence whose first tile is not after `tile`. `low` must be a tensor without iterations, too.
+    # Find the last sequence with no first tile after `tile`. `low` must be a tensor without iterations, too.
     low, high = 0 * num_seqs, num_seqs
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The interface's backend of Triton kernels; plain torch computes the rest."""
+"""The interface's backend of Triton kernels."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TritonKernels(ReferenceKernels):
             kernel(*args)
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Pack weights of int4 or in blocks; keep others."""
+        """Pack weights of int4 or in blocks; keep other kinds."""
         if isinstance(weight, Int4Weight):
             packed = pack_int4(weight)
             num_bytes = packed.nbytes + (0 if bias is None else bias.nbytes)
@@ -107,7 +107,7 @@ class TritonKernels(ReferenceKernels):
     ) -> int:
         """Return the most bytes of partial sums, for any weight packed so far.
 
-        Plain torch's count, too, if heads are too wide for Triton in any dtype.
+        Plain torch's bytes count, too, if it computes wide heads.
         """
         shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_seq_len": max_seq_len}
         of_products = self._product_bytes_per_row * min(max_tokens, BLOCK_M)
@@ -119,7 +119,7 @@ class TritonKernels(ReferenceKernels):
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """Return x @ weight.T + bias."""
+        """See `Kernels`."""
         weight = packed.storage
         if out is None:
             dtype = torch.float32 if float32_out else x.dtype
@@ -137,22 +137,22 @@ class TritonKernels(ReferenceKernels):
         return matmul(x, weight, out, packed.bias)
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up of the product."""
+        """See `Kernels`."""
         return self.gate(self.linear(x, packed), activation)
 
     def pack_groups(self, weights: Tensor) -> PackedGroups:
-        """Copy `weights` in the host's memory, which may alias a file; keep those on a GPU."""
+        """Copy `weights` in the host's memory, which may alias a file."""
         kept = weights.contiguous() if weights.is_cuda else weights.clone(memory_format=torch.contiguous_format)
         num_groups, out_features, in_features = weights.shape
         return PackedGroups(num_groups, out_features, in_features, kept, kept.nbytes)
 
     def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-        """Return each row times its group's weight."""
+        """See `Kernels`."""
         out = torch.empty(x.shape[0], packed.out_features, dtype=x.dtype, device=x.device)
         return grouped_matmul(x, packed.storage, group_start, out)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
-        """Return rows of the weight times `scale`."""
+        """See `Kernels`."""
         if isinstance(packed.storage, torch.Tensor):
             return embedding.embedding(token_ids, packed.storage, dtype, scale)
         storage = packed.storage.vocabulary() if isinstance(packed.storage, BlockParts) else packed.storage
@@ -162,7 +162,7 @@ class TritonKernels(ReferenceKernels):
         return super().embedding(token_ids, packed, dtype, scale)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Return x[rows]."""
+        """See `Kernels`."""
         return take_rows(x, rows)
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
@@ -191,19 +191,19 @@ class TritonKernels(ReferenceKernels):
         return hidden, DecodeGraphs(forward, batch, decodes, type(self).graph_pool(token_ids.device))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / rms(x) * weight."""
+        """See `Kernels`."""
         return norms.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
-        """Add x * scale to `residual` and return its norm."""
+        """See `Kernels`."""
         return norms.add_rms_norm(x, residual, weight, eps, scale)
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up."""
+        """See `Kernels`."""
         return elementwise.gate(gate_up, activation)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Return one token id per row."""
+        """See `Kernels`."""
         return sampling.sample(logits, rows)
 
     def rejection_sample(
@@ -215,7 +215,7 @@ class TritonKernels(ReferenceKernels):
         return rejection.rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
 
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest values and ids."""
+        """See `Kernels`."""
         return top_tokens.top_tokens(values, k)
 
     def rope_and_write_kv(
@@ -231,7 +231,7 @@ class TritonKernels(ReferenceKernels):
         interleaved: bool = False,
         query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place; write k and v."""
+        """See `Kernels`."""
         rope_kv.rope_and_write_kv(
             q, k, v, cos_sin, batch, k_cache, v_cache, interleaved=interleaved, query_scale=query_scale
         )
@@ -246,7 +246,7 @@ class TritonKernels(ReferenceKernels):
         window: int | None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Return causal attention over paged KV."""
+        """See `Kernels`."""
         if not attention.is_covered(q.shape[2], q.dtype):
             self._leave_to_torch(_attention_in_torch(q.dtype))
             return super().paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)

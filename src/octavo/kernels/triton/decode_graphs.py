@@ -1,11 +1,9 @@
 """Decode steps as graphs, each for a number of sequences and a mean number of rows per sequence.
 
 A step takes the next larger graph and copies its inputs to memory that is never freed. The rest is padding: rows of
-token 0 without slots. Each unused sequence has length 0 and one padding row while rows last; further padding rows
-belong to no sequence.
+token 0 without slots. Each unused sequence has length 0 and one padding row while rows last.
 
-Launches depend on the graph's shape only, and kernels give a row the same bits in any launch, so graphs do not change a
-token.
+Launches depend on the graph's shape only, so graphs do not change a token.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ _PROGRESS_S = 5.0
 class DecodeGraphs:
     """A model's forward pass over one KV cache; steps of few rows per sequence run as graphs.
 
-    forward: the uncaptured pass. sizes: the captured ones, as in the plan. num_bytes: of graphs, inputs and results.
+    forward: the uncaptured pass. sizes: the captured ones. num_bytes: of graphs, inputs and results.
     """
 
     def __init__(self, forward: Forward, batch: AttentionBatch, plan: DecodePlan, pool: GraphPool) -> None:
@@ -93,7 +91,7 @@ class DecodeGraphs:
     def _capture_size(self, size: Size) -> Callable[[], None]:
         token_ids, batch = self._inputs.of_size(size)
         self._inputs.fill(size, token_ids[:0], _first_of(batch, 0, 0))  # this also compiles the kernel
-        hidden = self.forward(token_ids, batch)  # compiles further kernels
+        hidden = self.forward(token_ids, batch)
         if not len(self._result):
             self._result = torch.empty_like(hidden)
         result = self._result[: len(hidden)]

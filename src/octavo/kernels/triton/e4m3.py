@@ -1,7 +1,7 @@
 """Bytes of E4M3 (float8_e4m3fn), converted by integer arithmetic to the same bits everywhere.
 
 Triton refuses the format on sm_80, gfx942 has another (e4m3fnuz), and the interpreter (3.6) does not round like a
-device. The bits are those of `octavo.kernels.quantization.round_to_e4m3`, and of torch's conversion to float32.
+device. The bits are torch's and those of `octavo.kernels.quantization.round_to_e4m3`.
 
     bit    7     6 5 4 3   2 1 0         value                            nothing else: 0x7F and 0xFF are NaN
            sign  exponent  mantissa      (1 + m / 8) * 2^(e - 7), or m / 8 * 2^-6 if e is 0
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _BIAS = tl.constexpr(120)  # 127 of float32 - 7 of E4M3
 _LEAST_NORMAL = tl.constexpr(0.015625)  # 2^-6
-_MAGIC = tl.constexpr(16384.0)  # 2^14, whose last bit in float32 is 2^-9, as E4M3's below 2^-6
+_MAGIC = tl.constexpr(16384.0)  # 2^14: its last bit in float32 is 2^-9, as E4M3's below 2^-6
 _MAGIC_BITS = tl.constexpr(0x46800000)
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: the launches of a forward pass, captured once, and run again with one call.
+"""CUDA graphs: captured launches that one call repeats.
 
 A graph records launches and addresses. So inputs must be in memory that is not freed, and no launch may depend on their
 content.
@@ -24,8 +24,8 @@ class GraphPool(Protocol):
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture the launches of `run`, which must have run before; return a function that repeats them.
 
-        Capturing may compute them. Raises `RuntimeError` if a graph cannot hold them, for example if the host reads a
-        value of the device; on a GPU every refusal of the driver is a `CaptureError`.
+        Raises `RuntimeError` if a graph cannot hold them, for example if the host reads a value of the device; on a GPU
+        every refusal of the driver is a `CaptureError`.
         """
         ...
 
@@ -62,5 +62,5 @@ class CudaGraphPool:
     def _memory(self) -> tuple[int, int]:
         """Return the allocator's bytes, and the device's free bytes."""
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # else the capture would release cached memory
+        torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device), torch.cuda.mem_get_info(self._device)[0]

@@ -1,11 +1,8 @@
-"""Products of rows with the weight of their group, as in a layer of experts: one launch for all groups.
+"""Products of rows with the weight of their group: one launch for all groups.
 
 Each group has tiles of its own, in `matmul`'s shape and order, so a row's bits are those of a product with its group's
-weight alone. The device reads the groups' sizes, so the host need not wait. The launch covers the most tiles possible;
-those without rows end immediately.
-
-    rows:   | group 0         | group 1 | (none)  | group 3        |
-    tiles:  | 64 rows | rest  | rest    |         | 64 rows | rest |   x tiles of 128 columns
+weight alone. The device reads the groups' sizes, so the host need not wait: the launch covers the most tiles possible,
+and those without rows end immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, group_start: Tensor, out: Tensor) -> Tensor:
-    """Compute `Kernels.grouped_linear` into `out` and return it; weights [num_groups, out_features, in_features]."""
+    """Compute `Kernels.grouped_linear` into `out`; weights [num_groups, out_features, in_features]."""
     num_rows, width = x.shape
     num_groups, num_columns, _ = weights.shape
     row_tiles = triton.cdiv(num_rows, BLOCK_M) + num_groups  # at most

@@ -1,7 +1,7 @@
-"""Triton kernels with the matrix products of cuBLAS or hipBLAS: NOT exact.
+"""Triton kernels with the matrix products of cuBLAS or hipBLAS: NOT exact, but fast.
 
 The library chooses tiles and splits by the number of rows. So a row's last bits, and sometimes a token, depend on other
-requests. For users who prefer speed.
+requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class InexactKernels(TritonKernels):
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """Return x @ weight.T + bias."""
+        """See `Kernels`."""
         if isinstance(packed.storage, torch.Tensor):
             return ReferenceKernels.linear(self, x, packed, float32_out=float32_out, out=out)
         return super().linear(x, packed, float32_out=float32_out, out=out)

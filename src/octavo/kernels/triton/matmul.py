@@ -1,12 +1,12 @@
 """Products with weights, x @ weight.T: a row's bits depend on its own values alone.
 
-Position cuts the sum over K into partitions of a fixed length. Within a partition, tiles of one shape are added in
-order to an accumulator that starts at zero; then the partitions are added in order. With many rows or a wide weight, a
-program computes all partitions of a tile. With few rows it computes one, so that all processors read a narrow weight,
-and a second kernel adds the partitions. Both ways do the same operations on the same tiles.
+Position cuts the sum over K into partitions. Within one, tiles of one shape are added in order to an accumulator that
+starts at zero; then the partitions are added in order. A program computes all partitions of a tile; with few rows only
+one, so that all processors read a narrow weight, and a second kernel adds them. Both ways do the same operations on the
+same tiles.
 
-The interpreter cannot test that a row of a tile's product (wgmma, mma, mfma) does not depend on the tile's other rows
-or on its place. tools/gpu_check.py does, on each kind of device.
+Only a device can show that a row of a tile's product (wgmma, mma, mfma) does not depend on the tile's other rows: see
+tools/gpu_check.py.
 
 Sums of int8 are exact in any order. An fp8 weight is multiplied by its scales and rounded to x's type in registers,
 exactly as if expanded before.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 BLOCK_M, BLOCK_N = 64, 128
 PARTITION = 512  # of K; a multiple of BLOCK_K
-_GROUP = 8  # tiles of rows whose inputs stay in the cache
+_GROUP = 8  # tiles of rows, to keep inputs in the cache
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -46,10 +46,10 @@ def matmul(
     """Write x @ weight.T + bias into contiguous `out` [num_tokens, out_features], and return it.
 
     - Floating types: if they differ, both are converted to float32.
-    - Both int8: the sum is multiplied by (scales[0] of the row * scales[1] of the column) in float32.
-    - The weight is bytes of E4M3, and groups = (scales float32 [out_features, groups], values in a group).
+    - Both int8: the sum is multiplied by (scales[0] of the row * scales[1] of the column).
+    - E4M3 bytes: groups = (scales float32 [out_features, groups], values in a group).
 
-    The bias is added in float32; the result is rounded once.
+    Sums are float32, rounded once.
     """
     num_rows, width = x.shape
     num_columns = weight.shape[0]
@@ -85,7 +85,7 @@ def matmul(
 
 
 def partial_bytes_per_row(weight: Tensor) -> int:
-    """Return the bytes of partial sums per row, for up to BLOCK_M rows."""
+    """Return the bytes of partial sums per row."""
     num_columns, width = weight.shape
     num_partitions = triton.cdiv(width, PARTITION)
     is_split = num_partitions > 1 and triton.cdiv(num_columns, BLOCK_N) < num_processors(weight.device)
@@ -108,7 +108,7 @@ def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, i
 
 
 def _is_amd() -> bool:
-    """Return True for AMD, with less shared memory, by Triton's target, not torch's."""
+    """Return True for AMD, with less shared memory; torch may differ."""
     return not INTERPRETED and _backend_of(driver.active.get_current_device()) == "hip"
 
 
@@ -144,7 +144,7 @@ def partition_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return one partition's sum for a tile [BLOCK_M, BLOCK_N]: float32 or int32."""
+    """Return one partition's sum for a tile: float32 or int32."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if IS_INTEGER else tl.float32)
     x_place = x_ptr + (row.to(tl.int64) * x_stride)[:, None]
     weight_place = weight_ptr + (column.to(tl.int64) * WIDTH)[None, :]

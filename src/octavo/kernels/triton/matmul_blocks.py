@@ -30,7 +30,7 @@ _FEW_ROWS = 16
 def matmul_blocks(
     rows: tuple[Tensor, Tensor, Tensor], weight: PackedBlocks, bias: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Write rows @ weight.T + bias into `out` [num_tokens, out_features], with any row stride, and return it.
+    """Write rows @ weight.T + bias into `out`, with any row stride, and return it.
 
     rows: from `octavo.kernels.triton.quantized_rows.quantize_groups`.
     """
@@ -93,7 +93,7 @@ def _unpack(bits, half, HIGH_BITS: tl.constexpr, CENTER: tl.constexpr, IS_MXFP4:
     code = (bits >> (4 * half)) & 15
     if HIGH_BITS:
         code |= ((bits >> (8 + half * HIGH_BITS)) & ((1 << HIGH_BITS) - 1)) << 4
-    if IS_MXFP4:  # e2m1, doubled: 0, 1, 2, 3, 4, 6, 8, 12
+    if IS_MXFP4:  # e2m1, doubled
         size = code & 7
         size = tl.where(size < 2, size, (2 + (size & 1)) << (tl.maximum(size >> 1, 1) - 1))
         code = tl.where(code < 8, size, -size)

@@ -1,8 +1,7 @@
-"""Products of int8 rows with int4 weights in groups (W4A8), exact: `octavo.kernels.quantization.linear_int4`.
+"""Products of int8 rows with int4 weights, exact: `octavo.kernels.quantization.linear_int4`.
 
 A weight of 16 bits is computed in registers and cut into two signed bytes, high * 256 + low. Sums of products with each
-byte fit 32 bits, so any order gives the same bits. A byte stores columns k and k + 32 of each 64, so each half of a
-tile is in one group.
+byte fit 32 bits, so any order gives the same bits. Each half of a tile is in one group.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ _PAIR = 2 * GROUP_MULTIPLE
 class PackedInt4:
     """An int4 weight in the kernel's layout.
 
-    values uint8 [out_features, padded / 2], with padded a multiple of 64: byte 32 i + j holds column 64 i + j in its
-    low four bits, column 64 i + 32 + j in its high ones. multiples, offsets, units: of `Int4Weight.whole_scales` and
-    `Int4Weight.whole_offsets`.
+    values: as in `octavo.kernels.triton.packed_blocks.PackedBlocks`. multiples, offsets, units: of
+    `Int4Weight.whole_scales` and `Int4Weight.whole_offsets`.
     """
 
     values: Tensor

@@ -28,7 +28,7 @@ _VALUES_AT_ONCE = 1 << 20
 
 
 class BlockLayout(NamedTuple):
-    """The bits of values in the first and the second plane, and their center.
+    """The bits of values in both planes, and their center.
 
     subgroups: scales of 32 values.
     """
@@ -57,8 +57,7 @@ class PackedBlocks:
     """A weight in blocks of one kind, packed; padding is zeros.
 
     low: int8 [out_features, in_features] if values have 8 bits. Otherwise uint8 [out_features, padded / 2], with padded
-    a multiple of 64: byte 32 i + j holds column 64 i + j in its low four bits and column 64 i + 32 + j in its high
-    ones.
+    a multiple of 64: byte 32 i + j holds columns 64 i + j and 64 i + 32 + j, from the low bits.
     high: further bits, if any. Each 8 groups of 32 columns (4 if the plane has two bits) take 32 bytes: byte j holds
     the bits of column j of each group, the first group's lowest.
     """
@@ -156,7 +155,7 @@ class BlockParts:
         return sum(part.nbytes for part in self.parts)
 
     def columns(self) -> Iterator[tuple[PackedBlocks, slice]]:
-        """Yield each part and its columns of a result."""
+        """Yield each part and its columns."""
         first = 0
         for part in self.parts:
             yield part, slice(first, first + part.out_features)

@@ -27,7 +27,7 @@ _LEAST_MAGNITUDE = tl.constexpr(1e-30)
 def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (int8 [num_tokens, padded], float32 scales [num_tokens]) of x, padded with zeros.
 
-    order int32 [in_features]: the feature of each column.
+    order int32: the feature of each column.
     """
     num_rows, width = x.shape
     values = torch.empty(num_rows, padded, dtype=torch.int8, device=x.device)
@@ -51,7 +51,7 @@ def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Round x to int8 with one scale per 32 columns, which divide its width.
 
-    Returns (int8 values, float32 scales [groups, num_tokens], float32 sums of a group's values [groups, num_tokens]).
+    Returns (int8 values, float32 scales [groups, num_tokens], float32 sums of values [groups, num_tokens]).
     """
     num_rows, width = x.shape
     num_groups = width // GROUP_VALUES

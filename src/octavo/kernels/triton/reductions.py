@@ -1,4 +1,4 @@
-"""Sums whose order the code fixes, not the layout that the compiler chooses.
+"""Sums in an order that the code fixes.
 
 `tl.sum` over many lanes adds in the order in which threads hold them, which depends on alignment and strides, so on a
 row's address.

@@ -75,7 +75,7 @@ def _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.cons
 
 @triton.jit
 def _scale_and_inverse(magnitude, stored: tl.constexpr):
-    """Return the scale of rows, and the factor of their values, as in `round_kv_rows`.
+    """Return rows' scales and the factors of their values, as in `round_kv_rows`.
 
     stored: int8, or uint8 for E4M3.
     """

@@ -1,7 +1,7 @@
 """Sampling of one token per row, with the CPU's result.
 
-A program per row finds the cut of the filters, programs over pieces of rows find each piece's best token, and a program
-per row takes the best of all. An argmax is exact for any split, and everything before it rounds as the reference does.
+Programs find the cut of each row's filters, then the best token of each piece, then the best of all. An argmax is exact
+for any split, and everything before it rounds as the reference does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The filters min_p, then top_k, then top_p, exactly and without sorting.
 
-Each keeps a prefix of the order (value descending, id ascending). The prefix's last token, the cut, describes it: its
-value as a key, an integer in the order of values, and its id. A cut's key is found digit by digit or bit by bit; tokens
-with that key are counted in the order of ids.
+Each keeps a prefix of the order (value descending, id ascending). The prefix's last token, the cut, is a key, an
+integer in the order of values, and an id. The key is found digit by digit or bit by bit; its tokens are counted in the
+order of ids.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def tie_id(logits_ptr, vocab, temperature, cut_key, count, BLOCK: tl.constexpr):
 def _mass(logits_ptr, vocab, temperature, largest, cut_key, cut_id, least_key, BLOCK: tl.constexpr):
     """Return the float64 sum of e^(value - largest) of tokens that a cut keeps with a key of least_key or more.
 
-    It is monotonic in least_key: the order of additions is fixed, and rounding is monotonic. All batches need one
-    layout of the kernel, so callers must not be specialized on alignment.
+    It is monotonic in least_key: the order of additions is fixed, and rounding is monotonic. That needs one layout of
+    the kernel, so callers must not be specialized on alignment.
     """
     lanes = tl.zeros([BLOCK], tl.float64)
     for first in range(0, loop_bound(vocab), BLOCK):
@@ -112,7 +112,7 @@ def _weights(key, largest):
 
 @triton.jit
 def top_p_cut(logits_ptr, vocab, temperature, largest_key, top_p, cut_key, cut_id, BLOCK: tl.constexpr):
-    """Return the cut of the shortest prefix whose probability reaches top_p < 1; at least one token remains.
+    """Return the cut of the shortest prefix that reaches probability top_p < 1; at least one token remains.
 
     Only tokens that the given cut keeps count.
     """

@@ -1,6 +1,6 @@
 """The k largest values of rows and their ids, ties to the lowest id.
 
-A program per row writes the first k ids in ascending order; then programs count the tokens before each: its rank.
+A program per row writes the first k ids in ascending order; then the tokens before each are counted: its rank.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _rank(values_ptr, chosen_ptr, largest_ptr, ids_ptr, vocab, k, RANKED: tl.con
     for first in range(0, loop_bound(k), RANKED):
         other_index = first + tl.arange(0, RANKED)
         _, other = _chosen(values_ptr + row * vocab, chosen_ptr + row * k, other_index, k)
-        # The chosen are in order of id.
+        # The chosen ids ascend.
         is_before = (other[None, :] > value[:, None]) | (
             (other[None, :] == value[:, None]) & (other_index[None, :] < index[:, None])
         )
