@@ -33,8 +33,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 _IN_TRITON = ("triton", "fast-inexact")
 
-# Time of an attention operation divided by that of a matrix product's, by instruction set and bits of a weight.
-# Measured with the last 512 of 4,096 tokens of qwen2-0.5b; int4 with avx512_bf16 is an estimate.
+# Time of an attention operation divided by that of a matrix product's, by instruction set and bits of a weight, for the
+# last 512 of 4,096 tokens of qwen2-0.5b; int4 with avx512_bf16 is an estimate.
 _ATTENTION_SLOWNESS = {
     "amx": {16: 3.0, 8: 4.9, 4: 2.8},
     "avx512_bf16": {16: 1.6, 8: 2.9, 4: 1.9},
@@ -45,16 +45,13 @@ _ATTENTION_SLOWNESS = {
 def attention_slowness(isa: str | None, bits: int) -> float:
     """Return how many times slower an operation of attention is than one of a matrix product.
 
-    isa: AVX-512 VNNI if None or not measured. bits: of a weight, 16, 8 or 4.
+    isa: AVX-512 VNNI if None or not measured. bits: 16, 8 or 4.
     """
     return _ATTENTION_SLOWNESS.get(isa or "", _ATTENTION_SLOWNESS["avx512_vnni"])[bits]
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Return the compiled instruction sets that this processor can run, the best first.
-
-    Empty without compiled kernels.
-    """
+    """Return the compiled instruction sets that this processor can run, the best first."""
     if importlib.util.find_spec("octavo._kernels") is None:
         return ()
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
@@ -77,10 +74,7 @@ def default_instruction_set() -> str | None:
 
 
 def are_exact(device: torch.device, backend: str) -> bool:
-    """Return True if a row is known to have the same bits in any batch.
-
-    The Triton kernels are designed for it, but were not measured on a GPU.
-    """
+    """Return True if a row is known to have the same bits in any batch; on a GPU this was not measured."""
     compiled = importlib.util.find_spec("octavo._kernels") is not None
     return device.type == "cpu" and backend in {"auto", "cpu"} and compiled
 

@@ -1,4 +1,4 @@
-"""Weights in GGUF's blocks of small integers, as in llama.cpp's ggml-common.h: the definition for all backends."""
+"""Weights in GGUF's blocks of small integers, as in llama.cpp's ggml-common.h."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int
     """Return random integers with usual scales."""
     num_blocks = out_features * in_features // kind.block_values
     blocks = torch.randint(0, 256, (num_blocks, kind.block_bytes), generator=generator, dtype=torch.uint8)
-    for place in _SCALE_PLACES.get(kind.name, (0,)):  # may be NaN
+    for place in _SCALE_PLACES.get(kind.name, (0,)):  # random bytes may be NaN
         scales = torch.randn(num_blocks, 1, generator=generator).half() * 0.01
         blocks[:, place : place + 2] = scales.view(torch.uint8)
     if kind is BlockKind.MXFP4:

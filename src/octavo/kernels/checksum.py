@@ -15,7 +15,7 @@ _PIECE_BYTES = 4 << 20  # of one task
 
 
 def xxh64(data: Tensor, seed: int = 0) -> int:
-    """Return XXH64 of contiguous data on the CPU, at about 10 GB/s, without Python's lock.
+    """Return XXH64 of contiguous data on the CPU, without Python's lock.
 
     Raises `ImportError` if octavo was installed without compiled kernels.
     """

@@ -51,7 +51,7 @@ _FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # fewer chunks per thread are cut i
 class CpuKernels:
     """Compiled kernels for one instruction set, on their own pool of threads.
 
-    If each usable core has a thread, all threads except the caller's are pinned. Otherwise none is, because other
+    If there is a thread for each usable core, all except the caller's are pinned. Otherwise none is, because other
     processes may compute here.
     """
 
@@ -105,13 +105,13 @@ class CpuKernels:
         """The version of the packed layout, and the family of kernels that read it.
 
         Raise the version if csrc/arguments.h, csrc/block_formats.h, `rotate` or `whole_scales` change a packed weight.
-        A weight packed elsewhere must not decide which kernel computes here, hence the family.
+        A weight packed elsewhere must not decide which kernel computes here.
         """
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
         return f"panels 4{who.get(self.isa, '')}"
 
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
-        """Measure this instruction set's limits in about a second, reading `num_bytes`.
+        """Measure this instruction set's limits in about a second.
 
         Each round measures every rate, so that a short loss of a core spoils one sample of each.
         """
@@ -190,7 +190,7 @@ class CpuKernels:
         return tuple(each.keep() for each in (storage.panels if isinstance(storage, BlockPanels) else (storage,)))
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
-        """Return the weight of kept panels."""
+        """See `Kernels`."""
         panels = tuple(PanelWeight.restore(part) for part in kept)
         if panels and all(part.is_of_blocks and part.in_features == panels[0].in_features for part in panels):
             return BlockPanels(panels).as_linear()
@@ -277,7 +277,7 @@ class CpuKernels:
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, RecordedForward | None]:
-        """Run a forward pass and record it, unless it cannot be recorded or positions have several dimensions."""
+        """Run a forward pass; record it if possible, and if positions have one dimension."""
         del decodes
         if batch.rotary_positions is not None:
             return forward(token_ids, batch), None

@@ -27,7 +27,7 @@ Activation = Literal["silu", "gelu_tanh"]  # GELU as tanh approximates it (Hendr
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A weight in one backend's layout, which alone reads `storage`."""
+    """A weight in the layout of one backend; only that backend reads `storage`."""
 
     out_features: int
     in_features: int
@@ -67,8 +67,8 @@ class AttentionBatch:
     seq_lens     int32 [num_seqs]       KV lengths, this step's tokens included
     block_tables int32 [num_seqs, max_blocks]   of the first KV group; unread entries hold anything
     positions    int64 [num_tokens]
-    slot_mapping int64 [num_tokens]     the slots of K and V: block_id * block_size + offset
-    outputs      the rows that return hidden states; None for all
+    slot_mapping int64 [num_tokens]     slots of K and V: block_id * block_size + offset
+    outputs      None for all rows
     more_groups  the same rows in KV groups 1, 2, ...
     rotary_positions int64 [num_dims, num_tokens]   of M-RoPE
 
@@ -94,7 +94,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """Rows of a step that return hidden states.
+    """Rows of a step with hidden states that are needed.
 
     rows       int64, ascending; the last rows of each sequence
     attention  the batch of these rows alone
@@ -127,7 +127,7 @@ class SamplingRows:
     min_p        float32  0.0 means all
     seed         int64    all 64 bits are used
     sample_index int32    which of a request's `n` outputs
-    position     int32    number of tokens before it
+    position     int32    of the sampled token
     """
 
     temperature: Tensor
@@ -149,7 +149,7 @@ class Kernels(Protocol):
     identity: names everything that decides the last bits of a result. KV of another identity is not used.
     has_own_threads: the engine keeps torch's threads asleep, because woken OpenMP workers would spin on the kernels'
     cores.
-    kv_cache_dtypes: the types that KV may be rounded to, as in `octavo.config.CacheConfig`.
+    kv_cache_dtypes: as in `octavo.config.CacheConfig`.
     multiplies_fp8: whether fp8 weights are better multiplied as they are than expanded once.
     """
 
@@ -210,7 +210,7 @@ class Kernels(Protocol):
         ...
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """Return contiguous undefined memory for a result, of `like`'s dtype and device.
+        """Return contiguous undefined memory of `like`'s dtype and device for a result.
 
         Passes that allocate by torch cannot be recorded.
         """
@@ -237,10 +237,10 @@ class Kernels(Protocol):
         ...
 
     def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-        """Return each row times its group's weight: an expert or an adapter. No family uses it yet.
+        """Return each row times the weight of its group, an expert or an adapter. No family uses it yet.
 
-        x is sorted by group. group_start int32 [num_groups + 1]: each group's first row, then num_tokens; a group may
-        be empty. A row has the bits of `linear`.
+        x has the weights' dtype and is sorted by group. group_start int32 [num_groups + 1]: each group's first row,
+        then num_tokens; a group may be empty. A row has the bits of `linear`.
         """
         ...
 
@@ -266,9 +266,8 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
         """Run a forward pass; return its result, and a faster function for any batch of up to `max_tokens` tokens.
 
-        The pass must take its output rows by `take_rows`; here it may run with all rows as outputs.
-
-        The function, if there is one, returns the same bits, in memory that its next call overwrites.
+        The pass must take its output rows by `take_rows`; here it may run with all rows as outputs. The function, if
+        any, returns the same bits, in memory that its next call overwrites.
         """
         ...
 
@@ -301,13 +300,13 @@ class Kernels(Protocol):
     ) -> None:
         """Rotate q in place, and write rotated k (Su et al. 2021) and v into their slots. k itself is not changed.
 
-        q, k and v are [num_tokens, heads, head_dim] with any token stride.
+        q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride.
         cos_sin float32 [max_positions, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines, for the first
         rotary_dim dimensions of a head. Dimension i is paired with i + rotary_dim / 2, as in GPT-NeoX, or if
         interleaved 2 i with 2 i + 1, as in GPT-J.
         query_scale float32 [max_positions]: multiplies queries after they are rotated and rounded.
         k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim] have q's dtype, int8 or float8_e4m3fn, and
-        contiguous last two dimensions. Rows are rounded to q's dtype, then perhaps by
+        contiguous last two dimensions. For the last two dtypes, rows are rounded to q's dtype, then by
         `octavo.kernels.quantization.round_kv_rows`.
         """
         ...
@@ -324,13 +323,13 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return causal attention of each row over its sequence's KV: [num_tokens, num_heads * head_dim].
 
-        The row stride may be larger. A row at position p sees positions max(0, p - window + 1) .. p. Query heads share
-        KV heads in equal groups. softcap: of scaled scores (`octavo.kernels.operations.soft_cap`).
+        The row stride may be larger than the row. A row at position p sees positions max(0, p - window + 1) .. p. Query
+        heads share KV heads in equal groups. softcap: of scaled scores (`octavo.kernels.operations.soft_cap`).
         """
         ...
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up of contiguous rows that hold the gate first."""
+        """Return activation(gate) * up of contiguous rows, gate first."""
         ...
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:

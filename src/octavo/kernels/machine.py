@@ -21,9 +21,9 @@ _LEAST_COLD_BYTES, _MOST_COLD_BYTES = 192 << 20, 512 << 20
 
 
 def default_num_threads() -> int:
-    """Return OMP_NUM_THREADS if set, else the number of usable cores.
+    """Return OMP_NUM_THREADS, else the number of usable cores.
 
-    A cgroup's quota lowers the latter, else all threads would be throttled together.
+    A cgroup's quota lowers the latter, because all threads would be throttled together.
     """
     return threads_from_environment() or max(int(min(cpu_quota(), len(usable_cores()))), 1)
 
@@ -31,7 +31,7 @@ def default_num_threads() -> int:
 def usable_cores() -> list[int]:
     """Return the first logical CPU of each physical core that this process may run on.
 
-    A core's second thread shares its arithmetic units, so it makes nothing faster.
+    A second thread would share the core's arithmetic units.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores: dict[str, int] = {}
@@ -67,13 +67,13 @@ def _describe_processor() -> dict[str, str]:
 def cold_bytes() -> int:
     """Return how many bytes a benchmark must cycle through so that caches are cold.
 
-    Twice the third-level cache, 192 to 512 MiB: a larger cache is mostly shared with other processes.
+    Twice the third-level cache, 192 to 512 MiB: a larger one is mostly shared with other processes.
     """
     return max(_LEAST_COLD_BYTES, min(2 * third_level_cache_bytes(), _MOST_COLD_BYTES))
 
 
 def third_level_cache_bytes() -> int:
-    """Return the usable cores' third-level caches' bytes; 0 if unknown."""
+    """Return the bytes of third-level caches; 0 if unknown."""
     sizes: dict[str, int] = {}
     for cpu in usable_cores():
         cache = _CPUS / f"cpu{cpu}" / "cache" / "index3"

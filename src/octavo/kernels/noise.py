@@ -47,7 +47,7 @@ _ATANH_TERMS = (13, 11, 9, 7, 5, 3)
 class Stream(IntEnum):
     """The decision that random numbers are for; streams are independent.
 
-    CHOICE: a row's token. Others: see `octavo.kernels.rejection_sampling`.
+    CHOICE: a row's token. The rest are for rejection sampling; RESAMPLING replaces a rejected draft.
     """
 
     CHOICE = 0

@@ -29,8 +29,8 @@ PANEL_COLUMNS = 32
 class PanelWeight:
     """A weight in panels of 32 columns, padded with zeros; so is the float32 bias.
 
-    dtype_number: of `DTYPE_NUMBERS` or `KIND_NUMBERS`. data: bytes of the panels, then int32 of an int4 weight's order,
-    if any.
+    dtype_number: of `DTYPE_NUMBERS` or `KIND_NUMBERS`. data: bytes of the panels, then an int4 weight's int32 order, if
+    any.
     """
 
     data: Tensor
@@ -94,10 +94,7 @@ class PanelWeight:
 
     @classmethod
     def restore(cls, kept: KeptLinear) -> PanelWeight:
-        """Return a kept weight.
-
-        Raises `ValueError` if kernels could read outside its memory, `KeyError` if a number is missing.
-        """
+        """Return a kept weight. Raises `ValueError` if kernels could read outside its memory."""
         shape, number, int4 = _check_numbers(kept.numbers)
         if kept.data.nbytes != packed_bytes(number, *shape, int4):
             raise ValueError(f"{kept.data.nbytes} bytes are not a packed weight of {shape[0]} x {shape[1]}")
@@ -135,7 +132,7 @@ class PanelWeight:
 
 
 class Int4Format(NamedTuple):
-    """The format of an int4 weight for the kernels (csrc/arguments.h).
+    """The format of an int4 weight (csrc/arguments.h).
 
     group_size: input features per scale; 0 if not int4. has_order: columns are not in the features' order.
     """
@@ -156,10 +153,7 @@ NO_INT4 = Int4Format(0, has_zeros=False)
 
 
 def packed_bytes(number: int, out_features: int, in_features: int, int4: Int4Format) -> int:
-    """Return the bytes of all panels, and of an int4 order.
-
-    number: of a dtype or a kind of blocks.
-    """
+    """Return the bytes of all panels, and of an int4 order."""
     columns = -(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS
     if number in _KINDS:
         return _KINDS[number].packed_bytes(columns, in_features)

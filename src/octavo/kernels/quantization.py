@@ -1,8 +1,7 @@
 """Quantized weights, activations and KV, and their products: the definition in torch for all backends.
 
 - Activations are rounded to int8 inside a product, with one scale per row: the largest magnitude becomes 127.
-- int8 weights (W8A8) have one scale per row. They and the activations are rotated first.
-- int4 weights (W4A8) have scales, and perhaps zero points, per group of input features.
+- With int8 weights (W8A8), weights and activations are rotated first; not with int4 (W4A8).
 - int8 KV is rounded like activations, by rows of head_dim. In fp8 KV (E4M3 of Micikevicius et al. 2022) the largest
   magnitude becomes 448.
 
@@ -27,13 +26,13 @@ if TYPE_CHECKING:
 
     from octavo.kernels.block_weight import BlockWeight
 
-ROUNDING_VERSION = 3  # raise it if rounded values change
+ROUNDING_VERSION = 3  # raise it if rounded values change: it invalidates weights on disk
 MAX_IN_FEATURES = 1 << 16  # more products of two bytes could overflow 32 bits
 GROUP_MULTIPLE = 32  # divides a group's size, unless a group is a row
 KV_SCALE_BYTES = 4
 INT4_ZERO = 8
 E4M3_MAX = 448.0
-FP8_GROUP_MULTIPLE = 64  # divides a group's size, unless a group is a row: a tile's length
+FP8_GROUP_MULTIPLE = 64  # likewise; a tile's length
 ROUNDED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)
 _INT8_MAX = 127.0
 _INT4_MAX = 15
@@ -47,7 +46,7 @@ _SAMPLED_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A rotated int8 weight: weight[i] is rotate(values[i]) * scales[i], with one float32 scale per row."""
+    """A rotated int8 weight: weight[i] is rotate(values[i]) * scales[i], with float32 scales."""
 
     values: Tensor
     scales: Tensor
@@ -112,9 +111,8 @@ class Int4Weight:
     def whole_scales(self) -> tuple[Tensor, Tensor]:
         """Return int16 multiples [out_features, groups] and float32 units [out_features], the scales of products.
 
-        A scale is rounded to a multiple of its row's unit. The largest is 4,079 units, or 2,039 with zero points, so
-        every weight is a whole number of 16 bits times the unit. A scale that is not finite makes its row NaN. Raises
-        `ValueError` for a zero point above 16.
+        The largest scale is 4,079 units, or 2,039 with zero points, so every weight is a whole number of 16 bits times
+        the unit. A scale that is not finite makes its row NaN. Raises `ValueError` for a zero point above 16.
         """
         if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
             raise ValueError(f"zero points reach {self.zeros.max()}; the maximum is 15")
@@ -224,8 +222,7 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 
     Without minima, the scale maps a group's first value of largest magnitude to 8 steps below zero. With minima, a
     scale and a float16 zero point map its least value (or 0) to 0 and its largest (or 0) to 15. None decides by
-    `minima_pay`. A few clipped ranges are tried, too; the first with the least squared error is taken. NaN becomes
-    zero.
+    `minima_pay`. Of a few clipped ranges, too, the first with the least squared error is taken. NaN becomes zero.
     """
     if minima is None:
         minima = minima_pay(weight, lambda some, tried: quantize_int4(some, group_size, minima=tried))
@@ -251,7 +248,7 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
     """Return True if minima halve the squared error of a sample of rows, rounded by `round_rows(rows, minima)`.
 
-    In groups of 32, minima cost half a bit per weight; finer values would halve the error with it at best.
+    In groups of 32, minima cost half a bit per weight; spent on finer values, it would halve the error at best.
     """
     rows = weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)].float()
     errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
@@ -354,7 +351,7 @@ def round_to_e4m3(x: Tensor) -> Tensor:
 
 
 def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return int8 or float8_e4m3fn values, and float32 scales, of KV rows; NaN scales as in `quantize_rows`."""
+    """Return int8 or float8_e4m3fn values, and float32 scales, of KV rows; NaN as in `quantize_rows`."""
     if dtype == torch.int8:
         values, scales = quantize_rows(rows)
         return values.to(torch.int8), scales
@@ -365,7 +362,7 @@ def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def kv_scales(cache: Tensor) -> Tensor:
     """Return a rounded cache's scales, float32 [num_blocks, num_kv_heads, block_size]: a view.
 
-    They follow the rows of each block and head (`octavo.worker.kv_cache.PagedKVCache`).
+    They follow the rows of each block and head.
     """
     num_blocks, num_heads, block_size, head_dim = cache.shape
     behind = cache.storage_offset() + block_size * head_dim

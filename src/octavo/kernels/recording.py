@@ -1,7 +1,6 @@
-"""Recorded forward passes of the compiled CPU kernels: run again without Python between the kernels.
+"""Recorded forward passes of the compiled CPU kernels, with addresses (csrc/program.h), to run again.
 
-This pays because Python takes longer between two kernels than a small kernel does. Calls are recorded with their
-addresses (csrc/program.h).
+This pays because Python takes longer between two kernels than a small kernel does.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _QUESTIONS = frozenset({"__get__", "data_ptr", "stride", "is_contiguous", "numel
 
 
 class NotRecordableError(Exception):
-    """The forward pass computes with torch, or its kernel cannot be recorded."""
+    """The forward pass computes with torch, or a kernel cannot be recorded."""
 
 
 class Rehearsal:
@@ -127,7 +126,7 @@ class Recorder:
 class RecordedForward:
     """A model's forward pass over one KV cache: (token ids, batch) -> hidden states of its outputs.
 
-    The next call overwrites the result. calls: the kernels' names.
+    The next call overwrites the result.
     """
 
     def __init__(self, kernel_set: Any, program: Any, calls: tuple[str, ...], result: Tensor) -> None:
@@ -204,7 +203,7 @@ def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """Lets torch make views only, because a recording has no computations by torch."""
+    """Lets torch make views only: a recording would miss its computations."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

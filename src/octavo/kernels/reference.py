@@ -1,6 +1,6 @@
 """Every operation in plain torch: the reference in tests, and the fallback.
 
-torch's products and reductions choose their order by shape, so a row's last bits may depend on other rows.
+torch chooses the order of sums by shape, so a row's last bits may depend on other rows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ReferenceKernels:
     multiplies_fp8 = False
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation by its plain version."""
+        """See `Kernels`."""
         operation.reference(*args)
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
@@ -215,7 +215,7 @@ class ReferenceKernels:
         window: int | None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Return causal attention, sequence after sequence."""
+        """See `Kernels`."""
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         query_start = batch.query_start.tolist()
         for i, seq_len in enumerate(batch.seq_lens.tolist()):
@@ -335,7 +335,7 @@ def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
     """Return which tokens of logits / temperature [n, vocab] min_p, then top_k, then top_p keep.
 
     min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending),
-    top_p the shortest that reaches it: its probability is a float64 sum in that order.
+    top_p the shortest that reaches it, by a float64 sum in that order.
     """
     top_k, top_p, min_p = (column.to(scaled.device) for column in (rows.top_k, rows.top_p, rows.min_p))
     if not bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):

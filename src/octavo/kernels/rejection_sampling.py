@@ -68,7 +68,7 @@ def rejection_sampling_batched(
     Other arguments, result and `IndexError` are those of `Kernels.rejection_sample`. Of target_sampled only each
     request's last row is used: the choice from p if all drafts are accepted.
     target_probs [num_logits, vocab]: p, from `filtered_probs`. draft_probs [num_logits, vocab]: q of the next row's
-    input; None if drafts were looked up: then q is 1 at the draft. rows: for the noise.
+    input; None if drafts were looked up: then q is 1 at the draft.
 
     If a row's p sums to 0 or to NaN, its token is -1 and is the request's last.
     """
@@ -96,7 +96,7 @@ def rejection_sampling_batched(
         residual = target.scatter(1, drafts[at].unsqueeze(1), 0.0)
     else:
         residual = (target - draft_probs[at].double()).clamp(min=0.0)
-    # If p and q differ only by rounding, the residual may be all zeros.
+    # If p and q differ only by rounding, it may be all zeros.
     residual = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, target)
     chosen[is_rejected] = draw(residual, uniform_noise(seed[at], position[at], sample_index[at], Stream.RESAMPLING))
     sampled = torch.where(is_accepted_so_far, drafts[row_of], -1).scatter_(1, num_accepted[:, None], chosen[:, None])

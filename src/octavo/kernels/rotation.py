@@ -1,8 +1,8 @@
 """Rotation of activations and weights before both are rounded to int8.
 
 With one scale per row, a few huge input features decide the rounding step of all. An orthogonal transform keeps the
-product, but spreads such a feature over its block: x @ W.T = H(x) @ (H(W) / block).T. H is the unnormalized
-Walsh-Hadamard transform. See QuaRot (arXiv 2404.00456).
+product, but spreads such a feature over its block: x @ W.T = H(x) @ (H(W) / block).T, with the unnormalized
+Walsh-Hadamard transform H. See QuaRot (arXiv 2404.00456).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ def rotation_block(in_features: int) -> int:
 def rotate(rows: Tensor) -> Tensor:
     """Return rows rotated, unnormalized, in float32.
 
-    For distances 1, 2, 4, ..., sums replace the first of two values, differences the second; csrc/rotation.h has the
-    same order.
+    For distances 1, 2, 4, ..., sums replace the first of two values, differences the second, as in csrc/rotation.h.
     """
     rotated, apart = rows.float().contiguous(), 1
     while apart < rotation_block(rows.shape[-1]):

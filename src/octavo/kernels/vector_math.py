@@ -19,7 +19,7 @@ def start_vector_math() -> None:
 
     MKL does so at its first call, without a lock: `mkl_vml_serv_cpu_detect` stores the processor's number, then
     replaces it with an index of kernels. A thread that reads the number takes another kernel, on AVX-512 one with half
-    of the bits. One process of several thousand had a wrong rotary table (errors up to 1.5e-4).
+    of the bits (errors up to 1.5e-4). One process of several thousand had a wrong rotary table.
     """
     with _LOCK:
         torch.ones(1).cos()  # one element: computed on the calling thread

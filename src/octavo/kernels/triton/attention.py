@@ -14,11 +14,11 @@ If sequences are too few to keep the device busy, those of few tokens are split:
 `_merge_partitions` merges them in the same order. Reductions run over tiles in the layout of products, which does not
 depend on how memory is read. So a row's result depends only on its own position and KV.
 
-The launch depends on shapes alone, so a captured one serves sequences of any length. A row of a sequence of length 0 is
-at position -1; divisions round towards zero, so it visits its first tile with masked loads, and gets zeros. Padding
-rows after all sequences are not computed: the result is initialized with zeros.
+The launch depends on shapes alone, so a captured one serves sequences of any length. In a sequence of length 0, a row
+is at position -1 and gets zeros: divisions round towards zero, so it visits its first tile, with masked loads. Padding
+rows after all sequences are initialized with zeros.
 
-Only a device can show that a row of a product does not depend on the tile's other rows, and that products with weights
+Only a device can show that a row of a product does not depend on the rest of the tile, and that products with weights
 of zero do not change a sum.
 """
 
@@ -125,7 +125,7 @@ def scratch_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, max_seq_l
 def _split_tokens(
     num_tokens: int, num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, max_partitions: int
 ) -> int:
-    """Return the most tokens of a split sequence; results do not depend on it."""
+    """Return the most tokens of a split sequence."""
     if max_partitions == 1 or num_seqs * num_kv_heads >= _SPLIT_PROGRAMS:
         return 0
     split_tokens = 1 if num_tokens == num_seqs else _SPLIT_TOKENS
@@ -139,10 +139,7 @@ def _partial_bytes(num_rows: int, num_heads: int, num_partitions: int, head_dim:
 
 @triton.jit
 def _merge(total_max, total_weight, totals, part_max, part_weight, part):
-    """Merge a partition's state into the earlier ones'.
-
-    A maximum of -inf: the row saw no position.
-    """
+    """Merge a partition's state into the earlier ones'; a maximum of -inf is of a row that saw no position."""
     maximum = tl.maximum(total_max, part_max)
     origin = tl.where(maximum == float("-inf"), 0.0, maximum)
     keep, add = tl.exp2(total_max - origin), tl.exp2(part_max - origin)
@@ -205,7 +202,7 @@ def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOC
 
     Tiles of sequence i begin at number floor(rows before it / BLOCK_M) + i, so that all have room.
     """
-    # Find the last sequence with no first tile after `tile`. `low` must be a tensor without iterations, too.
+    # Find the last sequence that begins at or before `tile`. `low` must be a tensor even if the loop does not run.
     low, high = 0 * num_seqs, num_seqs
     while high - low > 1:
         middle = (low + high) // 2

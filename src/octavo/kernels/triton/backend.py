@@ -57,7 +57,7 @@ _OPERATIONS = (
 
 
 class TritonKernels(ReferenceKernels):
-    """Triton kernels for a GPU, or for Triton's interpreter on the CPU.
+    """Triton kernels for a GPU, or for Triton's interpreter on the CPU; plain torch computes the rest.
 
     graph_pool: makes a device's `GraphPool`; tests replace it, because the interpreter cannot capture graphs.
     """
@@ -105,10 +105,7 @@ class TritonKernels(ReferenceKernels):
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return the most bytes of partial sums, for any weight packed so far.
-
-        Plain torch's bytes count, too, if it computes wide heads.
-        """
+        """Return the most bytes of partial sums, for any weight packed so far, and of plain torch's part."""
         shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_seq_len": max_seq_len}
         of_products = self._product_bytes_per_row * min(max_tokens, BLOCK_M)
         taken = max(attention.scratch_bytes(**shape), of_products)

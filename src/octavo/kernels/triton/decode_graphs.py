@@ -1,7 +1,7 @@
 """Decode steps as graphs, each for a number of sequences and a mean number of rows per sequence.
 
-A step takes the next larger graph and copies its inputs to memory that is never freed. The rest is padding: rows of
-token 0 without slots. Each unused sequence has length 0 and one padding row while rows last.
+A step takes the next larger graph and copies its inputs to memory that is never freed. Each unused sequence gets one
+padding row while rows last.
 
 Launches depend on the graph's shape only, so graphs do not change a token.
 """
@@ -41,7 +41,7 @@ _PROGRESS_S = 5.0
 class DecodeGraphs:
     """A model's forward pass over one KV cache; steps of few rows per sequence run as graphs.
 
-    forward: the uncaptured pass. sizes: the captured ones. num_bytes: of graphs, inputs and results.
+    forward: the uncaptured pass. sizes: the captured ones.
     """
 
     def __init__(self, forward: Forward, batch: AttentionBatch, plan: DecodePlan, pool: GraphPool) -> None:
@@ -55,7 +55,7 @@ class DecodeGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """See above."""
+        """Bytes of graphs, inputs and results."""
         return self._inputs.num_bytes + self._result.nbytes + self._pool.num_bytes
 
     def _capture(self, plan: DecodePlan) -> None:

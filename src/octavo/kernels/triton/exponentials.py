@@ -1,6 +1,6 @@
-"""e^x by additions and multiplications: the same bits on every GPU and in the interpreter.
+"""e^x with the same bits on every GPU and in the interpreter: their own instructions differ.
 
-GPUs' own instructions differ. Compile callers with `enable_fp_fusion=False`.
+Compile callers with `enable_fp_fusion=False`.
 """
 
 from __future__ import annotations

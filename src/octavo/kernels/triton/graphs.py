@@ -24,8 +24,8 @@ class GraphPool(Protocol):
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture the launches of `run`, which must have run before; return a function that repeats them.
 
-        Raises `RuntimeError` if a graph cannot hold them, for example if the host reads a value of the device; on a GPU
-        every refusal of the driver is a `CaptureError`.
+        Capturing may compute them. Raises `RuntimeError` if a graph cannot hold them, for example if the host reads a
+        value of the device; on a GPU it is a `CaptureError`.
         """
         ...
 

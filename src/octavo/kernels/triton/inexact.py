@@ -1,4 +1,4 @@
-"""Triton kernels with the matrix products of cuBLAS or hipBLAS: NOT exact, but fast.
+"""Triton kernels with the matrix products of cuBLAS or hipBLAS: NOT exact, for users who prefer speed.
 
 The library chooses tiles and splits by the number of rows. So a row's last bits, and sometimes a token, depend on other
 requests.

@@ -5,7 +5,7 @@ starts at zero; then the partitions are added in order. A program computes all p
 one, so that all processors read a narrow weight, and a second kernel adds them. Both ways do the same operations on the
 same tiles.
 
-Only a device can show that a row of a tile's product (wgmma, mma, mfma) does not depend on the tile's other rows: see
+Only a device can show that a row of a tile's product (wgmma, mma, mfma) does not depend on the rest of the tile: see
 tools/gpu_check.py.
 
 Sums of int8 are exact in any order. An fp8 weight is multiplied by its scales and rounded to x's type in registers,
@@ -49,7 +49,7 @@ def matmul(
     - Both int8: the sum is multiplied by (scales[0] of the row * scales[1] of the column).
     - E4M3 bytes: groups = (scales float32 [out_features, groups], values in a group).
 
-    Sums are float32, rounded once.
+    The bias is added in float32; the result is rounded once.
     """
     num_rows, width = x.shape
     num_columns = weight.shape[0]
@@ -108,7 +108,7 @@ def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, i
 
 
 def _is_amd() -> bool:
-    """Return True for AMD, with less shared memory; torch may differ."""
+    """Return True if Triton compiles for AMD, with less shared memory; torch may not."""
     return not INTERPRETED and _backend_of(driver.active.get_current_device()) == "hip"
 
 
@@ -231,7 +231,7 @@ def _matmul(
         tl.store(place, round_to(result, out_ptr.dtype.element_ty), mask=is_there)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one binary for any number
+@triton.jit(do_not_specialize=["num_rows"])
 def _multiply_partition(
     x_ptr,
     weight_ptr,
@@ -260,7 +260,7 @@ def _multiply_partition(
     tl.store(place, acc, mask=(row < num_rows)[:, None] & (column < num_columns)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one binary for any number
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_partitions(
     partials_ptr,
     out_ptr,

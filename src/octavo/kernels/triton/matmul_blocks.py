@@ -4,8 +4,8 @@
     weight  --> | 32 values, a scale (or two), perhaps a minimum | 32 values, ...
                   total += (float(dot) * scale + sum * minimum) * scale of x          group after group
 
-Sums of 32 integers are exact, and the order of terms is fixed, so tiles may have any shape: for few rows they are
-narrow, so that more processors read the weight.
+Sums of 32 integers are exact, so tiles may have any shape: narrow ones for few rows, so that more processors read the
+weight.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def matmul_blocks(
 
 @triton.jit
 def _load_pair(low_place, high_place, pair, is_column, HIGH_BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return 64 values per column as int32, each two values' low four bits, and above them their high bits."""
+    """Return 64 values per column, each int32 two values' low four bits, and above them their high bits."""
     bits = tl.load(low_place + pair * GROUP, mask=is_column[:, None], other=0).to(tl.int32)
     if HIGH_BITS:
         pairs_of_byte = 4 // HIGH_BITS

@@ -1,7 +1,7 @@
 """Products of int8 rows with int4 weights, exact: `octavo.kernels.quantization.linear_int4`.
 
 A weight of 16 bits is computed in registers and cut into two signed bytes, high * 256 + low. Sums of products with each
-byte fit 32 bits, so any order gives the same bits. Each half of a tile is in one group.
+byte fit 32 bits, so any order gives the same bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Sums in an order that the code fixes.
 
-`tl.sum` over many lanes adds in the order in which threads hold them, which depends on alignment and strides, so on a
-row's address.
+`tl.sum` over many lanes adds in the order in which threads hold them, which depends on a row's address.
 """
 
 from __future__ import annotations

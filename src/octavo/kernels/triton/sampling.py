@@ -1,7 +1,6 @@
 """Sampling of one token per row, with the CPU's result.
 
-Programs find the cut of each row's filters, then the best token of each piece, then the best of all. An argmax is exact
-for any split, and everything before it rounds as the reference does.
+An argmax over pieces is exact for any split, and everything before it rounds as the reference does.
 """
 
 from __future__ import annotations

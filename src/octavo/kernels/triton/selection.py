@@ -1,8 +1,7 @@
 """The filters min_p, then top_k, then top_p, exactly and without sorting.
 
-Each keeps a prefix of the order (value descending, id ascending). The prefix's last token, the cut, is a key, an
-integer in the order of values, and an id. The key is found digit by digit or bit by bit; its tokens are counted in the
-order of ids.
+Each keeps a prefix of the order (value descending, id ascending). Its last token, the cut, has an id and a key, which
+is an integer in the order of values. The key is found by its digits or bits, the id by counting.
 """
 
 from __future__ import annotations
@@ -112,9 +111,9 @@ def _weights(key, largest):
 
 @triton.jit
 def top_p_cut(logits_ptr, vocab, temperature, largest_key, top_p, cut_key, cut_id, BLOCK: tl.constexpr):
-    """Return the cut of the shortest prefix that reaches probability top_p < 1; at least one token remains.
+    """Return the cut of the shortest prefix that reaches probability top_p < 1, among tokens that the given cut keeps.
 
-    Only tokens that the given cut keeps count.
+    At least one token remains.
     """
     largest = key_value(largest_key).to(tl.float64)
     target = _mass(logits_ptr, vocab, temperature, largest, cut_key, cut_id, LEAST_KEY, BLOCK) * top_p.to(tl.float64)

@@ -1,7 +1,4 @@
-"""The k largest values of rows and their ids, ties to the lowest id.
-
-A program per row writes the first k ids in ascending order; then the tokens before each are counted: its rank.
-"""
+"""The k largest values of rows and their ids, ties to the lowest id."""
 
 from __future__ import annotations
 
