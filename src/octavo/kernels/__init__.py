@@ -1,4 +1,4 @@
-"""Kernels: the `interface` and its backends: plain torch (`reference`), compiled code (`cpu`), `triton` for GPUs."""
+"""Kernels: the `interface` and its backends."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 _IN_TRITON = ("triton", "fast-inexact")
 
-# By instruction set and bits of a weight: time of one attention operation divided by the time of one operation of a
-# matrix product. Measured with the last 512 of 4,096 tokens of qwen2-0.5b (benchmarks/curves.py shows their effect).
-# int4 with avx512_bf16 is an estimate, in the proportion of avx512_vnni.
+# Time of an attention operation divided by that of a matrix product's, by instruction set and bits of a weight, for the
+# last 512 of 4,096 tokens of qwen2-0.5b; int4 with avx512_bf16 is an estimate.
 _ATTENTION_SLOWNESS = {
     "amx": {16: 3.0, 8: 4.9, 4: 2.8},
     "avx512_bf16": {16: 1.6, 8: 2.9, 4: 1.9},
@@ -44,19 +43,15 @@ _ATTENTION_SLOWNESS = {
 
 
 def attention_slowness(isa: str | None, bits: int) -> float:
-    """Return how many times slower one operation of attention is than one of a matrix product.
+    """Return how many times slower an operation of attention is than one of a matrix product.
 
-    isa: the instruction set; None, or one that was not measured, gives the number of AVX-512 VNNI. bits: the bits of a
-    weight, 16, 8 or 4.
+    isa: AVX-512 VNNI if None or not measured. bits: 16, 8 or 4.
     """
     return _ATTENTION_SLOWNESS.get(isa or "", _ATTENTION_SLOWNESS["avx512_vnni"])[bits]
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Return the instruction sets that the compiled kernels can use on this processor, the best one first.
-
-    Empty if octavo was installed without compiled kernels.
-    """
+    """Return the compiled instruction sets that this processor can run, the best first."""
     if importlib.util.find_spec("octavo._kernels") is None:
         return ()
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
@@ -65,10 +60,9 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def default_instruction_set() -> str | None:
-    """Return the instruction set that `auto` means: that of OCTAVO_ISA, else the best one of this processor.
+    """Return OCTAVO_ISA, else the best instruction set of this processor; None without compiled kernels.
 
-    None if octavo was installed without compiled kernels. Raises ConfigError if OCTAVO_ISA names one that this
-    processor lacks.
+    Raises ConfigError if this processor lacks OCTAVO_ISA.
     """
     available = instruction_sets()
     asked = isa_from_environment()
@@ -80,10 +74,7 @@ def default_instruction_set() -> str | None:
 
 
 def are_exact(device: torch.device, backend: str) -> bool:
-    """Return True if the kernels of this device and backend are known to give a row the same bits in any batch.
-
-    The Triton kernels are designed for it, but it has not been measured on a GPU.
-    """
+    """Return True if a row is known to have the same bits in any batch; on a GPU this was not measured."""
     compiled = importlib.util.find_spec("octavo._kernels") is not None
     return device.type == "cpu" and backend in {"auto", "cpu"} and compiled
 
@@ -93,14 +84,12 @@ def create_kernels(
 ) -> Kernels:
     """Return the kernels for a device.
 
-    backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning if they were not compiled. On CUDA
-    "auto" is plain torch until the Triton kernels have been tried on a GPU. "reference" is plain torch. "cpu" and
-    "triton" are these backends or an error. "fast-inexact" is "triton" with the matrix products of torch's library,
-    whose rows depend on the batch.
-    num_threads: threads of the compiled kernels, which have a pool of their own; torch's threads are not used.
-    isa: the instruction set of the compiled kernels; "auto" is `default_instruction_set()`.
+    backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning without them; on CUDA it is plain
+    torch until the Triton kernels have been tried on a GPU. "reference" is plain torch. "fast-inexact" is "triton" with
+    the matrix products of torch's library: their rows depend on the batch.
+    num_threads: of the compiled kernels' own pool. isa: "auto" is `default_instruction_set()`.
 
-    Raises ConfigError if the backend is unknown, or if the backend or the instruction set cannot serve this device.
+    Raises ConfigError if the backend or the instruction set is unknown or cannot serve this device.
     """
     if backend not in {"auto", "reference", "cpu", *_IN_TRITON}:
         choices = ", ".join(("auto", "reference", "cpu", *_IN_TRITON[:-1]))
@@ -147,7 +136,7 @@ def create_kernels(
 
 
 def _refused_tiles() -> str:
-    """Return why this process may not use the processor's AMX and how to fix it; "" if it may, or there is no AMX."""
+    """Return why AMX may not be used and how to fix it; "" if it may or there is none."""
     if importlib.util.find_spec("octavo._kernels") is None:
         return ""
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled

@@ -1,4 +1,4 @@
-"""Packed weights in blocks: the columns of each kind follow one another, in separate panels (csrc/block_formats.h)."""
+"""Packed weights in blocks (csrc/block_formats.h)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
     from octavo.kernels.cpu import CpuKernels
 
-_BYTES_AT_ONCE = 32 << 20  # of rows that are packed before they are forgotten
+_BYTES_AT_ONCE = 32 << 20  # of rows, then they are forgotten
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPanels:
-    """The parts of a weight [out_features, in_features] along out_features, each of one kind."""
+    """A weight's parts along out_features, each of one kind."""
 
     panels: tuple[PanelWeight, ...]
 
     @classmethod
     def pack(cls, kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> BlockPanels:
-        """Pack weights as one, concatenated along out_features. bias: of all of them, [out_features]."""
+        """Pack weights as one, concatenated along out_features."""
         panels, first = [], 0
         for group in group_by_kind(weights):
             last = first + sum(weight.shape[0] for weight in group)
@@ -38,19 +38,19 @@ class BlockPanels:
         return cls(tuple(panels))
 
     def parts(self) -> Iterator[tuple[PanelWeight, slice]]:
-        """Yield each part, and the slice of its columns in a result."""
+        """Yield each part and its columns."""
         first = 0
         for part in self.panels:
             yield part, slice(first, first + part.out_features)
             first += part.out_features
 
     def vocabulary(self) -> PanelWeight:
-        """Return the only part of an embedding table, whose rows are read one by one."""
+        """Return the only part of an embedding table."""
         (part,) = self.panels
         return part
 
     def as_linear(self) -> PackedLinear:
-        """Return the weight as callers of the kernels use it."""
+        """Return it for callers of the kernels."""
         linears = [part.as_linear() for part in self.panels]
         out_features = sum(linear.out_features for linear in linears)
         num_bytes = sum(linear.num_bytes for linear in linears)
@@ -59,7 +59,7 @@ class BlockPanels:
 
 def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> PanelWeight:
     kind, in_features = weights[0].kind, weights[0].in_features
-    if any(weight.shape[0] % PANEL_COLUMNS != 0 for weight in weights[:-1]):  # else each fills its own panels
+    if any(weight.shape[0] % PANEL_COLUMNS != 0 for weight in weights[:-1]):  # else each fills its panels
         weights = [BlockWeight(kind, torch.cat([weight.rows for weight in weights]), in_features)]
     out_features = sum(weight.shape[0] for weight in weights)
     panel_bytes = kind.packed_bytes(PANEL_COLUMNS, in_features)
@@ -75,7 +75,7 @@ def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor
             kernels.kernel_set.pack_weight(
                 rows.data_ptr(), number, len(rows), in_features, rows.stride(0), 0, 0, 0, NO_INT4.group_size, place
             )
-            if rows_at_once < weight.shape[0]:  # the file's owner releases small weights together
+            if rows_at_once < weight.shape[0]:
                 weight.forget(part)
             place += len(rows) // PANEL_COLUMNS * panel_bytes
     return PanelWeight(data, number, NO_INT4, PanelWeight.pad_bias(bias, out_features), out_features, in_features)

@@ -1,8 +1,4 @@
-"""Weights in GGUF's blocks of small integers: their layouts and their values, defined in torch for all backends.
-
-A block holds the integers of 32 or 256 input features of one output feature, their scales, and in some kinds minima.
-The layouts are those of ggml-common.h of llama.cpp; nothing is rounded again.
-"""
+"""Weights in GGUF's blocks of small integers, as in llama.cpp's ggml-common.h."""
 
 from __future__ import annotations
 
@@ -17,19 +13,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-GROUP_VALUES = 32  # consecutive input features that share a scale of the activations: rows hold whole groups
-SUPER_GROUPS = 8  # of a block of 256
-# Byte offsets of the float16 numbers in a block; (0,) for kinds that are not listed.
+GROUP_VALUES = 32
+SUPER_GROUPS = 8
+# Byte offsets of float16 numbers; (0,) for other kinds.
 _SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
-_FLOAT16_EXPONENT = 0x7C  # in the upper byte: all of these bits are set if the number is not finite
+_FLOAT16_EXPONENT = 0x7C  # all set if not finite
 _E8M0_NAN = 255
-_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
+_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class BlockKind(Enum):
-    """Layouts of blocks, by their GGUF names: (values of a block, its bytes, its bytes in panels).
+    """GGUF's layouts of blocks: (values, bytes, bytes in panels).
 
-    In panels, scales and minima of six bits take eight bits (csrc/block_formats.h).
+    In panels, scales and minima of six bits take eight bits.
     """
 
     Q8_0 = "Q8_0", 32, 34, 34
@@ -44,20 +40,20 @@ class BlockKind(Enum):
 
     @property
     def block_values(self) -> int:
-        """Number of values in a block."""
+        """Values of a block."""
         return self.value[1]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in a file."""
+        """Bytes of a block."""
         return self.value[2]
 
     def packed_bytes(self, out_features: int, in_features: int) -> int:
-        """Return the bytes of a weight in panels, without padding."""
+        """Return a weight's bytes in panels."""
         return out_features * in_features // self.block_values * self.value[3]
 
     def row_bytes(self, in_features: int) -> int:
-        """Return the bytes of a row in a file. Raises `ValueError` if in_features is not a multiple of a block."""
+        """Return the bytes of a row. Raises `ValueError` if in_features is not a multiple of a block."""
         if in_features % self.block_values != 0:
             raise ValueError(
                 f"{self.name} has blocks of {self.block_values} values, which do not divide rows of {in_features}"
@@ -66,9 +62,9 @@ class BlockKind(Enum):
 
 
 class BlockValues(NamedTuple):
-    """Rows as numbers: values * scales + minima, for each group of 32 input features, or of 16 without minima.
+    """Rows as values * scales + minima, in groups of 32 input features, or of 16 without minima.
 
-    values float32 [rows, groups, size], whole numbers; scales and minima float32 [rows, groups]; minima may be None.
+    values are whole numbers, float32 [rows, groups, size].
     """
 
     values: Tensor
@@ -76,17 +72,16 @@ class BlockValues(NamedTuple):
     minima: Tensor | None
 
     def dequantize(self) -> Tensor:
-        """Return float32 [rows, groups * size], each operation rounded once."""
+        """Return float32 rows, each operation rounded once."""
         scaled = self.values * self.scales.unsqueeze(2)
         return (scaled if self.minima is None else scaled + self.minima.unsqueeze(2)).flatten(1)
 
 
 class StoredScales(NamedTuple):
-    """Scales as blocks hold them: float16, bytes that are multiplied by a float16 of the block, or exponents.
+    """Scales and minima as blocks hold them, [rows, groups]: groups of 32 input features, for Q6_K of 16.
 
-    scales [rows, groups], groups of 32 input features, for Q6_K of 16: float16; uint8 of 6 bits (Q4_K, Q5_K) or int8
-    (Q6_K); uint8 exponents of MXFP4 (`exponent_scales`). minima [rows, groups]: float16, or uint8 to be subtracted.
-    If scales or minima are bytes, scales_of_blocks and minima_of_blocks are float16 [rows, blocks of 256].
+    scales: float16; uint8 of 6 bits or int8; exponents of MXFP4. minima: float16, or uint8 to be subtracted. Integers,
+    except exponents, are multiplied by a block's float16.
     """
 
     scales: Tensor
@@ -95,15 +90,15 @@ class StoredScales(NamedTuple):
     minima_of_blocks: Tensor | None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> StoredScales:
-        """Return the results of a function for each tensor; None stays None."""
+        """Apply a function to each tensor; None stays None."""
         return StoredScales(*(None if part is None else function(part) for part in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight in blocks of one kind: rows uint8 [out_features, bytes of a row], which may alias a file.
+    """A weight in blocks of one kind; the uint8 rows may alias a file.
 
-    forget(rows) drops a file's pages from memory after their rows were packed. It does nothing if they alias no file.
+    forget(rows) drops the file's pages from memory.
     """
 
     kind: BlockKind
@@ -112,7 +107,7 @@ class BlockWeight:
     forget: Callable[[Tensor], None] = field(default=lambda _: None, compare=False)
 
     def __post_init__(self) -> None:
-        """Check that each row has the bytes of its blocks."""
+        """Check the rows' shape and dtype."""
         expected = self.kind.row_bytes(self.in_features)
         if self.rows.dtype != torch.uint8 or self.rows.dim() != 2 or self.rows.shape[1] != expected:
             raise ValueError(
@@ -127,11 +122,11 @@ class BlockWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weight, without padding."""
+        """Bytes without padding."""
         return self.kind.packed_bytes(*self.shape)
 
     def numbers(self) -> BlockValues:
-        """Return the values, scales and minima of the blocks."""
+        """Return the blocks' values, scales and minima."""
         blocks = self.rows.reshape(self.rows.numel() // self.kind.block_bytes, self.kind.block_bytes)
         values, scales, minima = _READERS[self.kind](blocks)
         out_features, groups = self.shape[0], self.in_features // self.kind.block_values * scales.shape[1]
@@ -142,7 +137,7 @@ class BlockWeight:
         )
 
     def stored_scales(self) -> StoredScales:
-        """Return scales and minima as they are stored in the blocks."""
+        """Return the blocks' scales and minima."""
         blocks = self.rows.reshape(-1, self.kind.block_bytes)
         if self.kind is BlockKind.MXFP4:
             found = StoredScales(blocks[:, :1], None, None, None)
@@ -157,11 +152,11 @@ class BlockWeight:
         return found.map(lambda part: part.reshape(self.rows.shape[0], -1))
 
     def dequantize(self) -> Tensor:
-        """Return the weight in float32: exactly the numbers of llama.cpp."""
+        """Return exactly llama.cpp's float32 numbers."""
         return self.numbers().dequantize()
 
     def has_broken_scale(self) -> bool:
-        """Return True if a scale or minimum is infinite or NaN. The integers are not read."""
+        """Return True if a scale is infinite or NaN."""
         blocks = self.rows.reshape(-1, self.kind.block_bytes)
         if self.kind is BlockKind.MXFP4:
             return bool((blocks[:, 0] == _E8M0_NAN).any())
@@ -169,11 +164,11 @@ class BlockWeight:
         return any(bool(((each & _FLOAT16_EXPONENT) == _FLOAT16_EXPONENT).any()) for each in upper_bytes)
 
     def select_rows(self, index: slice | Tensor) -> BlockWeight:
-        """Return the given rows of the weight."""
+        """Return the given rows."""
         return BlockWeight(self.kind, self.rows[index], self.in_features)
 
     def to(self, device: torch.device) -> BlockWeight:
-        """Return the weight on a device. If it is copied, `forget` is called for the rows of this one."""
+        """Return it on a device; a copy calls `forget`."""
         if self.rows.device == device:
             return self
         moved = BlockWeight(self.kind, self.rows.to(device), self.in_features)
@@ -182,10 +177,10 @@ class BlockWeight:
 
 
 def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int, in_features: int) -> BlockWeight:
-    """Return a weight with random integers, and random scales of usual size."""
+    """Return random integers with usual scales."""
     num_blocks = out_features * in_features // kind.block_values
     blocks = torch.randint(0, 256, (num_blocks, kind.block_bytes), generator=generator, dtype=torch.uint8)
-    for place in _SCALE_PLACES.get(kind.name, (0,)):  # random bytes would be NaN at times
+    for place in _SCALE_PLACES.get(kind.name, (0,)):  # random bytes may be NaN
         scales = torch.randn(num_blocks, 1, generator=generator).half() * 0.01
         blocks[:, place : place + 2] = scales.view(torch.uint8)
     if kind is BlockKind.MXFP4:
@@ -194,20 +189,20 @@ def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int
 
 
 def exponent_scales(exponents: Tensor) -> Tensor:
-    """Return the float32 scales of MXFP4's doubled values: 2^(exponent - 127) / 2 of uint8 exponents."""
+    """Return float32 2^(exponent - 127) / 2: MXFP4's values are doubled."""
     whole = exponents.int()
     tiny = torch.full_like(whole, 0x00200000) << whole.clamp(max=1)  # the bits of 2^-128 and 2^-127
     return torch.where(whole < 2, tiny, (whole - 1) << 23).view(torch.float32)
 
 
 def mxfp4_codes(weight: BlockWeight) -> Tensor:
-    """Return the four bits of each value of an MXFP4 weight: uint8 [out_features, in_features]."""
+    """Return MXFP4 values' four bits: uint8 [out_features, in_features]."""
     blocks = weight.rows.reshape(-1, weight.kind.block_bytes)
     return _nibbles(blocks[:, 1:].contiguous()).view(weight.shape)
 
 
 def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
-    """Group weights that will be fused along out_features: neighbours of the same kind are in one group."""
+    """Group neighbours of one kind, to be fused along out_features."""
     groups: list[list[BlockWeight]] = []
     for weight in weights:
         if groups and groups[-1][0].kind is weight.kind:
@@ -217,27 +212,27 @@ def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
     return groups
 
 
-_Numbers = tuple["Tensor", "Tensor", "Tensor | None"]  # values, scales, minima
+_Numbers = tuple["Tensor", "Tensor", "Tensor | None"]
 
 
 def _half(data: Tensor) -> Tensor:
-    """Reinterpret two bytes of each block as a number: float16 [blocks, 1]."""
+    """Reinterpret two bytes of each block as float16."""
     return data.contiguous().view(torch.float16)
 
 
 def _float16(data: Tensor) -> Tensor:
-    """Widen the float16 number in two bytes of each block: float32 [blocks, 1]."""
+    """Widen the result of `_half`."""
     return _half(data).float()
 
 
 def _nibbles(data: Tensor, together: int = 16) -> Tensor:
-    """Return the low halves of `together` bytes, then their high halves, and so on: uint8 [blocks, 2 * bytes]."""
+    """Return the low halves of `together` bytes, then their high halves, and so on."""
     parts = data.view(len(data), data.shape[1] // together, 1, together)
     return torch.cat([parts & 15, parts >> 4], dim=2).flatten(1)
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
-    """Return the fifth bit of value i, bit i of four bytes, as 16 or 0: uint8 [blocks, 32]."""
+    """Return value i's fifth bit, bit i of four bytes, as 16 or 0."""
     shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
     return (((data.unsqueeze(2) >> shifts) & 1) << 4).flatten(1)
 
@@ -265,14 +260,14 @@ def _read_q5_1(blocks: Tensor) -> _Numbers:
 
 
 def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and minima of Q4_K and Q5_K as integers of 6 bits: uint8 [blocks, 8]."""
+    """Return stored scales and minima of Q4_K and Q5_K."""
     scales, minima, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     whole_scales = torch.cat([scales & 63, (rest & 15) | ((scales >> 2) & 48)], dim=1)
     return whole_scales, torch.cat([minima & 63, (rest >> 4) | ((minima >> 2) & 48)], dim=1)
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float32 scales and minima [blocks, 8] of Q4_K and Q5_K: two float16 times integers of 6 bits."""
+    """Return scales and minima of Q4_K and Q5_K."""
     scales, minima = _six_bits(blocks)
     return _float16(blocks[:, :2]) * scales.float(), _float16(blocks[:, 2:4]) * (-minima.to(torch.int8)).float()
 

@@ -1,4 +1,4 @@
-"""Checksums of memory, which detect accidental damage only: they are no protection against deliberate changes."""
+"""Checksums of memory: they detect accidental damage, not deliberate changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PIECE_BYTES = 4 << 20  # of one task
 
 
 def xxh64(data: Tensor, seed: int = 0) -> int:
-    """Return XXH64 of contiguous data on the CPU, at about 10 GB/s. Releases Python's lock meanwhile.
+    """Return XXH64 of contiguous data on the CPU, without Python's lock.
 
     Raises `ImportError` if octavo was installed without compiled kernels.
     """
@@ -26,10 +26,7 @@ def xxh64(data: Tensor, seed: int = 0) -> int:
 
 
 def digest(tensors: Iterable[Tensor], num_threads: int = 1) -> str:
-    """Return a digest of 16 hexadecimal digits of the bytes of contiguous tensors on the CPU, in their order.
-
-    num_threads: threads that read the memory; the result does not depend on it.
-    """
+    """Return 16 hexadecimal digits of contiguous CPU tensors' bytes, for any number of threads."""
     pieces = [piece for tensor in tensors for piece in _cut(tensor)]
     whole = hashlib.blake2b(digest_size=8)
     if num_threads == 1 or len(pieces) == 1:

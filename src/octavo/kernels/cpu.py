@@ -1,7 +1,4 @@
-"""The interface's backend of compiled CPU kernels, whose source is csrc/.
-
-Activations must be contiguous in their last dimension. This is asserted: anything else is a bug in octavo.
-"""
+"""The interface's backend of compiled CPU kernels (csrc/), for activations with contiguous rows."""
 
 from __future__ import annotations
 
@@ -43,22 +40,19 @@ if TYPE_CHECKING:
 
 Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 
-ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as csrc/arguments.h has them
-_TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}  # as csrc/types.h has them
-_LINE_BYTES = 64  # of a cache
-_SAME_SETS_BYTES = 2048  # lines at multiples of this distance share two of the 64 sets of a first-level cache
+ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+_TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}
+_LINE_BYTES = 64
+_SAME_SETS_BYTES = 2048  # lines so far apart share two of a cache's 64 sets
 _ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # of a task: at most, and if rows are few; csrc/attention_tile.h
-_FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # chunks per thread below which they are cut, and the positions of a part
+_FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # fewer chunks per thread are cut into parts of so many positions
 
 
 class CpuKernels:
     """Compiled kernels for one instruction set, on their own pool of threads.
 
-    isa: "auto" is `octavo.kernels.default_instruction_set()`. num_threads: None takes
-    `octavo.kernels.machine.default_num_threads`.
-
-    If there is a thread for each usable core, all threads except the caller's are pinned, each to its own core. Fewer
-    threads are not pinned, because other processes may compute on the same machine.
+    If there is a thread for each usable core, all except the caller's are pinned. Otherwise none is, because other
+    processes may compute here.
     """
 
     name = "cpu"
@@ -72,7 +66,7 @@ class CpuKernels:
         self._module = _kernels
         self.isa = cast("Isa", default_instruction_set()) if isa == "auto" else isa
         self.kernel_set = _kernels.KernelSet(self.isa, num_threads or default_num_threads(), usable_cores())
-        self._calls: Any = self.kernel_set  # a recorder, while a forward pass is recorded
+        self._calls: Any = self.kernel_set
         self._empty: Callable[..., Tensor] = torch.empty
         weakref.finalize(self, self.kernel_set.shutdown)
 
@@ -83,29 +77,25 @@ class CpuKernels:
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
-        """The instruction sets that this processor can run, the best one first."""
+        """This processor's instruction sets, the best first."""
         return tuple(self._module.instruction_sets())
 
     @property
     def num_threads(self) -> int:
-        """Number of threads that share each operation, including the caller's."""
+        """Threads per operation, including the caller's."""
         return int(self.kernel_set.num_threads)
 
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return the most bytes that attention allocates (csrc/attention.h), for any dtype; other operations take less.
-
-        These are the work space of each thread, the state of rows after their shared prefix (attention_prefix.h), and
-        the results of partitions if few long sequences are cut into partitions for all threads.
-        """
+        """Return the most bytes that attention allocates (csrc/attention.h); other operations take less."""
         del vocab_size
         padded_dim = -(-head_dim // PANEL_COLUMNS) * PANEL_COLUMNS
         rows = max(_ATTENTION_ROWS, num_heads)
         of_threads = self.num_threads * (128 * padded_dim + 32 * 64 + rows * (3 * padded_dim + 64))
-        sums = padded_dim + 32  # of a row
+        sums = padded_dim + 32
         begun = 2 * max_tokens * num_heads * sums
-        chunks = (_FEW_CHUNKS * self.num_threads - 1) // num_kv_heads * num_kv_heads  # at most, if they are cut
+        chunks = (_FEW_CHUNKS * self.num_threads - 1) // num_kv_heads * num_kv_heads
         cut_rows = chunks * max(_LEAST_ATTENTION_ROWS, num_heads // num_kv_heads)
         partitions = cut_rows * -(-max_seq_len // _PARTITION_POSITIONS) * sums
         return 4 * (of_threads + begun + partitions)
@@ -114,18 +104,16 @@ class CpuKernels:
     def layout(self) -> str:
         """The version of the packed layout, and the family of kernels that read it.
 
-        The version must be raised if csrc/arguments.h, csrc/block_formats.h, `rotate` or `Int4Weight.whole_scales`
-        change a packed weight. The family is included because a weight that another machine packed must not decide
-        which kernel computes on this one.
+        Raise the version if csrc/arguments.h, csrc/block_formats.h, `rotate` or `whole_scales` change a packed weight.
+        A weight packed elsewhere must not decide which kernel computes here.
         """
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
         return f"panels 4{who.get(self.isa, '')}"
 
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
-        """Measure the limits of this instruction set on these threads, the best of `rounds`; takes about a second.
+        """Measure this instruction set's limits in about a second.
 
-        num_bytes: the memory that is read. Each round measures every rate once, so that a short loss of a core lowers
-        one round and not all samples of one rate.
+        Each round measures every rate, so that a short loss of a core spoils one sample of each.
         """
         data = torch.zeros(num_bytes, dtype=torch.uint8)
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
@@ -146,13 +134,13 @@ class CpuKernels:
         return Limits(**best)
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Change the number of threads. Results do not depend on it."""
+        """Change the number of threads, not the results."""
         self.kernel_set.set_num_threads(num_threads)
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation by the compiled kernel of its name, or by its plain version if no such kernel exists.
+        """Compute an operation by its compiled kernel, or by its plain version.
 
-        Raises `ValueError` if the compiled kernel does not accept a tensor's dtype, shape or stride.
+        Raises `ValueError` if the kernel does not accept a tensor.
         """
         call = getattr(self._calls, operation.name, None)
         if call is None:
@@ -161,7 +149,7 @@ class CpuKernels:
             call(*(_described(each) if isinstance(each, torch.Tensor) else each for each in args))
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
-        """Round a weight to integers of 8 or 4 bits."""
+        """See `Kernels`."""
         if not weight.is_floating_point():
             raise ValueError(f"a weight of {weight.dtype} cannot be quantized")
         weight = weight.detach() if weight.stride(1) == 1 else weight.detach().contiguous()
@@ -175,7 +163,7 @@ class CpuKernels:
         return self.round_to_int4(weight, group_size, minima=minima)
 
     def round_to_int4(self, weight: Tensor, group_size: int, *, minima: bool) -> Int4Weight:
-        """Round a weight to int4 as `octavo.kernels.quantization.quantize_int4` does."""
+        """Round a weight as `quantize_int4` does."""
         rows, columns = weight.shape
         scales = torch.empty(rows, -(-columns // group_size), dtype=torch.bfloat16)
         zeros = torch.empty_like(scales, dtype=torch.float16) if minima else None
@@ -197,12 +185,12 @@ class CpuKernels:
         return PanelWeight.pack(self, cast("Tensor | Sequence[Tensor] | QuantizedWeight", weight), bias).as_linear()
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Return the panels; of a weight in blocks one part for each `PanelWeight`."""
+        """Return one part for each `PanelWeight`."""
         storage: PanelWeight | BlockPanels = packed.storage
         return tuple(each.keep() for each in (storage.panels if isinstance(storage, BlockPanels) else (storage,)))
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
-        """Return the weight of panels that were kept."""
+        """See `Kernels`."""
         panels = tuple(PanelWeight.restore(part) for part in kept)
         if panels and all(part.is_of_blocks and part.in_features == panels[0].in_features for part in panels):
             return BlockPanels(panels).as_linear()
@@ -211,20 +199,20 @@ class CpuKernels:
         return panels[0].as_linear()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return memory aligned to cache lines, on huge pages if the system provides them."""
+        """Return memory aligned to cache lines, on huge pages if possible."""
         data = torch.empty(num_bytes, dtype=torch.uint8)
         assert data.data_ptr() % 64 == 0
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
         return data
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """Return memory of undefined content; while a forward pass is recorded, the planned memory of this result."""
+        """Return undefined memory, at its planned place in a recording."""
         return self._empty(*shape, dtype=like.dtype)
 
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """Return x @ weight.T + bias."""
+        """See `Kernels`."""
         out_dtype = torch.float32 if float32_out else x.dtype
         if out is None:
             out = self._empty(x.shape[0], packed.out_features, dtype=out_dtype)
@@ -237,7 +225,7 @@ class CpuKernels:
         return self._multiply(x, packed.storage, out)
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up of x @ weight.T + bias, by one fused kernel if there is one for these types."""
+        """Return activation(gate) * up of the product, fused if possible."""
         storage = packed.storage
         if isinstance(storage, BlockPanels) or not self.kernel_set.fuses_gate(
             DTYPE_NUMBERS[x.dtype], storage.dtype_number, packed.out_features
@@ -247,18 +235,17 @@ class CpuKernels:
         return self._multiply(x, storage, out, activation)
 
     def pack_groups(self, weights: Tensor) -> PackedGroups:
-        """Pack the weight of each group separately."""
+        """See `Kernels`."""
         return pack_groups(self, weights)
 
     def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-        """Return each row times the weight of its group, by one product for each group."""
+        """See `Kernels`."""
         return grouped_linear(self, x, packed, group_start)
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return memory [rows, columns] for rows that a matrix product will read in place.
+        """Return memory for rows that a matrix product will read in place.
 
-        If the same columns of all rows would share a few sets of the first-level cache and evict each other, the row
-        stride is one cache line longer.
+        The row stride is a cache line longer if a column would evict itself from its few sets.
         """
         if columns * dtype.itemsize % _SAME_SETS_BYTES != 0:
             return self._empty(rows, columns, dtype=dtype)
@@ -278,7 +265,7 @@ class CpuKernels:
         return out
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return False: this backend records steps of any batch and needs no graphs."""
+        """Return False: recorded steps need no graphs."""
         del head_dims, dtype
         return False
 
@@ -290,10 +277,7 @@ class CpuKernels:
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, RecordedForward | None]:
-        """Run a forward pass and record it for later steps; see `octavo.kernels.recording`.
-
-        Returns no recording if positions have several dimensions, or the pass calls something that cannot be recorded.
-        """
+        """Run a forward pass; record it if possible, and if positions have one dimension."""
         del decodes
         if batch.rotary_positions is not None:
             return forward(token_ids, batch), None
@@ -302,7 +286,7 @@ class CpuKernels:
         try:
             self._empty = rehearsal.empty
             with rehearsal.views_only:
-                kept = forward(token_ids, batch)  # alive while the plan is made: each step's result outlives its calls
+                kept = forward(token_ids, batch)
             offsets, num_bytes = rehearsal.plan()
             del kept
             recorder = Recorder(self.kernel_set, token_ids, batch, max_tokens, offsets, self.allocate(num_bytes))
@@ -316,7 +300,7 @@ class CpuKernels:
         return hidden if wanted is None else hidden[wanted.rows], recorder.finish(hidden)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
-        """Return rows of the unpacked weight times `scale`."""
+        """See `Kernels`."""
         storage: PanelWeight = (
             packed.storage.vocabulary() if isinstance(packed.storage, BlockPanels) else packed.storage
         )
@@ -331,7 +315,7 @@ class CpuKernels:
         return out
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Return x[rows]."""
+        """See `Kernels`."""
         assert x.dim() == 2 or x.stride(1) == x.shape[2]
         assert x.stride(-1) == 1
         assert rows.is_contiguous()
@@ -343,11 +327,11 @@ class CpuKernels:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / rms(x) * weight."""
+        """See `Kernels`."""
         return self._norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
-        """Add x * scale to `residual` in place and return its norm."""
+        """See `Kernels`."""
         assert residual.is_contiguous()
         assert residual.dtype == x.dtype
         return self._norm(x, residual, weight, eps, scale)
@@ -376,7 +360,7 @@ class CpuKernels:
         interleaved: bool = False,
         query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place; write rotated k, and v, into their slots."""
+        """See `Kernels`."""
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         assert cos_sin.is_contiguous()
         self._calls.rope_and_write_kv(
@@ -398,7 +382,7 @@ class CpuKernels:
         window: int | None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Return causal attention over paged KV."""
+        """See `Kernels`."""
         num_tokens, num_heads, head_dim = q.shape
         assert q.stride(2) == 1
         assert k_cache.dtype == v_cache.dtype
@@ -416,7 +400,7 @@ class CpuKernels:
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up."""
+        """See `Kernels`."""
         assert gate_up.is_contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(rows, size, dtype=gate_up.dtype)
@@ -427,7 +411,7 @@ class CpuKernels:
         return out
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Return one token id per row."""
+        """See `Kernels`."""
         assert logits.dtype == torch.float32
         assert logits.is_contiguous()
         out = torch.empty(logits.shape[0], dtype=torch.int64)
@@ -441,7 +425,7 @@ class CpuKernels:
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the accepted tokens of each request, and their numbers."""
+        """See `Kernels`."""
         assert target_sampled.dtype == draft_ids.dtype == torch.int64
         assert cu_num_logits.dtype == torch.int32
         num_requests = cu_num_logits.shape[0] - 1
@@ -454,7 +438,7 @@ class CpuKernels:
         return sampled, num_sampled
 
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest values and their ids."""
+        """See `Kernels`."""
         assert values.dtype == torch.float32
         assert values.is_contiguous()
         assert 0 < k <= values.shape[1]
@@ -467,5 +451,5 @@ class CpuKernels:
 
 
 def _described(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """Return (address, number of the dtype, shape, strides) of a tensor, as csrc/arguments.h wants it."""
+    """Return a tensor as csrc/arguments.h wants it."""
     return tensor.data_ptr(), _TENSOR_DTYPES[tensor.dtype], tensor.shape, tensor.stride()

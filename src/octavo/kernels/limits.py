@@ -1,4 +1,4 @@
-"""Measured upper limits of a processor, with which other measurements are compared."""
+"""Upper limits of a processor."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Rates of one instruction set on a number of threads, per second.
+    """Rates per second of one instruction set on a number of threads.
 
-    flops: float32 multiplications and additions in registers. byte_ops: those of int8 products. bfloat16_flops: those
-    of bfloat16; above `flops` only if the processor has an instruction for them. bytes_read: of a loop that only reads
-    memory.
+    bfloat16_flops: above `flops` only with an instruction for them. byte_ops: of int8 products.
     """
 
     flops: float
@@ -20,9 +18,9 @@ class Limits:
     bytes_read: float
 
     def best(self, other: Limits) -> Limits:
-        """Return the higher of both for each rate: a lower one was disturbed, and is no limit."""
+        """Return the higher rates: a lower one was disturbed."""
         return Limits(*map(max, astuple(self), astuple(other)))
 
     def is_far_from(self, other: Limits) -> bool:
-        """Return True if any rate differs by more than a quarter: the machine is shared, and its load changed."""
+        """Return True if any rate differs by over a quarter: a shared machine's load changed."""
         return any(max(a, b) > 1.25 * min(a, b) for a, b in zip(astuple(self), astuple(other), strict=True))

@@ -1,4 +1,4 @@
-"""The machine as this process may use it: its cores, their caches, and the limits of its cgroups."""
+"""This process's cores, their caches, and the limits of its cgroups."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _LEAST_COLD_BYTES, _MOST_COLD_BYTES = 192 << 20, 512 << 20
 
 
 def default_num_threads() -> int:
-    """Return the default number of threads: OMP_NUM_THREADS if set, else one for each usable core.
+    """Return OMP_NUM_THREADS, else the number of usable cores.
 
-    If a cgroup grants less CPU time than that, the number is lowered to it: more threads would be throttled together.
+    A cgroup's quota lowers the latter, because all threads would be throttled together.
     """
     return threads_from_environment() or max(int(min(cpu_quota(), len(usable_cores()))), 1)
 
 
 def usable_cores() -> list[int]:
-    """Return one logical CPU of each physical core that this process may run on, the first of its siblings.
+    """Return the first logical CPU of each physical core that this process may run on.
 
-    Two threads of one core share its arithmetic units, so a second one makes nothing faster.
+    A second thread would share the core's arithmetic units.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores: dict[str, int] = {}
@@ -42,19 +42,19 @@ def usable_cores() -> list[int]:
 
 
 def processor_name() -> str:
-    """Return the maker's name of this processor, if it is known."""
+    """Return the maker's name of this processor."""
     return _describe_processor().get("model name", "") or platform.processor() or platform.machine()
 
 
 def processor_identity() -> list[str]:
-    """Return the properties by which libraries choose code for this processor: its name, its revision, its features."""
+    """Return the properties by which libraries choose code."""
     names = ("cpu family", "model", "stepping", "microcode", "flags", "Features", "CPU part", "CPU revision")
     described = _describe_processor()
     return [processor_name(), *(described[name] for name in names if name in described)]
 
 
 def _describe_processor() -> dict[str, str]:
-    """Return the fields of the first processor in /proc/cpuinfo; empty if the system has no such file."""
+    """Return the fields of /proc/cpuinfo."""
     described: dict[str, str] = {}
     for line in read_lines(_CPU_INFO):
         name, colon, value = line.partition(":")
@@ -65,16 +65,15 @@ def _describe_processor() -> dict[str, str]:
 
 
 def cold_bytes() -> int:
-    """Return how many bytes a benchmark must cycle through so that no cache still holds them, as with a model's layers.
+    """Return how many bytes a benchmark must cycle through so that caches are cold.
 
-    Twice the third-level cache, at least 192 MiB. At most 512 MiB, to leave memory for other uses: a larger cache
-    belongs mostly to a large machine, whose cache other processes share.
+    Twice the third-level cache, 192 to 512 MiB: a larger one is mostly shared with other processes.
     """
     return max(_LEAST_COLD_BYTES, min(2 * third_level_cache_bytes(), _MOST_COLD_BYTES))
 
 
 def third_level_cache_bytes() -> int:
-    """Return the total bytes of the usable cores' third-level caches, each counted once; 0 if the size is unknown."""
+    """Return the bytes of third-level caches; 0 if unknown."""
     sizes: dict[str, int] = {}
     for cpu in usable_cores():
         cache = _CPUS / f"cpu{cpu}" / "cache" / "index3"
@@ -86,7 +85,7 @@ def third_level_cache_bytes() -> int:
 
 
 def cpu_quota() -> float:
-    """Return the CPU time per second that this process's cgroups grant, in CPUs; inf without a limit."""
+    """Return how many CPUs' time the cgroups grant; inf without a limit."""
     quota = math.inf
     for folder in cgroup_folders("cpu"):
         limit = "".join(read_lines(folder / "cpu.max")).split()  # version 2: "200000 100000", or "max 100000"
@@ -99,7 +98,7 @@ def cpu_quota() -> float:
 
 
 def cgroup_folders(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and all its parents, of version 2 and of a version 1 controller."""
+    """Yield this process's cgroup and its parents, of versions 2 and 1."""
     for line in read_lines(_OWN_CGROUPS):
         _, controllers, own = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -113,7 +112,7 @@ def cgroup_folders(controller: str) -> Iterator[Path]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return a file's lines; empty if it cannot be read."""
+    """Return a file's lines; empty if unreadable."""
     try:
         return path.read_text().splitlines()
     except OSError:
@@ -121,11 +120,9 @@ def read_lines(path: Path) -> list[str]:
 
 
 def touch_pages(address: int, num_bytes: int, stop: int) -> None:
-    """Make the system back memory with pages in advance. The content does not change, even if it is written meanwhile.
+    """Back memory with pages in advance, on idle processor time. The content stays, even if it is written meanwhile.
 
-    address, num_bytes: the memory. stop: the address of a byte; the call ends early when it is not zero.
-    The calling thread takes only idle processor time. Without the compiled extension this does nothing: the system then
-    provides each page at its first write.
+    stop: address of a byte that ends the call if not zero.
     """
     try:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled

@@ -1,15 +1,13 @@
 """Random numbers as a pure function of (seed, position, sample index, stream, token id): "octavo noise v1".
 
-Every backend gives the same bits, so all backends that compute the same logits sample the same token.
-
 Random words: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011) with
 
     key     = (low 32 bits of the seed, high 32 bits of the seed)
     counter = (c, position, sample_index, stream)   c    = (t >> 6) * 16 + (t & 15)   for token id t
-    word w of t = word number (t >> 4) & 3          (sixteen lanes of one call serve 64 consecutive ids)
+    word w of t = word number (t >> 4) & 3          (16 lanes serve 64 consecutive ids)
 
-The Gumbel noise of a choice has stream 0. A word w becomes noise in IEEE float32. Every operation below rounds once, to
-nearest even; nothing is fused. With x = (w + 0.5) / 2^32, a point of (0, 1), the noise is G = -ln(E), E = -ln(1 - x):
+Gumbel noise has stream 0. It is computed in IEEE float32; every operation rounds once, to nearest even. For a word w, x
+= (w + 0.5) / 2^32 and G = -ln(E), E = -ln(1 - x):
 
     u = w if w < 2^31 else 2^32 - 1 - w          distance to the nearer end, so that both tails keep full precision
     t = (float(u) + 0.5) * 2^-32
@@ -24,7 +22,7 @@ nearest even; nothing is fused. With x = (w + 0.5) / 2^32, a point of (0, 1), th
 
 G lies in (-3.14, 22.88).
 
-A uniform number takes words 0 and 1 of c = 0: (word 0 * 2^20 + (word 1 >> 12) + 0.5) / 2^52, which is exact in float64.
+A uniform number takes words 0 and 1 of c = 0: (word 0 * 2^20 + (word 1 >> 12) + 0.5) / 2^52, exact in float64.
 """
 
 from __future__ import annotations
@@ -47,10 +45,9 @@ _ATANH_TERMS = (13, 11, 9, 7, 5, 3)
 
 
 class Stream(IntEnum):
-    """The decision that random numbers are for. Numbers of different streams are independent.
+    """The decision that random numbers are for; streams are independent.
 
-    CHOICE: the token of a row of logits. For rejection sampling: DRAFT: the token that is drafted. ACCEPTANCE: whether
-    it is accepted. RESAMPLING: the token that replaces a rejected draft.
+    CHOICE: a row's token. The rest are for rejection sampling; RESAMPLING replaces a rejected draft.
     """
 
     CHOICE = 0
@@ -60,19 +57,19 @@ class Stream(IntEnum):
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_size: int) -> Tensor:
-    """Return the noise of token ids 0 .. vocab_size - 1: integer tensors [n] -> float32 [n, vocab_size]."""
+    """Return the noise of all token ids: float32 [n, vocab_size]."""
     return _word_to_gumbel(philox_words(seed, position, sample_index, vocab_size))
 
 
 def uniform_noise(seed: Tensor, position: Tensor, sample_index: Tensor, stream: Stream) -> Tensor:
-    """Return one number of (0, 1) for each (seed, position, sample index): integer tensors [n] -> float64 [n]."""
+    """Return float64 numbers of (0, 1), one per seed."""
     counter = torch.zeros(1, dtype=torch.int64, device=seed.device)
     high, low, _, _ = _philox(counter, seed, position, sample_index, stream)
     return ((high << 20 | low >> 12).to(torch.float64).squeeze(1) + 0.5) * 2.0**-52
 
 
 def philox_words(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_size: int) -> Tensor:
-    """Return the random 32-bit words of token ids 0 .. vocab_size - 1, as int64 [n, vocab_size]."""
+    """Return token ids' random words, int64 [n, vocab_size]."""
     num_rows, num_blocks = seed.numel(), -(-vocab_size // (_LANES * _WORDS))
     counter = torch.arange(num_blocks * _LANES, dtype=torch.int64, device=seed.device)
     words = _philox(counter, seed, position, sample_index, Stream.CHOICE)
@@ -83,7 +80,7 @@ def philox_words(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_siz
 def _philox(
     counter: Tensor, seed: Tensor, position: Tensor, sample_index: Tensor, stream: Stream
 ) -> tuple[Tensor, ...]:
-    """Return the four words of each counter, as int64 [n, num_counters]."""
+    """Return each counter's four words."""
     seed, position, sample_index = (column.to(torch.int64).reshape(-1, 1) for column in (seed, position, sample_index))
     keys = [seed & _LOW_32, (seed >> 32) & _LOW_32]
     words = [counter, position & _LOW_32, sample_index & _LOW_32, torch.full_like(seed, stream)]
@@ -96,7 +93,7 @@ def _philox(
 
 
 def _multiply_wide(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return the upper and lower half of a 64-bit product. int64 may wrap around; its bits are still right."""
+    """Return a 64-bit product's halves; int64 may wrap around."""
     product = word * multiplier
     return (product >> 32) & _LOW_32, product & _LOW_32
 

@@ -1,4 +1,4 @@
-"""Kernels that write into tensors of the caller: one file for each backend."""
+"""Kernels that write into the caller's tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Operation(Generic[*Arguments]):
-    """A kernel as a function: `soft_cap(kernels, logits, 30.0)`. Use it as the decorator of the plain version.
+    """A kernel as a function: `soft_cap(kernels, logits, 30.0)`; decorates the plain version, in torch.
 
-    The plain version computes in torch. Its signature defines the arguments; it changes tensors among them in place and
-    returns nothing. The law of `octavo.kernels.interface` holds: the result of a row depends on that row alone.
-
-    A backend computes an operation by the kernel that has its name: a line of the list in `csrc/kernels.h`, or the
-    function of that name in the module of that name in `octavo.kernels.triton`. If there is none, the plain version
-    computes it.
+    It changes tensors in place, and a row's result depends on that row alone. A backend's kernel has the same name: a
+    line of the list in `csrc/kernels.h`, or a function and module in `octavo.kernels.triton`.
     """
 
     def __init__(self, reference: Callable[[*Arguments], None]) -> None:

@@ -1,4 +1,4 @@
-"""A packed weight, in the layout of csrc/arguments.h."""
+"""Packed weights in panels (csrc/arguments.h)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from octavo.kernels.quantization import QuantizedWeight
 
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # csrc/types.h
-KIND_NUMBERS = {kind: number for number, kind in enumerate(BlockKind, start=5)}  # csrc/types.h, after the dtypes
-PANEL_COLUMNS = 32  # as in csrc/arguments.h
+KIND_NUMBERS = {kind: number for number, kind in enumerate(BlockKind, start=5)}
+PANEL_COLUMNS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """A weight in panels of 32 columns (csrc/arguments.h), padded with zeros; the bias is float32, padded likewise.
+    """A weight in panels of 32 columns, padded with zeros; so is the float32 bias.
 
-    dtype_number: of `DTYPE_NUMBERS`, or for a part of a weight in blocks of `KIND_NUMBERS`.
-    data: uint8 of the panels, then the order of an int4 weight's columns, if it has one: int32 [in_features].
+    dtype_number: of `DTYPE_NUMBERS` or `KIND_NUMBERS`. data: bytes of the panels, then an int4 weight's int32 order, if
+    any.
     """
 
     data: Tensor
@@ -44,13 +44,13 @@ class PanelWeight:
     def pack(
         cls, kernels: CpuKernels, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None
     ) -> PanelWeight:
-        """Pack a weight, or the parts of one. Raises `ValueError` if sums of its integers would not fit 32 bits."""
+        """Pack a weight or its parts. Raises `ValueError` if integer sums would not fit 32 bits."""
         parts: Sequence[Tensor]
         if not isinstance(weight, (torch.Tensor, Sequence)) and weight.shape[1] > MAX_IN_FEATURES:
             raise ValueError(
                 f"{weight.shape[1]} input features of integers: sums could overflow; the maximum is {MAX_IN_FEATURES}"
             )
-        if isinstance(weight, Sequence):  # each part has its own panels if it fills them
+        if isinstance(weight, Sequence):  # each part fills its own panels
             is_whole = all(part.shape[0] % PANEL_COLUMNS == 0 for part in weight[:-1])
             parts = weight if is_whole else [torch.cat(list(weight))]
         else:
@@ -61,7 +61,7 @@ class PanelWeight:
             scales = weight.scales.contiguous()
         elif isinstance(weight, Int4Weight):
             int4, order = Int4Format.of(weight), weight.order
-            multiples, scales = weight.whole_scales()  # the kernels call these scales units
+            multiples, scales = weight.whole_scales()
             offsets = weight.whole_offsets(multiples)
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         number = DTYPE_NUMBERS[parts[0].dtype]
@@ -81,7 +81,7 @@ class PanelWeight:
         return cls(data, number, int4, cls.pad_bias(bias, out_features), out_features, in_features)
 
     def keep(self) -> KeptLinear:
-        """Return the argument of `restore`, an alias of this weight. The type is kept by name: numbers may change."""
+        """Return `restore`'s argument, an alias. Types are kept by name: numbers may change."""
         numbers: dict[str, int | str] = {
             "out_features": self.out_features,
             "in_features": self.in_features,
@@ -94,10 +94,7 @@ class PanelWeight:
 
     @classmethod
     def restore(cls, kept: KeptLinear) -> PanelWeight:
-        """Return a weight that was kept.
-
-        Raises `ValueError` if the kernels could read outside the weight's memory, `KeyError` if a number is missing.
-        """
+        """Return a kept weight. Raises `ValueError` if kernels could read outside its memory."""
         shape, number, int4 = _check_numbers(kept.numbers)
         if kept.data.nbytes != packed_bytes(number, *shape, int4):
             raise ValueError(f"{kept.data.nbytes} bytes are not a packed weight of {shape[0]} x {shape[1]}")
@@ -111,7 +108,7 @@ class PanelWeight:
 
     @staticmethod
     def pad_bias(bias: Tensor | None, out_features: int) -> Tensor | None:
-        """Return a bias in float32, padded with zeros to all columns of the panels."""
+        """Return a float32 bias padded to whole panels."""
         if bias is None:
             return None
         padded = torch.zeros(-(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS)
@@ -119,7 +116,7 @@ class PanelWeight:
         return padded
 
     def as_linear(self) -> PackedLinear:
-        """Return the weight as callers of the kernels use it."""
+        """Return it for callers of the kernels."""
         num_bytes = self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
         return PackedLinear(self.out_features, self.in_features, self, self.bias, num_bytes)
 
@@ -130,15 +127,14 @@ class PanelWeight:
 
     @property
     def order_address(self) -> int:
-        """The address of the order of columns; only for a weight that has one."""
+        """Address of the order of columns."""
         return self.data.data_ptr() + self.data.nbytes - 4 * self.in_features
 
 
 class Int4Format(NamedTuple):
-    """The format of an int4 weight, as the kernels take it (csrc/arguments.h).
+    """The format of an int4 weight (csrc/arguments.h).
 
-    group_size: input features that share a scale; 0 if the weight is not int4. has_zeros: there are zero points.
-    has_order: the columns meet the input features in another order, which the kernels get as a separate argument.
+    group_size: input features per scale; 0 if not int4. has_order: columns are not in the features' order.
     """
 
     group_size: int
@@ -147,7 +143,7 @@ class Int4Format(NamedTuple):
 
     @classmethod
     def of(cls, weight: Int4Weight) -> Int4Format:
-        """Return the format of a weight. A group is at most a row long."""
+        """Return a weight's format; a group is at most a row."""
         group_size = min(weight.group_size, weight.shape[1])
         assert group_size % GROUP_MULTIPLE == 0 or group_size == weight.shape[1]
         return cls(group_size, weight.zeros is not None, weight.order is not None)
@@ -157,26 +153,23 @@ NO_INT4 = Int4Format(0, has_zeros=False)
 
 
 def packed_bytes(number: int, out_features: int, in_features: int, int4: Int4Format) -> int:
-    """Return the bytes of all panels: of each column its values, padded to whole words, its scales, sums and units.
-
-    number: of a dtype, or of a kind of blocks; rows consist of whole blocks. An int4 weight's order is included.
-    """
+    """Return the bytes of all panels, and of an int4 order."""
     columns = -(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS
     if number in _KINDS:
         return _KINDS[number].packed_bytes(columns, in_features)
     dtype = _DTYPES[number]
     if dtype == torch.uint8:
         groups = -(-in_features // int4.group_size)
-        of_column = -(-in_features // 8) * 4 + groups * (4 if int4.has_zeros else 2) + 4  # and a float32 unit
+        of_column = -(-in_features // 8) * 4 + groups * (4 if int4.has_zeros else 2) + 4  # and a unit
         return columns * of_column + (4 * in_features if int4.has_order else 0)
     if dtype == torch.int8:
-        return columns * (-(-in_features // 4) * 4 + 8)  # a float32 scale, the int32 sum of the column
+        return columns * (-(-in_features // 4) * 4 + 8)  # a scale, an int32 sum
     together = 2 if dtype == torch.bfloat16 else 1
     return columns * -(-in_features // together) * together * dtype.itemsize
 
 
 def _check_numbers(numbers: Mapping[str, int | str]) -> tuple[tuple[int, int], int, Int4Format]:
-    """Return ((out_features, in_features), number of the type, format). Raises the errors of `PanelWeight.restore`."""
+    """Return (shape, number of the type, format), or raise."""
     found: list[int] = []
     for name in ("out_features", "in_features", "group_size", "has_zeros", "has_order"):
         value = numbers[name]

@@ -1,16 +1,12 @@
-"""Quantized weights, activations and KV, and their products: the definition in torch that all backends follow.
+"""Quantized weights, activations and KV, and their products: the definition in torch for all backends.
 
 - Activations are rounded to int8 inside a product, with one scale per row: the largest magnitude becomes 127.
-- int8 weights have one scale per output feature (W8A8). Both they and the activations are rotated before they are
-  rounded (`octavo.kernels.rotation`).
-- int4 weights have one scale, and perhaps a zero point, per group of input features (W4A8).
-- Keys and values in an int8 cache are rounded like activations, each row of head_dim by itself. In an fp8 cache (E4M3
-  of Micikevicius et al. 2022, which reaches 448 and has no infinity) the largest magnitude becomes 448.
-- fp8 weights are read as floats of the activations' dtype. The activations are not rounded; the sums are of floats.
-- Weights in GGUF's blocks (`octavo.kernels.block_weight`) meet int8 activations with one scale per 32 values of a row.
+- With int8 weights (W8A8), weights and activations are rotated first; not with int4 (W4A8).
+- int8 KV is rounded like activations, by rows of head_dim. In fp8 KV (E4M3 of Micikevicius et al. 2022) the largest
+  magnitude becomes 448.
 
-Sums of integers are exact. The scales of an int4 weight's groups are rounded to whole multiples of one unit per output
-feature before use, so sums over all groups are exact, too. Therefore every backend gives the same bits.
+Sums of integers are exact. An int4 row's scales are rounded to multiples of one unit, so sums over all groups are
+exact, too. Therefore every backend gives the same bits.
 """
 
 from __future__ import annotations
@@ -30,30 +26,27 @@ if TYPE_CHECKING:
 
     from octavo.kernels.block_weight import BlockWeight
 
-ROUNDING_VERSION = 3  # raise it if weights are rounded to other values: it invalidates weights kept on disk
-MAX_IN_FEATURES = 1 << 16  # more products of two bytes could overflow a 32-bit sum
-GROUP_MULTIPLE = 32  # a group's size is a multiple of it, unless one group spans all input features
-KV_SCALE_BYTES = 4  # of the keys, or the values, of a token and one KV head
-INT4_ZERO = 8  # the value that means zero in an int4 weight without zero points
+ROUNDING_VERSION = 3  # raise it if rounded values change: it invalidates weights on disk
+MAX_IN_FEATURES = 1 << 16  # more products of two bytes could overflow 32 bits
+GROUP_MULTIPLE = 32  # divides a group's size, unless a group is a row
+KV_SCALE_BYTES = 4
+INT4_ZERO = 8
 E4M3_MAX = 448.0
-FP8_GROUP_MULTIPLE = 64  # columns that share a scale are a multiple of it, unless all do: a kernel's length of a tile
-ROUNDED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)  # of caches whose rows have scales
+FP8_GROUP_MULTIPLE = 64  # likewise; a tile's length
+ROUNDED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)
 _INT8_MAX = 127.0
 _INT4_MAX = 15
-_MOST_WORD = 32639  # a weight of int4 times its multiple: 127 * 256 + 127, two signed bytes
-_LANES = 16  # of sums of errors
-_VALUES_AT_ONCE = 1 << 20  # of a weight, in float32 or float64
-_LEAST_MAGNITUDE = 1e-30  # a row whose values are all smaller is zero
-_CLIPPINGS = (1.0, 0.92, 0.84, 0.76)  # factors of a group's extremes; the least squared error wins
-_SAMPLED_ROWS = 64  # of a weight, at least, to decide whether minima pay
+_MOST_WORD = 32639  # 127 * 256 + 127: two signed bytes
+_LANES = 16
+_VALUES_AT_ONCE = 1 << 20
+_LEAST_MAGNITUDE = 1e-30
+_CLIPPINGS = (1.0, 0.92, 0.84, 0.76)  # of a group's extremes
+_SAMPLED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A rotated int8 weight: weight[i] is rotate(values[i]) * scales[i], see `octavo.kernels.rotation`.
-
-    values int8 [out_features, in_features]; scales float32 [out_features].
-    """
+    """A rotated int8 weight: weight[i] is rotate(values[i]) * scales[i], with float32 scales."""
 
     values: Tensor
     scales: Tensor
@@ -65,19 +58,19 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weight, without padding."""
+        """Bytes without padding."""
         return self.values.nbytes + self.scales.nbytes
 
     def dequantize(self) -> Tensor:
-        """Return the weight in float32."""
+        """Return it in float32."""
         return rotate(self.values) * self.scales.unsqueeze(1)
 
     def rows(self, index: slice | Tensor) -> Int8Weight:
-        """Return the given rows of the weight."""
+        """Return the given rows."""
         return Int8Weight(self.values[index], self.scales[index])
 
     def to(self, device: torch.device) -> Int8Weight:
-        """Return the weight on a device."""
+        """Return it on a device."""
         return Int8Weight(self.values.to(device), self.scales.to(device))
 
 
@@ -85,10 +78,9 @@ class Int8Weight:
 class Int4Weight:
     """An int4 weight in groups: weight[i, j] is (values[i, j] - zeros[i, j // size]) * scales[i, j // size].
 
-    values uint8 [out_features, in_features], each 0 .. 15; scales bfloat16, float16 or float32 [out_features, groups];
-    zeros uint8 or float16 [out_features, groups], each 0 .. 16 and not necessarily whole, or None if all are 8.
-    group_size: a multiple of 32, or in_features or more. order int32 [in_features]: the input feature that column j
-    meets (act-order of GPTQ, in which the features of a group are not adjacent), or None if column j meets feature j.
+    values uint8 [out_features, in_features], 0 .. 15; scales floating [out_features, groups]; zeros uint8 or float16, 0
+    .. 16 and not necessarily whole, or None if all are 8. group_size: a multiple of 32, or in_features or more. order
+    int32: the input feature that each column meets (act-order of GPTQ); None for the same order.
     """
 
     values: Tensor
@@ -104,24 +96,23 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weight, without padding: 1/2 for each value, 2 for a scale or zero point, 4 for a row."""
+        """Bytes without padding: 1/2 per value, 2 per scale or zero point, 4 per row."""
         groups = self.scales.numel() + (0 if self.zeros is None else self.zeros.numel())
         order = 0 if self.order is None else self.order.nbytes
         return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0] + order
 
     def dequantize(self) -> Tensor:
-        """Return the weight in float32, with its own scales and in the order of the input features."""
+        """Return it in float32, with unrounded scales, in the input features' order."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
         weight = (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def whole_scales(self) -> tuple[Tensor, Tensor]:
-        """Return (int16 multiples [out_features, groups], float32 units [out_features]): the scales that products use.
+        """Return int16 multiples [out_features, groups] and float32 units [out_features], the scales of products.
 
-        A scale is rounded to a whole multiple of its output feature's unit. The feature's largest scale is 4,079 units,
-        or 2,039 with zero points, so that every weight is a whole number of 16 bits times the unit. A scale that is not
-        finite makes its feature NaN. Raises `ValueError` for a zero point above 16.
+        The largest scale is 4,079 units, or 2,039 with zero points, so every weight is a whole number of 16 bits times
+        the unit. A scale that is not finite makes its row NaN. Raises `ValueError` for a zero point above 16.
         """
         if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
             raise ValueError(f"zero points reach {self.zeros.max()}; the maximum is 15")
@@ -134,20 +125,13 @@ class Int4Weight:
         return multiples.to(torch.int16), torch.where(is_finite, largest / most, torch.nan)
 
     def whole_offsets(self, multiples: Tensor) -> Tensor | None:
-        """Return (zero point - 8) * multiple, rounded: int16 [out_features, groups]; None without zero points.
-
-        Products subtract it from (value - 8) * multiple; both are in units.
-        """
+        """Return (zero point - 8) * multiple, rounded to int16; None without zero points."""
         if self.zeros is None:
             return None
         return ((self.zeros.float() - INT4_ZERO) * multiples.float()).round().to(torch.int16)
 
     def whole_values(self) -> tuple[Tensor, Tensor]:
-        """Return (float64 [out_features, in_features], float32 units [out_features]): the weight that products use.
-
-        The former are whole numbers of 16 bits, (value - 8) * multiple - offset, see `whole_scales` and
-        `whole_offsets`; times the units they are the weight. Columns are in the order of `values`.
-        """
+        """Return the weight of products in float64 units, (value - 8) * multiple - offset, and the float32 units."""
         multiples, units = self.whole_scales()
         offsets = self.whole_offsets(multiples)
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
@@ -157,12 +141,12 @@ class Int4Weight:
         ) + 0.0, units  # -0.0 is the integers' 0
 
     def rows(self, index: slice | Tensor) -> Int4Weight:
-        """Return the given rows of the weight."""
+        """Return the given rows."""
         zeros = None if self.zeros is None else self.zeros[index]
         return Int4Weight(self.values[index], self.scales[index], zeros, self.group_size, self.order)
 
     def to(self, device: torch.device) -> Int4Weight:
-        """Return the weight on a device."""
+        """Return it on a device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         order = None if self.order is None else self.order.to(device)
         return Int4Weight(self.values.to(device), self.scales.to(device), zeros, self.group_size, order)
@@ -172,8 +156,7 @@ class Int4Weight:
 class Fp8Weight:
     """An fp8 weight: weight[i, j] is values[i, j] * scales[i, j // group_size], rounded to the activations' dtype.
 
-    values float8_e4m3fn [out_features, in_features]; scales float32 [out_features, groups]; group_size a multiple of
-    64, or in_features or more.
+    scales are float32; group_size is a multiple of 64, or in_features or more.
     """
 
     values: Tensor
@@ -191,12 +174,12 @@ class Fp8Weight:
         return self.values.nbytes + self.scales.nbytes
 
     def dequantize(self) -> Tensor:
-        """Return the weight in float32."""
+        """Return it in float32."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         return self.values.float() * self.scales[:, group]
 
     def rows(self, index: slice | Tensor) -> Fp8Weight:
-        """Return the given rows of the weight."""
+        """Return the given rows."""
         values = self.values.view(torch.uint8)[index].view(self.values.dtype)
         return Fp8Weight(values, self.scales[index], self.group_size)
 
@@ -209,12 +192,12 @@ QuantizedWeight = Int8Weight | Int4Weight | Fp8Weight
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:
-    """Rotate a weight [out_features, in_features] of any floating type and round it to int8."""
+    """Rotate a weight and round it to int8."""
     return Int8Weight(*round_to_int8(weight, rotated=True))
 
 
 def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
-    """Return (int8 values [out_features, in_features], float32 scales [out_features]) of a weight, rotated or not."""
+    """Return int8 values and float32 scales, rotated or not."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     share = 1.0 / rotation_block(weight.shape[1])  # rotated twice, a row is multiplied by the block
@@ -225,7 +208,7 @@ def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize_fp8(weight: Tensor) -> Fp8Weight:
-    """Round a weight [out_features, in_features] of any floating type to fp8, with one scale per output feature."""
+    """Round a weight to fp8, with one scale per row."""
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     for part in _parts(weight.shape):
@@ -235,12 +218,11 @@ def quantize_fp8(weight: Tensor) -> Fp8Weight:
 
 
 def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: bool | None = None) -> Int4Weight:
-    """Round a weight [out_features, in_features] of any floating type to int4, with one bfloat16 scale per group.
+    """Round a weight to int4, with one bfloat16 scale per group.
 
-    Without minima, the scale maps a group's value of largest magnitude (the first of them) to 8 steps below zero. With
-    minima, a scale and a float16 zero point map the group's least value (or 0) to 0 and its largest (or 0) to 15.
-    minima=None decides by `minima_pay`. In both cases a few smaller ranges, which clip the extremes, are tried as well;
-    the first one with the least squared error is taken. NaN becomes zero.
+    Without minima, the scale maps a group's first value of largest magnitude to 8 steps below zero. With minima, a
+    scale and a float16 zero point map its least value (or 0) to 0 and its largest (or 0) to 15. None decides by
+    `minima_pay`. Of a few clipped ranges, too, the first with the least squared error is taken. NaN becomes zero.
     """
     if minima is None:
         minima = minima_pay(weight, lambda some, tried: quantize_int4(some, group_size, minima=tried))
@@ -264,10 +246,9 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 
 
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
-    """Return True if minima halve the squared error of a sample of rows.
+    """Return True if minima halve the squared error of a sample of rows, rounded by `round_rows(rows, minima)`.
 
-    round_rows(rows, minima) rounds rows with or without minima. In groups of 32, minima cost half a bit per weight.
-    Half a bit more in each value halves the squared error at best, so minima must do as well.
+    In groups of 32, minima cost half a bit per weight; spent on finer values, it would halve the error at best.
     """
     rows = weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)].float()
     errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
@@ -275,10 +256,7 @@ def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight])
 
 
 def _round_groups(groups: Tensor, is_there: Tensor, *, minima: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (values 0 .. 15, bfloat16 scales, float16 zero points) of groups [rows, groups, size] padded with zeros.
-
-    is_there: 1 for a value of the weight, 0 for padding, whose error does not count.
-    """
+    """Return values, scales and zero points of padded groups."""
     extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
     low, high = groups.amin(2, keepdim=True).clamp(max=0.0), groups.amax(2, keepdim=True).clamp(min=0.0)
     found: list[Tensor] = []
@@ -303,7 +281,7 @@ def _round_groups(groups: Tensor, is_there: Tensor, *, minima: bool) -> tuple[Te
 
 
 def _sum_in_lanes(values: Tensor) -> Tensor:
-    """Sum over the last dimension in the order of the compiled kernels: within 16 lanes, then halves of the lanes."""
+    """Sum the last dimension in the compiled kernels' order."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % _LANES))
     lanes = padded.view(*values.shape[:-1], -1, _LANES)
     total: Tensor = lanes[..., 0, :]
@@ -317,7 +295,7 @@ def _sum_in_lanes(values: Tensor) -> Tensor:
 
 
 def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Concatenate weights of one kind, width and order of columns along out_features."""
+    """Concatenate weights of one kind and order along out_features."""
     if len(weights) == 1:
         return weights[0]
     first = weights[0]
@@ -340,24 +318,24 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
-    """Return True if all int4 weights meet input features in the same order; only then can they be fused."""
+    """Return True if int4 weights have one order, as fusing needs."""
     orders = [weight.order for weight in weights if isinstance(weight, Int4Weight)]
     first = orders[0] if orders else None
     return all(each is None if first is None else each is not None and each.equal(first) for each in orders)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (float32 whole numbers of -127 .. 127 [rows, width], float32 scales [rows]).
+    """Return float32 whole numbers of -127 .. 127 and float32 scales [rows].
 
-    A row with a NaN or an infinity becomes zeros with the scale NaN, so its products are NaN. A product of a row and a
-    column is NaN, too, if the product of their scales exceeds float32.
+    A row with a NaN or an infinity becomes zeros with the scale NaN. A product is NaN if the product of its scales
+    exceeds float32.
     """
     scaled, scales = _scale_rows(x, _INT8_MAX)
     return scaled.round(), scales
 
 
 def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
-    """Return rows divided by their scales, so that the largest magnitude is `most`, and the scales, both in float32."""
+    """Return rows with largest magnitude `most`, and their scales."""
     wide = x.float()
     magnitude = wide.abs().amax(dim=1) if x.shape[1] else wide.new_zeros(x.shape[0])
     is_finite, largest = magnitude.isfinite(), torch.full_like(magnitude, most)  # torch may multiply by 1 / number
@@ -368,15 +346,12 @@ def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
 
 
 def round_to_e4m3(x: Tensor) -> Tensor:
-    """Return float32 `x` as float8_e4m3fn: rounded to nearest even, clamped to -448 .. 448; NaN stays NaN."""
+    """Round float32 `x` to nearest even E4M3, clamped to -448 .. 448; NaN stays NaN."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (values [rows, head_dim] of int8 or float8_e4m3fn, float32 scales [rows]) of keys or values.
-
-    A row is its values times its scale. A row with a NaN or an infinity becomes zeros with the scale NaN.
-    """
+    """Return int8 or float8_e4m3fn values, and float32 scales, of KV rows; NaN as in `quantize_rows`."""
     if dtype == torch.int8:
         values, scales = quantize_rows(rows)
         return values.to(torch.int8), scales
@@ -385,10 +360,9 @@ def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def kv_scales(cache: Tensor) -> Tensor:
-    """Return the scales of rounded keys or values, float32 [num_blocks, num_kv_heads, block_size]: a view.
+    """Return a rounded cache's scales, float32 [num_blocks, num_kv_heads, block_size]: a view.
 
-    cache: int8 or float8_e4m3fn [num_blocks, num_kv_heads, block_size, head_dim], from
-    `octavo.worker.kv_cache.PagedKVCache.layer`. In its memory, the scales follow the rows of each block and head.
+    They follow the rows of each block and head.
     """
     num_blocks, num_heads, block_size, head_dim = cache.shape
     behind = cache.storage_offset() + block_size * head_dim
@@ -397,15 +371,15 @@ def kv_scales(cache: Tensor) -> Tensor:
 
 
 def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias, with the rows of x rotated and quantized.
+    """Return x @ weight.T + bias, with x rotated and quantized.
 
-    Each result is float(integer sum) * (row's scale * column's scale) + bias.
+    A result is float(integer sum) * (row's scale * column's scale) + bias.
     """
     values, scales = quantize_rows(rotate(x))
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.shape):
-        # Whole numbers below 2^53 are exact. Adding 0.0 makes a sum of -0.0 terms the integers' 0.
+        # Whole numbers below 2^53 are exact. Adding 0.0 makes -0.0 the integers' 0.
         sums = (values @ weight.values[part].double().T).float() + 0.0
         scaled = sums * (scales.unsqueeze(1) * weight.scales[part])
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)
@@ -413,10 +387,9 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
 
 
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias, with the rows of x quantized.
+    """Return x @ weight.T + bias, with x quantized.
 
-    Each result is float(integer sum) * (row's scale * column's unit) + bias. The integers of the weight are those of
-    `Int4Weight.whole_values`.
+    A result is float(integer sum) * (row's scale * column's unit) + bias.
     """
     values, row_scales = quantize_rows(x if weight.order is None else x[:, weight.order])
     values = values.double()
@@ -429,7 +402,7 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: t
 
 
 def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias; the weight is rounded to x's dtype, sums and the bias are taken in float32."""
+    """Return x @ weight.T + bias; the weight is rounded to x's dtype, sums are float32."""
     wide = x.float()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.shape):
@@ -439,10 +412,10 @@ def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None, out_dtype: tor
 
 
 def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
-    """Return x @ weight.T, with the rows of x rounded to int8 in groups of 32: float32 [rows, out_features].
+    """Return float32 x @ weight.T, with x rounded to int8 in groups of 32.
 
-    Each result is the sum over groups, in their order, of (float(sum of x * values) * scale + float(sum of x) *
-    minimum) * (scale of x's group), each operation rounded once. A weight with two scales in 32 values has two terms.
+    A result is the sum over groups, in their order, of (float(sum of x * values) * scale + float(sum of x) * minimum) *
+    (scale of x's group), each operation rounded once. Two scales in 32 values make two terms.
     """
     rounded, scales = quantize_rows(x.reshape(-1, GROUP_VALUES))
     row_scales = scales.view(x.shape[0], -1, 1)
@@ -452,7 +425,7 @@ def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
         num_groups, size = numbers.values.shape[1:]
         whole = rounded.view(x.shape[0], num_groups, size)
         for group in range(num_groups):
-            # Whole numbers below 2^24 are exact. Adding 0.0 makes a sum of -0.0 terms the integers' 0.
+            # Whole numbers below 2^24 are exact. Adding 0.0 makes -0.0 the integers' 0.
             term = (whole[:, group] @ numbers.values[:, group].T + 0.0) * numbers.scales[:, group]
             if numbers.minima is not None:
                 term = term + (whole[:, group].sum(dim=1, keepdim=True) + 0.0) * numbers.minima[:, group]
@@ -461,7 +434,7 @@ def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
 
 
 def _parts(shape: torch.Size) -> Iterator[slice]:
-    """Yield slices of a weight's rows of at most `_VALUES_AT_ONCE` values, to bound the memory of their wide copies."""
+    """Yield slices of rows, to bound the memory of wide copies."""
     rows = max(1, _VALUES_AT_ONCE // max(shape[1], 1))
     for first in range(0, shape[0], rows):
         yield slice(first, first + rows)

@@ -1,9 +1,6 @@
-"""Recorded forward passes of the compiled CPU kernels: run again for other tokens without Python between the kernels.
+"""Recorded forward passes of the compiled CPU kernels, with addresses (csrc/program.h), to run again.
 
-The model's own code runs, and every kernel call is recorded with its addresses (csrc/program.h), as a CUDA graph
-records kernel launches. Results of the calls have room for the largest step; results that never live at the same time
-share memory. Afterwards a step is one call. This pays because Python takes longer between two kernels than a small
-kernel does.
+This pays because Python takes longer between two kernels than a small kernel does.
 """
 
 from __future__ import annotations
@@ -24,33 +21,30 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_ALIGNMENT = 64  # bytes: a cache line
-# The methods of tensors that a forward pass may call while it is recorded: those that make views or read properties.
+_ALIGNMENT = 64
+# Methods of tensors that make views or read properties.
 _VIEWS = frozenset({"view", "split_with_sizes", "split", "select", "unsqueeze", "transpose"})
 _QUESTIONS = frozenset({"__get__", "data_ptr", "stride", "is_contiguous", "numel", "dim", "size", "__len__"})
 
 
 class NotRecordableError(Exception):
-    """The forward pass computes with torch, or calls a kernel that cannot be recorded."""
+    """The forward pass computes with torch, or a kernel cannot be recorded."""
 
 
 class Rehearsal:
-    """Measures the lifetime of each result of a forward pass; results with disjoint lifetimes can then share memory.
-
-    num_tokens: rows of this pass. max_tokens: rows of the largest step.
-    """
+    """Measures the lifetimes of a pass's results; disjoint ones can share memory."""
 
     def __init__(self, num_tokens: int, max_tokens: int) -> None:
         self._num_tokens, self._max_tokens = num_tokens, max_tokens
-        self._sizes: list[int] = []  # of each result, with room for the rows of the largest step
-        self._ends: dict[int, int] = {}  # index of the first result that is allocated after this one is freed
+        self._sizes: list[int] = []
+        self._ends: dict[int, int] = {}  # the first result allocated after this one is freed
         self.views_only = _ViewsOnly()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a result of a kernel, of undefined content, and watch its lifetime."""
+        """Allocate a kernel's result and watch its lifetime."""
         index, size = len(self._sizes), math.prod(shape) * dtype.itemsize
         self._sizes.append(-(-size // self._num_tokens) * self._max_tokens)
-        # The array lives as long as any view of the tensor.
+        # It lives as long as any view.
         array = np.empty(size, dtype=np.uint8)
         weakref.finalize(array, self._let_go, index).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
@@ -59,10 +53,7 @@ class Rehearsal:
         self._ends[index] = len(self._sizes)
 
     def plan(self) -> tuple[list[int], int]:
-        """Return the offset of each result in one piece of memory, and the bytes of that memory.
-
-        Results are placed greedily, the largest first.
-        """
+        """Return each result's offset in one memory, and its bytes."""
         never = len(self._sizes)
         offsets: dict[int, int] = {}
         for index in sorted(range(never), key=lambda i: (-self._sizes[i], i)):
@@ -83,9 +74,9 @@ class Rehearsal:
 
 
 class Recorder:
-    """Replaces the compiled module's `KernelSet` while a forward pass runs: makes each call and records it.
+    """Makes and records the kernel calls of a pass, in place of the `KernelSet`.
 
-    offsets: of each result in `memory`, from a `Rehearsal` of the same pass.
+    offsets: of the same pass's results in `memory`.
     """
 
     def __init__(
@@ -106,10 +97,7 @@ class Recorder:
         self._calls: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return a function that calls and records the kernel of that name.
-
-        Raises `NotRecordableError` if calls of the kernel cannot be part of a recorded step.
-        """
+        """Return a function that calls and records a kernel, or raise `NotRecordableError`."""
         call = getattr(self._set, name)
         add = getattr(self._program, name, None)
         if add is None:
@@ -123,12 +111,12 @@ class Recorder:
         return call_and_add
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return a result's tensor, of undefined content, at its planned offset."""
+        """Return a result's tensor at its planned offset."""
         offset = next(self._offsets)
         return self._memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def finish(self, hidden: Tensor) -> RecordedForward:
-        """Return the recorded pass. hidden: the result of the forward pass."""
+        """Return the recorded pass."""
         first = hidden.data_ptr() - self._memory.data_ptr()
         rows = self._memory[first : first + self._max_tokens * hidden[0].nbytes]
         result = rows.view(hidden.dtype).view(self._max_tokens, -1)
@@ -136,17 +124,16 @@ class Recorder:
 
 
 class RecordedForward:
-    """The forward pass of one model over one KV cache: (token ids [num_tokens], batch) -> hidden states of its outputs.
+    """A model's forward pass over one KV cache: (token ids, batch) -> hidden states of its outputs.
 
-    num_tokens may be any number up to max_tokens. The next call overwrites the result.
-    calls: the names of the kernels, in the order in which a step runs them.
+    The next call overwrites the result.
     """
 
     def __init__(self, kernel_set: Any, program: Any, calls: tuple[str, ...], result: Tensor) -> None:
         self.calls = calls
         self._set = kernel_set
         self._program = program
-        self._result = result  # a view: it keeps all memory alive that the program has addresses of
+        self._result = result  # this view keeps the program's memory alive
         self._all_rows = torch.arange(result.shape[0])
         self._takes_rows = "take_rows" in calls
         self._nanoseconds: Tensor | None = None
@@ -157,7 +144,7 @@ class RecordedForward:
         return self._result.shape[0]
 
     def measure_calls(self) -> Tensor:
-        """Return int64 [calls], to which every later step adds the nanoseconds of each of its calls."""
+        """Return int64 [calls], to which later steps add nanoseconds."""
         self._nanoseconds = torch.zeros(len(self.calls), dtype=torch.int64)
         return self._nanoseconds
 
@@ -175,7 +162,7 @@ class RecordedForward:
 
 
 def with_all_rows(batch: AttentionBatch) -> AttentionBatch:
-    """Return the batch with all of its rows as outputs. The batch of the outputs has copies of the arrays."""
+    """Return the batch with all rows as outputs, in copied arrays."""
     rows = torch.arange(batch.positions.shape[0])
     return replace(batch, outputs=OutputRows(rows, _copy(batch)))
 
@@ -187,7 +174,7 @@ def _copy(batch: AttentionBatch) -> AttentionBatch:
 
 
 def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tuple[Any, ...]:
-    """Return the arguments that csrc/arguments.h calls StepArgs."""
+    """Return csrc/arguments.h's StepArgs."""
     return (
         token_ids.data_ptr(),
         token_ids.shape[0],
@@ -199,12 +186,12 @@ def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tupl
 
 
 def _arrays_of_groups(batch: AttentionBatch) -> list[tuple[int, ...]]:
-    """Return the arguments of each KV group."""
+    """Return `_arrays` of each KV group."""
     return [_arrays(batch), *map(_arrays, batch.more_groups)]
 
 
 def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
-    """Return the arguments that csrc/arguments.h calls BatchArgs."""
+    """Return csrc/arguments.h's BatchArgs."""
     return (
         batch.positions.data_ptr(),
         batch.slot_mapping.data_ptr(),
@@ -216,7 +203,7 @@ def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """Allows torch to make views only: anything that torch computes would be missing from the recording."""
+    """Lets torch make views only: a recording would miss its computations."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -227,6 +214,6 @@ class _ViewsOnly(TorchFunctionMode):
 
 
 def _is_plain(index: Any) -> bool:
-    """Return True if an index makes a view: it consists of integers and slices."""
+    """Return True if an index makes a view."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(isinstance(part, int | slice) for part in parts)

@@ -1,7 +1,6 @@
-"""Every operation in plain torch: the reference in tests of the other backends, and the fallback without them.
+"""Every operation in plain torch: the reference in tests, and the fallback.
 
-It runs on any device and rounds as the interface says. But torch's matrix products and reductions choose their order by
-shape, so a row's last bits may depend on other rows. Only the compiled backends keep the law of exactness.
+torch chooses the order of sums by shape, so a row's last bits may depend on other rows.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ if TYPE_CHECKING:
 
 _PRODUCTS: dict[type, Callable[..., Tensor]] = {Int8Weight: linear_int8, Int4Weight: linear_int4, Fp8Weight: linear_fp8}
 _SAMPLE_ROWS = 8
-_SAMPLE_BYTES_PER_LOGIT = 128  # noise, sorted values, ids and float64 weights of one row
-_QUERY_CHUNK = 256  # query rows whose scores over the whole KV are in memory at a time
-_WEIGHT_CHUNK = 16384  # output features that are widened to float32 at a time
+_SAMPLE_BYTES_PER_LOGIT = 128  # noise, sorted values, ids, float64 weights
+_QUERY_CHUNK = 256
+_WEIGHT_CHUNK = 16384
 
 
 class ReferenceKernels:
@@ -59,17 +58,17 @@ class ReferenceKernels:
     multiplies_fp8 = False
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation by its plain version."""
+        """See `Kernels`."""
         operation.reference(*args)
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
-        """Round a weight to integers of 8 or 4 bits."""
+        """See `Kernels`."""
         if not weight.is_floating_point():
             raise ValueError(f"a weight of {weight.dtype} cannot be quantized")
         return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Keep one weight, or parts in blocks, without a copy; other parts are concatenated into a copy."""
+        """Copy only parts that are not in blocks, to concatenate them."""
         if isinstance(weight, Sequence):
             parts = [part for part in weight if isinstance(part, BlockWeight)]
             if parts:
@@ -82,7 +81,7 @@ class ReferenceKernels:
     layout = None
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Return no parts: the weights are those of the checkpoint, so there is nothing to keep."""
+        """Return no parts."""
         del packed
         return ()
 
@@ -95,13 +94,13 @@ class ReferenceKernels:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """Return memory of undefined content."""
+        """Return undefined memory."""
         return like.new_empty(shape)
 
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """Return x @ weight.T + bias."""
+        """See `Kernels`."""
         if out is not None:
             return out.copy_(self.linear(x, packed, float32_out=float32_out))
         weight, bias = packed.storage, packed.bias
@@ -119,19 +118,19 @@ class ReferenceKernels:
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up of x @ weight.T + bias."""
+        """See `Kernels`."""
         return self.gate(self.linear(x, packed), activation)
 
     def pack_groups(self, weights: Tensor) -> PackedGroups:
-        """Pack the weight of each group separately."""
+        """See `Kernels`."""
         return pack_groups(self, weights)
 
     def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-        """Return each row times the weight of its group, by one product for each group."""
+        """See `Kernels`."""
         return grouped_linear(self, x, packed, group_start)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
-        """Return rows of the weight times `scale`."""
+        """See `Kernels`."""
         weight = packed.storage
         if isinstance(weight, list):
             (vocabulary,) = weight
@@ -147,11 +146,11 @@ class ReferenceKernels:
         return (rows if scale == 1.0 else rows.float() * scale).to(dtype)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Return x[rows]."""
+        """See `Kernels`."""
         return x[rows]
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return False: this backend has no graphs."""
+        """Return False."""
         del head_dims, dtype
         return False
 
@@ -168,13 +167,13 @@ class ReferenceKernels:
         return forward(token_ids, batch), None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / rms(x) * weight."""
+        """See `Kernels`."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
         return (wide * scale * weight.float()).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
-        """Add x * scale to `residual` in place and return its norm."""
+        """See `Kernels`."""
         add(self, x, residual, scale)
         return self.rms_norm(residual, weight, eps)
 
@@ -191,7 +190,7 @@ class ReferenceKernels:
         interleaved: bool = False,
         query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place; write rotated k, and v, into their slots."""
+        """See `Kernels`."""
         turns = cos_sin[batch.positions].unsqueeze(1)  # [num_tokens, 1, rotary_dim]
         q.copy_(_rotate(q, turns, interleaved=interleaved))
         if query_scale is not None:
@@ -216,14 +215,14 @@ class ReferenceKernels:
         window: int | None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Return causal attention, one sequence after the other."""
+        """See `Kernels`."""
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         query_start = batch.query_start.tolist()
         for i, seq_len in enumerate(batch.seq_lens.tolist()):
             blocks = batch.block_tables[i, : -(-seq_len // batch.block_size)].long()
             start = 0 if window is None else max(0, int(batch.positions[query_start[i]]) - window + 1)
             num_behind = start // batch.block_size
-            blocks[:num_behind] = blocks[num_behind]  # blocks before the window may have been released
+            blocks[:num_behind] = blocks[num_behind]
             keys, values = (
                 _read_blocks(cache, blocks).transpose(1, 2).flatten(0, 1)[:seq_len]  # [seq_len, num_kv_heads, head_dim]
                 for cache in (k_cache, v_cache)
@@ -236,7 +235,7 @@ class ReferenceKernels:
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up."""
+        """See `Kernels`."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
         return (activated * up).to(gate_up.dtype)
@@ -244,20 +243,20 @@ class ReferenceKernels:
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return the bytes of one sequence's float32 KV and a chunk's scores, or of `_SAMPLE_ROWS` sampled rows."""
+        """Return the most bytes of attention or of sampling."""
         del max_tokens
         attention = max_seq_len * (4 * num_kv_heads * head_dim * 4 + _QUERY_CHUNK * num_heads * 13)
         return max(attention, _SAMPLE_ROWS * vocab_size * _SAMPLE_BYTES_PER_LOGIT)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Return one token id per row, a few rows at a time."""
+        """See `Kernels`."""
         parts = (slice(i, i + _SAMPLE_ROWS) for i in range(0, logits.shape[0], _SAMPLE_ROWS))
         return torch.cat([_sample(logits[part], rows.take(part)) for part in parts])
 
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the accepted tokens of each request, and their numbers."""
+        """See `Kernels`."""
         first, num_rows = cu_num_logits[:-1].long(), cu_num_logits.diff()
         if bool(((num_rows < 1) | (num_rows > num_speculative_steps + 1)).any()):
             raise IndexError(f"a request has no row of logits or more than {num_speculative_steps} drafts")
@@ -269,13 +268,13 @@ class ReferenceKernels:
         return sampled, num_sampled.int()
 
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest values and their ids."""
+        """See `Kernels`."""
         largest, ids = values.nan_to_num(-torch.inf, torch.inf, -torch.inf).sort(dim=1, descending=True, stable=True)
         return largest[:, :k], ids[:, :k]
 
 
 def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Choose one token per row; -1 for a row with a NaN, or with nothing above -inf."""
+    """Choose one token per row, or -1."""
     temperature, seed, position, sample_index = (
         column.to(logits.device) for column in (rows.temperature, rows.seed, rows.position, rows.sample_index)
     )
@@ -302,10 +301,10 @@ def _rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def _read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Return the keys or values of the given blocks: float32 [num_blocks, num_kv_heads, block_size, head_dim]."""
+    """Return the given blocks in float32."""
     if cache.dtype not in ROUNDED_KV_DTYPES:
         return cache[blocks].float()
-    values = cache.view(torch.int8)[blocks].view(cache.dtype)  # bytes: torch does not index fp8 on every device
+    values = cache.view(torch.int8)[blocks].view(cache.dtype)  # torch does not index fp8 on every device
     return values.float() * kv_scales(cache)[blocks].unsqueeze(-1)
 
 
@@ -318,10 +317,7 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Return float32 attention of rows [n, num_heads, head_dim] of one sequence over its KV: [n, num_heads * head_dim].
-
-    keys, values float32 [seq_len, num_kv_heads, head_dim]; positions [n].
-    """
+    """Return float32 attention of one sequence's rows over its KV: [n, num_heads * head_dim]."""
     num_rows, num_heads, head_dim = q.shape
     grouped = q.view(num_rows, keys.shape[1], num_heads // keys.shape[1], head_dim)
     scores = torch.einsum("nkgd,skd->nkgs", grouped, keys) * scale
@@ -336,10 +332,10 @@ def _attend(
 
 
 def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
-    """Return which tokens min_p, then top_k, then top_p keep: logits / temperature [n, vocab] -> bool [n, vocab].
+    """Return which tokens of logits / temperature [n, vocab] min_p, then top_k, then top_p keep.
 
-    min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending).
-    top_p keeps the shortest prefix whose probability, a float64 sum in that order, reaches it.
+    min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending),
+    top_p the shortest that reaches it, by a float64 sum in that order.
     """
     top_k, top_p, min_p = (column.to(scaled.device) for column in (rows.top_k, rows.top_p, rows.min_p))
     if not bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):
@@ -358,17 +354,14 @@ def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def pack_groups(kernels: Kernels, weights: Tensor) -> PackedGroups:
-    """Implement `Kernels.pack_groups` by packing one group after the other."""
-    packed = [kernels.pack_linear([weight]) for weight in weights]  # a list, because its weights are copied
+    """Pack each group's weight separately."""
+    packed = [kernels.pack_linear([weight]) for weight in weights]  # a list is copied
     num_groups, out_features, in_features = weights.shape
     return PackedGroups(num_groups, out_features, in_features, packed, sum(each.num_bytes for each in packed))
 
 
 def grouped_linear(kernels: Kernels, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-    """Implement `Kernels.grouped_linear` by one product for each group. `packed` is the result of `pack_groups` above.
-
-    group_start is read on the host.
-    """
+    """Compute one product per group of `pack_groups`; group_start is read on the host."""
     bounds = pairwise(group_start.tolist())
     parts = [
         kernels.linear(x[first:end], weight)

@@ -3,10 +3,10 @@
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (arXiv 2211.17192), algorithm 1; Chen et
 al., "Accelerating Large Language Model Decoding with Speculative Sampling" (arXiv 2302.01318), algorithm 2.
 
-p is the target's distribution and q that of the draft, which was drawn from q by `Stream.DRAFT`. A draft x is accepted
-with probability min(1, p(x) / q(x)), by `Stream.ACCEPTANCE`. The first rejected draft is replaced by a token drawn from
-max(p - q, 0), normalised, by `Stream.RESAMPLING`. If all drafts are accepted, one token drawn from p follows. So each
-token has distribution p for any q, provided that the decision to verify a draft does not depend on the draft's token.
+A draft x, drawn from q, is accepted with probability min(1, p(x) / q(x)); p is the target's distribution. The first
+rejected draft is replaced by a token drawn from max(p - q, 0), normalised. If all are accepted, a token drawn from p
+follows. So each token has distribution p for any q, provided that the decision to verify a draft does not depend on its
+token.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def filtered_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Return the distributions that `Kernels.sample` draws from: float32 [n, vocab] -> float64 [n, vocab].
+    """Return the float64 distributions that `Kernels.sample` draws from.
 
-    A greedy row has probability 1 at one token. A row for which `Kernels.sample` returns -1 sums to 0 or to NaN.
+    A row for which it returns -1 sums to 0 or to NaN.
     """
     temperature = rows.temperature.to(logits.device).unsqueeze(1)
     is_greedy = temperature == 0
@@ -42,10 +42,9 @@ def filtered_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return a token id per row, with probabilities in proportion to its weights: [n, vocab] and [n] -> int64 [n].
+    """Return a token id per row with probability in proportion to weights; -1 if they sum to 0 or to NaN.
 
-    uniform: numbers of (0, 1). Inversion in float64: the first token at which the cumulative sum exceeds uniform times
-    the total. The id is -1 if the weights sum to 0 or to NaN.
+    It is the first at which the cumulative float64 sum exceeds `uniform`, of (0, 1), times the total.
     """
     sums = weights.double().cumsum(dim=1)
     total = sums[:, -1:].contiguous()
@@ -66,16 +65,12 @@ def rejection_sampling_batched(
 ) -> tuple[Tensor, Tensor]:
     """Return the accepted tokens of each request: the accepted drafts, then one more token.
 
-    target_sampled, draft_ids, cu_num_logits, num_speculative_steps and the result are those of
-    `Kernels.rejection_sample`. Of target_sampled only the last row of each request is used: the choice from p if all
-    drafts are accepted.
-    target_probs [num_logits, vocab]: p of each row, from `filtered_probs`. draft_probs [num_logits, vocab]: q of the
-    draft that follows each row, which is the next row's input; a request's last row may hold any numbers. draft_probs
-    is None if the drafts were looked up and not drawn: then q is 1 at the draft. rows: seed, position and sample index
-    of each row, for the noise.
+    Other arguments, result and `IndexError` are those of `Kernels.rejection_sample`. Of target_sampled only each
+    request's last row is used: the choice from p if all drafts are accepted.
+    target_probs [num_logits, vocab]: p, from `filtered_probs`. draft_probs [num_logits, vocab]: q of the next row's
+    input; None if drafts were looked up: then q is 1 at the draft.
 
     If a row's p sums to 0 or to NaN, its token is -1 and is the request's last.
-    Raises `IndexError` if a request has no row, or more than num_speculative_steps + 1.
     """
     first, num_rows = cu_num_logits[:-1].long(), cu_num_logits.diff().long()
     if bool(((num_rows < 1) | (num_rows > num_speculative_steps + 1)).any()):
@@ -101,7 +96,7 @@ def rejection_sampling_batched(
         residual = target.scatter(1, drafts[at].unsqueeze(1), 0.0)
     else:
         residual = (target - draft_probs[at].double()).clamp(min=0.0)
-    # If p and q differ only by rounding, the residual may be all zeros; the rejection was then caused by rounding, too.
+    # If p and q differ only by rounding, it may be all zeros.
     residual = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, target)
     chosen[is_rejected] = draw(residual, uniform_noise(seed[at], position[at], sample_index[at], Stream.RESAMPLING))
     sampled = torch.where(is_accepted_so_far, drafts[row_of], -1).scatter_(1, num_accepted[:, None], chosen[:, None])

@@ -1,1 +1,1 @@
-"""Operations, one in each module, with their plain versions: see `octavo.kernels.operation`."""
+"""Operations, one in each module."""

@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 def add(x: Tensor, residual: Tensor, scale: float) -> None:
     """Add x * scale to `residual` in place. Both [num_tokens, hidden], contiguous, of one dtype.
 
-    The product and the sum are taken in float32; the sum is rounded to the dtype of both.
+    The sum is taken in float32 and rounded once.
     """
     residual.copy_(residual.float() + x.float() * scale)

@@ -1,9 +1,8 @@
 """Attention over paged KV for a ragged batch, prompts and decodes in one launch.
 
-The KV of a sequence is cut by absolute position into tiles of 64 positions and partitions of 4 tiles. Within a
-partition a row goes through its tiles in order with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022);
-partitions are merged in order. Rows are the query heads of a KV head, token after token. A tile of queries has 64 rows;
-missing rows are padded, so that each product has the same shape, and on each device the same instructions.
+A row goes through the tiles of a partition in order with an online softmax (Milakov and Gimelshein 2018; Dao et al.
+2022); partitions are merged in order. Tiles of rows are padded, so that each product has the same shape, and on each
+device the same instructions.
 
     rows of one KV head            tiles of KV, by absolute position
     token 0, head 0   +-----+    | partition 0       | partition 1       |
@@ -11,19 +10,16 @@ missing rows are padded, so that each product has the same shape, and on each de
     token 1, head 0   | 64  |    +-------------------+-------------------+
     ...               +-----+      state 0           -> merged with state 1 -> ...
 
-A program goes through all partitions of its tile of queries, and merges each in registers. If there are too few
-sequences to keep the device busy, sequences of few tokens (decodes, and drafts that are verified) are split: a program
-computes one partition, and `_merge_partitions` merges the partitions in the same order. One compiled kernel does both:
-splitting is an argument of the launch. Reductions run over tiles in the layout of products, which does not depend on
-how memory is read. So a row's result depends only on its own position and KV.
+If sequences are too few to keep the device busy, those of few tokens are split: a program computes one partition, and
+`_merge_partitions` merges them in the same order. Reductions run over tiles in the layout of products, which does not
+depend on how memory is read. So a row's result depends only on its own position and KV.
 
-The launch depends on shapes alone: the number of rows, the number of sequences, and the width of the block tables. So a
-launch that a graph has captured serves sequences of any length. A row of a sequence of length 0 is at position -1,
-sees no position, and gets zeros. Divisions round towards zero, so its first tile is visited, but all loads are masked.
-No program computes the padding rows after all sequences; if there may be some, the result is initialized with zeros.
+The launch depends on shapes alone, so a captured one serves sequences of any length. In a sequence of length 0, a row
+is at position -1 and gets zeros: divisions round towards zero, so it visits its first tile, with masked loads. Padding
+rows after all sequences are initialized with zeros.
 
-Two properties can only be tested on a device, not in the interpreter: a row of a product does not depend on the other
-rows of the tile or on its place in the tile, and products with weights of zero do not change a sum.
+Only a device can show that a row of a product does not depend on the rest of the tile, and that products with weights
+of zero do not change a sum.
 """
 
 from __future__ import annotations
@@ -45,17 +41,17 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import AttentionBatch
 
-MAX_ROW_BYTES = 512  # of a head, padded: tiles of queries, keys and values must fit in shared memory together
-BLOCK_M = 64  # rows of a tile of queries: the rows that a warp group of Hopper multiplies at a time
-TILE = 64  # positions
-TILES = 4  # of a partition
+MAX_ROW_BYTES = 512  # of a padded head: tiles of q, k and v share shared memory
+BLOCK_M = 64  # rows that a warp group of Hopper multiplies
+TILE = 64
+TILES = 4
 PARTITION = TILE * TILES
-_SPLIT_TOKENS = 8  # most tokens of a sequence that is split, if not all sequences of the batch have one token
-_SPLIT_PROGRAMS = 512  # with this many programs a device is busy without splitting
-_PARTIAL_BYTES = 128 << 20  # limit of the partial sums: nothing is split if they would take more
+_SPLIT_TOKENS = 8  # of a split sequence, unless all have one token
+_SPLIT_PROGRAMS = 512
+_PARTIAL_BYTES = 128 << 20  # of partial sums: else nothing is split
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_WINDOW = 1 << 30
-_OF_A_RUN = ["num_seqs", "split_tokens", "max_partitions", "window", "table_stride"]  # one kernel for all of these
+_OF_A_RUN = ["num_seqs", "split_tokens", "max_partitions", "window", "table_stride"]
 
 
 def paged_attention(
@@ -67,7 +63,7 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Return causal attention of every row over the KV of its own sequence: [num_tokens, num_heads * head_dim]."""
+    """Return causal attention over paged KV."""
     num_tokens, num_heads, head_dim = q.shape
     num_seqs, num_kv_heads = batch.seq_lens.shape[0], k_cache.shape[1]
     group = num_heads // num_kv_heads
@@ -77,8 +73,8 @@ def paged_attention(
     partials = partial_sums(num_seqs * split_tokens, num_heads, max_partitions if split_tokens else 1, head_dim, q)
     has_scales = k_cache.dtype in ROUNDED_KV_DTYPES
     k_scales, v_scales = (kv_scales(k_cache), kv_scales(v_cache)) if has_scales else (partials[1], partials[1])
-    num_tiles = num_tokens * group // BLOCK_M + num_seqs  # an upper bound
-    token_stride = q.stride(0) if num_tokens > 1 else q.shape[1] * q.shape[2]  # torch gives that of one token any value
+    num_tiles = num_tokens * group // BLOCK_M + num_seqs  # at most
+    token_stride = q.stride(0) if num_tokens > 1 else q.shape[1] * q.shape[2]  # of one token it may be any number
     _attend[num_tiles, num_kv_heads, max_partitions if split_tokens else 1](
         out, *partials, q, as_bytes(k_cache), as_bytes(v_cache), k_scales, v_scales,
         batch.query_start, batch.seq_lens, batch.block_tables,
@@ -102,25 +98,25 @@ def paged_attention(
 
 
 def is_covered(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return True if the kernel supports heads of this dimension and dtype."""
+    """Return True if the kernel supports such heads."""
     return bool(triton.next_power_of_2(head_dim) * dtype.itemsize <= MAX_ROW_BYTES)
 
 
 def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
-    """Return the compile options of `_attend`: longer rows take twice the threads and fewer stages of prefetch."""
+    """Return compile options; longer rows take more threads and fewer stages."""
     row_bytes = head_dim * dtype.itemsize
     num_warps, num_stages = 8 if row_bytes > 128 else 4, 2 if row_bytes <= 256 and dtype.itemsize < 4 else 1
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
 def partial_sums(num_rows: int, num_heads: int, num_partitions: int, head_dim: int, like: Tensor) -> list[Tensor]:
-    """Return memory for each row's state of each partition: [sums of values, (maximum, sum of weights)]."""
+    """Return memory for partitions' states: sums, and (maximum, sum of weights)."""
     shape = (max(num_rows, 1), num_heads, num_partitions)
     return [like.new_empty(*shape, width, dtype=torch.float32) for width in (head_dim, 2)]
 
 
 def scratch_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, max_seq_len: int) -> int:
-    """Return the most bytes that partial sums take for any batch."""
+    """Return the most bytes of partial sums."""
     partitions = triton.cdiv(max_seq_len, PARTITION)
     most_seqs = max(1, _SPLIT_PROGRAMS // num_kv_heads)
     return min(_PARTIAL_BYTES, _partial_bytes(most_seqs * _SPLIT_TOKENS, num_heads, partitions, head_dim))
@@ -129,7 +125,7 @@ def scratch_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, max_seq_l
 def _split_tokens(
     num_tokens: int, num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, max_partitions: int
 ) -> int:
-    """Return the most tokens of a sequence in this step that is split; 0 splits none. Results do not depend on it."""
+    """Return the most tokens of a split sequence."""
     if max_partitions == 1 or num_seqs * num_kv_heads >= _SPLIT_PROGRAMS:
         return 0
     split_tokens = 1 if num_tokens == num_seqs else _SPLIT_TOKENS
@@ -143,10 +139,7 @@ def _partial_bytes(num_rows: int, num_heads: int, num_partitions: int, head_dim:
 
 @triton.jit
 def _merge(total_max, total_weight, totals, part_max, part_weight, part):
-    """Merge a partition's state into that of the partitions before it: maxima [rows], weights [rows], sums [rows, dim].
-
-    A maximum of -inf means that the row saw no position.
-    """
+    """Merge a partition's state into the earlier ones'; a maximum of -inf is of a row that saw no position."""
     maximum = tl.maximum(total_max, part_max)
     origin = tl.where(maximum == float("-inf"), 0.0, maximum)
     keep, add = tl.exp2(total_max - origin), tl.exp2(part_max - origin)
@@ -167,9 +160,9 @@ def _attend_tile(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Update the state of rows at `position` with the tile of KV at position `start`.
+    """Update the state of rows with one tile of KV.
 
-    Positions before `first`, which no row sees, are not read: their blocks may have been released.
+    Positions before `first` are not read: their blocks may have been released.
     """
     of_tile, dim = start + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     is_there = (of_tile >= first) & (of_tile < seq_len)
@@ -181,7 +174,7 @@ def _attend_tile(
         mask=is_there[None, :] & is_dim[:, None], other=0.0,
     )  # fmt: skip
     if HAS_SCALES:
-        k = round_to(to_float32(k), q.dtype)  # exact in every type
+        k = round_to(to_float32(k), q.dtype)
     scores = dot(q, k, tl.zeros([q.shape[0], TILE], tl.float32)) * scale
     if HAS_SCALES:
         scores *= tl.load(k_scales_ptr + block * k_scales_stride + offset, mask=is_there, other=0.0)[None, :]
@@ -197,7 +190,7 @@ def _attend_tile(
         v_ptr + (block * v_block_stride + offset * v_row_stride)[:, None] + dim[None, :],
         mask=is_there[:, None] & is_dim[None, :], other=0.0,
     )  # fmt: skip
-    if HAS_SCALES:  # rows are scaled, not weights, which float16 could not hold
+    if HAS_SCALES:  # float16 could not hold scaled weights
         scales = tl.load(v_scales_ptr + block * v_scales_stride + offset, mask=is_there, other=0.0)
         v = round_to(to_float32(v) * scales[:, None], q.dtype)
     return largest, weight, dot(round_to(weights, q.dtype), v, sums * keep[:, None])
@@ -205,11 +198,11 @@ def _attend_tile(
 
 @triton.jit
 def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the sequence of a tile of queries, and the tile's number in it, which may be past its last tile.
+    """Return a tile's sequence, and its number there, which may be past the last.
 
-    The tiles of sequence i begin at number floor(rows before it / BLOCK_M) + i, which has room for all of them.
+    Tiles of sequence i begin at number floor(rows before it / BLOCK_M) + i, so that all have room.
     """
-    # Find the last sequence whose first tile is not after `tile`. `low` must be a tensor even if the loop does not run.
+    # Find the last sequence that begins at or before `tile`. `low` must be a tensor even if the loop does not run.
     low, high = 0 * num_seqs, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -230,7 +223,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of queries of one KV head: all partitions, or only the one of the third program id."""
+    """Compute a tile of queries of one KV head: all partitions, or one."""
     sequence, tile = _sequence_of_tile(query_start_ptr, tl.program_id(0), num_seqs, GROUP, BLOCK_M)
     first_token = tl.load(query_start_ptr + sequence)
     num_tokens = tl.load(query_start_ptr + sequence + 1) - first_token
@@ -291,8 +284,8 @@ def _attend(
 
 @triton.jit
 def _write(place, totals, total_weight, mask):
-    """Store totals / total_weight. Zeros become positive: a zero's sign may come from a product with weight zero."""
-    total_weight = tl.where(total_weight == 0.0, 1.0, total_weight)  # 0 for rows that are not stored or saw nothing
+    """Store totals / total_weight. A zero becomes positive: its sign may come from a weight of zero."""
+    total_weight = tl.where(total_weight == 0.0, 1.0, total_weight)  # the row saw nothing
     result = tl.div_rn(totals, tl.broadcast_to(total_weight[:, None], totals.shape)) + 0.0
     tl.store(place, round_to(result, place.dtype.element_ty), mask=mask)
 
@@ -303,7 +296,7 @@ def _merge_partitions(
     split_tokens, max_partitions, window,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTITION: tl.constexpr,
 ):  # fmt: skip
-    """Merge the states of all partitions, in order, for one head of one token of a split sequence."""
+    """Merge one head's partitions for one token of a split sequence."""
     sequence, token = tl.program_id(0) // split_tokens, tl.program_id(0) % split_tokens
     first_token = tl.load(query_start_ptr + sequence)
     num_tokens = tl.load(query_start_ptr + sequence + 1) - first_token

@@ -1,4 +1,4 @@
-"""The interface's backend of Triton kernels; plain torch computes operations that have no Triton kernel."""
+"""The interface's backend of Triton kernels."""
 
 from __future__ import annotations
 
@@ -57,10 +57,9 @@ _OPERATIONS = (
 
 
 class TritonKernels(ReferenceKernels):
-    """Triton kernels for a GPU, or for Triton's interpreter on the CPU.
+    """Triton kernels for a GPU, or for Triton's interpreter on the CPU; plain torch computes the rest.
 
-    Operations that are not defined here are computed by plain torch; a warning names them when the kernels are made.
-    graph_pool: makes the `GraphPool` of a device. The interpreter cannot capture graphs, so tests set another pool.
+    graph_pool: makes a device's `GraphPool`; tests replace it, because the interpreter cannot capture graphs.
     """
 
     name = "triton"
@@ -77,11 +76,11 @@ class TritonKernels(ReferenceKernels):
                 stacklevel=3,
             )
         self._warned_of: set[str] = set()
-        self._product_bytes_per_row = 0  # most bytes of partial sums of any weight packed so far
+        self._product_bytes_per_row = 0  # of any weight so far
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation by the function and module of its name, or by plain torch if there is no such module."""
+        """Compute an operation by the function and module of its name, or by plain torch."""
         kernel = kernel_of(operation.name)
         if kernel is None:
             self._leave_to_torch(operation.name)
@@ -90,7 +89,7 @@ class TritonKernels(ReferenceKernels):
             kernel(*args)
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Keep a float, int8 or fp8 weight unchanged; pack an int4 weight or a weight in blocks."""
+        """Pack weights of int4 or in blocks; keep other kinds."""
         if isinstance(weight, Int4Weight):
             packed = pack_int4(weight)
             num_bytes = packed.nbytes + (0 if bias is None else bias.nbytes)
@@ -106,10 +105,7 @@ class TritonKernels(ReferenceKernels):
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return the most bytes of partial sums, of attention or of a product with any weight packed so far.
-
-        If heads are so wide that the Triton kernel does not cover every dtype, plain torch's bytes count, too.
-        """
+        """Return the most bytes of partial sums, for any weight packed so far, and of plain torch's part."""
         shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_seq_len": max_seq_len}
         of_products = self._product_bytes_per_row * min(max_tokens, BLOCK_M)
         taken = max(attention.scratch_bytes(**shape), of_products)
@@ -120,7 +116,7 @@ class TritonKernels(ReferenceKernels):
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """Return x @ weight.T + bias."""
+        """See `Kernels`."""
         weight = packed.storage
         if out is None:
             dtype = torch.float32 if float32_out else x.dtype
@@ -138,22 +134,22 @@ class TritonKernels(ReferenceKernels):
         return matmul(x, weight, out, packed.bias)
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up of x @ weight.T + bias."""
+        """See `Kernels`."""
         return self.gate(self.linear(x, packed), activation)
 
     def pack_groups(self, weights: Tensor) -> PackedGroups:
-        """Keep `weights` on a GPU unchanged; copy `weights` in the host's memory, because they may alias a file."""
+        """Copy `weights` in the host's memory, which may alias a file."""
         kept = weights.contiguous() if weights.is_cuda else weights.clone(memory_format=torch.contiguous_format)
         num_groups, out_features, in_features = weights.shape
         return PackedGroups(num_groups, out_features, in_features, kept, kept.nbytes)
 
     def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-        """Return each row times the weight of its group, by one launch."""
+        """See `Kernels`."""
         out = torch.empty(x.shape[0], packed.out_features, dtype=x.dtype, device=x.device)
         return grouped_matmul(x, packed.storage, group_start, out)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
-        """Return rows of the weight times `scale`. Plain torch reads rows of quantized weights, exactly."""
+        """See `Kernels`."""
         if isinstance(packed.storage, torch.Tensor):
             return embedding.embedding(token_ids, packed.storage, dtype, scale)
         storage = packed.storage.vocabulary() if isinstance(packed.storage, BlockParts) else packed.storage
@@ -163,11 +159,11 @@ class TritonKernels(ReferenceKernels):
         return super().embedding(token_ids, packed, dtype, scale)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Return x[rows]."""
+        """See `Kernels`."""
         return take_rows(x, rows)
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return True if graphs exist and plain torch, which may read the batch on the host, computes no part."""
+        """Return True unless plain torch, which may read the batch on the host, computes a part."""
         if is_interpreted() and type(self).graph_pool is CudaGraphPool:
             logger.warning("no decode graphs are captured: Triton's interpreter does not support them")
             return False
@@ -184,7 +180,7 @@ class TritonKernels(ReferenceKernels):
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
-        """Run a forward pass, and capture it for a plan's decode steps (`octavo.kernels.triton.decode_graphs`)."""
+        """Run a forward pass, and capture a plan's decode steps."""
         del max_tokens
         hidden = forward(token_ids, batch)
         if decodes is None:
@@ -192,31 +188,31 @@ class TritonKernels(ReferenceKernels):
         return hidden, DecodeGraphs(forward, batch, decodes, type(self).graph_pool(token_ids.device))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / rms(x) * weight."""
+        """See `Kernels`."""
         return norms.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
-        """Add x * scale to `residual` in place and return its norm."""
+        """See `Kernels`."""
         return norms.add_rms_norm(x, residual, weight, eps, scale)
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up."""
+        """See `Kernels`."""
         return elementwise.gate(gate_up, activation)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Return one token id per row."""
+        """See `Kernels`."""
         return sampling.sample(logits, rows)
 
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the accepted tokens of each request; by plain torch if the choices are already on the host."""
+        """Return accepted tokens; by plain torch for choices on the host."""
         if target_sampled.device.type == "cpu" and not is_interpreted():
             return super().rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
         return rejection.rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
 
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest values and their ids."""
+        """See `Kernels`."""
         return top_tokens.top_tokens(values, k)
 
     def rope_and_write_kv(
@@ -232,7 +228,7 @@ class TritonKernels(ReferenceKernels):
         interleaved: bool = False,
         query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place; write rotated k, and v, into their slots."""
+        """See `Kernels`."""
         rope_kv.rope_and_write_kv(
             q, k, v, cos_sin, batch, k_cache, v_cache, interleaved=interleaved, query_scale=query_scale
         )
@@ -247,14 +243,14 @@ class TritonKernels(ReferenceKernels):
         window: int | None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Return causal attention of every row over the KV of its own sequence."""
+        """See `Kernels`."""
         if not attention.is_covered(q.shape[2], q.dtype):
             self._leave_to_torch(_attention_in_torch(q.dtype))
             return super().paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
         return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
 
     def _leave_to_torch(self, what: str) -> None:
-        """Warn, once for each `what`, that plain torch computes it because there is no Triton kernel."""
+        """Warn, once for each `what`, that plain torch computes it."""
         if what not in self._warned_of:
             self._warned_of.add(what)
             warnings.warn(
@@ -267,7 +263,7 @@ class TritonKernels(ReferenceKernels):
 
 @functools.cache
 def kernel_of(name: str) -> Callable[..., None] | None:
-    """Return the Triton function that computes an operation; None if there is no module of its name."""
+    """Return an operation's Triton function; None without a module of its name."""
     path = f"octavo.kernels.triton.{name}"
     if importlib.util.find_spec(path) is None:
         return None
@@ -276,7 +272,7 @@ def kernel_of(name: str) -> Callable[..., None] | None:
 
 
 def _linear_blocks(x: Tensor, weight: BlockParts, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Write x @ weight.T + bias into `out`, and return it."""
+    """Write the product into `out`."""
     rows = quantize_groups(x)
     for part, columns in weight.columns():
         matmul_blocks(rows, part, None if bias is None else bias[columns], out[:, columns])
@@ -289,12 +285,12 @@ def _attention_in_torch(dtype: torch.dtype) -> str:
 
 
 def is_interpreted() -> bool:
-    """Return True if kernels run in Triton's interpreter on the CPU (TRITON_INTERPRET=1 when Triton was imported)."""
+    """Return True if Triton was imported with TRITON_INTERPRET=1."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def _target() -> str:
-    """Return the name of the target that kernels are compiled for."""
+    """Return the compilation target's name."""
     if is_interpreted():
         return "interpreter"
     target = driver.active.get_current_target()

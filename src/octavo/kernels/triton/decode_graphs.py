@@ -1,13 +1,9 @@
-"""Decode steps as graphs: the forward pass is captured for several numbers of sequences, and launched with one call.
+"""Decode steps as graphs, each for a number of sequences and a mean number of rows per sequence.
 
-A graph has room for a number of sequences, and a mean number of rows per sequence: one for decodes, one more for each
-draft that is verified. A step takes the next larger graph. Its inputs are copied to memory that is never freed. The
-rest of that memory is padding: rows of token 0 whose keys and values have no slot. Each unused sequence of the graph
-has length 0 and one padding row while rows last; further padding rows belong to no sequence.
+A step takes the next larger graph and copies its inputs to memory that is never freed. Each unused sequence gets one
+padding row while rows last.
 
-All launches depend on the graph's shape only: the numbers of rows and sequences, and block tables wide enough for the
-longest sequence. Kernels give a row the same bits for any launch, so a token is the same with a graph, with a larger
-one and without.
+Launches depend on the graph's shape only, so graphs do not change a token.
 """
 
 from __future__ import annotations
@@ -35,18 +31,17 @@ if TYPE_CHECKING:
     from octavo.kernels.triton.graphs import GraphPool
 
     Forward = Callable[[Tensor, AttentionBatch], Tensor]
-    Size = tuple[int, int]  # rows of a sequence in the mean, sequences
+    Size = tuple[int, int]  # mean rows of a sequence, sequences
 
 logger = logging.getLogger(__name__)
 _BLOCK = 1024
-_PROGRESS_S = 5.0  # between lines of the log
+_PROGRESS_S = 5.0
 
 
 class DecodeGraphs:
-    """The forward pass of one model over one KV cache; steps of few rows per sequence run as graphs.
+    """A model's forward pass over one KV cache; steps of few rows per sequence run as graphs.
 
-    forward: the pass, launched kernel by kernel. sizes: the captured sizes, in the form of the plan's; empty lists if
-    the memory is too small. num_bytes: memory of the graphs, including inputs and results.
+    forward: the uncaptured pass. sizes: the captured ones.
     """
 
     def __init__(self, forward: Forward, batch: AttentionBatch, plan: DecodePlan, pool: GraphPool) -> None:
@@ -60,13 +55,13 @@ class DecodeGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """See above."""
+        """Bytes of graphs, inputs and results."""
         return self._inputs.num_bytes + self._result.nbytes + self._pool.num_bytes
 
     def _capture(self, plan: DecodePlan) -> None:
-        """Capture from the most rows to the fewest, so that smaller graphs reuse the memory of larger ones.
+        """Capture the largest first, so that smaller graphs reuse its memory.
 
-        The first graph that exceeds the planned memory is dropped, and no smaller graph is captured.
+        The first over the planned memory is dropped, with all smaller ones.
         """
         start = told = time.monotonic()
         planned = [(num_rows, num_seqs) for num_rows, sizes in plan.sizes.items() for num_seqs in sizes]
@@ -95,8 +90,8 @@ class DecodeGraphs:
 
     def _capture_size(self, size: Size) -> Callable[[], None]:
         token_ids, batch = self._inputs.of_size(size)
-        self._inputs.fill(size, token_ids[:0], _first_of(batch, 0, 0))  # padding only; this also compiles the kernel
-        hidden = self.forward(token_ids, batch)  # on padding rows; compiles the kernels that no step has compiled yet
+        self._inputs.fill(size, token_ids[:0], _first_of(batch, 0, 0))  # this also compiles the kernel
+        hidden = self.forward(token_ids, batch)
         if not len(self._result):
             self._result = torch.empty_like(hidden)
         result = self._result[: len(hidden)]
@@ -107,7 +102,7 @@ class DecodeGraphs:
         return self._pool.capture(run)
 
     def __call__(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
-        """Return hidden states of the batch's outputs, in memory that the next call overwrites."""
+        """Return the outputs' hidden states, in memory that the next call overwrites."""
         size = self.size_for(batch)
         if size is None:
             return self.forward(token_ids, batch)
@@ -117,10 +112,7 @@ class DecodeGraphs:
         return hidden if batch.outputs is None else take_rows(hidden, batch.outputs.rows)
 
     def size_for(self, batch: AttentionBatch) -> Size | None:
-        """Return the size of the graph that computes a batch; None if it has too many rows, sequences or blocks.
-
-        Only the totals count: a graph does not depend on the number of rows of each sequence.
-        """
+        """Return a batch's graph size; None if no graph fits. Only total rows count."""
         num_seqs, width = batch.block_tables.shape
         if width > self._inputs.table_width:
             return None
@@ -132,7 +124,7 @@ class DecodeGraphs:
 
 
 class DecodeInputs:
-    """Inputs of the largest graphs; smaller graphs use the first rows and sequences. Initially all are padding."""
+    """Inputs of the largest graphs; smaller graphs use the first."""
 
     def __init__(self, batch: AttentionBatch, plan: DecodePlan) -> None:
         most_seqs = max(sizes[-1] for sizes in plan.sizes.values())
@@ -165,18 +157,18 @@ class DecodeInputs:
         return sum(each.nbytes for each in tensors)
 
     def of_size(self, size: Size) -> tuple[Tensor, AttentionBatch]:
-        """Return the token ids and the batch of a graph."""
+        """Return a graph's token ids and batch."""
         num_rows, num_seqs = size
         batch = _first_of(self._batch, num_seqs, num_rows * num_seqs, has_rows_behind=num_rows > 1)
         return self._token_ids[: num_rows * num_seqs], batch
 
     def fill(self, size: Size, token_ids: Tensor, batch: AttentionBatch) -> None:
-        """Copy the inputs of a step, and pad them up to a size."""
+        """Copy a step's inputs, padded to a size."""
         num_rows, num_seqs = size
         width = batch.block_tables.shape[1]
         assert token_ids.is_contiguous()
         groups = zip((batch, *batch.more_groups), (self._batch, *self._batch.more_groups), strict=True)
-        for given, own in groups:  # copies the other arrays again for each group: that costs less than its launch
+        for given, own in groups:  # copying arrays again costs less than a launch
             assert given.block_tables.is_contiguous()
             _fill_inputs[num_rows * num_seqs, triton.cdiv(width, _BLOCK)](
                 token_ids, given.positions, given.slot_mapping, given.query_start, given.seq_lens, given.block_tables,
@@ -187,7 +179,7 @@ class DecodeInputs:
 
 
 def _first_of(batch: AttentionBatch, num_seqs: int, num_rows: int, *, has_rows_behind: bool = False) -> AttentionBatch:
-    """Return the first sequences and rows of a batch."""
+    """Return the first sequences and rows."""
     return AttentionBatch(
         query_start=batch.query_start[: num_seqs + 1],
         seq_lens=batch.seq_lens[:num_seqs],
@@ -208,7 +200,7 @@ def _fill_inputs(
     own_token_ids_ptr, own_positions_ptr, own_slots_ptr, own_query_start_ptr, own_seq_lens_ptr, own_tables_ptr,
     num_rows, num_seqs, own_num_rows, own_num_seqs, width, own_width, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the row and the sequence of the program's number; write padding if the step has none of that number."""
+    """Copy one row and one sequence, or write padding."""
     index = tl.program_id(0)
     is_sequence = index < num_seqs
     if tl.program_id(1) == 0:

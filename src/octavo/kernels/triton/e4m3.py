@@ -1,9 +1,7 @@
-"""Floats of 8 bits (E4M3, float8_e4m3fn) as bytes, converted by integer arithmetic.
+"""Bytes of E4M3 (float8_e4m3fn), converted by integer arithmetic to the same bits everywhere.
 
-Not every target has instructions for this format: sm_80 has none, so Triton refuses the type, and gfx942 has those of
-another format (e4m3fnuz). Triton's interpreter (3.6) does not round like a device. So kernels read and write bytes.
-These functions give the same bits everywhere: those of `octavo.kernels.quantization.round_to_e4m3`, and those of
-torch's conversion to float32.
+Triton refuses the format on sm_80, gfx942 has another (e4m3fnuz), and the interpreter (3.6) does not round like a
+device. The bits are torch's and those of `octavo.kernels.quantization.round_to_e4m3`.
 
     bit    7     6 5 4 3   2 1 0         value                            nothing else: 0x7F and 0xFF are NaN
            sign  exponent  mantissa      (1 + m / 8) * 2^(e - 7), or m / 8 * 2^-6 if e is 0
@@ -20,20 +18,20 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BIAS = tl.constexpr(120)  # difference of the exponents' biases: 127 of float32, 7 of E4M3
+_BIAS = tl.constexpr(120)  # 127 of float32 - 7 of E4M3
 _LEAST_NORMAL = tl.constexpr(0.015625)  # 2^-6
-_MAGIC = tl.constexpr(16384.0)  # 2^14, whose last bit in float32 is worth 2^-9, as the last one below 2^-6 is
+_MAGIC = tl.constexpr(16384.0)  # 2^14: its last bit in float32 is 2^-9, as E4M3's below 2^-6
 _MAGIC_BITS = tl.constexpr(0x46800000)
 
 
 def as_bytes(values: Tensor) -> Tensor:
-    """Return float8_e4m3fn values as a view of uint8, which kernels take; values of other dtypes unchanged."""
+    """View float8_e4m3fn values as uint8 for kernels."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
 @triton.jit
 def to_e4m3(x):
-    """Return float32 `x` as bytes of E4M3: rounded to nearest even, clamped to -448 .. 448; NaN stays NaN."""
+    """Return float32 `x` as E4M3 bytes, to nearest even, clamped to -448 .. 448; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     nearest = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20  # carries into the exponent
@@ -46,11 +44,11 @@ def to_e4m3(x):
 
 @triton.jit
 def to_float32(x):
-    """Return bytes (uint8) of E4M3 as float32, exactly; values of another type are converted to float32."""
+    """Return E4M3 (uint8), or another type, as float32."""
     if x.dtype == tl.uint8:
         code = x.to(tl.int32)
         magnitude = code & 0x7F
-        is_small = magnitude < 8  # subnormal: the exponent implies a leading 1, which is subtracted below
+        is_small = magnitude < 8  # subnormal: no implied 1
         value = ((magnitude << 20) + (tl.where(is_small, _BIAS + 1, _BIAS) << 23)).to(tl.float32, bitcast=True)
         value = tl.where(is_small, value - _LEAST_NORMAL, value)
         value = tl.where(magnitude == 0x7F, float("nan"), value)

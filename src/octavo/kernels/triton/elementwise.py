@@ -1,7 +1,4 @@
-"""Gates of MLPs, value by value.
-
-No operations are fused and every step rounds once, so a value does not depend on the other values of a program.
-"""
+"""Gates of MLPs. Nothing is fused, so values are independent."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _BLOCK = 1024
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Return activation(gate) * up: [num_tokens, 2 * intermediate], gate first -> [num_tokens, intermediate]."""
+    """Return activation(gate) * up."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     _gate[num_rows, triton.cdiv(width, _BLOCK)](
@@ -33,7 +30,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 
 @triton.jit
 def activated(x, IS_SILU: tl.constexpr):
-    """Return silu(x), or GELU by its tanh approximation: x (1 + tanh(u)) / 2 is x / (1 + e^-2u)."""
+    """Return silu(x), or GELU by tanh: x (1 + tanh(u)) / 2 is x / (1 + e^-2u)."""
     exponent = x if IS_SILU else 1.5957691216057308 * (x + 0.044715 * (x * x * x))  # 2 sqrt(2 / pi)
     return tl.div_rn(x, 1.0 + exponential(-exponent))
 

@@ -1,7 +1,6 @@
-"""e^x by additions and multiplications alone: the same bits on every GPU and in the interpreter.
+"""e^x with the same bits on every GPU and in the interpreter: their own instructions differ.
 
-The instructions of GPUs differ between models, and their errors grow with x. Kernels that use these functions must be
-compiled with `enable_fp_fusion=False`.
+Compile callers with `enable_fp_fusion=False`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import triton
 import triton.language as tl
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LN2_HIGH = tl.constexpr(0.693145751953125)  # its last 9 bits are zero: a product with a small integer is exact
+_LN2_HIGH = tl.constexpr(0.693145751953125)  # with 9 zero bits at the end: products with small integers are exact
 _LN2_LOW = tl.constexpr(1.42860682030941723212e-6)
 _LN2_HIGH_64 = tl.constexpr(6.93147180369123816490e-01)
 _LN2_LOW_64 = tl.constexpr(1.90821492927058770002e-10)
@@ -39,7 +38,7 @@ def exponential(x):
 
 @triton.jit
 def hyperbolic_tangent(x):
-    """Return tanh(x) of float32 as m / (m + 2) with m = e^2|x| - 1, which is precise for small x, too."""
+    """Return m / (m + 2) with m = e^2|x| - 1, which is precise for small x, too."""
     magnitude = tl.abs(x)
     power, rest = _powers(tl.minimum(magnitude + magnitude, 40.0))
     minus_one = (power - 1.0) + power * rest
@@ -50,7 +49,7 @@ def hyperbolic_tangent(x):
 
 @triton.jit
 def exponential_64(x):
-    """Return e^x of float64 x <= 0; e^-700 below -700. The steps are those of csrc/selection.h."""
+    """Return e^x of float64 x <= 0; e^-700 below -700. As in csrc/selection.h."""
     x = tl.minimum(tl.maximum(x, -700.0), 0.0)
     shifted = x * _LOG2_E + _ROUNDING_64
     n = shifted - _ROUNDING_64

@@ -1,12 +1,7 @@
-"""Products of rows with the weight of their group, as in a layer of experts: one launch for all groups.
+"""Products of rows with the weight of their group: one launch for all groups.
 
-Rows of a group are adjacent. Each group has separate tiles, of exactly the shape and order of `matmul`'s tiles. So a
-row's bits are those of a product with its group's weight alone, for any other rows in this and other groups. The device
-reads the number of rows of each group, so the host need not wait for it. The launch covers the largest possible number
-of tiles of rows: one for each started 64 rows of all, and one for each group. Tiles without rows end immediately.
-
-    rows:   | group 0         | group 1 | (none)  | group 3        |
-    tiles:  | 64 rows | rest  | rest    |         | 64 rows | rest |   x tiles of 128 columns
+Each group has tiles of its own, in `matmul`'s shape and order, so a row's bits are those of a product with its group's
+weight alone. The device reads the groups' sizes, so the host need not wait: the launch has the most tiles possible.
 """
 
 from __future__ import annotations
@@ -25,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, group_start: Tensor, out: Tensor) -> Tensor:
-    """Write x @ weight.T with the weight of each row's group into `out` [num_tokens, out_features], and return it.
-
-    x [num_tokens, in_features]; weights [num_groups, out_features, in_features], contiguous; group_start int32
-    [num_groups + 1]: the first row of each group, from 0, then num_tokens. Sums are float32, rounded once.
-    """
+    """Compute `Kernels.grouped_linear` into `out`; weights [num_groups, out_features, in_features]."""
     num_rows, width = x.shape
     num_groups, num_columns, _ = weights.shape
     row_tiles = triton.cdiv(num_rows, BLOCK_M) + num_groups  # at most
@@ -41,7 +32,7 @@ def grouped_matmul(x: Tensor, weights: Tensor, group_start: Tensor, out: Tensor)
     return out
 
 
-@triton.jit(do_not_specialize=["most_row_tiles"])  # one binary for one row and many
+@triton.jit(do_not_specialize=["most_row_tiles"])  # one binary for any number
 def _grouped_matmul(
     x_ptr,
     weight_ptr,
@@ -62,7 +53,7 @@ def _grouped_matmul(
     groups = tl.arange(0, MOST_GROUPS)
     starts = tl.load(group_start_ptr + groups, mask=groups < num_groups, other=0)
     ends = tl.load(group_start_ptr + groups + 1, mask=groups < num_groups, other=0)
-    tiles_until = tl.cumsum(tl.cdiv(ends - starts, BLOCK_M), 0)  # tiles of rows of a group and of all groups before it
+    tiles_until = tl.cumsum(tl.cdiv(ends - starts, BLOCK_M), 0)  # of this and earlier groups
     num_row_tiles = tl.max(tiles_until, 0)
     first, step = loop_bound(tl.program_id(0)), loop_bound(tl.num_programs(0))
     for tile in range(first, loop_bound(most_row_tiles * tl.cdiv(num_columns, BLOCK_N)), step):

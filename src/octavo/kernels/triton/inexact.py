@@ -1,7 +1,7 @@
-"""Triton kernels, but with the matrix products of torch's library, cuBLAS or hipBLAS: NOT exact.
+"""Triton kernels with the matrix products of cuBLAS or hipBLAS: NOT exact, for users who prefer speed.
 
-The library chooses tiles and splits of the sum by the number of rows. So the last bits of a row, and sometimes a token,
-depend on the other requests in the batch. Users must choose this backend by name; it is for those who prefer speed.
+The library chooses tiles and splits by the number of rows. So a row's last bits, and sometimes a token, depend on other
+requests.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class InexactKernels(TritonKernels):
-    """Triton kernels with the library's products for float weights. Products with quantized weights stay exact."""
+    """Only products with quantized weights stay exact."""
 
     name = "fast-inexact"
 
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """Return x @ weight.T + bias."""
+        """See `Kernels`."""
         if isinstance(packed.storage, torch.Tensor):
             return ReferenceKernels.linear(self, x, packed, float32_out=float32_out, out=out)
         return super().linear(x, packed, float32_out=float32_out, out=out)

@@ -1,4 +1,4 @@
-"""Bounds of loops that are only known when a kernel runs."""
+"""Bounds of loops that are known at run time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from octavo.kernels.triton.rounding import INTERPRETED
 
 @triton.jit
 def loop_bound(number):
-    """Return a number that `range` accepts. In the interpreter (3.6) it is an array of one, which numpy 2.4 rejects."""
+    """Return a number for `range`. The interpreter (3.6) has arrays of one, which numpy 2.4 rejects."""
     if INTERPRETED:
-        number = number + tl.zeros([1], tl.int32)  # a copy, which is changed below
+        number = number + tl.zeros([1], tl.int32)  # a copy, changed below
         number.handle.data = number.handle.data.reshape(())
     return number

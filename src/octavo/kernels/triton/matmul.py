@@ -1,25 +1,15 @@
-"""Products with weights, x @ weight.T: a row's bits depend on its own values alone, for any number of rows.
+"""Products with weights, x @ weight.T: a row's bits depend on its own values alone.
 
-The sum over K is cut into partitions of a fixed length, by position. Within a partition, tiles of one shape (64 rows,
-128 columns, one length of K) are added in order to one accumulator that starts at zero. Then the partitions are added
-in their order. With many rows or a wide weight, each program computes all partitions of a tile of the result. (The
-kernel is persistent: there are as many programs as the device has processors, and they take tiles in turn.) With few
-rows, each program computes one partition of a tile, so that all processors read a narrow weight, and a second kernel
-adds the partitions. Both ways do the same operations on the same tiles, so the choice by the number of rows does not
-change a bit.
+Position cuts the sum over K into partitions. Within one, tiles of one shape are added in order to an accumulator that
+starts at zero; then the partitions are added in order. A program computes all partitions of a tile; with few rows only
+one, so that all processors read a narrow weight, and a second kernel adds them. Both ways do the same operations on the
+same tiles.
 
-             K: | partition 0 | partition 1 | ...        rows > 64, or columns for all processors:
-    x row  -->    t t t t       t t t t                     one program:  acc 0 -> total, + acc 1, ...
-                    |             |                       else:
-                  acc 0         acc 1                       a program each, acc p -> memory; then 0 + 1 + ... in order
+Only a device can show that a row of a tile's product (wgmma, mma, mfma) does not depend on the rest of the tile: see
+tools/gpu_check.py.
 
-One property cannot be tested in the interpreter, so tools/gpu_check.py tests it on each kind of device: a row of a
-tile's product (wgmma, mma, mfma) does not depend on the other rows of the tile, or on its place in the tile.
-
-Integers: sums of int8 rows and an int8 weight are exact in any order.
-
-An fp8 weight is multiplied by its scales and rounded to x's type in registers, exactly as if it had been expanded
-before the product: the same tiles, the same order, the same bits.
+Sums of int8 are exact in any order. An fp8 weight is multiplied by its scales and rounded to x's type in registers,
+exactly as if expanded before.
 """
 
 from __future__ import annotations
@@ -40,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK_M, BLOCK_N = 64, 128
-PARTITION = 512  # of K; a multiple of every length of a tile
-_GROUP = 8  # tiles of rows that are computed together, column by column, so that their inputs stay in the cache
+PARTITION = 512  # of K; a multiple of BLOCK_K
+_GROUP = 8  # tiles of rows, to keep inputs in the cache
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -53,14 +43,11 @@ def matmul(
     scales: tuple[Tensor, Tensor] | None = None,
     groups: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """Write x @ weight.T + bias into `out` [num_tokens, out_features], contiguous, and return it.
-
-    x [num_tokens, in_features], weight [out_features, in_features]: one of three cases.
+    """Write x @ weight.T + bias into contiguous `out` [num_tokens, out_features], and return it.
 
     - Floating types: if they differ, both are converted to float32.
-    - Both int8: the sum is multiplied by (scales[0] of the row * scales[1] of the column) in float32.
-    - The weight is bytes of E4M3, and groups = (scales float32 [out_features, groups], values in a group), as in
-      `octavo.kernels.quantization.Fp8Weight`.
+    - Both int8: the sum is multiplied by (scales[0] of the row * scales[1] of the column).
+    - E4M3 bytes: groups = (scales float32 [out_features, groups], values in a group).
 
     The bias is added in float32; the result is rounded once.
     """
@@ -69,7 +56,7 @@ def matmul(
     num_partitions = max(1, triton.cdiv(width, PARTITION))
     processors = num_processors(x.device)
     tiles = triton.cdiv(num_rows, BLOCK_M) * triton.cdiv(num_columns, BLOCK_N)
-    is_split = num_rows <= BLOCK_M and num_partitions > 1 and tiles < processors  # see `partial_bytes_per_row`
+    is_split = num_rows <= BLOCK_M and num_partitions > 1 and tiles < processors
     row_scales, column_scales = (x, x) if scales is None else scales
     is_integer, has_bias = scales is not None, bias is not None
     options = {"WIDTH": width, "IS_INTEGER": is_integer, "FP8_GROUP": 0}
@@ -98,7 +85,7 @@ def matmul(
 
 
 def partial_bytes_per_row(weight: Tensor) -> int:
-    """Return the bytes of partial sums per row, for products with this weight of at most BLOCK_M rows; 0 if none."""
+    """Return the bytes of partial sums per row."""
     num_columns, width = weight.shape
     num_partitions = triton.cdiv(width, PARTITION)
     is_split = num_partitions > 1 and triton.cdiv(num_columns, BLOCK_N) < num_processors(weight.device)
@@ -106,7 +93,7 @@ def partial_bytes_per_row(weight: Tensor) -> int:
 
 
 def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, int | bool]:
-    """Return the shape of tiles and the compile options. They depend on dtypes alone, never on the number of rows."""
+    """Return tile shapes and compile options, which never depend on the number of rows."""
     is_wide = x_dtype != weight_dtype or x_dtype == torch.float32
     return {
         "IS_WIDE": is_wide,
@@ -121,10 +108,7 @@ def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, i
 
 
 def _is_amd() -> bool:
-    """Return True if kernels are compiled for AMD, whose devices have less shared memory.
-
-    Triton's target decides it: torch may be built for another device.
-    """
+    """Return True if Triton compiles for AMD, with less shared memory; torch may not."""
     return not INTERPRETED and _backend_of(driver.active.get_current_device()) == "hip"
 
 
@@ -134,7 +118,7 @@ def _backend_of(_device: int) -> str:
 
 
 def num_processors(device: torch.device) -> int:
-    """Return how many programs a device runs at the same time, at least; in the interpreter few, so that they loop."""
+    """Return how many programs run at the same time; few in the interpreter, so that they loop."""
     if device.type == "cpu":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -160,7 +144,7 @@ def partition_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return the sum of one partition for a tile [BLOCK_M, BLOCK_N]: float32 or int32. Values past K are zeros."""
+    """Return one partition's sum for a tile: float32 or int32."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if IS_INTEGER else tl.float32)
     x_place = x_ptr + (row.to(tl.int64) * x_stride)[:, None]
     weight_place = weight_ptr + (column.to(tl.int64) * WIDTH)[None, :]
@@ -190,7 +174,7 @@ def _finished(
     total, row, column, bias_ptr, row_scales_ptr, column_scales_ptr, num_rows, num_columns,
     HAS_BIAS: tl.constexpr, IS_INTEGER: tl.constexpr,
 ):  # fmt: skip
-    """Return a sum [rows, columns] in float32, multiplied by the scales of integers, plus the bias."""
+    """Return a sum in float32 with scales and bias."""
     if IS_INTEGER:
         row_scale = tl.load(row_scales_ptr + row, mask=row < num_rows, other=0.0)
         column_scale = tl.load(column_scales_ptr + column, mask=column < num_columns, other=0.0)
@@ -200,7 +184,7 @@ def _finished(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one binary for one row and many
+@triton.jit(do_not_specialize=["num_rows"])  # one binary for any number
 def _matmul(
     x_ptr,
     weight_ptr,
@@ -247,7 +231,7 @@ def _matmul(
         tl.store(place, round_to(result, out_ptr.dtype.element_ty), mask=is_there)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one binary for one row and many
+@triton.jit(do_not_specialize=["num_rows"])
 def _multiply_partition(
     x_ptr,
     weight_ptr,
@@ -276,7 +260,7 @@ def _multiply_partition(
     tl.store(place, acc, mask=(row < num_rows)[:, None] & (column < num_columns)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one binary for one row and many
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_partitions(
     partials_ptr,
     out_ptr,

@@ -4,9 +4,8 @@
     weight  --> | 32 values, a scale (or two), perhaps a minimum | 32 values, ...
                   total += (float(dot) * scale + sum * minimum) * scale of x          group after group
 
-A product of 32 values is a sum of integers, which is exact. `linear_blocks` defines the terms of the total and their
-order; each operation rounds once. So tiles may have any shape: for few rows they are narrow, so that more processors
-read the weight. Values are unpacked in registers from the planes of `octavo.kernels.triton.packed_blocks`.
+Sums of 32 integers are exact, so tiles may have any shape: narrow ones for few rows, so that more processors read the
+weight.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _FEW_ROWS = 16
 def matmul_blocks(
     rows: tuple[Tensor, Tensor, Tensor], weight: PackedBlocks, bias: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Write rows @ weight.T + bias into `out` [num_tokens, out_features], with any row stride, and return it.
+    """Write rows @ weight.T + bias into `out`, with any row stride, and return it.
 
-    rows: the result of `octavo.kernels.triton.quantized_rows.quantize_groups`. The bias is added in float32.
+    rows: from `octavo.kernels.triton.quantized_rows.quantize_groups`.
     """
     values, scales, sums = rows
     num_rows, num_columns = out.shape
@@ -79,10 +78,7 @@ def matmul_blocks(
 
 @triton.jit
 def _load_pair(low_place, high_place, pair, is_column, HIGH_BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return the bits of 64 values of each column, int32 [BLOCK_N, GROUP].
-
-    Each holds the low four bits of two values, and above them their high bits.
-    """
+    """Return 64 values per column, each int32 two values' low four bits, and above them their high bits."""
     bits = tl.load(low_place + pair * GROUP, mask=is_column[:, None], other=0).to(tl.int32)
     if HIGH_BITS:
         pairs_of_byte = 4 // HIGH_BITS
@@ -93,11 +89,11 @@ def _load_pair(low_place, high_place, pair, is_column, HIGH_BITS: tl.constexpr, 
 
 @triton.jit
 def _unpack(bits, half, HIGH_BITS: tl.constexpr, CENTER: tl.constexpr, IS_MXFP4: tl.constexpr):
-    """Return one half of a pair's values as int8."""
+    """Return half of a pair's values."""
     code = (bits >> (4 * half)) & 15
     if HIGH_BITS:
         code |= ((bits >> (8 + half * HIGH_BITS)) & ((1 << HIGH_BITS) - 1)) << 4
-    if IS_MXFP4:  # e2m1, doubled: 0, 1, 2, 3, 4, 6, 8, 12
+    if IS_MXFP4:  # e2m1, doubled
         size = code & 7
         size = tl.where(size < 2, size, (2 + (size & 1)) << (tl.maximum(size >> 1, 1) - 1))
         code = tl.where(code < 8, size, -size)
@@ -106,7 +102,7 @@ def _unpack(bits, half, HIGH_BITS: tl.constexpr, CENTER: tl.constexpr, IS_MXFP4:
 
 @triton.jit
 def _scale(place, block_place, is_given, IS_MXFP4: tl.constexpr, HAS_BLOCK_SCALES: tl.constexpr):
-    """Return the float32 scales of one group, for each column."""
+    """Return a group's float32 scales."""
     stored = tl.load(place, mask=is_given, other=0)
     if IS_MXFP4:
         exponent = stored.to(tl.int32)
@@ -121,7 +117,7 @@ def _scale(place, block_place, is_given, IS_MXFP4: tl.constexpr, HAS_BLOCK_SCALE
 
 @triton.jit
 def _minimum(place, block_place, is_given, HAS_BLOCK_SCALES: tl.constexpr):
-    """Return the float32 minima of one group, for each column."""
+    """Return a group's float32 minima."""
     minimum = tl.load(place, mask=is_given, other=0).to(tl.float32)
     if HAS_BLOCK_SCALES:
         minimum = (0.0 - minimum) * tl.load(block_place, mask=is_given, other=0.0).to(tl.float32)

@@ -1,9 +1,7 @@
-"""Products of int8 rows with int4 weights in groups (W4A8), exact: `octavo.kernels.quantization.linear_int4`.
+"""Products of int8 rows with int4 weights, exact: `octavo.kernels.quantization.linear_int4`.
 
-A weight is a whole number of 16 bits, (value - 8) * multiple - offset. It is computed in registers and cut into two
-signed bytes, high * 256 + low. The product with each byte is a sum of integers that fits 32 bits. So any order gives
-the same bits, and every program sums the whole of K for a tile. A byte stores two values, of columns k and k + 32 of
-each 64, so that each half of a tile is in one group.
+A weight of 16 bits is computed in registers and cut into two signed bytes, high * 256 + low. Sums of products with each
+byte fit 32 bits, so any order gives the same bits.
 """
 
 from __future__ import annotations
@@ -28,12 +26,10 @@ _PAIR = 2 * GROUP_MULTIPLE
 
 @dataclass(frozen=True, slots=True)
 class PackedInt4:
-    """An int4 weight in the layout of the kernel.
+    """An int4 weight in the kernel's layout.
 
-    values uint8 [out_features, padded / 2]; padded is in_features rounded up to a multiple of 64. The low four bits of
-    byte 32 i + j are column 64 i + j, the high four bits are column 64 i + 32 + j. multiples, offsets int16
-    [out_features, groups], units float32 [out_features]: see `Int4Weight.whole_scales` and `Int4Weight.whole_offsets`.
-    order: as in `Int4Weight`.
+    values: as in `octavo.kernels.triton.packed_blocks.PackedBlocks`. multiples, offsets, units: of
+    `Int4Weight.whole_scales` and `Int4Weight.whole_offsets`.
     """
 
     values: Tensor
@@ -51,7 +47,7 @@ class PackedInt4:
         return sum(part.nbytes for part in parts if part is not None)
 
     def rows(self, token_ids: Tensor) -> Tensor:
-        """Return the given rows of the weight, float32 [n, in_features], in the order of its columns."""
+        """Return float32 rows in the weight's order of columns."""
         pairs = self.values[token_ids].view(len(token_ids), -1, GROUP_MULTIPLE)
         values = torch.stack((pairs & 15, pairs >> 4), dim=2).view(len(token_ids), -1)[:, : self.in_features]
         group = torch.arange(self.in_features, device=values.device) // self.group_size
@@ -62,7 +58,7 @@ class PackedInt4:
 
 
 def pack_int4(weight: Int4Weight) -> PackedInt4:
-    """Pack an int4 weight into the layout of the kernel."""
+    """Pack an int4 weight."""
     num_rows, width = weight.shape
     padded = torch.nn.functional.pad(weight.values, (0, -width % _PAIR)).view(num_rows, -1, 2, GROUP_MULTIPLE)
     multiples, units = weight.whole_scales()
@@ -72,12 +68,9 @@ def pack_int4(weight: Int4Weight) -> PackedInt4:
 
 
 def matmul_int4(values: Tensor, scales: Tensor, weight: PackedInt4, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Write float(values @ weight.T) * (row's scale * column's unit) + bias into `out`, contiguous, and return it.
-
-    values int8 [num_tokens, padded], scales float32 [num_tokens]: the result of `quantize_rows`.
-    """
+    """Write float(values @ weight.T) * (row's scale * column's unit) + bias into contiguous `out`, and return it."""
     num_rows, num_columns = out.shape
-    block_m = 16 if num_rows <= 16 else 64  # sums are exact, so the shape of tiles does not change results
+    block_m = 16 if num_rows <= 16 else 64  # sums are exact in any tile
     _matmul_int4[triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, _BLOCK_N)](
         values,
         scales,
@@ -104,10 +97,7 @@ def matmul_int4(values: Tensor, scales: Tensor, weight: PackedInt4, bias: Tensor
 
 @triton.jit
 def _add_products(high_acc, low_acc, x, value, group_ptr, offset_ptr, is_column, HAS_OFFSETS: tl.constexpr):
-    """Add the products of int8 x [BLOCK_M, HALF] with one group's weights to the sums of high and of low bytes.
-
-    value: 0 .. 15 [BLOCK_N, HALF], from which the weights are computed.
-    """
+    """Add products of one group to the sums of high and low bytes."""
     multiple = tl.load(group_ptr, mask=is_column, other=0).to(tl.int32)[:, None]
     whole = (value.to(tl.int32) - 8) * multiple
     if HAS_OFFSETS:

@@ -1,6 +1,6 @@
-"""Octavo noise v1 (`octavo.kernels.noise`) on a GPU: the same bits.
+"""Octavo noise v1 (`octavo.kernels.noise`) on a GPU.
 
-Kernels that use these functions must be compiled with `enable_fp_fusion=False`: every operation rounds once.
+Compile callers with `enable_fp_fusion=False`: every operation rounds once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _LN2_LOW = tl.constexpr(9.0580006145e-06)
 
 @triton.jit
 def noise_words(counter, seed, position, sample_index):
-    """Return the four random words of each counter: int32 [n], and integers -> uint32 [n] each.
+    """Return each counter's four random words, uint32.
 
-    `tl.philox` gives the same words, but in the interpreter its products take most of the time of a test.
+    `tl.philox` gives the same, but slowly in the interpreter.
     """
     key_0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     key_1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -37,7 +37,7 @@ def noise_words(counter, seed, position, sample_index):
 
 @triton.jit
 def word_to_gumbel(word):
-    """Return the Gumbel noise of random words: uint32 -> float32."""
+    """Return the Gumbel noise of random words."""
     signed = word.to(tl.int32, bitcast=True)
     is_upper = signed < 0
     distance = tl.where(is_upper, ~signed, signed)  # 2^32 - 1 - word is its complement

@@ -1,6 +1,6 @@
-"""Root mean square norms of rows, or of the heads of rows, with or without a residual.
+"""Root mean square norms of rows or heads.
 
-Squares are summed within lanes, then the lanes in halves (`reductions`). So the width alone decides the order.
+Squares are summed in lanes, then the lanes in halves, so the width alone decides the order.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST_LANES = 1024
-_VALUES = 1024  # of a program at a time, which may be several narrow rows
+_VALUES = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight over the last dimension.
-
-    x is contiguous, or [num_tokens, num_heads, head_dim] with any token stride; the result is contiguous.
-    """
+    """Return x / rms(x) * weight, as `Kernels.rms_norm`."""
     width = x.shape[-1]
     if x.is_contiguous():
         heads, token_stride = 1, width
@@ -37,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float) -> Tensor:
-    """Add x * scale to `residual` in place, rounded once; return rms_norm(residual). Both [num_tokens, hidden]."""
+    """Add x * scale to `residual` in place; return its norm."""
     x, out = x.contiguous(), torch.empty_like(residual)
     _launch(x, residual, weight, out, 1, x.shape[1], eps, scale)
     return out
@@ -76,7 +73,7 @@ def _launch(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one binary for one row and many
+@triton.jit(do_not_specialize=["num_rows"])  # one binary for any number
 def _rms_norm(
     x_ptr,
     residual_ptr,
@@ -111,7 +108,7 @@ def _rms_norm(
     mean = tl.div_rn(sum_in_halves(squares, ROWS, LEVELS), WIDTH + 0.0)
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
     if HAS_RESIDUAL:
-        tl.debug_barrier()  # values that other threads of this program have stored are read below
+        tl.debug_barrier()  # other threads' values are read below
         source = residual_ptr + place
     for first in range(0, WIDTH, LANES):
         column = (first + tl.arange(0, LANES))[None, :]

@@ -1,4 +1,4 @@
-"""Weights in GGUF's blocks, packed for GPUs: values in planes of bits, scales unchanged, nothing rounded again."""
+"""Weights in GGUF's blocks for GPUs: values in planes of bits, unchanged scales."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_PAIR = 2 * GROUP_VALUES  # values whose low four bits share 32 bytes
-_VALUES_AT_ONCE = 1 << 20  # most values that are widened at a time for packing
+_PAIR = 2 * GROUP_VALUES  # values that share 32 bytes
+_VALUES_AT_ONCE = 1 << 20
 
 
 class BlockLayout(NamedTuple):
-    """The layout of values: their bits in the first and in the second plane, and the center that is subtracted.
+    """The bits of values in both planes, and their center.
 
-    subgroups: number of scales of 32 values.
+    subgroups: scales of 32 values.
     """
 
     low_bits: int
@@ -54,15 +54,12 @@ LAYOUTS = {
 
 @dataclass(frozen=True, slots=True)
 class PackedBlocks:
-    """A weight in blocks of one kind, packed.
+    """A weight in blocks of one kind, packed; padding is zeros.
 
-    low: int8 [out_features, in_features] if values have 8 bits. Otherwise uint8 [out_features, padded / 2]; padded is
-    in_features rounded up to a multiple of 64. Byte 32 i + j holds column 64 i + j in its low four bits and column
-    64 i + 32 + j in its high four bits.
-    high: further bits of values, uint8 [out_features, bytes]; None if there are none. Each 8 groups of 32 columns (each
-    4 groups if the plane has two bits) take 32 bytes. Byte j holds the bits of column j of each group, the first
-    group's in its lowest bits.
-    scales: see `StoredScales`. Padding is zeros.
+    low: int8 [out_features, in_features] if values have 8 bits. Otherwise uint8 [out_features, padded / 2], with padded
+    a multiple of 64: byte 32 i + j holds columns 64 i + j and 64 i + 32 + j, from the low bits.
+    high: further bits, if any. Each 8 groups of 32 columns (4 if the plane has two bits) take 32 bytes: byte j holds
+    the bits of column j of each group, the first group's lowest.
     """
 
     kind: BlockKind
@@ -73,10 +70,7 @@ class PackedBlocks:
 
     @classmethod
     def pack(cls, weights: Sequence[BlockWeight]) -> PackedBlocks:
-        """Pack weights of one kind, concatenated along out_features, and release the memory of their files.
-
-        A limited number of rows is packed at a time.
-        """
+        """Pack weights of one kind, concatenated along out_features, and release their files' memory."""
         kind, in_features = weights[0].kind, weights[0].in_features
         out_features = sum(weight.shape[0] for weight in weights)
         like = _parts(weights[0].select_rows(slice(0, 1)))
@@ -110,10 +104,7 @@ class PackedBlocks:
         return LAYOUTS[self.kind]
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return the given rows of the weight, float32 [n, in_features], as `BlockWeight.dequantize` does.
-
-        A graph can capture this: nothing is copied from the host.
-        """
+        """Return rows as `BlockWeight.dequantize` does; graphs can capture it."""
         stored = self.scales.map(lambda part: part[index])
         if self.kind is BlockKind.MXFP4:
             scales, minima = exponent_scales(stored.scales), None
@@ -128,7 +119,7 @@ class PackedBlocks:
         return BlockValues(values, scales, minima).dequantize()
 
     def _values(self, index: Tensor) -> Tensor:
-        """Return the values of the given rows, whole numbers in float32 [n, in_features]."""
+        """Return whole numbers in float32."""
         low_bits, high_bits, center, _ = self.layout
         low = self.low[index]
         if low_bits == 4:
@@ -140,7 +131,7 @@ class PackedBlocks:
             high = self.high[index].view(len(index), self.high.shape[1] // GROUP_VALUES, 1, GROUP_VALUES)
             high = (high >> places & (1 << high_bits) - 1).flatten(1)
             values |= high[:, : self.in_features].int() << low_bits
-        if self.kind is BlockKind.MXFP4:  # by arithmetic, as the kernel does: a table would be copied from the host
+        if self.kind is BlockKind.MXFP4:  # a table would be copied from the host
             size = values & 7
             size = torch.where(size < 2, size, 2 + (size & 1) << ((size >> 1).clamp(min=1) - 1))
             values = torch.where(values < 8, size, -size)
@@ -149,7 +140,7 @@ class PackedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockParts:
-    """A weight in blocks: its parts along out_features; neighbouring parts are of different kinds."""
+    """A weight's parts along out_features; neighbours differ in kind."""
 
     parts: tuple[PackedBlocks, ...]
 
@@ -164,20 +155,20 @@ class BlockParts:
         return sum(part.nbytes for part in self.parts)
 
     def columns(self) -> Iterator[tuple[PackedBlocks, slice]]:
-        """Yield each part, and the slice of its columns in a result."""
+        """Yield each part and its columns."""
         first = 0
         for part in self.parts:
             yield part, slice(first, first + part.out_features)
             first += part.out_features
 
     def vocabulary(self) -> PackedBlocks:
-        """Return the only part of an embedding table, whose rows are read one by one."""
+        """Return the only part of an embedding table."""
         (part,) = self.parts
         return part
 
 
 def _parts(weight: BlockWeight) -> tuple[Tensor | None, ...]:
-    """Return the low plane, the high plane, and the scales of a weight: see `PackedBlocks`."""
+    """Return low plane, high plane, and scales."""
     low_bits, high_bits, center, _ = LAYOUTS[weight.kind]
     if weight.kind is BlockKind.MXFP4:
         values = mxfp4_codes(weight).int()
@@ -192,7 +183,7 @@ def _parts(weight: BlockWeight) -> tuple[Tensor | None, ...]:
 
 
 def _high_plane(values: Tensor, bits: int) -> Tensor | None:
-    """Return the second plane of values [rows, in_features]; None if it has 0 bits."""
+    """Return the second plane; None if it has 0 bits."""
     if bits == 0:
         return None
     groups = 8 // bits
@@ -203,6 +194,6 @@ def _high_plane(values: Tensor, bits: int) -> Tensor | None:
 
 
 def _times_blocks(of_blocks: Tensor, whole: Tensor) -> Tensor:
-    """Return whole numbers [rows, groups] times the float16 number of their block, of_blocks [rows, blocks]."""
+    """Return whole numbers times their block's float16."""
     per_block = whole.shape[1] // of_blocks.shape[1]
     return of_blocks.float().repeat_interleave(per_block, dim=1) * whole

@@ -1,7 +1,6 @@
-"""Rows of activations as int8 with scales, with or without rotation: `octavo.kernels.quantization.quantize_rows`.
+"""Rows of activations as int8 with scales: `octavo.kernels.quantization.quantize_rows`.
 
-A program computes a row. The rotation adds values at distances 1, 2, 4, ..., in that order, and a maximum does not
-depend on an order. So the integers and scales are those of the other backends, bit for bit.
+The bits are those of all backends: the rotation's order is fixed, and a maximum needs none.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK = 1024
-_GROUPS = 32  # of a row that a program computes
+_GROUPS = 32
 _LEAST_MAGNITUDE = tl.constexpr(1e-30)
 
 
 def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (int8 [num_tokens, padded], float32 scales [num_tokens]) of x [num_tokens, in_features].
+    """Return (int8 [num_tokens, padded], float32 scales [num_tokens]) of x, padded with zeros.
 
-    Columns past in_features are zeros. order int32 [in_features]: the feature of each column; None for the same order.
+    order int32: the feature of each column.
     """
     num_rows, width = x.shape
     values = torch.empty(num_rows, padded, dtype=torch.int8, device=x.device)
@@ -50,10 +49,9 @@ def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round x [num_tokens, in_features] to int8 with one scale per 32 columns; in_features is a multiple of 32.
+    """Round x to int8 with one scale per 32 columns, which divide its width.
 
-    Returns (int8 values [num_tokens, in_features], float32 scales [groups, num_tokens], float32 sums of a group's
-    values [groups, num_tokens]).
+    Returns (int8 values, float32 scales [groups, num_tokens], float32 sums of values [groups, num_tokens]).
     """
     num_rows, width = x.shape
     num_groups = width // GROUP_VALUES
@@ -69,7 +67,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _rotated(x, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """Rotate blocks of 2 ** LEVELS values, as `octavo.kernels.rotation.rotate` does."""
+    """Rotate blocks of 2 ** LEVELS values."""
     for level in tl.static_range(LEVELS):
         pairs = tl.permute(tl.reshape(x, [BLOCK >> (level + 1), 2, 1 << level]), (0, 2, 1))
         first, second = tl.split(pairs)
@@ -86,7 +84,7 @@ def _load(x_ptr, order_ptr, column, width, HAS_ORDER: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _scale_and_inverse(magnitude):
-    """Return (scale, factor of the values) for the largest magnitude; (NaN, 0) if it is not finite."""
+    """Return (scale, factor of the values); (NaN, 0) if not finite."""
     is_finite = magnitude < float("inf")
     has_inverse = is_finite & (magnitude >= _LEAST_MAGNITUDE)
     inverse = tl.where(has_inverse, tl.div_rn(127.0, tl.where(has_inverse, magnitude, 1.0)), 0.0)
@@ -95,7 +93,7 @@ def _scale_and_inverse(magnitude):
 
 @triton.jit
 def _rounded(x, inverse):
-    """Return values rounded to whole numbers in float32; zeros if the inverse is 0, because values may then be NaN."""
+    """Return whole numbers; zeros if the inverse is 0, because values may be NaN."""
     return tl.where(inverse > 0.0, round_to_whole(x * inverse), 0.0)
 
 
@@ -108,7 +106,7 @@ def _quantize_groups(
     column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     is_given = column < width
     x = tl.load(x_ptr + row * x_stride + column, mask=is_given, other=0.0).to(tl.float32)
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # as integers, NaN is the largest
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # NaN is the largest
     scale, inverse = _scale_and_inverse(largest.to(tl.float32, bitcast=True))
     value = _rounded(x, inverse[:, None])
     place = group.to(tl.int64) * num_rows + row
@@ -135,7 +133,7 @@ def _quantize_rows(
     lanes = tl.zeros([BLOCK], tl.int32)
     for first in range(0, loop_bound(width), BLOCK):
         x = _load(x_ptr, order_ptr, first + tl.arange(0, BLOCK), width, HAS_ORDER, BLOCK, LEVELS)
-        lanes = tl.maximum(lanes, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # as integers, NaN is the largest
+        lanes = tl.maximum(lanes, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # NaN is the largest
     scale, inverse = _scale_and_inverse(tl.max(lanes).to(tl.float32, bitcast=True))
     tl.store(scales_ptr + row, scale)
     for first in range(0, loop_bound(padded), BLOCK):

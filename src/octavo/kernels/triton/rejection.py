@@ -1,4 +1,4 @@
-"""Acceptance of drafts: the longest prefix of drafts that equals the target's choices, then one more choice."""
+"""Acceptance of drafts that equal the target's choices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def rejection_sample(
     target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute `octavo.kernels.interface.Kernels.rejection_sample`, with one program per request."""
+    """Compute `Kernels.rejection_sample`, one program per request."""
     num_requests = cu_num_logits.shape[0] - 1
     num_rows = cu_num_logits.diff()
     if bool(((num_rows < 1) | (num_rows > num_speculative_steps + 1)).any()):

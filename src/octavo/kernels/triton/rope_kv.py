@@ -1,7 +1,6 @@
-"""Rotary embedding of queries and keys (Su et al. 2021), and the write of keys and values into their slots.
+"""Rotary embedding of queries and keys (Su et al. 2021), and the write of KV into its slots.
 
-A program computes up to 16 heads of a token: of q, which it rotates in place, or of k and v. No operations are fused,
-so that the numbers that are rounded to int8 or fp8 are those of plain torch.
+Nothing is fused, so that the numbers rounded to int8 or fp8 are those of plain torch.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import AttentionBatch
 
-_HEADS = 16  # of a program
-_LEAST_MAGNITUDE = tl.constexpr(1e-30)  # as in `octavo.kernels.quantization`
+_HEADS = 16
+_LEAST_MAGNITUDE = tl.constexpr(1e-30)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 
 
@@ -37,7 +36,7 @@ def rope_and_write_kv(
     interleaved: bool,
     query_scale: Tensor | None,
 ) -> None:
-    """Rotate q in place, and write rotated k, and v, into their slots."""
+    """Rotate q in place; write k and v."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, rotary_dim = k.shape[1], cos_sin.shape[1]
     has_scales = k_cache.dtype in ROUNDED_KV_DTYPES
@@ -60,10 +59,7 @@ def rope_and_write_kv(
 
 @triton.jit
 def _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
-    """Return (first, second, mask, offsets of first, offsets of second): the rotated halves, in the head's dtype.
-
-    place: pointers to heads [heads, 1].
-    """
+    """Return the rotated halves of heads, their mask, and their offsets."""
     half = tl.arange(0, HALF)[None, :]
     first = half * 2 if IS_INTERLEAVED else half
     second = half * 2 + 1 if IS_INTERLEAVED else half + ROTARY_DIM // 2
@@ -79,9 +75,9 @@ def _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.cons
 
 @triton.jit
 def _scale_and_inverse(magnitude, stored: tl.constexpr):
-    """Return the scale of rows, and the factor of their values, as in `round_kv_rows`.
+    """Return rows' scales and the factors of their values, as in `round_kv_rows`.
 
-    magnitude: the largest of each row. stored: int8, or uint8 for E4M3.
+    stored: int8, or uint8 for E4M3.
     """
     is_finite = magnitude < float("inf")
     is_used = is_finite & (magnitude >= _LEAST_MAGNITUDE)
@@ -92,7 +88,7 @@ def _scale_and_inverse(magnitude, stored: tl.constexpr):
 
 @triton.jit
 def _magnitude(x):
-    """Return the largest magnitude of each row; infinity for a row with a NaN."""
+    """Return each row's largest magnitude; infinity for a NaN."""
     x = x.to(tl.float32)
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)[:, None]  # noqa: PLR0124
 
@@ -108,7 +104,7 @@ def _rotate_queries(
     place, is_head, cos_sin_ptr, query_scale_ptr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_QUERY_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate heads of q in place, and multiply them by their position's scale."""
+    """Rotate heads of q in place, and scale them."""
     x, y, is_there, first, second = _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
     if HAS_QUERY_SCALE:
         factor, dtype = tl.load(query_scale_ptr), place.dtype.element_ty
@@ -126,7 +122,7 @@ def _write_keys(
     place, slot, scale_place, is_head, cos_sin_ptr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Write rotated heads of k into a slot."""
+    """Write rotated heads of k."""
     x, y, is_there, first, second = _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
     rest = ROTARY_DIM + tl.arange(0, REST)[None, :]
     is_rest = is_head & (rest < HEAD_DIM)
@@ -146,7 +142,7 @@ def _write_keys(
 def _write_values(
     place, slot, scale_place, is_head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SCALES: tl.constexpr
 ):
-    """Write heads of v into a slot."""
+    """Write heads of v."""
     dim = tl.arange(0, BLOCK_D)[None, :]
     is_there = is_head & (dim < HEAD_DIM)
     x = tl.load(place + dim, mask=is_there, other=0.0)
@@ -182,7 +178,7 @@ def _rope_and_write_kv(
     else:
         kv_head = ((part - NUM_QUERY_BLOCKS) * HEADS + tl.arange(0, HEADS))[:, None]
         slot = tl.load(slots_ptr + token)
-        is_head = (kv_head < NUM_KV_HEADS) & (slot >= 0)  # a row that pads a step has no slot
+        is_head = (kv_head < NUM_KV_HEADS) & (slot >= 0)  # padding has no slot
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         _write_keys(
             k_ptr + token * k_stride + kv_head * k_head_stride,

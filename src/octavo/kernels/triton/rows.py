@@ -1,4 +1,4 @@
-"""Copies of given rows: those of a step whose hidden states are needed."""
+"""Copies of given rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return x[rows]: [num_tokens, ...] and int64 [n] -> [n, ...], contiguous. x may have any token stride."""
+    """Return x[rows], contiguous. x may have any token stride."""
     out = x.new_empty(rows.shape[0], *x.shape[1:])
     width = math.prod(x.shape[1:])
     _take_rows[rows.shape[0], triton.cdiv(width, _BLOCK)](x, rows, out, x.stride(0), width, BLOCK=_BLOCK)

@@ -1,9 +1,6 @@
-"""Sampling of one token per row: argmax of the logits, or of logits / temperature + noise over the filtered tokens.
+"""Sampling of one token per row, with the CPU's result.
 
-There are three kernels. One program per row finds the cut of the filters (`selection`). Programs over pieces of rows
-find the best token of each piece, with the noise of `noise`. One program per row takes the best of the pieces. An
-argmax is exact for any split of its range, and everything before it rounds as the reference does, so the token is
-always the CPU's.
+An argmax over pieces is exact for any split, and everything before it rounds as the reference does.
 """
 
 from __future__ import annotations
@@ -32,12 +29,12 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import SamplingRows
 
 _CUT_BLOCK = 2048
-_COUNTERS = 256  # counters of the noise that are drawn at a time; each serves four tokens
-_PIECE = 8 * 4 * _COUNTERS  # tokens of a row that one program computes
+_COUNTERS = 256  # drawn at a time, for four tokens each
+_PIECE = 8 * 4 * _COUNTERS
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Return one token id per row of float32 [n, vocab], as `octavo.kernels.interface.Kernels.sample` says."""
+    """Return one token id per row."""
     logits = logits.contiguous()
     num_rows, vocab = logits.shape
     pieces = triton.cdiv(vocab, _PIECE)
@@ -92,7 +89,7 @@ def _find_cut(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Write the cut of a row. The cut keeps all tokens if the row has no filter, is greedy, or yields no token."""
+    """Write a row's cut, which keeps all tokens without filters."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
@@ -136,7 +133,7 @@ def _best_of_piece(
     PIECE: tl.constexpr,
     COUNTERS: tl.constexpr,
 ):
-    """Write the best value of a piece and the lowest id that has it; the value is NaN if a logit is NaN."""
+    """Write a piece's best value and its lowest id; NaN if a logit is."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     is_greedy = temperature == 0.0
@@ -167,7 +164,7 @@ def _best_of_piece(
             noisy = scaled + word_to_gumbel(word)
             noisy = tl.where(is_kept(order_key(scaled), ids, cut_key, cut_id), noisy, float("-inf"))
             key = tl.where(is_greedy, logit, noisy)
-            is_better = key > best  # ids ascend within a lane: on a tie the earlier one stays
+            is_better = key > best  # ids ascend: ties keep the earlier one
             best = tl.where(is_better, key, best)
             best_id = tl.where(is_better, ids, best_id)
     largest = tl.max(best)

@@ -1,8 +1,7 @@
 """The filters min_p, then top_k, then top_p, exactly and without sorting.
 
-Tokens are ordered by value descending, then id ascending. Each filter keeps a prefix of that order. The last token of
-the prefix, the cut, describes it: its value as a key, and its id. Keys are integers in the order of the values. A cut
-is found digit by digit or bit by bit of its key; tokens with the same key are counted in the order of their ids.
+Each keeps a prefix of the order (value descending, id ascending). Its last token, the cut, has an id and a key, which
+is an integer in the order of values. The key is found by its digits or bits, the id by counting.
 """
 
 from __future__ import annotations
@@ -13,33 +12,33 @@ import triton.language as tl
 from octavo.kernels.triton.exponentials import exponential_64
 from octavo.kernels.triton.loops import loop_bound
 
-LAST_ID = tl.constexpr(2147483647)  # the id of a cut that keeps all tokens with its key
+LAST_ID = tl.constexpr(2147483647)  # of a cut that keeps all its key's tokens
 LEAST_KEY = tl.constexpr(-2139095041)  # of -inf
 _DIGITS = tl.constexpr(256)
 
 
 @triton.jit
 def order_key(value):
-    """Return int32 keys in the order of the float32 values; -0.0 has the key of 0.0."""
+    """Return int32 keys in the order of float32; -0.0 equals 0.0."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def key_value(key):
-    """Return the float32 value of a key: the inverse of `order_key`."""
+    """Invert `order_key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def is_kept(key, ids, cut_key, cut_id):
-    """Return whether tokens are before a cut, or are the cut."""
+    """Return whether a cut keeps tokens."""
     return (key > cut_key) | ((key == cut_key) & (ids <= cut_id))
 
 
 @triton.jit
 def scaled_keys(logits_ptr, first, vocab, temperature, BLOCK: tl.constexpr):
-    """Return (keys of logits / temperature, ids, whether ids < vocab) of a block of a row; NaN counts as -inf."""
+    """Return keys of logits / temperature, ids, and whether they exist; NaN counts as -inf."""
     ids = first + tl.arange(0, BLOCK)
     is_there = ids < vocab
     value = tl.div_rn(tl.load(logits_ptr + ids, mask=is_there, other=float("-inf")), temperature)
@@ -49,7 +48,7 @@ def scaled_keys(logits_ptr, first, vocab, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def top_k_cut(logits_ptr, vocab, temperature, k, BLOCK: tl.constexpr):
-    """Return the key of the k-th token, and how many tokens with this key are among the first k; 0 < k <= vocab."""
+    """Return the k-th token's key, and how many of the first k have it; 0 < k <= vocab."""
     digits = tl.arange(0, _DIGITS)
     prefix = tl.full([], 0, tl.int32)
     left = k + 0
@@ -74,7 +73,7 @@ def top_k_cut(logits_ptr, vocab, temperature, k, BLOCK: tl.constexpr):
 
 @triton.jit
 def tie_id(logits_ptr, vocab, temperature, cut_key, count, BLOCK: tl.constexpr):
-    """Return the id of token number `count`, from 1, of the tokens with key `cut_key`; -1 if they are fewer."""
+    """Return the `count`-th id with key `cut_key`, from 1; -1 if they are fewer."""
     seen = tl.full([], 0, tl.int32)
     found = tl.full([], -1, tl.int32)
     first = tl.full([], 0, tl.int32)
@@ -90,11 +89,10 @@ def tie_id(logits_ptr, vocab, temperature, cut_key, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass(logits_ptr, vocab, temperature, largest, cut_key, cut_id, least_key, BLOCK: tl.constexpr):
-    """Return the float64 sum of e^(value - largest) of tokens that a cut keeps and whose key is least_key or more.
+    """Return the float64 sum of e^(value - largest) of tokens that a cut keeps with a key of least_key or more.
 
-    The sum never decreases if least_key decreases: the order of additions is fixed, and rounding is monotonic. The
-    order is the same for all batches only if the kernel has one layout. So kernels that call this must not be
-    specialized on alignment.
+    It is monotonic in least_key: the order of additions is fixed, and rounding is monotonic. That needs one layout of
+    the kernel, so callers must not be specialized on alignment.
     """
     lanes = tl.zeros([BLOCK], tl.float64)
     for first in range(0, loop_bound(vocab), BLOCK):
@@ -113,14 +111,14 @@ def _weights(key, largest):
 
 @triton.jit
 def top_p_cut(logits_ptr, vocab, temperature, largest_key, top_p, cut_key, cut_id, BLOCK: tl.constexpr):
-    """Return the cut of the shortest prefix whose probability reaches top_p < 1; at least one token remains.
+    """Return the cut of the shortest prefix that reaches probability top_p < 1, among tokens that the given cut keeps.
 
-    The prefix and its probability are of the tokens that the cut (cut_key, cut_id) keeps.
+    At least one token remains.
     """
     largest = key_value(largest_key).to(tl.float64)
     target = _mass(logits_ptr, vocab, temperature, largest, cut_key, cut_id, LEAST_KEY, BLOCK) * top_p.to(tl.float64)
     low = tl.maximum(cut_key, LEAST_KEY).to(tl.int64)  # its mass reaches the target
-    high = largest_key.to(tl.int64) + 1  # its mass is 0
+    high = largest_key.to(tl.int64) + 1  # mass 0
     while high - low > 1:
         middle = (low + high) >> 1
         if _mass(logits_ptr, vocab, temperature, largest, cut_key, cut_id, middle.to(tl.int32), BLOCK) >= target:
@@ -132,5 +130,5 @@ def top_p_cut(logits_ptr, vocab, temperature, largest_key, top_p, cut_key, cut_i
     ties = tl.ceil((target - above) / _weights(key, largest))
     count = tl.minimum(tl.maximum(ties, 1.0), vocab.to(tl.float64)).to(tl.int32)
     last = tie_id(logits_ptr, vocab, temperature, key, count, BLOCK)
-    is_short = (last < 0) | ((key == cut_key) & (last > cut_id))  # by rounding, count is one more than there are ties
+    is_short = (last < 0) | ((key == cut_key) & (last > cut_id))  # rounding may add one to the ties
     return key, tl.where(is_short, tl.where(key == cut_key, cut_id, LAST_ID), last)

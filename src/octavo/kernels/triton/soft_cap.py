@@ -1,4 +1,4 @@
-"""Soft caps of logits on a GPU. Every step rounds once."""
+"""Soft caps of logits on a GPU."""
 
 from __future__ import annotations
 

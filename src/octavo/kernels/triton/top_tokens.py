@@ -1,8 +1,4 @@
-"""The k largest values of rows and their ids, ties to the lowest id.
-
-There are two kernels. In the first, one program per row finds the k-th token (`selection`) and writes the ids of the
-first k tokens in the order of ids. In the second, programs count for each of them the tokens that precede it: its rank.
-"""
+"""The k largest values of rows and their ids, ties to the lowest id."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ _RANKED = 64
 
 
 def top_tokens(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return (values [n, k], ids int64 [n, k]) of the k largest of float32 [n, vocab]; NaN counts as -inf."""
+    """Return the k largest and their ids; NaN counts as -inf."""
     values = values.contiguous()
     num_rows, vocab = values.shape
     k = min(k, vocab)
@@ -64,7 +60,7 @@ def _rank(values_ptr, chosen_ptr, largest_ptr, ids_ptr, vocab, k, RANKED: tl.con
     for first in range(0, loop_bound(k), RANKED):
         other_index = first + tl.arange(0, RANKED)
         _, other = _chosen(values_ptr + row * vocab, chosen_ptr + row * k, other_index, k)
-        # The chosen tokens are in order of id, so the lower index has the lower id.
+        # The chosen ids ascend.
         is_before = (other[None, :] > value[:, None]) | (
             (other[None, :] == value[:, None]) & (other_index[None, :] < index[:, None])
         )
@@ -75,7 +71,7 @@ def _rank(values_ptr, chosen_ptr, largest_ptr, ids_ptr, vocab, k, RANKED: tl.con
 
 @triton.jit
 def _chosen(row_ptr, chosen_ptr, index, k):
-    """Return the chosen ids at the given indices, and their values; NaN counts as -inf."""
+    """Return chosen ids and their values."""
     ids = tl.load(chosen_ptr + index, mask=index < k, other=0)
     value = tl.load(row_ptr + ids, mask=index < k, other=float("-inf"))
     return ids, tl.where(value == value, value, float("-inf"))  # noqa: PLR0124
