@@ -47,7 +47,7 @@ class _Lookup:
     again_at: float | None = None
 
     def take(self, count: int, now: float) -> None:
-        """Record that `count` blocks were found; end the lookup, or schedule a repetition."""
+        """Record the blocks found; end the lookup, or schedule a repetition."""
         found = self.first + count
         if found > self.found:
             self.found, self.until = found, now + _EXPECTED_S
@@ -62,8 +62,8 @@ class StoreConnector:
     """A `core.kv_connector.KVConnector` over a store.
 
     An answer is kept until the request ends or needs other blocks. After a load that ended early, only blocks before
-    the first missing one are looked up. Blocks that another engine is expected to save are looked up until no more
-    arrive.
+    the first missing one are looked up. Blocks that another engine is expected to save are looked up until all are
+    found or no more arrive.
 
     on_answer: called on other threads after a lookup. direct: also one of the store's tiers. kinds: of all KV groups
     except the first; the store may lack their content for blocks that no row reads.

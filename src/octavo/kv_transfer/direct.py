@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class MooncakeConnector(Protocol):
-    """One side of a prefill/decode pair, which is also a `KVStore`.
+    """One side of a prefill/decode pair, which is also a `KVStore`. Called on the engine's thread; must not block.
 
-    Called on the engine's thread; must not block. port: where a prefill engine serves KV.
+    port: where a prefill engine serves KV.
     """
 
     port: int | None
@@ -81,8 +81,8 @@ def create_connector(
 ) -> DirectDonor | DirectReceiver | None:
     """Return this engine's side of direct transfers, if any. Raises `ConfigError`.
 
-    secret: equal on both sides. kv_format: named properties (apart from tokens) that this engine's KV depends on; an
-    engine with a different one is rejected.
+    secret: equal on both sides. kv_format: named properties (apart from tokens) that KV depends on; an engine with
+    different ones is rejected.
     """
     if not config.direct:
         return None

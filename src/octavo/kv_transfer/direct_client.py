@@ -50,9 +50,9 @@ class TransferClient:
     def get(self, host: str, timeout_s: float) -> MooncakeClient | None:
         """Return a living client; None if none is ready within timeout_s.
 
-        host: this machine's address on the route to the peer. The first one that is not loopback replaces the default
-        address, which may restart the process. Raises `StoreError` after `close`, and after a failed start until the
-        next attempt.
+        host: this machine's address on the route to the peer. The first one that is not loopback replaces the default,
+        which may restart the process. Raises `StoreError` after `close`, and until the next attempt after a failed
+        start.
         """
         with self._changed:
             if self._is_guess and not ip_address(host).is_loopback:  # local peers reach any address

@@ -40,8 +40,8 @@ _MAX_KNOWN = 4096  # remembered ended transfers
 class _Pace:
     """Number of blocks per write to one decode engine: as many as take between half of `BEAT_S` and `BEAT_S`.
 
-    Nothing is sent during a write. If a whole area were written over a slow link, the decode engine, and requests that
-    wait for an area, would take this engine for dead.
+    Nothing is sent during a write. After a longer one, the decode engine, and requests that wait for an area, would
+    take this engine for dead.
     """
 
     def __init__(self, object_bytes: int) -> None:
@@ -58,8 +58,8 @@ class _Pace:
 class DirectDonor:
     """A `KVStore` of blocks that it writes into the memory of decode engines; see `MooncakeConnector`.
 
-    A requested block is waited for while its transfer is open here, or while it is being saved. So KV is sent while the
-    rest of the prompt is computed.
+    A requested block is waited for while its transfer is open here, or it is being saved: KV is sent before the prompt
+    is complete.
     """
 
     name = "direct"
@@ -144,7 +144,7 @@ class DirectDonor:
         return self._segment.lacks(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks that the segment still has, although the engine itself may have evicted them."""
+        """Fill blocks; the segment may have some that the engine itself has evicted."""
 
         def copy(block: memoryview, content: memoryview, _: bytes) -> None:
             block[:] = content
@@ -264,7 +264,7 @@ class DirectDonor:
         return ready
 
     def _hand_over(self, channel: Channel, ready: ReadyToReceive) -> None:
-        """Write blocks as they are computed. Reports them, or every `BEAT_S` that this engine is alive.
+        """Write and report blocks as they are computed, with a beat every `BEAT_S`.
 
         Raises `StoreError` if blocks are ready but none is written to any engine for `_STALLED_S`.
         """

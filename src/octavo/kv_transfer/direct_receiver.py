@@ -65,8 +65,8 @@ class DirectReceiver:
     """A `KVStore` of the blocks that prefill engines compute for this engine's requests; see `MooncakeConnector`.
 
     A source that is gone, silent, faulty or malicious costs time only. Requests added before a source was found to be
-    down do not ask it. So a request waits for at most one failure, however many others wait for areas before it. A
-    fault of one connection affects only its own request, if the source answers a new connection.
+    down do not ask it. So a request waits for at most one failure, however many wait for areas before it. A fault of
+    one connection affects only its own request, if the source answers a new one.
     """
 
     name = "direct"
@@ -175,10 +175,7 @@ class DirectReceiver:
     # --- from prefill engines -----------------------------------------------------------------------------------------
 
     def _split(self, keys: Sequence[bytes]) -> tuple[_Expected | None, Sequence[bytes]]:
-        """Return the source of the first key, and the leading keys that it is expected to send.
-
-        Of several sources, the one with the longest run is chosen.
-        """
+        """Return the source with the longest run of leading keys, and this run."""
         with self._lock:
             candidates = [each for each in self._expected.values() if not self._has_failed(each)]
         best, most = None, 0
@@ -203,7 +200,7 @@ class DirectReceiver:
         return not has_failed and self._is_wanted(expected)
 
     def _receive(self, expected: _Expected, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Receive blocks from one source; return the number of leading valid ones. Raises as `load`."""
+        """Receive blocks from one source. Returns and raises as `load`."""
         try:
             host = own_address(expected.source)
         except StoreError as error:
@@ -234,7 +231,7 @@ class DirectReceiver:
     def _receive_part(
         self, expected: _Expected, area: Area, session: str, keys: Sequence[bytes], blocks: Sequence[memoryview]
     ) -> int:
-        """Receive as many blocks as fit an area; return the number of leading valid ones."""
+        """Receive as many blocks as fit an area; count the leading valid ones."""
         count, is_over = 0, False
         generation = secrets.token_bytes(messages.GENERATION_BYTES)
         try:
@@ -296,7 +293,7 @@ class DirectReceiver:
     def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False, is_down: bool = True) -> None:
         """Count a fault of a source, and log the first of several.
 
-        is_down: requests added before now do not ask this source any more. Has no effect if is_corrupt.
+        is_down: requests added before now do not ask it any more. Ignored if is_corrupt.
         """
         with self._lock:
             self._num_errors += 1

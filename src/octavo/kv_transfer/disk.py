@@ -25,13 +25,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class DiskStore:
-    """A `KVStore` in a directory. Other processes may use it too, with other models and versions of octavo.
+    """A `KVStore` in a directory, which other processes may use with other models and versions of octavo.
 
     Each save writes one file. The least recently used file is evicted first, also after a restart. If writing fails (no
     space, no permission), blocks are still served, and saving is retried after a growing pause.
 
-    max_bytes: limit for all files in the directory; each process applies its own. None: `default_bound`. part_bytes:
-    size of blocks with the first KV group only, if any; they have files of their own.
+    max_bytes: limit for all files in the directory; each process applies its own. None: `default_bound`. part_bytes: of
+    blocks with the first KV group only, if any; they have files of their own.
     """
 
     name = "disk"
@@ -165,7 +165,7 @@ class DiskStore:
                 self._directory.remove(sorted(names))
 
     def stats(self) -> StoreStats:
-        """Return the figures: bytes of all files, blocks that this store can serve."""
+        """Return the figures: bytes of all files, and blocks that this store can serve."""
         directory = self._directory
         return StoreStats(
             directory.index.num_blocks,

@@ -48,7 +48,7 @@ _UNREADABLE_S = 60.0  # until an unreadable file is tried again
 class DiskDirectory:
     """Files of blocks in a directory, with at most `max_bytes` bytes. Thread-safe. Methods raise `OSError`.
 
-    sizes: block sizes in bytes that this engine reads; other files are only counted. Creates a missing directory.
+    sizes: of blocks that this engine reads; other files are only counted. Creates a missing directory.
     """
 
     def __init__(self, path: Path, sizes: set[int], max_bytes: int) -> None:
@@ -115,7 +115,7 @@ class DiskDirectory:
         self._next_look_at = ended + (ended - began) / _SCAN_SHARE
 
     def _entries(self) -> tuple[set[str], list[str]]:
-        """Return the names of all files that may be ours, and those with unread headers."""
+        """Return the names of files that may be ours, and those with unread headers."""
         names, new = set(), []
         now = time.monotonic()
         again = {name for name, until in self._unreadable.items() if until <= now}
@@ -239,7 +239,7 @@ class DiskDirectory:
             self._make_room(num_bytes)
 
     def write(self, num_bytes: int, keys: tuple[bytes, ...], fill: Callable[[int], None]) -> None:
-        """Add a file, with content that `fill` writes to a descriptor; none if that raises."""
+        """Add a file that `fill` writes to a descriptor, or none if that raises."""
         name = secrets.token_hex(16)
         temporary, final = f"{name}.tmp", f"{name}.kv"
         self.path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -355,7 +355,7 @@ class DiskDirectory:
         return os.pread(self._lock_descriptor, _GENERATION_BYTES, 0)
 
     def _new_generation(self) -> None:
-        """Announce to other processes that files are about to be added or removed.
+        """Announce a change to other processes.
 
         If another process has changed files since the last count, a count remains due.
         """
@@ -393,7 +393,7 @@ class DiskDirectory:
             time.sleep(_LOCK_POLL_S)
 
     def _is_in_place(self, descriptor: int) -> bool:
-        """Return True if an open lock file is still the one that other processes open."""
+        """Return True if other processes still open this lock file."""
         try:
             return os.path.samestat(os.fstat(descriptor), (self.path / "lock").lstat())
         except FileNotFoundError:

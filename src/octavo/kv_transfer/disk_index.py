@@ -23,9 +23,9 @@ class BlockFile:
 
 
 class DiskIndex:
-    """The files of a directory by name, by key and by age. Thread-safe.
+    """The files of a directory by name, key and age. Thread-safe.
 
-    An age may be out of date: before an eviction, the caller checks whether the file was used since.
+    Ages may be out of date: before an eviction, the caller checks whether the file was used since.
     """
 
     def __init__(self) -> None:

@@ -75,7 +75,7 @@ def load(
 ) -> int:
     """Fill blocks in order; count the leading ones with the needed content.
 
-    needs_all: whether each block needs all groups. part_bytes: size of the first group's part.
+    needs_all: whether each block needs all groups. part_bytes: of the first group's part.
     """
     done, only_first_group = 0, False
     while done < len(keys):
@@ -102,7 +102,7 @@ def save(
     """Save blocks; count the leading ones stored now.
 
     Blocks after a failed one are still saved: that one may be saved alone later. has_all: whether each block has all
-    groups. part_bytes: size of the first group's part.
+    groups. part_bytes: of the first group's part.
     """
     first = num_kept = 0
     while first < len(keys):

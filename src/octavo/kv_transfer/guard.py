@@ -28,7 +28,7 @@ class GuardedStore:
     """A `KVStore` over a store that may fail, hang or not be open yet. Raises nothing.
 
     After a failure the store gets no call for a pause, which doubles while failures continue; then a single call tries
-    it. It also gets no call while another one hangs.
+    it. It also gets none while another one hangs.
 
     open_store: called until it succeeds. may_wait: calls wait for other engines to compute, so none counts as hanging.
     keeps_parts: the store also keeps blocks with the first KV group only.
@@ -131,7 +131,7 @@ class GuardedStore:
         return count
 
     def take_evicted(self) -> int:
-        """Count the evicted blocks since the last call, as of the last load or save."""
+        """Count the blocks evicted since the last call, as of the last load or save."""
         with self._lock:
             count, self._num_evicted_told = self._num_evicted - self._num_evicted_told, self._num_evicted
         return count

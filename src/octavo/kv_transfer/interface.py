@@ -19,8 +19,8 @@ class StoreError(OctavoError):
 class StoreStats:
     """Contents of a store, and counters since its start.
 
-    max_bytes: None if the limit is set elsewhere. num_corrupt: blocks that failed their checksum. num_errors: failed
-    calls. error: why the store is unusable, if it is.
+    max_bytes: None if the limit is set elsewhere. num_corrupt: blocks with a wrong checksum. num_errors: failed calls.
+    error: why the store is unusable, if it is.
     """
 
     num_blocks: int

@@ -104,7 +104,7 @@ class GlobalKVPool:
     ) -> bool:
         """Store a node's copy of a block and return True, if no node has the hash.
 
-        Otherwise marks the stored block as used. num_tokens: if token_ids does not list them.
+        Otherwise marks the stored block as used.
         """
         with self._lock:
             if self._touch(block_hash) is not None:
@@ -174,7 +174,7 @@ class GlobalKVPool:
                     self._ended.notify_all()
 
     def _copy(self, block_hash: bytes, target_node_id: str) -> bool:
-        """Copy a block to a node that lacks it; False if no node has it. The bytes are copied without the lock."""
+        """Copy a block to a node that lacks it; False if no node has it. Copies the bytes without the lock."""
         with self._lock:
             block = self._touch_at(block_hash, target_node_id) or self._touch(block_hash)
         if block is None or block.node_id == target_node_id:

@@ -41,7 +41,7 @@ class MooncakeStore:
     """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` if it cannot connect.
 
     All objects have one size: a block with the first KV group only is padded with zeros. The pool forgets everything
-    with its master. So each query also asks for a mark of this store; if it is gone, all known keys are forgotten.
+    with its master. So each query also asks for a mark of this store; without it, all known keys are forgotten.
 
     Blocks are put into other engines' memory only if this engine's own is full. So when an engine exits, the pool keeps
     blocks of other engines that had room for them.

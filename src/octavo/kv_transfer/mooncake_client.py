@@ -39,8 +39,7 @@ class ClientOrder:
     """Configuration of a client process, with the descriptors that it inherits.
 
     master: HOST:PORT of the pool's master; "": no pool, the process writes into other engines' memory. channels: one
-    per area, for sequential calls. Areas of area_bytes are contiguous in the memory, and objects of object_bytes in an
-    area.
+    per area, for sequential calls. Areas are contiguous in the memory, and objects in an area.
     """
 
     master: str
@@ -121,7 +120,7 @@ class Area:
         return codes
 
     def ping(self) -> bool:
-        """Return True if the process answers within `PING_S`. Otherwise the area is not free until it does."""
+        """Return True if the process answers within `PING_S`. Until it does, the area is not free."""
         self.is_asked, self.asked_at = True, time.monotonic()
         try:
             self.channel.send_bytes(json.dumps(["ping", []]).encode())
@@ -156,7 +155,7 @@ class MooncakeClient:
     """Starts a client process and calls it. Thread-safe. Raises `StoreError` if the process does not start or connect.
 
     master: HOST:PORT; "" without a pool. host: the address by which other engines reach this process. segment_bytes:
-    memory to lend to the pool. gone_s: a process that leaves a call unanswered for this long is killed; None: `GONE_S`.
+    lent to the pool. gone_s: a process that leaves a call unanswered for this long is killed; None: `GONE_S`.
     """
 
     def __init__(

@@ -37,10 +37,8 @@ class TierTally:
 class TieredStore:
     """A `KVStore` over several stores, the fastest first. Skips a store that fails or hangs, and raises nothing.
 
-    Each store that lacks a block gets it when it is saved, also if another store has it.
-
-    only_first_group: the blocks have the first KV group only (`octavo.kv_transfer.group_parts`); `keys` are those of
-    whole blocks. Stores without such blocks are skipped.
+    Saves a block to each store that lacks it. only_first_group: blocks have the first KV group only
+    (`octavo.kv_transfer.group_parts`); `keys` are those of whole blocks. Stores without such blocks are skipped.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
