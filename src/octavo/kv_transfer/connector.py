@@ -94,11 +94,11 @@ class StoreConnector:
         return len(self._lookups.keys() | self._missing.keys())
 
     def request_added(self, request: Request) -> None:
-        """Let decode engines wait for the request's blocks."""
+        """Let decode engines wait for its blocks."""
         self._direct.request_added(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return how many tokens after num_computed_tokens the store has; None while the lookup runs."""
+        """Return how many further tokens the store has; None while the lookup runs."""
         first, num_blocks = num_computed_tokens // self._block_size, len(request.block_hashes)
         lookup = self._lookups.get(request.request_id)
         if lookup is None or first < lookup.first or num_blocks != lookup.num_blocks:

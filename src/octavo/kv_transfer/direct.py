@@ -42,7 +42,7 @@ class MooncakeConnector(Protocol):
         ...
 
     def expect(self, request: Request) -> bool:
-        """Expect a request's KV; return True if it comes directly from a prefill engine."""
+        """Expect a request's KV; return True if it comes directly."""
         ...
 
     def forget_expected(self, request_id: str) -> None:
@@ -96,7 +96,7 @@ def create_connector(
 
 
 def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
-    """Return the host memory in bytes that direct transfers need."""
+    """Return the host memory of direct transfers in bytes."""
     if not config.direct:
         return 0
     if config.role == "prefill":

@@ -43,7 +43,7 @@ class TransferClient:
 
     @property
     def process_id(self) -> int | None:
-        """Id of the current process, if any."""
+        """The current process's id, if any."""
         client = self._client
         return None if client is None else client.process_id
 
@@ -106,7 +106,7 @@ class TransferClient:
 
 
 def _usual_address() -> str:
-    """Return this machine's address on the default route; sends nothing."""
+    """Return this machine's default address; sends nothing."""
     try:
         return own_address(_ANYBODY)
     except StoreError:

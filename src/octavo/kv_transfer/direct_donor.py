@@ -48,7 +48,7 @@ class _Pace:
         self.num_blocks = max(_FIRST_WRITE_BYTES // object_bytes, 1)
 
     def wrote(self, num_blocks: int, seconds: float) -> None:
-        """Adapt the number after a write."""
+        """Adapt the number."""
         if seconds > messages.BEAT_S:
             self.num_blocks = max(num_blocks // 2, 1)
         elif seconds < messages.BEAT_S / 2 and num_blocks == self.num_blocks:
@@ -199,7 +199,7 @@ class DirectDonor:
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(0.1)  # for example, no free descriptor
+                time.sleep(0.1)  # such as no free descriptor
                 continue
             with self._changed:
                 is_welcome = not self._is_closed and len(self._connections) < _MAX_CONNECTIONS
@@ -229,7 +229,7 @@ class DirectDonor:
                 self._connections.discard(connection)
 
     def _refuse(self, channel: Channel, reason: str) -> None:
-        """Send the reason of a refusal; log each reason once."""
+        """Send a refusal's reason; log each reason once."""
         refusal = channel.peer_host, reason
         with self._changed:
             self._num_errors += 1
@@ -301,7 +301,7 @@ class DirectDonor:
         return num_written
 
     def _wait(self, ready: ReadyToReceive, first: int, asked_at: float) -> int | None:
-        """Count the blocks from `first` on that are ready within `BEAT_S`; None if none will be."""
+        """Count the blocks that are ready within `BEAT_S`; None if none will be."""
         keys = ready.keys[first:]
         beat_at = time.monotonic() + messages.BEAT_S
         with self._changed:
@@ -344,7 +344,7 @@ def _versions(version: int) -> dict[str, str]:
 
 
 def _end(connection: socket.socket) -> None:
-    """Close a connection, and wake the thread that waits on it."""
+    """Close a connection, and wake its thread."""
     with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

@@ -45,7 +45,7 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
-    """Where to write the blocks of these keys: contiguously from `address` on, each after its header.
+    """Where to write these keys' blocks: contiguously from `address` on, each after its header.
 
     session: name of that memory. generation: copied into the headers; never used again.
     """
@@ -87,7 +87,7 @@ class RefusalError(ConnectionError):
 
 
 class BrokenOffError(ConnectionError):
-    """The peer closed the connection before or within a message."""
+    """The peer closed the connection early."""
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
@@ -109,7 +109,7 @@ class Channel:
 
     @property
     def own_host(self) -> str:
-        """Address by which the peer reaches this machine."""
+        """This machine's address as the peer knows it."""
         return str(self._connection.getsockname()[0]).removeprefix("::ffff:")
 
     @property
@@ -151,7 +151,7 @@ class Channel:
 
 
 def differences(of_prefill: Mapping[str, str], of_decode: Mapping[str, str]) -> str:
-    """Describe how the KV of two engines differs, if it does."""
+    """Describe how two engines' KV differs, if it does."""
     names = sorted(of_prefill.keys() | of_decode.keys())
     return "; ".join(
         f"{name} is {of_prefill.get(name, 'unknown')!r} in the prefill engine and "
@@ -166,7 +166,7 @@ def _printable(text: str) -> str:
 
 
 def proof_of(secret: str, role: str, *parts: bytes) -> bytes:
-    """Return a keyed digest over the parts, which proves knowledge of the secret."""
+    """Return a keyed digest, which proves knowledge of the secret."""
     digest = hmac.new(secret.encode(), role.encode(), "sha256")
     for part in parts:
         digest.update(_LENGTH.pack(len(part)) + part)

@@ -34,7 +34,7 @@ _CONNECT_S = 2.0
 _PROBE_S = 1.0  # after a failed connection, a healthy source answers a new one within this time
 _BUSY_PAUSE_S = 0.05  # before the next attempt to get an area
 _ENDING_S = 0.1  # within this time an ending process has closed its listening socket
-_MAX_SOURCES = 256  # the last failure of each is remembered
+_MAX_SOURCES = 256  # with a remembered failure
 
 
 class _ConnectTimeoutError(TimeoutError):
@@ -113,7 +113,7 @@ class DirectReceiver:
             self.forget_expected(transfer.request_id)
 
     def expect(self, request: Request) -> bool:
-        """Expect a prompt's blocks from its prefill engine; return True if it has one."""
+        """Expect a prompt's blocks from its prefill engine, if any."""
         params = request.kv_transfer_params
         if params is None or params.is_prefill or params.source is None:
             return False
@@ -161,7 +161,7 @@ class DirectReceiver:
         """Do nothing."""
 
     def stats(self) -> StoreStats:
-        """Return the counts of corrupt blocks and failed loads."""
+        """Return the counts of faults."""
         with self._lock:
             return StoreStats(0, 0, 0, num_corrupt=self._num_corrupt, num_errors=self._num_errors)
 
@@ -186,7 +186,7 @@ class DirectReceiver:
         return best, keys[:most]
 
     def _has_failed(self, expected: _Expected) -> bool:
-        """Return True if the source failed after the request was added. Needs the lock."""
+        """Return True if the source failed since the request was added. Needs the lock."""
         return self._failed_at.get(expected.source, 0.0) >= expected.since
 
     def _is_wanted(self, expected: _Expected) -> bool:
@@ -274,7 +274,7 @@ class DirectReceiver:
         return count
 
     def notify_ready_to_receive(self, channel: Channel, ready: messages.ReadyToReceive) -> None:
-        """Authenticate both sides, then send the address for the blocks."""
+        """Authenticate both sides, then send the blocks' address."""
         nonce = secrets.token_bytes(messages.NONCE_BYTES)
         channel.send(messages.Hello(messages.VERSION, nonce))
         challenge = channel.receive(messages.Challenge)
@@ -285,7 +285,7 @@ class DirectReceiver:
         channel.send(messages.Notice(encoded, proof))
 
     def _take(self, written: memoryview, generation: bytes, key: bytes, block: memoryview) -> bool:
-        """Copy a block out of the area; return True if the copy is valid."""
+        """Copy a block out of the area; return whether the copy is valid."""
         head = messages.header_in(written)
         block[:] = written[HEADER_BYTES:]
         return head == messages.header(generation, key, checksum(key, block))

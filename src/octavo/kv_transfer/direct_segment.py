@@ -21,7 +21,7 @@ RECEIVER_AREAS = 16  # concurrent loads, which mostly wait for prompts
 
 @dataclass(slots=True)
 class _Slot:
-    """A stored block. num_leases: readers; meanwhile the memory is not reused."""
+    """A stored block. num_leases: readers; meanwhile its memory is not reused."""
 
     content: memoryview
     checksum: bytes
@@ -31,7 +31,7 @@ class _Slot:
 class Segment:
     """Blocks by key. Evicts the least recently used block that has no readers. Thread-safe.
 
-    Raises `ConfigError` if max_bytes is smaller than one block.
+    The system allocates the memory on first use. Raises `ConfigError` if max_bytes is smaller than one block.
     """
 
     def __init__(self, block_bytes: int, max_bytes: int) -> None:
@@ -90,7 +90,7 @@ class Segment:
         return self._slots.pop(oldest).content
 
     def read(self, key: bytes, use: Callable[[memoryview, bytes], None]) -> bool:
-        """Call use(block, checksum) with the block pinned; False if the key is unknown."""
+        """Call use(block, checksum) with the block pinned; False if there is none."""
         with self._lock:
             slot = self._slots.get(key)
             if slot is None:

@@ -126,7 +126,7 @@ class DiskStore:
         return loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Save blocks, as many as fit max_bytes in one file. Raises `ValueError` for a key of a wrong length."""
+        """Save as many blocks as fit max_bytes, in one file. Raises `ValueError` for a key of a wrong length."""
         if self._is_closed:
             return 0
         wrong = next((key for key in keys if len(key) != KEY_BYTES), None)
@@ -165,7 +165,7 @@ class DiskStore:
                 self._directory.remove(sorted(names))
 
     def stats(self) -> StoreStats:
-        """Return the figures: bytes of all files, and blocks that this store can serve."""
+        """Return the figures; bytes are of all files."""
         directory = self._directory
         return StoreStats(
             directory.index.num_blocks,
@@ -203,7 +203,7 @@ def default_bound(directory: Path) -> int:
 
 
 class _Writing:
-    """Pauses writing after failures, for a time that doubles while they continue."""
+    """Pauses writing after failures, for a time that doubles."""
 
     def __init__(self, directory: Path, clock: Callable[[], float]) -> None:
         self.error = ""

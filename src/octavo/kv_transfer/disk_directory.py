@@ -79,7 +79,7 @@ class DiskDirectory:
     # --- changes by other processes -----------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Update the index if another process changed the directory, but not shortly after the last listing."""
+        """Update the index if the directory changed, but not shortly after the last listing."""
         if time.monotonic() < self._next_look_at and not self._is_gone():
             return
         with self._mutex:
@@ -115,7 +115,7 @@ class DiskDirectory:
         self._next_look_at = ended + (ended - began) / _SCAN_SHARE
 
     def _entries(self) -> tuple[set[str], list[str]]:
-        """Return the names of files that may be ours, and those with unread headers."""
+        """Return all file names that may be ours, and those with unread headers."""
         names, new = set(), []
         now = time.monotonic()
         again = {name for name, until in self._unreadable.items() if until <= now}
@@ -219,7 +219,7 @@ class DiskDirectory:
         self.index.add(BlockFile(bad, size), 0)
 
     def _leave_alone(self, name: str) -> None:
-        """Count a file without its blocks, and retry it after a pause."""
+        """Count a file without its blocks, and retry it later."""
         self._unreadable[name] = time.monotonic() + _UNREADABLE_S
         self.index.add(BlockFile(name, self._size(name)), 0)
 
@@ -234,12 +234,12 @@ class DiskDirectory:
     # --- adding -------------------------------------------------------------------------------------------------------
 
     def make_room(self, num_bytes: int) -> None:
-        """Evict files until num_bytes fit, and remove files of dead writers."""
+        """Evict files until num_bytes fit; remove files of dead writers."""
         with self._mutex, self._locked():
             self._make_room(num_bytes)
 
     def write(self, num_bytes: int, keys: tuple[bytes, ...], fill: Callable[[int], None]) -> None:
-        """Add a file that `fill` writes to a descriptor, or none if that raises."""
+        """Add a file with the content of `fill(descriptor)`, or none if that raises."""
         name = secrets.token_hex(16)
         temporary, final = f"{name}.tmp", f"{name}.kv"
         self.path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)

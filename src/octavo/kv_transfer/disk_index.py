@@ -87,7 +87,7 @@ class DiskIndex:
         return file
 
     def oldest(self) -> tuple[int, str] | None:
-        """Return (last known use, name) of the least recently used file, if any."""
+        """Return (last use, name) of the least recently used file, if any."""
         with self._lock:
             while self._by_age and self._used_ns.get(self._by_age[0][1]) != self._by_age[0][0]:
                 heapq.heappop(self._by_age)
@@ -106,7 +106,7 @@ class DiskIndex:
             return {key for key in keys if key not in self._holders}
 
     def files_of(self, keys: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Return the number of leading keys that files contain, and the names of these files in order."""
+        """Return the number of leading keys that files contain, and these files' names in order."""
         names: dict[str, None] = {}
         with self._lock:
             for count, key in enumerate(keys):
@@ -117,7 +117,7 @@ class DiskIndex:
         return len(keys), list(names)
 
     def holders(self, keys: Iterable[bytes]) -> set[str]:
-        """Return the names of files that contain any of these keys."""
+        """Return the names of files with any of these keys."""
         with self._lock:
             return {file.name for key in keys for file in self._holders.get(key, ())}
 

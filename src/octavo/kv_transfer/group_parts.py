@@ -47,7 +47,7 @@ def look_up(
     block_size: int,
     kinds: Sequence[KVGroupKind],
 ) -> int:
-    """Look up keys; return `num_usable` of the blocks found."""
+    """Return `num_usable` of the keys found in a store."""
     is_whole: list[bool] = []
     while len(is_whole) < len(keys):
         before = len(is_whole)

@@ -104,7 +104,7 @@ class GuardedStore:
         self._ask(lambda _: None, None)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Count the leading keys that the store has; 0 if unusable."""
+        """Count the leading stored keys; 0 if unusable."""
         return min(self._ask(lambda store: store.num_matched(keys), 0), len(keys))
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -172,7 +172,7 @@ class GuardedStore:
         )
 
     def close(self) -> None:
-        """Close the store; it gets no further calls."""
+        """Close the store for good."""
         self._is_over.set()
         with self._lock:
             self._is_closed = True
@@ -184,7 +184,7 @@ class GuardedStore:
                 self._failed(error)
 
     def _ask(self, ask: Callable[[KVStore], ResultT], otherwise: ResultT) -> ResultT:
-        """Call the store; return `otherwise` if that is not allowed or raises."""
+        """Call the store; return `otherwise` if that is not allowed or fails."""
         if not self._may_ask():
             return otherwise
         try:

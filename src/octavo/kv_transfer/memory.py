@@ -71,7 +71,7 @@ class GlobalKVPool:
 
     @property
     def total_cached_blocks(self) -> int:
-        """Number of all nodes' blocks, copies included."""
+        """Number of all nodes' blocks, with copies."""
         with self._lock:
             return sum(map(len, self._nodes.values()))
 
@@ -81,11 +81,11 @@ class GlobalKVPool:
         return self._num_evicted.total()
 
     def num_evicted_of(self, node_id: str) -> int:
-        """Return how many blocks a node evicted."""
+        """Count a node's evicted blocks."""
         return self._num_evicted[node_id]
 
     def num_cached_blocks(self, node_id: str) -> int:
-        """Return the number of a node's blocks."""
+        """Count a node's blocks."""
         return len(self._nodes.get(node_id, ()))
 
     def num_bytes(self, node_id: str) -> int:
@@ -192,7 +192,7 @@ class GlobalKVPool:
             return self._take_complete(request_id)
 
     def wait_for_transfer(self, request_id: str, timeout_s: float) -> bool:
-        """Return whether a transfer ends within timeout_s, and remove its record."""
+        """Return whether a transfer ends in time, and remove its record."""
         with self._ended:
             if self._ended.wait_for(lambda: request_id in self._complete, timeout_s):
                 return self._take_complete(request_id)
@@ -212,7 +212,7 @@ class GlobalKVPool:
                     del self._nodes[node_id][block_hash]
 
     def _insert(self, block: KVBlock) -> None:
-        """Add a block, and evict blocks above the node's limit."""
+        """Add a block, and evict those above the node's limit."""
         node = self._nodes.setdefault(block.node_id, OrderedDict())
         node[block.block_hash] = block
         self._holders.setdefault(block.block_hash, {})[block.node_id] = None

@@ -77,7 +77,7 @@ class MooncakeStore:
 
     @staticmethod
     def host_bytes(block_bytes: int, segment_bytes: int) -> int:
-        """Return the memory in bytes that a store needs here, lent memory included."""
+        """Return the store's memory here in bytes, lent memory included."""
         return client_bytes(_HEADER_BYTES + block_bytes, segment_bytes)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
@@ -134,7 +134,7 @@ class MooncakeStore:
         return count
 
     def _take(self, area: Area, index: int, code: int, key: bytes, block: memoryview) -> bool:
-        """Copy a block out of the area; return True if the copy is valid."""
+        """Copy a block out of the area; return whether the copy is valid."""
         stored = area.objects[index]
         is_whole = code == len(stored)
         if is_whole:
@@ -176,7 +176,7 @@ class MooncakeStore:
             self._call(area, "remove", [*map(_name, keys)])
 
     def stats(self) -> StoreStats:
-        """Return the figures of blocks that this store knows of."""
+        """Return the figures of known blocks."""
         with self._lock:
             count = len(self._known)
             return StoreStats(
@@ -197,7 +197,7 @@ class MooncakeStore:
 
     @contextmanager
     def _area(self) -> Iterator[Area]:
-        """Lend an area of a living client, and count a `StoreError`."""
+        """Lend an area of a living client; count a `StoreError`."""
         try:
             with self._living_client().area() as area:
                 yield area

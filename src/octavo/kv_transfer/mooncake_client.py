@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MODULE = "octavo.kv_transfer.mooncake_process"
 OPEN_S = 15.0  # to open a client, with its process
 CALL_S = 4.0  # to answer a call
-REST_S = 6.0  # twice Mooncake's limit for a stalled transfer: how long a failed transfer may still write into its area
+REST_S = 6.0  # twice Mooncake's limit for a stalled transfer: so long a failed one may still write into its area
 GONE_S = 30.0  # then a silent process is killed
 PING_S = 0.5  # a healthy process answers a ping immediately
 CLOSE_S = 5.0  # Mooncake needs 2 s to withdraw lent memory
@@ -283,7 +283,7 @@ class MooncakeClient:
 
 
 def client_bytes(object_bytes: int, segment_bytes: int, num_areas: int = NUM_AREAS) -> int:
-    """Return the memory in bytes that a client needs, with its process."""
+    """Return a client's memory in bytes, with its process."""
     return PROCESS_BYTES + num_areas * _area_bytes(object_bytes) + segment_bytes
 
 

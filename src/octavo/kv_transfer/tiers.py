@@ -167,7 +167,7 @@ def _names(keys: Sequence[bytes], *, only_first_group: bool) -> Sequence[bytes]:
 
 
 def _lacking(tier: GuardedStore, keys: Sequence[bytes], *, only_first_group: bool) -> set[bytes]:
-    """Return the keys of which a store has no whole block. only_first_group: nor a part."""
+    """Return the keys that a store lacks as whole blocks. only_first_group: and as parts."""
     lacking = tier.lacks(keys)
     if not only_first_group:
         return lacking
@@ -178,7 +178,7 @@ def _lacking(tier: GuardedStore, keys: Sequence[bytes], *, only_first_group: boo
 def _load_next(
     tiers: Sequence[GuardedStore], names: Sequence[bytes], blocks: Sequence[memoryview], tally: TierTally
 ) -> int:
-    """Fill the leading blocks from the first store that has them."""
+    """Fill leading blocks from the first store that has them."""
     for index, tier in enumerate(tiers):
         start = time.perf_counter()
         is_last = index == len(tiers) - 1  # a lookup found the block, and no other store gave it
