@@ -25,7 +25,6 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// A thread's working memory.
 template <class Tile>
 struct AttentionScratch {
   Tile tile;
@@ -44,7 +43,6 @@ struct AttentionScratch {
   }
 };
 
-// The first position that a token at `position` sees.
 OCTAVO_INLINE int64_t first_seen(const AttentionArgs& args, int64_t position) {
   return args.window > 0 ? larger(int64_t{0}, position - args.window + 1) : 0;
 }
@@ -133,7 +131,6 @@ OCTAVO_INLINE Positions seen_of_partition(const AttentionArgs& args, const Atten
           smaller(end, args.positions[task.first_token + task.tokens - 1] + 1)};
 }
 
-// The first tile of a task in a partition.
 template <class C>
 TileRows<C> first_tile_of(const AttentionArgs& args, const AttentionTask& task, int64_t partition) {
   const auto [first, last] = seen_of_partition(args, task, partition);

@@ -53,7 +53,6 @@ struct AttentionShape {
   }
 };
 
-// The query of a task's row.
 template <class T>
 OCTAVO_INLINE const T* query_row(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, int64_t row) {
   const int64_t head = task.kv_head * s.group + row % s.group;

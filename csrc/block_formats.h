@@ -79,7 +79,6 @@ void for_kind(DType kind, const F& f) {
   }
 }
 
-// A packed weight of blocks.
 struct BlockPanels {
   const uint8_t* data;
   BlockFormat format;

@@ -40,7 +40,6 @@ struct KVRow<int8_t> {
   }
 };
 
-// A block of one KV head.
 template <class C>
 struct KVBlock {
   C* values;

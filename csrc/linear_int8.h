@@ -54,7 +54,6 @@ struct ByteWeight {
                        int64_t count, Place out, Ahead ahead);
 };
 
-// Stores the first `count` columns of V vectors of a row.
 template <int V, class Out>
 OCTAVO_INLINE void store_columns(Out* out, const Vec (&value)[V], int64_t count) {
   if (count >= V * kLanes) {

@@ -333,7 +333,6 @@ void multiply_two_panels(const RowsOfTiles& rows, const char* w, const char* oth
   store_tile<3>(sums + kTogether * kPanelColumns + kTileHeight, kLineBytes);
 }
 
-// A block of rows, as tiles.
 struct BlockOfTiles {
   RowsOfTiles tiles;
   int64_t first;  // row of the output

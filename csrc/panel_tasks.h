@@ -67,7 +67,6 @@ class Ahead {
     --rows_;
   }
   int64_t rows() const { return rows_; }
-  // Prefetches all rows of results.
   void ask_rows(int panels) {
     while (rows_ > 0) ask_row(panels);
   }

@@ -8,7 +8,6 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr int64_t kMostRotated = 256;
 
-// A number of values rounded up to whole vectors.
 OCTAVO_INLINE int64_t whole_vectors(int64_t values) { return divide_up(values, kLanes) * kLanes; }
 
 // How many k are rotated together: the largest power of two that divides k, up to the limit.

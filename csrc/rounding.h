@@ -7,7 +7,6 @@
 
 namespace octavo {
 
-// The arguments of round_weight.
 struct RoundArgs {
   const void* weight;  // [n, k]
   DType dtype;         // float32, bfloat16 or float16

@@ -65,7 +65,6 @@ struct Best {
   }
 };
 
-// The best of each lane so far.
 struct LaneBest {
   Vec key = splat(-__builtin_inff());
   IVec id = splat_int(0xFFFFFFFFu);

@@ -52,7 +52,6 @@ OCTAVO_INLINE void store_first(T* p, Vec v, int64_t n) {
   std::memcpy(static_cast<void*>(p), buffer, static_cast<size_t>(n) * sizeof(T));
 }
 
-// Stores a, then b.
 template <class T>
 OCTAVO_INLINE void store_two(T* p, Vec a, Vec b) {
   store(p, a);

@@ -261,7 +261,6 @@ OCTAVO_INLINE void transpose_8x8(__m256 (&r)[8]) {
   }
 }
 
-// Transposes a matrix of 16 x 16.
 OCTAVO_INLINE void transpose(Vec (&r)[16]) {
   __m256 a[8], b[8], c[8], d[8];
   for (int i = 0; i < 8; ++i) {

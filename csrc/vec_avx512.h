@@ -186,7 +186,6 @@ OCTAVO_INLINE IVec round_to_bf16(Vec a) {
 OCTAVO_INLINE void store(bf16* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_to_bf16(a).v, 16)));
 }
-// Stores a, then b.
 OCTAVO_INLINE void store_two(bf16* p, Vec a, Vec b) {
   const __m512i upper_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
                                                 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
@@ -215,7 +214,6 @@ OCTAVO_INLINE float sum_lanes(Vec a) {
 }
 OCTAVO_INLINE float max_lanes(Vec a) { return _mm512_reduce_max_ps(a.v); }
 
-// Transposes a matrix of 16 x 16.
 OCTAVO_INLINE void transpose(Vec (&r)[16]) {
   __m512 t[16];
   OCTAVO_UNROLL

@@ -254,7 +254,6 @@ OCTAVO_INLINE float max_lanes(Vec a) {
   return r;
 }
 
-// Transposes a matrix of 16 x 16.
 OCTAVO_INLINE void transpose(Vec (&r)[16]) {
   for (int i = 0; i < 16; ++i) {
     for (int j = 0; j < i; ++j) {

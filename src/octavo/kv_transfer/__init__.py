@@ -1,4 +1,4 @@
-"""KV stores outside the device, and the connector through which the scheduler uses them."""
+"""External KV stores, and the scheduler's connector to them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ def create_store(
     direct: DirectDonor | DirectReceiver | None = None,
     part_bytes: int | None = None,
 ) -> TieredStore | None:
-    """Return the configured stores as one, the fastest first; None if none is configured.
+    """Return the configured stores as one, the fastest first, if any.
 
-    first: `first(block_bytes)` makes a store that is asked before the configured ones. direct: this engine's side of
-    direct transfers. A prefill engine saves to it first, because decode engines wait for these blocks. A decode engine
-    asks it last, because its blocks may still have to be computed. part_bytes: size of the first KV group's part of a
-    block; None if there is no other group.
+    first: makes a store that is asked first, from `block_bytes`. direct: a prefill engine saves to it first, because
+    decode engines wait for these blocks; a decode engine asks it last, because its blocks may still have to be
+    computed. part_bytes: of the first KV group's part of a block, if there are other groups.
 
-    A store that is down is no error: it is opened on first use, and again later. Raises `ConfigError` if the disk
-    store's limit is below one block.
+    Stores are opened on first use, so a store that is down is no error. Raises `ConfigError` if the disk limit is below
+    one block.
     """
     stores: list[KVStore] = [] if first is None else [first(block_bytes)]
     directory, max_bytes = config.disk_dir, config.disk_bytes
@@ -54,7 +53,7 @@ def create_store(
 
 
 def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
-    """Return the host memory on this machine that the configured stores need, in bytes."""
+    """Return the stores' host memory in bytes."""
     of_pool = 0 if config.mooncake is None else MooncakeStore.host_bytes(block_bytes, config.mooncake_segment_bytes)
     return of_pool + direct_host_bytes(config, block_bytes)
 

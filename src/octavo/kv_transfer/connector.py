@@ -1,4 +1,4 @@
-"""The scheduler's connector to a store: looks up the blocks of requests on threads, concurrently with the steps."""
+"""The scheduler's connector to a store."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.tiers import TieredStore
 
 _LOOKUP_THREADS = 2
-_EXPECTED_S = 1.0  # if no further expected block arrives for this long, the request takes those found
-_ASKED_AGAIN_S, _ASKED_AGAIN_AT_MOST_S = 0.005, 0.04  # pause before an incomplete lookup is repeated; doubles each time
+_EXPECTED_S = 1.0  # without a further block for this long, the request takes those found
+_ASKED_AGAIN_S, _ASKED_AGAIN_AT_MOST_S = 0.005, 0.04  # pause before a repetition; doubles each time
 
 
 @dataclass(slots=True)
 class _Lookup:
-    """State of one lookup: which of a request's blocks [first, num_blocks) the store has.
+    """A lookup of a request's blocks [first, num_blocks).
 
-    is_direct: another engine sends the blocks directly. num_expected: number of leading blocks of the request that
-    another engine saves to the store; missing ones are waited for. end: index after the last block that the store has;
-    None while unknown. is_wanted: False after the lookup was cancelled. until: monotonic time at which waiting ends.
-    found: index after the last block found so far. pause_s: pause before the next repetition. again_at: time of that
-    repetition; None while the lookup runs.
+    is_direct: another engine sends the blocks directly. num_expected: leading blocks that another engine saves, waited
+    for until `until` (monotonic time). end: index after the last block that the store has; None while unknown. found:
+    the same so far. again_at: time of the next repetition; None while the lookup runs.
     """
 
     first: int
@@ -49,7 +47,7 @@ class _Lookup:
     again_at: float | None = None
 
     def take(self, count: int, now: float) -> None:
-        """Record that the store has the first count blocks of the lookup: end the lookup, or schedule a repetition."""
+        """Record the blocks found; end the lookup, or schedule a repetition."""
         found = self.first + count
         if found > self.found:
             self.found, self.until = found, now + _EXPECTED_S
@@ -63,13 +61,12 @@ class _Lookup:
 class StoreConnector:
     """A `core.kv_connector.KVConnector` over a store.
 
-    An answer is kept until the request ends or needs more blocks looked up. An unusable store is not asked. After a
-    load that ended early, lookups ask only for the blocks before the first missing one. Blocks that another engine is
-    expected to save are looked up again until they are found or no more arrive.
+    An answer is kept until the request ends or needs other blocks. After a load that ended early, only blocks before
+    the first missing one are looked up. Blocks that another engine is expected to save are looked up until all are
+    found or no more arrive.
 
-    on_answer: called on other threads when a lookup has ended. direct: this engine's side of direct transfers, which is
-    also one of the tiers of the store. kinds: the kinds of all KV groups except the first. The store may lack the
-    content of these groups for blocks that no row reads.
+    on_answer: called on other threads after a lookup. direct: also one of the store's tiers. kinds: of all KV groups
+    except the first; the store may lack their content for blocks that no row reads.
     """
 
     def __init__(
@@ -87,21 +84,21 @@ class StoreConnector:
         self._on_answer = on_answer
         self._direct = direct or NoConnector()
         self._lookups: dict[str, _Lookup] = {}
-        self._missing: dict[str, bytes] = {}  # by request whose load ended early: the first key not loaded
+        self._missing: dict[str, bytes] = {}  # by request: the first key that a load lacked
         self._threads = DaemonThreads(_LOOKUP_THREADS, "octavo-kv-lookup", HANGS_AFTER_S)
         self._threads.submit(store.open)
 
     @property
     def num_lookups(self) -> int:
-        """Number of requests for which state is kept."""
+        """Number of requests with state."""
         return len(self._lookups.keys() | self._missing.keys())
 
     def request_added(self, request: Request) -> None:
-        """Let decode engines wait for the blocks that the request computes for them."""
+        """Let decode engines wait for its blocks."""
         self._direct.request_added(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return the number of tokens after num_computed_tokens that the store has; None while the lookup runs."""
+        """Return how many further tokens the store has; None while the lookup runs."""
         first, num_blocks = num_computed_tokens // self._block_size, len(request.block_hashes)
         lookup = self._lookups.get(request.request_id)
         if lookup is None or first < lookup.first or num_blocks != lookup.num_blocks:
@@ -155,18 +152,18 @@ class StoreConnector:
         self._drop(request.request_id)
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Do nothing: the transfer is ordered with the step."""
+        """Do nothing."""
 
     def keys_to_save(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
-        """Return the keys that the store lacks."""
+        """Return the missing keys."""
         return self._store.lacks(keys, only_first_group=only_first_group)
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Let decode engines wait for the blocks that are being saved."""
+        """Let decode engines wait for blocks being saved."""
         self._direct.transfer_ordered(transfer)
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Drop the answer for a request whose load was incomplete, cancelled or direct."""
+        """Drop the answer unless the load was complete and not direct."""
         self._direct.transfer_ended(transfer)
         name, num_ordered = transfer.request_id, len(transfer.keys)
         if name is None:
@@ -179,12 +176,12 @@ class StoreConnector:
             self._drop(name)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Drop all state of the request and cancel its lookup."""
+        """Drop the request's state."""
         del block_ids
         self._direct.request_finished(request)
         self._missing.pop(request.request_id, None)
         self._drop(request.request_id)
 
     def close(self) -> None:
-        """Accept no further lookups. Does not wait for a call that hangs."""
+        """Accept no further lookups, without waiting for running ones."""
         self._threads.close(0.0)

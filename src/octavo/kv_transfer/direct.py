@@ -1,4 +1,4 @@
-"""Direct KV transfer from a prefill to a decode engine, with Mooncake's TransferEngine and no store between."""
+"""Direct KV transfer from a prefill to a decode engine."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class MooncakeConnector(Protocol):
-    """Events of requests and transfers for one side of a prefill/decode pair; that side is also a `KVStore`.
+    """One side of a prefill/decode pair, which is also a `KVStore`. Called on the engine's thread; must not block.
 
-    Called on the engine's thread; must not block. port: on which a prefill engine serves KV, else None.
+    port: where a prefill engine serves KV.
     """
 
     port: int | None
@@ -34,24 +34,24 @@ class MooncakeConnector(Protocol):
         ...
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """A load or save of blocks was scheduled."""
+        """A load or save was scheduled."""
         ...
 
     def transfer_ended(self, transfer: KVTransfer) -> None:
-        """A transfer ended, with or without success."""
+        """A transfer ended, or failed."""
         ...
 
     def expect(self, request: Request) -> bool:
-        """Expect a request's KV. Returns True if its blocks come directly from a prefill engine."""
+        """Expect a request's KV; return True if it comes directly."""
         ...
 
     def forget_expected(self, request_id: str) -> None:
-        """Cancel `expect` for a request."""
+        """Cancel `expect`."""
         ...
 
 
 class NoConnector:
-    """Null object: KV moves through stores only."""
+    """KV moves through stores only."""
 
     port: int | None = None
 
@@ -79,10 +79,10 @@ class NoConnector:
 def create_connector(
     config: KVTransferConfig, *, block_bytes: int, block_size: int, secret: str, kv_format: Mapping[str, str]
 ) -> DirectDonor | DirectReceiver | None:
-    """Return this engine's side of direct transfers; None without `config.direct`. Raises `ConfigError`.
+    """Return this engine's side of direct transfers, if any. Raises `ConfigError`.
 
-    secret: equal on both sides. kv_format: named properties (apart from tokens) that this engine's KV depends on.
-    An engine with a different kv_format is rejected, and both sides log the reason.
+    secret: equal on both sides. kv_format: named properties (apart from tokens) that KV depends on; an engine with
+    different ones is rejected.
     """
     if not config.direct:
         return None
@@ -96,7 +96,7 @@ def create_connector(
 
 
 def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
-    """Return the host memory that direct transfers need, in bytes."""
+    """Return the host memory of direct transfers in bytes."""
     if not config.direct:
         return 0
     if config.role == "prefill":
@@ -105,5 +105,5 @@ def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
 
 
 def num_load_threads(config: KVTransferConfig) -> int:
-    """Return the number of load threads; loads that wait for a prefill must not block the rest."""
+    """Return the number of load threads: loads that wait for a prefill must not block the rest."""
     return config.num_threads + (RECEIVER_AREAS if config.direct and config.role == "decode" else 0)

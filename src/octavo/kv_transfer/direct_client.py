@@ -1,4 +1,4 @@
-"""An engine's TransferEngine process: started with the engine, and restarted if it ends."""
+"""An engine's TransferEngine process."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
-_PAUSE_S = 5.0  # before the next attempt after a failed start
-_GONE_S = 10.0  # a process that does not answer for this long is replaced; callers time out earlier
-_ANYBODY = "192.0.2.1:9"  # a documentation address (RFC 5737), on no real network
+_PAUSE_S = 5.0  # after a failed start
+_GONE_S = 10.0  # then a silent process is replaced; callers time out earlier
+_ANYBODY = "192.0.2.1:9"  # for documentation (RFC 5737), on no real network
 
 
 class TransferClient:
-    """Starts a `MooncakeClient` without a pool on a background thread, and restarts it if needed. Thread-safe.
+    """Runs a `MooncakeClient` without a pool, and restarts it if it ends. Thread-safe.
 
-    It advertises this machine's default address until `get` learns the one that peers use.
-    object_bytes: size of a header and a block. num_areas: maximum number of concurrent transfers.
+    Advertises this machine's default address until `get` learns the one that peers use. object_bytes: size of a header
+    and a block. num_areas: maximum number of concurrent transfers.
     """
 
     def __init__(self, *, protocol: str, object_bytes: int, num_areas: int) -> None:
@@ -43,19 +43,19 @@ class TransferClient:
 
     @property
     def process_id(self) -> int | None:
-        """Id of the current process; None if there is none."""
+        """The current process's id, if any."""
         client = self._client
         return None if client is None else client.process_id
 
     def get(self, host: str, timeout_s: float) -> MooncakeClient | None:
-        """Return a client that is alive; None if none is ready within timeout_s.
+        """Return a living client; None if none is ready within timeout_s.
 
-        host: this machine's address on the route to the peer. The first one that is not a loopback address replaces
-        the default address, which may restart the process. Raises `StoreError` after `close`, and after a failed start
-        until the next attempt.
+        host: this machine's address on the route to the peer. The first one that is not loopback replaces the default,
+        which may restart the process. Raises `StoreError` after `close`, and until the next attempt after a failed
+        start.
         """
         with self._changed:
-            if self._is_guess and not ip_address(host).is_loopback:  # local peers can use any address
+            if self._is_guess and not ip_address(host).is_loopback:  # local peers reach any address
                 is_other, self._host, self._is_guess = host != self._host, host, False
                 if is_other:
                     self._changed.wait_for(lambda: not self._is_opening, timeout_s)
@@ -75,7 +75,7 @@ class TransferClient:
         threading.Thread(target=self._start, name="octavo-kv-direct-open", daemon=True).start()
 
     def _drop(self) -> None:
-        """End the current process, if any. Needs the lock."""
+        """End the current process. Needs the lock."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -98,7 +98,7 @@ class TransferClient:
             client.close()
 
     def close(self) -> None:
-        """End the process and start no further one."""
+        """End the process for good."""
         with self._changed:
             self._is_closed = True
             self._drop()
@@ -106,7 +106,7 @@ class TransferClient:
 
 
 def _usual_address() -> str:
-    """Return this machine's address on the default route; sends nothing."""
+    """Return this machine's default address; sends nothing."""
     try:
         return own_address(_ANYBODY)
     except StoreError:

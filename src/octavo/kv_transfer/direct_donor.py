@@ -1,4 +1,4 @@
-"""The prefill engine's side of direct transfers: keeps blocks, and writes them into the memory of decode engines."""
+"""The prefill engine's side of direct transfers."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.mooncake_client import Area
 
 logger = logging.getLogger(__name__)
-_GRACE_S = 2.0  # both engines get the request at the same time: how long the prompt may arrive late here
-_STALLED_S = 3.0  # error if ready blocks wait and no block at all is written for this long; less than `SILENT_S`
-_FIRST_WRITE_BYTES = 1 << 20  # approximate; later writes are as large as the connection moves in `BEAT_S`
+_GRACE_S = 2.0  # both engines get the request at the same time: how late the prompt may arrive here
+_STALLED_S = 3.0  # error if ready blocks wait and none at all is written for this long; less than `SILENT_S`
+_FIRST_WRITE_BYTES = 1 << 20  # approximate; `_Pace` adapts later writes
 _MAX_CONNECTIONS = 512
-_MAX_TOLD = 64  # remembered refusals, so that each is logged once
-_MAX_KNOWN = 4096  # remembered transfers that have ended
+_MAX_TOLD = 64  # remembered refusals
+_MAX_KNOWN = 4096  # remembered ended transfers
 
 
 class _Pace:
     """Number of blocks per write to one decode engine: as many as take between half of `BEAT_S` and `BEAT_S`.
 
-    Nothing is sent during a write. On a slow link, writing a whole area would take so long that the decode engine, and
-    requests that wait for an area, would take this engine for dead.
+    Nothing is sent during a write. After a longer one, the decode engine, and requests that wait for an area, would
+    take this engine for dead.
     """
 
     def __init__(self, object_bytes: int) -> None:
         self.num_blocks = max(_FIRST_WRITE_BYTES // object_bytes, 1)
 
     def wrote(self, num_blocks: int, seconds: float) -> None:
-        """Adapt the number after a write of num_blocks blocks."""
+        """Adapt the number."""
         if seconds > messages.BEAT_S:
             self.num_blocks = max(num_blocks // 2, 1)
         elif seconds < messages.BEAT_S / 2 and num_blocks == self.num_blocks:
@@ -56,11 +56,10 @@ class _Pace:
 
 
 class DirectDonor:
-    """A `KVStore` of blocks for decode engines, which it writes into their memory; see `MooncakeConnector`.
+    """A `KVStore` of blocks that it writes into the memory of decode engines; see `MooncakeConnector`.
 
-    A requested block is waited for while its transfer is open here, or while the block is being saved. So KV is sent
-    while the rest of the prompt is still being computed. port: TCP port for decode engines. kv_format: named properties
-    (apart from tokens) that this engine's KV depends on; a decode engine with a different kv_format is refused.
+    A requested block is waited for while its transfer is open here, or it is being saved: KV is sent before the prompt
+    is complete.
     """
 
     name = "direct"
@@ -75,13 +74,13 @@ class DirectDonor:
         self._segment = Segment(block_bytes, max_bytes)
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=DONOR_AREAS)
         self._changed = threading.Condition()  # of all below
-        self._open: Counter[str] = Counter()  # number of open requests by transfer
-        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers for which no more blocks are computed
+        self._open: Counter[str] = Counter()  # requests by transfer
+        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers without further blocks
         self._saving: Counter[bytes] = Counter()
         self._connections: set[socket.socket] = set()
         self._num_errors = 0
-        self._written_at = 0.0  # time of the last write to any decode engine
-        self._told: set[tuple[str, str]] = set()  # refused decode engines, with the reason
+        self._written_at = 0.0  # to any decode engine
+        self._told: set[tuple[str, str]] = set()  # (refused decode engine, reason)
         self._is_closed = False
         has_both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if has_both else socket.AF_INET
@@ -100,7 +99,7 @@ class DirectDonor:
                 self._ended.pop(name, None)
 
     def request_finished(self, request: Request) -> None:
-        """End the transfer if this was its last open request: no more blocks are computed for it."""
+        """End the transfer with its last open request."""
         if not request.hands_kv_over or request.kv_transfer_params is None:
             return
         name = request.kv_transfer_params.transfer_id
@@ -114,20 +113,20 @@ class DirectDonor:
             self._changed.notify_all()
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Record that blocks are being saved into the segment."""
+        """Record a save."""
         if transfer.direction is TransferDirection.SAVE:
             with self._changed:
                 self._saving.update(transfer.keys)
 
     def transfer_ended(self, transfer: KVTransfer) -> None:
-        """Record that the save of blocks ended, with or without success."""
+        """Record the end of a save."""
         if transfer.direction is TransferDirection.SAVE:
             with self._changed:
                 self._saving -= Counter(transfer.keys)
                 self._changed.notify_all()
 
     def expect(self, request: Request) -> bool:
-        """Return False: a prefill engine receives nothing."""
+        """Return False: nothing is received."""
         del request
         return False
 
@@ -137,18 +136,15 @@ class DirectDonor:
     # --- as a store ---------------------------------------------------------------------------------------------------
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that are in the segment."""
+        """Count the leading keys in the segment."""
         return self._segment.num_matched(keys)
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the keys that are not in the segment."""
+        """Return the missing keys."""
         return self._segment.lacks(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks from the segment, which may still have blocks that the engine itself has evicted.
-
-        Returns the number of leading blocks found.
-        """
+        """Fill blocks; the segment may have some that the engine itself has evicted."""
 
         def copy(block: memoryview, content: memoryview, _: bytes) -> None:
             block[:] = content
@@ -159,10 +155,7 @@ class DirectDonor:
         return len(keys)
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Store blocks for decode engines, and wake the connections that wait for them.
-
-        Returns the number of leading blocks that are stored.
-        """
+        """Store blocks, and wake the connections that wait for them."""
         for index, (key, block) in enumerate(zip(keys, blocks, strict=True)):
             if not self._segment.put(key, block):
                 return index
@@ -175,7 +168,7 @@ class DirectDonor:
         self._segment.forget(keys)
 
     def stats(self) -> StoreStats:
-        """Return the figures of the segment."""
+        """Return the segment's figures."""
         count = len(self._segment)
         return StoreStats(
             count,
@@ -186,7 +179,7 @@ class DirectDonor:
         )
 
     def close(self) -> None:
-        """Stop all transfers, and accept no further ones."""
+        """Stop all transfers."""
         with self._changed:
             was_closed, self._is_closed = self._is_closed, True
             connections = list(self._connections)
@@ -206,7 +199,7 @@ class DirectDonor:
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(0.1)  # for example, no free descriptor
+                time.sleep(0.1)  # such as no free descriptor
                 continue
             with self._changed:
                 is_welcome = not self._is_closed and len(self._connections) < _MAX_CONNECTIONS
@@ -236,7 +229,7 @@ class DirectDonor:
                 self._connections.discard(connection)
 
     def _refuse(self, channel: Channel, reason: str) -> None:
-        """Send a decode engine the reason of a refusal; log each reason once. Raises `OSError`."""
+        """Send a refusal's reason; log each reason once."""
         refusal = channel.peer_host, reason
         with self._changed:
             self._num_errors += 1
@@ -249,10 +242,7 @@ class DirectDonor:
         channel.send(messages.Refused(reason))
 
     def _hear(self, channel: Channel) -> ReadyToReceive:
-        """Authenticate a decode engine and return its `ReadyToReceive`.
-
-        Raises `RefusalError` if its KV differs, and `OSError`.
-        """
+        """Authenticate a decode engine; return its request. Raises `RefusalError` if its KV differs."""
         hello = channel.receive(messages.Hello)
         if hello.version != messages.VERSION:
             raise RefusalError(messages.differences(_versions(messages.VERSION), _versions(hello.version)))
@@ -274,12 +264,12 @@ class DirectDonor:
         return ready
 
     def _hand_over(self, channel: Channel, ready: ReadyToReceive) -> None:
-        """Write blocks as they are computed, and report them. A beat every `BEAT_S` reports that this engine is alive.
+        """Write and report blocks as they are computed, with a beat every `BEAT_S`.
 
-        Raises `StoreError` if blocks are ready but no block is written to any engine for `_STALLED_S`; also `OSError`.
+        Raises `StoreError` if blocks are ready but none is written to any engine for `_STALLED_S`.
         """
         num_written, asked_at, pace = 0, time.monotonic(), _Pace(self._object_bytes)
-        ready_at: float | None = None  # time since which a computed block waits to be written
+        ready_at: float | None = None  # since when a computed block waits
         while num_written < len(ready.keys):
             count = self._wait(ready, num_written, asked_at)
             if count is None:
@@ -294,7 +284,7 @@ class DirectDonor:
         channel.send(messages.End())
 
     def _write_in_turn(self, host: str, ready: ReadyToReceive, first: int, count: int, pace: _Pace) -> int:
-        """Write blocks if an area becomes free within `BEAT_S`; return their number. Raises `StoreError`."""
+        """Write blocks if an area becomes free within `BEAT_S`; return their number."""
         began = time.monotonic()
         client = self._client.get(host, messages.BEAT_S)
         if client is None:
@@ -311,7 +301,7 @@ class DirectDonor:
         return num_written
 
     def _wait(self, ready: ReadyToReceive, first: int, asked_at: float) -> int | None:
-        """Return how many blocks from `first` on are ready: 0 if none was within `BEAT_S`, None if none will be."""
+        """Count the blocks that are ready within `BEAT_S`; None if none will be."""
         keys = ready.keys[first:]
         beat_at = time.monotonic() + messages.BEAT_S
         with self._changed:
@@ -330,7 +320,7 @@ class DirectDonor:
         return key in self._saving or transfer_id in self._open or may_be_on_its_way
 
     def _write(self, area: Area, ready: ReadyToReceive, first: int, count: int) -> int:
-        """Write blocks with their headers; return their number."""
+        """Write blocks with headers; return their number."""
 
         def copy(target: memoryview, key: bytes, block: memoryview, checksum_of_it: bytes) -> None:
             head = messages.header(ready.generation, key, checksum_of_it)
@@ -354,7 +344,7 @@ def _versions(version: int) -> dict[str, str]:
 
 
 def _end(connection: socket.socket) -> None:
-    """Close a connection, and wake the thread that waits on it."""
+    """Close a connection, and wake its thread."""
     with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

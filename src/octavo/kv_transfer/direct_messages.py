@@ -1,7 +1,7 @@
-"""Messages between prefill and decode engines, and how each side authenticates the other.
+"""Messages between prefill and decode engines: msgpack after its length, without the blocks.
 
-A message is msgpack after its length. With two fresh nonces, either side proves that it knows OCTAVO_KV_SECRET, if one
-is set; the decode engine's proof also covers its request. The bytes of blocks do not go over this connection.
+With two fresh nonces, each side proves that it knows OCTAVO_KV_SECRET, if one is set. The decode engine's proof also
+covers its request.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 VERSION = 2
 NONCE_BYTES = GENERATION_BYTES = 16
-BEAT_S = 0.5  # interval of beats while a prompt is being computed
-SILENT_S = 4.0  # a peer that sends nothing for this long has failed
+BEAT_S = 0.5  # interval of beats
+SILENT_S = 4.0  # then a silent peer has failed
 SEND_S = 2.0
 _HEADER = struct.Struct("<8s16s32s32s")  # magic, generation, key, checksum over key and bytes
 _MAGIC = b"octavoD" + bytes([VERSION])
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 1 << 20  # per message: about 30,000 keys
-_MAX_REASON = 500  # characters of a reason that are logged
+_MAX_REASON = 500  # characters
 MessageT = TypeVar("MessageT")
 
 
@@ -38,17 +38,16 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
-    """The prefill engine's answer to `Hello`."""
+    """Answer to `Hello`."""
 
     nonce: bytes
     proof: bytes
 
 
 class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
-    """Where to write the blocks of these keys: contiguously from `address` on, each after its header.
+    """Where to write these keys' blocks: contiguously from `address` on, each after its header.
 
-    session: the name of that memory. generation: copied into the headers; never used again. kv_format: named properties
-    (apart from tokens) that the decode engine's KV depends on.
+    session: name of that memory. generation: copied into the headers; never used again.
     """
 
     transfer_id: str
@@ -61,34 +60,34 @@ class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
 
 
 class Notice(msgspec.Struct, frozen=True, tag=True):
-    """An encoded `ReadyToReceive`, and a proof over it."""
+    """An encoded `ReadyToReceive` with a proof."""
 
     ready: bytes
     proof: bytes
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """The first `count` blocks have been written."""
+    """The first `count` blocks were written."""
 
     count: int
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The prefill engine is alive: the next block is still being computed, or other blocks are written first."""
+    """The prefill engine is alive, but has written nothing more."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The prefill engine writes nothing more. reason: for the decode engine's log."""
+    """The prefill engine writes nothing more."""
 
     reason: str
 
 
 class RefusalError(ConnectionError):
-    """A prefill engine refuses to send KV. Both logs have the reason."""
+    """A prefill engine refuses to send KV."""
 
 
 class BrokenOffError(ConnectionError):
-    """The peer closed the connection in the middle of a message or before one."""
+    """The peer closed the connection early."""
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
@@ -103,19 +102,19 @@ decode_ready = msgspec.msgpack.Decoder(ReadyToReceive).decode
 
 
 class Channel:
-    """Messages over a socket. Methods raise `OSError` if the peer disconnects, is late or sends an invalid message."""
+    """Messages over a socket. Raises `OSError` if the peer disconnects, is late or sends an invalid message."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
     @property
     def own_host(self) -> str:
-        """The address by which the peer reaches this machine."""
+        """This machine's address as the peer knows it."""
         return str(self._connection.getsockname()[0]).removeprefix("::ffff:")
 
     @property
     def peer_host(self) -> str:
-        """The address of the peer."""
+        """Address of the peer."""
         return str(self._connection.getpeername()[0]).removeprefix("::ffff:")
 
     def send(self, message: Message) -> None:
@@ -125,10 +124,7 @@ class Channel:
         self._connection.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self, kind: type[MessageT] | tuple[type[MessageT], ...], timeout_s: float = SILENT_S) -> MessageT:
-        """Return the next message, which must be of this kind and complete in time.
-
-        Raises `RefusalError` for `Refused`.
-        """
+        """Return the next message, of this kind. Raises `RefusalError` for `Refused`."""
         deadline = time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
         if length > _MAX_BYTES:
@@ -155,7 +151,7 @@ class Channel:
 
 
 def differences(of_prefill: Mapping[str, str], of_decode: Mapping[str, str]) -> str:
-    """Describe how the KV of two engines differs; "" if it does not."""
+    """Describe how two engines' KV differs, if it does."""
     names = sorted(of_prefill.keys() | of_decode.keys())
     return "; ".join(
         f"{name} is {of_prefill.get(name, 'unknown')!r} in the prefill engine and "
@@ -170,7 +166,7 @@ def _printable(text: str) -> str:
 
 
 def proof_of(secret: str, role: str, *parts: bytes) -> bytes:
-    """Return a keyed digest over the parts, which only a holder of the secret can compute."""
+    """Return a keyed digest, which proves knowledge of the secret."""
     digest = hmac.new(secret.encode(), role.encode(), "sha256")
     for part in parts:
         digest.update(_LENGTH.pack(len(part)) + part)
@@ -178,15 +174,15 @@ def proof_of(secret: str, role: str, *parts: bytes) -> bytes:
 
 
 def is_proof(given: bytes, secret: str, role: str, *parts: bytes) -> bool:
-    """Return True if `given` is what `proof_of` returns for the other arguments."""
+    """Return True if `given` equals `proof_of` the other arguments."""
     return hmac.compare_digest(given, proof_of(secret, role, *parts))
 
 
 def header(generation: bytes, key: bytes, checksum: bytes) -> bytes:
-    """Return the header of a block."""
+    """Return a block's header."""
     return _HEADER.pack(_MAGIC, generation, key, checksum)
 
 
 def header_in(written: memoryview) -> bytes:
-    """Return the header of a written object."""
+    """Return a written object's header."""
     return bytes(written[: _HEADER.size])

@@ -1,4 +1,4 @@
-"""The decode engine's side of direct transfers: announces where blocks may be written, and verifies those that arrive.
+"""The decode engine's side of direct transfers.
 
 Nothing that arrives is trusted: header and checksum are compared after the block was copied out of the memory that
 other engines can write.
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
-_PROBE_S = 1.0  # after a connection has failed, a healthy source answers a new one within this time
-_BUSY_PAUSE_S = 0.05  # between attempts to get a free area
-_ENDING_S = 0.1  # within this time a process that is ending has closed its listening socket
-_MAX_SOURCES = 256  # the last failure of each is remembered
+_PROBE_S = 1.0  # after a failed connection, a healthy source answers a new one within this time
+_BUSY_PAUSE_S = 0.05  # before the next attempt to get an area
+_ENDING_S = 0.1  # within this time an ending process has closed its listening socket
+_MAX_SOURCES = 256  # with a remembered failure
 
 
 class _ConnectTimeoutError(TimeoutError):
     """A connection was not established in time."""
 
 
-# Faults that a single connection to a healthy source may have: a reset, a lost packet, too many connections.
+# Faults of a single connection to a healthy source: a reset, a lost packet, too many connections.
 _OF_ONE_CONNECTION = (
     ConnectionResetError,
     ConnectionAbortedError,
@@ -53,10 +53,7 @@ _OF_ONE_CONNECTION = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expected:
-    """The blocks that a request gets from a prefill engine.
-
-    source: its HOST:PORT. since: when the request was added.
-    """
+    """The blocks that a request added at `since` gets from `source` (HOST:PORT)."""
 
     transfer_id: str
     source: str
@@ -67,10 +64,9 @@ class _Expected:
 class DirectReceiver:
     """A `KVStore` of the blocks that prefill engines compute for this engine's requests; see `MooncakeConnector`.
 
-    A source that is gone, silent, faulty or malicious costs time only: the valid blocks are returned, and nothing is
-    raised. After a source was found to be down, requests that were added before do not ask it. So a request waits for
-    at most one failure, however many other requests wait for areas before it. A fault of a single connection affects
-    only its own request, if the source answers a new connection.
+    A source that is gone, silent, faulty or malicious costs time only. Requests added before a source was found to be
+    down do not ask it. So a request waits for at most one failure, however many wait for areas before it. A fault of
+    one connection affects only its own request, if the source answers a new one.
     """
 
     name = "direct"
@@ -87,7 +83,7 @@ class DirectReceiver:
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=RECEIVER_AREAS)
         self._lock = threading.Lock()  # of all below
         self._expected: dict[str, _Expected] = {}  # by request
-        self._added_at: dict[str, float] = {}  # by request with KV from another engine: when it was added
+        self._added_at: dict[str, float] = {}  # by request
         self._failing: set[str] = set()  # sources whose last transfer failed
         self._failed_at: dict[str, float] = {}  # by source: its last failure
         self._num_corrupt = 0
@@ -97,7 +93,7 @@ class DirectReceiver:
     # --- events of the scheduler --------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
-        """Record when a request was added; its blocks are requested when it may run."""
+        """Record when a request was added."""
         if request.expects_kv:
             with self._lock:
                 self._added_at[request.request_id] = time.monotonic()
@@ -109,15 +105,15 @@ class DirectReceiver:
             self._added_at.pop(request.request_id, None)
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Do nothing: the transfer is ordered with the step."""
+        """Do nothing."""
 
     def transfer_ended(self, transfer: KVTransfer) -> None:
-        """Expect no more blocks for the request of a load. A cancelled load ends with the next beat."""
+        """Expect no more blocks for a load. A cancelled one ends with the next beat."""
         if transfer.request_id is not None:
             self.forget_expected(transfer.request_id)
 
     def expect(self, request: Request) -> bool:
-        """Expect the blocks of a request's prompt from its prefill engine. Returns True if it has one."""
+        """Expect a prompt's blocks from its prefill engine, if any."""
         params = request.kv_transfer_params
         if params is None or params.is_prefill or params.source is None:
             return False
@@ -135,19 +131,16 @@ class DirectReceiver:
     # --- as a store ---------------------------------------------------------------------------------------------------
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that one prefill engine is expected to send."""
+        """Count the leading keys that one prefill engine should send."""
         return len(self._split(keys)[1])
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return nothing: this store accepts no saves."""
+        """Return nothing: saves are not accepted."""
         del keys
         return set()
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order, as a prefill engine computes them; return the number of leading blocks that are valid.
-
-        Raises `StoreError` only if this engine itself cannot receive.
-        """
+        """Fill blocks as a prefill engine computes them. Raises `StoreError` only if this engine cannot receive."""
         count = 0
         while count < len(keys):
             expected, run = self._split(keys[count:])
@@ -160,20 +153,20 @@ class DirectReceiver:
         return count
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Save nothing; return 0."""
+        """Save nothing."""
         del keys, blocks
         return 0
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Do nothing: no block is kept."""
+        """Do nothing."""
 
     def stats(self) -> StoreStats:
-        """Return the counts of corrupt blocks and failed loads; no block is kept."""
+        """Return the counts of faults."""
         with self._lock:
             return StoreStats(0, 0, 0, num_corrupt=self._num_corrupt, num_errors=self._num_errors)
 
     def close(self) -> None:
-        """Stop receiving, and accept no further loads."""
+        """Stop receiving."""
         with self._lock:
             self._is_closed = True
             self._expected.clear()
@@ -182,11 +175,7 @@ class DirectReceiver:
     # --- from prefill engines -----------------------------------------------------------------------------------------
 
     def _split(self, keys: Sequence[bytes]) -> tuple[_Expected | None, Sequence[bytes]]:
-        """Return the source of the first key, and the leading keys that it is expected to send.
-
-        If several requests expect the first key, the one with the longest run is chosen. Sources that failed after the
-        request was added are skipped.
-        """
+        """Return the source with the longest run of leading keys, and this run."""
         with self._lock:
             candidates = [each for each in self._expected.values() if not self._has_failed(each)]
         best, most = None, 0
@@ -197,7 +186,7 @@ class DirectReceiver:
         return best, keys[:most]
 
     def _has_failed(self, expected: _Expected) -> bool:
-        """Return True if the source failed after the request was added. Needs the lock."""
+        """Return True if the source failed since the request was added. Needs the lock."""
         return self._failed_at.get(expected.source, 0.0) >= expected.since
 
     def _is_wanted(self, expected: _Expected) -> bool:
@@ -205,16 +194,13 @@ class DirectReceiver:
             return not self._is_closed and any(each is expected for each in self._expected.values())
 
     def _may_wait(self, expected: _Expected) -> bool:
-        """Return True if the request may still wait for blocks that are not being received yet."""
+        """Return True if the request may wait for blocks that are not being received yet."""
         with self._lock:
             has_failed = self._has_failed(expected)
         return not has_failed and self._is_wanted(expected)
 
     def _receive(self, expected: _Expected, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Receive blocks from one source; return the number of leading blocks that are valid.
-
-        Raises `StoreError` if this engine itself cannot receive.
-        """
+        """Receive blocks from one source. Returns and raises as `load`."""
         try:
             host = own_address(expected.source)
         except StoreError as error:
@@ -245,10 +231,7 @@ class DirectReceiver:
     def _receive_part(
         self, expected: _Expected, area: Area, session: str, keys: Sequence[bytes], blocks: Sequence[memoryview]
     ) -> int:
-        """Receive as many blocks as fit an area; return the number of leading blocks that are valid.
-
-        Unless the transfer ended regularly, the area then stays unused for a while.
-        """
+        """Receive as many blocks as fit an area; count the leading valid ones."""
         count, is_over = 0, False
         generation = secrets.token_bytes(messages.GENERATION_BYTES)
         try:
@@ -291,7 +274,7 @@ class DirectReceiver:
         return count
 
     def notify_ready_to_receive(self, channel: Channel, ready: messages.ReadyToReceive) -> None:
-        """Authenticate each side to the other, then send a prefill engine the address for its blocks."""
+        """Authenticate both sides, then send the blocks' address."""
         nonce = secrets.token_bytes(messages.NONCE_BYTES)
         channel.send(messages.Hello(messages.VERSION, nonce))
         challenge = channel.receive(messages.Challenge)
@@ -302,7 +285,7 @@ class DirectReceiver:
         channel.send(messages.Notice(encoded, proof))
 
     def _take(self, written: memoryview, generation: bytes, key: bytes, block: memoryview) -> bool:
-        """Copy a block out of the area; return True if it is valid. The copy is verified, not the area."""
+        """Copy a block out of the area; return whether the copy is valid."""
         head = messages.header_in(written)
         block[:] = written[HEADER_BYTES:]
         return head == messages.header(generation, key, checksum(key, block))
@@ -310,7 +293,7 @@ class DirectReceiver:
     def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False, is_down: bool = True) -> None:
         """Count a fault of a source, and log the first of several.
 
-        is_down: requests added before now do not ask this source any more. Has no effect if is_corrupt.
+        is_down: requests added before now do not ask it any more. Ignored if is_corrupt.
         """
         with self._lock:
             self._num_errors += 1
@@ -328,7 +311,7 @@ class DirectReceiver:
 
 
 def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
-    """Connect to a prefill engine. Raises `_ConnectTimeoutError` if it takes longer than timeout_s, and `OSError`."""
+    """Connect to a prefill engine. Raises `_ConnectTimeoutError` and `OSError`."""
     host, port = source.rsplit(":", 1)
     try:
         return socket.create_connection((host.strip("[]"), int(port)), timeout_s)
@@ -339,8 +322,8 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 def _answers(source: str) -> bool:
     """Return True if a source accepts a new connection and answers on it or closes it.
 
-    A source with its maximum number of connections closes each new one. That counts as an answer only if it happens
-    twice: a process that is ending also closes its connections, but then refuses new ones.
+    A source with its maximum number of connections closes each new one. That must happen twice: a process that is
+    ending also closes its connections, but then refuses new ones.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)
 

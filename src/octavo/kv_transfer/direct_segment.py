@@ -1,4 +1,4 @@
-"""Fixed-size memory in which a prefill engine keeps blocks for decode engines."""
+"""Fixed-size memory for blocks of a prefill engine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-HEADER_BYTES = 128  # header before each block; keeps the block aligned to a cache line
+HEADER_BYTES = 128  # keeps the block after it aligned to a cache line
 DONOR_AREAS = 8  # concurrent writes
-RECEIVER_AREAS = 16  # concurrent loads; they mostly wait for prompts to be computed
+RECEIVER_AREAS = 16  # concurrent loads, which mostly wait for prompts
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A stored block. num_leases: active readers; the memory is not reused while there are any."""
+    """A stored block. num_leases: readers; meanwhile its memory is not reused."""
 
     content: memoryview
     checksum: bytes
@@ -29,9 +29,9 @@ class _Slot:
 
 
 class Segment:
-    """Blocks by key, with checksums. Evicts the least recently used block that has no readers. Thread-safe.
+    """Blocks by key. Evicts the least recently used block that has no readers. Thread-safe.
 
-    The system allocates its memory on first use. Raises `ConfigError` if max_bytes is smaller than one block.
+    The system allocates the memory on first use. Raises `ConfigError` if max_bytes is smaller than one block.
     """
 
     def __init__(self, block_bytes: int, max_bytes: int) -> None:
@@ -49,17 +49,17 @@ class Segment:
         return len(self._slots)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that are stored."""
+        """Count the leading stored keys."""
         with self._lock:
             return next((index for index, key in enumerate(keys) if key not in self._slots), len(keys))
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the keys that are not stored."""
+        """Return the missing keys."""
         with self._lock:
             return {key for key in keys if key not in self._slots}
 
     def put(self, key: bytes, block: memoryview) -> bool:
-        """Store a copy of a block. Returns False if all slots are being read or written."""
+        """Store a copy of a block; False if all slots are being read or written."""
         with self._lock:
             if key in self._slots:
                 self._slots.move_to_end(key)
@@ -77,7 +77,7 @@ class Segment:
         return True
 
     def _take(self) -> memoryview | None:
-        """Return memory for a block, evicting one if necessary; None if there is none to evict. Needs the lock."""
+        """Return memory for a block, evicting one if necessary; None if all have readers. Needs the lock."""
         if self._free:
             return self._free.pop()
         content = next(self._contents, None)
@@ -90,7 +90,7 @@ class Segment:
         return self._slots.pop(oldest).content
 
     def read(self, key: bytes, use: Callable[[memoryview, bytes], None]) -> bool:
-        """Call use(block, checksum) with the block pinned. Returns False if the key is unknown."""
+        """Call use(block, checksum) with the block pinned; False if there is none."""
         with self._lock:
             slot = self._slots.get(key)
             if slot is None:
@@ -107,7 +107,7 @@ class Segment:
         return True
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks; unknown keys are ignored. Memory that is being read is released after its last reader."""
+        """Drop blocks. Memory is released after its last reader."""
         with self._lock:
             for key in keys:
                 slot = self._slots.pop(key, None)
@@ -116,7 +116,7 @@ class Segment:
 
 
 def checksum(key: bytes, block: memoryview) -> bytes:
-    """Return the checksum over a key and its block."""
+    """Return the SHA-256 of key and block."""
     digest = hashlib.sha256(key)
     digest.update(block)
     return digest.digest()

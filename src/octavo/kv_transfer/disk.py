@@ -1,4 +1,4 @@
-"""A store in files of a directory: blocks survive a restart, and all engines that use the directory share them."""
+"""A store in files of a directory, which survive a restart."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class DiskStore:
-    """A `KVStore` in a directory. Other processes may use the directory too, with other models and versions of octavo.
+    """A `KVStore` in a directory, which other processes may use with other models and versions of octavo.
 
-    The blocks of one save are in one file. max_bytes: limit for all files in the directory, those of other processes
-    included; each process applies its own limit. None: `default_bound`. The least recently used file is evicted first,
-    also after a restart. part_bytes: size of blocks with the first KV group only, which have files of their own; None:
-    there are none.
+    Each save writes one file. The least recently used file is evicted first, also after a restart. If writing fails (no
+    space, no permission), blocks are still served, and saving is retried after a growing pause.
 
-    If writing fails (no space, no permission), stored blocks are still served, and saving is tried again after a
-    growing pause. Calls that cannot read raise `StoreError`.
+    max_bytes: limit for all files in the directory; each process applies its own. None: `default_bound`. part_bytes: of
+    blocks with the first KV group only, if any; they have files of their own.
     """
 
     name = "disk"
@@ -47,7 +45,7 @@ class DiskStore:
         part_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the headers of all files in the directory. Raises `ConfigError` and `StoreError`."""
+        """Read all files' headers. Raises `ConfigError` and `StoreError`."""
         self.check_bound(block_bytes, max_bytes)
         self.block_bytes = block_bytes
         self._lock = threading.Lock()
@@ -58,11 +56,11 @@ class DiskStore:
             self._max_bytes = default_bound(directory) if max_bytes is None else max_bytes
             sizes = {block_bytes} if part_bytes is None else {block_bytes, part_bytes}
             self._directory = DiskDirectory(directory, sizes, self._max_bytes)
-        self._write(lambda: self._directory.make_room(0))  # the bound may be lower than it was
+        self._write(lambda: self._directory.make_room(0))  # the bound may have fallen
 
     @staticmethod
     def check_bound(block_bytes: int, max_bytes: int | None) -> None:
-        """Raise `ConfigError` if max_bytes is below the size of a file with one block."""
+        """Raise `ConfigError` if a file with one block exceeds max_bytes."""
         smallest = file_bytes(1, block_bytes)
         if max_bytes is not None and max_bytes < smallest:
             raise ConfigError(
@@ -70,7 +68,7 @@ class DiskStore:
             )
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that are stored, and mark them as recently used."""
+        """Count the leading stored keys, and mark them as used."""
         if self._is_closed:
             return 0
         with self._reading(self._directory.path):
@@ -80,17 +78,13 @@ class DiskStore:
         return count
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the keys that are missing; none while writing is paused."""
+        """Return the missing keys; none while writing is paused."""
         if self._is_closed or not self._writing.may_try():
             return set()
         return self._directory.index.lacking(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order; return the number of leading blocks that are valid.
-
-        A file that fails is removed from the index. The next attempt reads another file with the same block, if there
-        is one.
-        """
+        """Fill blocks in order. If a file fails, read another one with the same block."""
         done = 0
         while done < len(keys) and not self._is_closed:
             found = self._directory.index.run(keys[done:])
@@ -102,7 +96,7 @@ class DiskStore:
         return done
 
     def _load(self, name: str, first: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks from one file. Drops a missing file from the index, and sets a corrupt one aside."""
+        """Fill blocks from one file; set a corrupt one aside."""
         loaded, fault = 0, ""
         try:
             with self._directory.open(name) as (descriptor, found):
@@ -132,11 +126,7 @@ class DiskStore:
         return loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Save blocks, all of one size; return the number of leading ones that are stored now.
-
-        Saves as many as fit max_bytes in one file, and none while writing is paused. Raises `ValueError` for a key of a
-        wrong length.
-        """
+        """Save as many blocks as fit max_bytes, in one file. Raises `ValueError` for a key of a wrong length."""
         if self._is_closed:
             return 0
         wrong = next((key for key in keys if len(key) != KEY_BYTES), None)
@@ -168,14 +158,14 @@ class DiskStore:
             self._writing.succeeded()
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Delete all files that contain these keys, with their other blocks; unknown keys are ignored."""
+        """Delete files that contain these keys, with their other blocks."""
         names = self._directory.index.holders(keys)
         if names and not self._is_closed:
             with self._reading(self._directory.path):
                 self._directory.remove(sorted(names))
 
     def stats(self) -> StoreStats:
-        """Return the figures. Bytes count all files in the directory, blocks only those that this store can serve."""
+        """Return the figures; bytes are of all files."""
         directory = self._directory
         return StoreStats(
             directory.index.num_blocks,
@@ -188,12 +178,12 @@ class DiskStore:
         )
 
     def close(self) -> None:
-        """Ignore all later calls; the files remain."""
+        """Ignore all later calls."""
         self._is_closed = True
 
     @contextmanager
     def _reading(self, directory: Path) -> Iterator[None]:
-        """Convert `OSError` to `StoreError`, and count it."""
+        """Count an `OSError`, and raise it as `StoreError`."""
         try:
             yield
         except OSError as error:
@@ -203,9 +193,9 @@ class DiskStore:
 
 
 def default_bound(directory: Path) -> int:
-    """Return the default limit in bytes: 16 GiB, or half of (free space + existing files) if that is less.
+    """Return 16 GiB, or half of (free space + existing files) if that is less.
 
-    Creates the directory if it is missing. Raises `OSError`.
+    Creates a missing directory. Raises `OSError`.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = [path.lstat() for path in directory.glob("*.kv")]
@@ -213,7 +203,7 @@ def default_bound(directory: Path) -> int:
 
 
 class _Writing:
-    """Pauses writing after a failure. The pause doubles while failures continue."""
+    """Pauses writing after failures, for a time that doubles."""
 
     def __init__(self, directory: Path, clock: Callable[[], float]) -> None:
         self.error = ""
@@ -227,7 +217,7 @@ class _Writing:
         return not self.error or self._clock() >= self._resumes_at
 
     def failed(self, error: OSError) -> None:
-        """Begin a pause; log the first of several failures."""
+        """Begin a pause; log the first failure."""
         with self._lock:
             is_first = not self.error
             self.error = f"nothing can be written: {error}"

@@ -1,13 +1,13 @@
-"""The directory of a disk store, shared by several processes: its files, their creation and their eviction.
+"""The directory of a disk store, shared by several processes.
 
     TOKEN.kv      blocks, see `octavo.kv_transfer.disk_file`; never changed; its time is that of its last use
     TOKEN.tmp     a file being written; its writer holds a lock on it, so without a lock the writer is dead
     TOKEN.bad     a corrupt file: set aside, and evicted first
     lock          locked while files are added or removed; contains random bytes, new ones for each such change
 
-All other entries are ignored and never followed: other names, links, files of other users. Reading takes no lock: a
-file that is removed during a read is a miss. Adding a file takes the lock twice, but not while bytes are written: to
-make room for the file, and to give it its name. So the files, unfinished ones included, never exceed the limit.
+Other names, links and other users' files are ignored. Reading takes no lock: a file removed meanwhile is a miss. A
+writer takes the lock to make room and again to name its file, but not while it writes. So the files, unfinished ones
+included, never exceed the limit.
 """
 
 from __future__ import annotations
@@ -36,21 +36,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
 _NAME = re.compile(r"[0-9a-f]{32}\.(kv|tmp|bad)")
-_LOCK_WAIT_S, _LOCK_POLL_S = 2.0, 0.002  # limited, because a suspended process may hold the lock forever
+_LOCK_WAIT_S, _LOCK_POLL_S = 2.0, 0.002  # limited: a suspended process may hold the lock forever
 _GENERATION_BYTES = 16
-_RECOUNT_S = 60.0  # after this time, unnoticed changes of other processes are found
-_SCAN_SHARE = 0.05  # maximum share of one thread's time for finding files of other processes
-_SETTLED_NS = 50_000_000  # changes within one tick of the file system's clock do not change the directory's time
-_MAX_STUCK = 8  # number of undeletable files after which making room fails
-_UNREADABLE_S = 60.0  # pause before an unreadable file is tried again
+_RECOUNT_S = 60.0  # until unnoticed changes of other processes are found
+_SCAN_SHARE = 0.05  # of one thread's time, for finding files of other processes
+_SETTLED_NS = 50_000_000  # changes within one tick of the file system's clock do not show in the directory's time
+_MAX_STUCK = 8  # undeletable files after which making room fails
+_UNREADABLE_S = 60.0  # until an unreadable file is tried again
 
 
 class DiskDirectory:
-    """Files of blocks in a directory, with at most `max_bytes` bytes. Thread-safe.
+    """Files of blocks in a directory, with at most `max_bytes` bytes. Thread-safe. Methods raise `OSError`.
 
-    sizes: block sizes in bytes that this engine reads; files with other sizes are only counted.
-
-    Creates the directory if it is missing. Raises `OSError` if it cannot be created or read.
+    sizes: of blocks that this engine reads; other files are only counted. Creates a missing directory.
     """
 
     def __init__(self, path: Path, sizes: set[int], max_bytes: int) -> None:
@@ -58,16 +56,16 @@ class DiskDirectory:
         self._root = str(path)
         self.index = DiskIndex()
         self.num_evicted = 0  # blocks
-        self.num_corrupt = 0  # files with a corrupt header
+        self.num_corrupt = 0  # files, by their header
         self._sizes, self._max_bytes = sizes, max_bytes
-        self._mutex = threading.Lock()  # one thread at a time lists, adds or removes files
-        self._writing: dict[str, int] = {}  # sizes of temporary files, those of other processes included
-        self._own: set[str] = set()  # temporary files of this process
+        self._mutex = threading.Lock()  # to list, add or remove files
+        self._writing: dict[str, int] = {}  # temporary files of all processes
+        self._own: set[str] = set()  # those of this process
         self._unreadable: dict[str, float] = {}
-        self._generation = b""  # content of the lock file at the last count; b"": a count is due
+        self._generation = b""  # the lock file's at the last count; b"": a count is due
         self._counted_at = -math.inf
         self._lock_descriptor = -1
-        self._seen_ns: int | None = None  # modification time of the directory at the last listing
+        self._seen_ns: int | None = None  # the directory's time at the last listing
         self._next_look_at = 0.0
         path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
         with self._mutex:
@@ -75,13 +73,13 @@ class DiskDirectory:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files in bytes, unfinished ones included."""
+        """Bytes of all files, unfinished ones included."""
         return self.index.num_bytes + sum(list(self._writing.values()))
 
     # --- changes by other processes -----------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Update the index if another process changed the directory. Does nothing shortly after the last listing."""
+        """Update the index if the directory changed, but not shortly after the last listing."""
         if time.monotonic() < self._next_look_at and not self._is_gone():
             return
         with self._mutex:
@@ -98,7 +96,7 @@ class DiskDirectory:
             return 0
 
     def _list(self, *, locked: bool = False) -> None:
-        """Update the index from the directory; read the headers of new files. locked: whether the lock is held."""
+        """Update the index. locked: the lock is held."""
         began, changed_ns = time.monotonic(), self._changed_ns()
         is_settled = time.time_ns() - changed_ns > _SETTLED_NS
         names, new = self._entries()
@@ -111,13 +109,13 @@ class DiskDirectory:
             self._take_in(name, locked=locked)
         self._writing = {name: self._writing.get(name) or self._size(name) for name in temporary}
         if not is_as_known and not locked:
-            self._generation = b""  # without the lock, a change by another process may be seen half done
+            self._generation = b""  # without the lock, another process's change may be seen half done
         self._seen_ns = changed_ns if is_settled else None
         ended = time.monotonic()
         self._next_look_at = ended + (ended - began) / _SCAN_SHARE
 
     def _entries(self) -> tuple[set[str], list[str]]:
-        """Return the names of all files that may be ours, and those of them whose headers must be read."""
+        """Return all file names that may be ours, and those with unread headers."""
         names, new = set(), []
         now = time.monotonic()
         again = {name for name, until in self._unreadable.items() if until <= now}
@@ -142,7 +140,7 @@ class DiskDirectory:
         return found.st_size if is_ours(found) else 0
 
     def _take_in(self, name: str, *, locked: bool) -> None:
-        """Add a new file to the index. Reads its header only."""
+        """Add a new file to the index."""
         is_bad = name.endswith(".bad")
         try:
             with self.open(name) as (descriptor, found):
@@ -157,7 +155,7 @@ class DiskDirectory:
         except OSError as error:
             if error.errno == errno.EIO:
                 self._set_aside(name, str(error), locked=locked)
-            else:  # no permission, too many open files: the file itself is not corrupt
+            else:  # no permission, too many open files: not corrupt
                 self._leave_alone(name)
         else:
             self.index.add(BlockFile(name, found.st_size, keys), 0 if is_bad else found.st_mtime_ns)
@@ -165,7 +163,7 @@ class DiskDirectory:
     def _keys_of(self, descriptor: int, num_bytes: int) -> tuple[bytes, ...]:
         try:
             header = read_header(descriptor, num_bytes)
-        except OtherFormatError:  # of another version of octavo, which may be running
+        except OtherFormatError:  # another version of octavo may be running
             return ()
         return header.keys if header.block_bytes in self._sizes else ()
 
@@ -173,7 +171,7 @@ class DiskDirectory:
 
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Open a file for reading, and close it at the end. Does not follow links. Raises `OSError`."""
+        """Open a file for reading, but no link."""
         descriptor = os.open(f"{self._root}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             yield descriptor, os.fstat(descriptor)
@@ -181,14 +179,14 @@ class DiskDirectory:
             os.close(descriptor)
 
     def header(self, descriptor: int, num_bytes: int) -> Header:
-        """Read the header of an open file. Raises `CorruptFileError` and `OSError`."""
+        """Read an open file's header. Raises `CorruptFileError`, too."""
         try:
             return read_header(descriptor, num_bytes)
         except OtherFormatError as error:
             raise CorruptFileError(str(error)) from error  # the index has only files of this format
 
     def touch(self, names: list[str]) -> None:
-        """Mark files as used now, the first one as the newest: the end of a chain is useless without its beginning."""
+        """Mark files as used now, the first as the newest: the end of a chain is useless without its beginning."""
         now_ns = time.time_ns()
         for place, name in enumerate(names):
             try:
@@ -200,7 +198,7 @@ class DiskDirectory:
     # --- removing -----------------------------------------------------------------------------------------------------
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Stop serving a file that is corrupt or unreadable."""
+        """Stop serving a corrupt or unreadable file."""
         with self._mutex:
             self._set_aside(name, reason, locked=False)
 
@@ -221,12 +219,12 @@ class DiskDirectory:
         self.index.add(BlockFile(bad, size), 0)
 
     def _leave_alone(self, name: str) -> None:
-        """Count a file's size without its blocks, and try it again after a pause."""
+        """Count a file without its blocks, and retry it later."""
         self._unreadable[name] = time.monotonic() + _UNREADABLE_S
         self.index.add(BlockFile(name, self._size(name)), 0)
 
     def remove(self, names: list[str]) -> None:
-        """Delete files. Raises `OSError`."""
+        """Delete files."""
         with self._mutex, self._locked():
             self._new_generation()
             for name in names:
@@ -236,18 +234,12 @@ class DiskDirectory:
     # --- adding -------------------------------------------------------------------------------------------------------
 
     def make_room(self, num_bytes: int) -> None:
-        """Evict the least recently used files until num_bytes fit, and remove temporary files of dead writers.
-
-        Raises `OSError`.
-        """
+        """Evict files until num_bytes fit; remove files of dead writers."""
         with self._mutex, self._locked():
             self._make_room(num_bytes)
 
     def write(self, num_bytes: int, keys: tuple[bytes, ...], fill: Callable[[int], None]) -> None:
-        """Add a file of num_bytes bytes. Raises `OSError`; then no file is added.
-
-        fill: writes the content into a descriptor.
-        """
+        """Add a file with the content of `fill(descriptor)`, or none if that raises."""
         name = secrets.token_hex(16)
         temporary, final = f"{name}.tmp", f"{name}.kv"
         self.path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -272,7 +264,7 @@ class DiskDirectory:
         sync_directory(self._root)
 
     def _begin(self, temporary: str, num_bytes: int) -> int:
-        """Create a locked temporary file that has its final size."""
+        """Create a locked temporary file."""
         with self._mutex, self._locked():
             self._make_room(num_bytes)
             self._new_generation()
@@ -310,7 +302,7 @@ class DiskDirectory:
                 self.index.used(oldest[1], time.time_ns())
 
     def _evict(self, used_ns: int, name: str) -> None:
-        """Delete a file whose known last use is used_ns, unless it was used later. Raises `OSError`."""
+        """Delete a file, unless it was used after used_ns."""
         path = self.path / name
         try:
             found = path.lstat()
@@ -328,7 +320,7 @@ class DiskDirectory:
         self.num_evicted += len(file.keys) if file is not None else 0
 
     def _count(self) -> None:
-        """List all files if another process may have added some; remove temporary files of dead writers."""
+        """List the files if another process may have added any; remove those of dead writers."""
         now = time.monotonic()
         if self._generation and self._read_generation() == self._generation and now < self._counted_at + _RECOUNT_S:
             return
@@ -342,7 +334,7 @@ class DiskDirectory:
         self._counted_at = now
 
     def _is_dead(self, name: str) -> bool:
-        """Return True if a temporary file of this user has no writer any more.
+        """Return True if a temporary file has no writer any more.
 
         A file that this process may not read has none: writers of this user create files that they can open.
         """
@@ -355,7 +347,7 @@ class DiskDirectory:
             return False
         except FileNotFoundError:
             pass
-        except OSError as error:  # one unreadable file must not stop all saving
+        except OSError as error:  # an unreadable file must not stop all saving
             return error.errno in {errno.EACCES, errno.EPERM, errno.EIO} and self._size(name) > 0
         return True
 
@@ -363,10 +355,9 @@ class DiskDirectory:
         return os.pread(self._lock_descriptor, _GENERATION_BYTES, 0)
 
     def _new_generation(self) -> None:
-        """Announce to other processes that files are about to be added or removed.
+        """Announce a change to other processes.
 
-        This overwrites their generation. If another process has changed files since the last count, a count remains
-        due.
+        If another process has changed files since the last count, a count remains due.
         """
         is_counted = self._read_generation() == self._generation
         generation = secrets.token_bytes(_GENERATION_BYTES)
@@ -375,7 +366,7 @@ class DiskDirectory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock, within the mutex. Raises `TimeoutError` if another process keeps it, and `OSError`."""
+        """Hold the lock, within the mutex. Raises `TimeoutError` if another process keeps it."""
         self._lock_descriptor = self._lock()
         try:
             yield
@@ -402,7 +393,7 @@ class DiskDirectory:
             time.sleep(_LOCK_POLL_S)
 
     def _is_in_place(self, descriptor: int) -> bool:
-        """Return True if an open lock file is still the one that other processes open."""
+        """Return True if other processes still open this lock file."""
         try:
             return os.path.samestat(os.fstat(descriptor), (self.path / "lock").lstat())
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""File format of the disk store: several blocks with their keys, each verified by a checksum.
+"""File format of the disk store. The functions raise `OSError`.
 
     offset 0   magic, format version, number of blocks, bytes of a block (little-endian, 8 + 4 + 4 + 8)
           24   SHA-256 of the header: of the bytes before it, and of the table after it
@@ -6,8 +6,8 @@
                zeros up to a multiple of 4096
                the blocks, without gaps
 
-SHA-256 is used because processors have instructions for it (1.8 GB/s on one core, against 0.9 GB/s for BLAKE2b), and
-hashlib lets other threads run meanwhile. A file is never changed once it has its final name.
+Processors have instructions for SHA-256 (1.8 GB/s on one core, against 0.9 GB/s for BLAKE2b), and hashlib lets other
+threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _MAX_CALL_BYTES = 64 << 20
 
 
 class CorruptFileError(Exception):
-    """The content of a file has changed since it was written, or bytes are missing."""
+    """A file's content has changed, or bytes are missing."""
 
 
 class OtherFormatError(Exception):
-    """A file has another version of the format."""
+    """A file has another format version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a file. checksums: SHA-256 of each block's key and content."""
+    """A file's header. checksums: `block_checksum` of each block."""
 
     block_bytes: int
     keys: tuple[bytes, ...]
@@ -53,7 +53,7 @@ class Header:
 
 
 def file_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Return the size of a file with num_blocks blocks, in bytes."""
+    """Return the size of a file in bytes."""
     return _header_bytes(num_blocks) + num_blocks * block_bytes
 
 
@@ -62,14 +62,14 @@ def _header_bytes(num_blocks: int) -> int:
 
 
 def block_checksum(key: bytes, block: memoryview) -> bytes:
-    """Return the SHA-256 of a key and its content."""
+    """Return the SHA-256 of key and content."""
     digest = hashlib.sha256(key)
     digest.update(block)
     return digest.digest()
 
 
 def write_blocks(descriptor: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-    """Write a whole file from its beginning, and wait until it is on disk. Raises `OSError`."""
+    """Write a whole file, and wait until it is on disk."""
     start = _START.pack(_MAGIC, FORMAT_VERSION, len(keys), len(blocks[0]))
     entries = b"".join(key + block_checksum(key, block) for key, block in zip(keys, blocks, strict=True))
     table = entries.ljust(_header_bytes(len(keys)) - _TABLE_AT, b"\0")
@@ -80,10 +80,7 @@ def write_blocks(descriptor: int, keys: Sequence[bytes], blocks: Sequence[memory
 
 
 def read_header(descriptor: int, num_bytes: int) -> Header:
-    """Read the header of a file of num_bytes bytes.
-
-    Raises `CorruptFileError`, `OtherFormatError` and `OSError`.
-    """
+    """Read a file's header. Raises `CorruptFileError` and `OtherFormatError`, too."""
     first = os.pread(descriptor, _PAGE_BYTES, 0)
     if len(first) < _TABLE_AT:
         raise CorruptFileError("it ends within its header")
@@ -107,10 +104,7 @@ def read_header(descriptor: int, num_bytes: int) -> Header:
 
 
 def read_blocks(descriptor: int, header: Header, first: int, blocks: Sequence[memoryview]) -> int:
-    """Fill blocks from a file, starting at block `first`; return the number of leading blocks that are valid.
-
-    Raises `OSError`.
-    """
+    """Fill blocks from the file's block `first` on; count the leading valid ones."""
     offset = _header_bytes(len(header.keys)) + first * header.block_bytes
     _move_all(os.preadv, descriptor, blocks, offset)  # if the file is too short, the checksums differ
     for index, block in enumerate(blocks):
@@ -120,12 +114,12 @@ def read_blocks(descriptor: int, header: Header, first: int, blocks: Sequence[me
 
 
 def is_ours(found: os.stat_result) -> bool:
-    """Return True for a regular file of this process's user."""
+    """Return True for a regular file of this user."""
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def sync_directory(path: str) -> None:
-    """Wait until the names in a directory are on disk. Raises `OSError`."""
+    """Wait until a directory's names are on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -136,10 +130,7 @@ def sync_directory(path: str) -> None:
 def _move_all(
     move: Callable[[int, list[memoryview], int], int], descriptor: int, views: Sequence[memoryview], offset: int
 ) -> bool:
-    """Move bytes between views and a file; return True if the file ended first.
-
-    A system call may move fewer bytes than requested.
-    """
+    """Move all bytes, in several calls if needed; return True if the file ended first."""
     waiting = [view for view in reversed(views) if len(view)]  # empty if the first KV group has no layers
     while waiting:
         batch = [waiting.pop()]

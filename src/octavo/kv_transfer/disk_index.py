@@ -1,4 +1,4 @@
-"""In-memory index of a disk store's directory: the files with their sizes and ages, and the keys in them."""
+"""Index of a disk store's directory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_MIN_SPARE = 1024  # stale entries of the heap that are allowed before it is rebuilt
+_MIN_SPARE = 1024  # stale heap entries allowed before a rebuild
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """A file of a disk store. keys: of its blocks in order; () if they were not read (other format, or corrupt)."""
+    """A file of a disk store. keys: () if they were not read (other format, or corrupt)."""
 
     name: str
     num_bytes: int
@@ -23,10 +23,9 @@ class BlockFile:
 
 
 class DiskIndex:
-    """The files of a directory by name, by key and by age. Thread-safe.
+    """The files of a directory by name, key and age. Thread-safe.
 
-    Ages are those at the time when a file was seen. A caller that evicts the oldest file first checks whether it was
-    used since.
+    Ages may be out of date: before an eviction, the caller checks whether the file was used since.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,7 @@ class DiskIndex:
         self._files: dict[str, BlockFile] = {}
         self._holders: dict[bytes, tuple[BlockFile, ...]] = {}  # by key; the newest file last
         self._used_ns: dict[str, int] = {}  # by name: last known use
-        self._by_age: list[tuple[int, str]] = []  # a heap of last uses; some entries are stale
+        self._by_age: list[tuple[int, str]] = []  # a heap; some entries are stale
         self._num_bytes = 0
 
     @property
@@ -44,7 +43,7 @@ class DiskIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files in bytes."""
+        """Bytes of all files."""
         return self._num_bytes
 
     def __contains__(self, name: str) -> bool:
@@ -56,7 +55,7 @@ class DiskIndex:
             return set(self._files)
 
     def add(self, file: BlockFile, used_ns: int) -> None:
-        """Add or replace a file. used_ns: time of its last use."""
+        """Add or replace a file. used_ns: its last use."""
         with self._lock:
             self._drop(file.name)
             self._files[file.name] = file
@@ -70,7 +69,7 @@ class DiskIndex:
                 heapq.heapify(self._by_age)
 
     def drop(self, name: str) -> BlockFile | None:
-        """Remove a file and return it; None if the name is unknown. Keys that other files contain remain."""
+        """Remove a file and return it, if known. Keys in other files remain."""
         with self._lock:
             return self._drop(name)
 
@@ -88,14 +87,14 @@ class DiskIndex:
         return file
 
     def oldest(self) -> tuple[int, str] | None:
-        """Return (last known use, name) of the least recently used file; None if there is no file."""
+        """Return (last use, name) of the least recently used file, if any."""
         with self._lock:
             while self._by_age and self._used_ns.get(self._by_age[0][1]) != self._by_age[0][0]:
                 heapq.heappop(self._by_age)
             return self._by_age[0] if self._by_age else None
 
     def used(self, name: str, used_ns: int) -> None:
-        """Set the last use of `name`, if it is still the oldest file."""
+        """Set a file's last use, if it is still the oldest."""
         with self._lock:
             if self._by_age and self._by_age[0][1] == name:
                 self._used_ns[name] = used_ns
@@ -107,7 +106,7 @@ class DiskIndex:
             return {key for key in keys if key not in self._holders}
 
     def files_of(self, keys: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Return the number of leading keys that files contain, and the names of these files in that order."""
+        """Return the number of leading keys that files contain, and these files' names in order."""
         names: dict[str, None] = {}
         with self._lock:
             for count, key in enumerate(keys):
@@ -118,15 +117,14 @@ class DiskIndex:
         return len(keys), list(names)
 
     def holders(self, keys: Iterable[bytes]) -> set[str]:
-        """Return the names of all files that contain any of these keys, duplicates included."""
+        """Return the names of files with any of these keys."""
         with self._lock:
             return {file.name for key in keys for file in self._holders.get(key, ())}
 
     def run(self, keys: Sequence[bytes]) -> tuple[BlockFile, int, int] | None:
-        """Find the newest file that contains the first key.
+        """Find the newest file that contains the first key, if any.
 
-        Returns the file, the key's position in it, and how many keys from there on are equal to `keys`. None if no file
-        contains the first key.
+        Returns the file, the key's position in it, and how many keys from there on equal `keys`.
         """
         with self._lock:
             holders = self._holders.get(keys[0])

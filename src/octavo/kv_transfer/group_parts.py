@@ -1,8 +1,7 @@
-"""Stored blocks with the content of the first KV group only: the other groups' parts were evicted before the save.
+"""Stored blocks with the first KV group only: the other groups' parts were evicted before the save.
 
-Such a block is useful to a request that resumes so far after it that no row reads the other groups' content. It has a
-key of its own, because the content of a key never changes. It is shorter: a stored block begins with the first group's
-content. Lookups accept both kinds, if the blocks that the next row reads are whole.
+A request can use such a block if no row reads the other groups' content any more. It is the beginning of a whole block,
+and has its own key, because a key's content never changes.
 """
 
 from __future__ import annotations
@@ -18,20 +17,19 @@ if TYPE_CHECKING:
     from octavo.data.kv_groups import KVGroupKind
     from octavo.kv_transfer.tiers import TieredStore, TierTally
 
-_PREFIX = b"without its window part"  # must not change: stores already have blocks under such keys
+_PREFIX = b"without its window part"  # must not change: stores have such keys
 
 
 def key_of_first_group(key: bytes) -> bytes:
-    """Return the key of a block with the content of the first group only."""
+    """Return the key of a block with the first group only."""
     return hashlib.sha256(_PREFIX + key).digest()
 
 
 def num_usable(is_whole: list[bool], first: int, num_tokens: int, block_size: int, kinds: Sequence[KVGroupKind]) -> int:
     """Return the number of leading blocks after which a request can resume.
 
-    is_whole: for each block, whether it has the content of all groups. first: index of the first one in its sequence;
-    the request has all blocks before it. num_tokens: length of the sequence. kinds: the kinds of all groups except the
-    first.
+    is_whole: whether each block has all groups. first: index of the first one; the request has those before it.
+    num_tokens: of the sequence. kinds: of all groups except the first.
     """
     count, before = len(is_whole), -1
     while count != before:
@@ -49,10 +47,7 @@ def look_up(
     block_size: int,
     kinds: Sequence[KVGroupKind],
 ) -> int:
-    """Look up keys in a store; return the number of leading blocks after which a request can resume.
-
-    Waits for the store. The arguments are those of `num_usable`.
-    """
+    """Return `num_usable` of the keys found in a store."""
     is_whole: list[bool] = []
     while len(is_whole) < len(keys):
         before = len(is_whole)
@@ -61,7 +56,7 @@ def look_up(
         is_whole += [False] * (store.num_matched(rest, only_first_group=True) if rest else 0)
         if len(is_whole) == before:
             break
-    # A block may be stored under both keys. Whole ones matter most among those that the row after the last block reads.
+    # A block may be stored under both keys. Whole ones matter most among those that the next row reads.
     num_computed = min((first + len(is_whole)) * block_size, num_tokens - 1)
     start = max(min(kind.first_position(num_computed) for kind in kinds) // block_size - first, 0)
     if False in is_whole[start:]:
@@ -78,10 +73,9 @@ def load(
     part_bytes: int,
     tally: TierTally,
 ) -> int:
-    """Fill blocks in order; return the number of leading blocks that have the needed content.
+    """Fill blocks in order; count the leading ones with the needed content.
 
-    needs_all: for each block, whether a group other than the first needs its content. part_bytes: size of the first
-    group's part.
+    needs_all: whether each block needs all groups. part_bytes: of the first group's part.
     """
     done, only_first_group = 0, False
     while done < len(keys):
@@ -105,10 +99,10 @@ def save(
     part_bytes: int,
     tally: TierTally,
 ) -> int:
-    """Save blocks; return the number of leading blocks that are stored now.
+    """Save blocks; count the leading ones stored now.
 
-    Blocks after one that could not be saved are still saved: the missing one may be saved alone later. has_all: for
-    each block, whether it has the content of all groups. part_bytes: size of the first group's part.
+    Blocks after a failed one are still saved: that one may be saved alone later. has_all: whether each block has all
+    groups. part_bytes: of the first group's part.
     """
     first = num_kept = 0
     while first < len(keys):

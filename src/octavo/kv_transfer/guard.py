@@ -1,4 +1,4 @@
-"""A wrapper that turns a store's failures into misses: logs the first one, then pauses the store for a growing time."""
+"""A wrapper that turns a store's failures into misses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-HANGS_AFTER_S = 5.0  # while a call has taken longer, the store gets no further calls
+HANGS_AFTER_S = 5.0  # a call that takes longer blocks further calls
 CHECK_S = 5.0  # interval of checks of an idle store
 ResultT = TypeVar("ResultT")
 
@@ -27,11 +27,11 @@ ResultT = TypeVar("ResultT")
 class GuardedStore:
     """A `KVStore` over a store that may fail, hang or not be open yet. Raises nothing.
 
-    open_store: opens the store at the first call, and again after a failed attempt. After a failure the store gets no
-    call for a pause, which doubles while failures continue; then a single call tries it. It also gets no call while
-    another one hangs. may_wait: calls may take any time, because they wait for other engines to compute; none counts as
-    hanging. keeps_parts: whether the store also keeps blocks that are smaller than `block_bytes`, with the first KV
-    group only.
+    After a failure the store gets no call for a pause, which doubles while failures continue; then a single call tries
+    it. It also gets none while another one hangs.
+
+    open_store: called until it succeeds. may_wait: calls wait for other engines to compute, so none counts as hanging.
+    keeps_parts: the store also keeps blocks with the first KV group only.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GuardedStore:
         self._is_over = threading.Event()
         self._num_calls = 0
         self._error = ""
-        self._num_failures = 0  # failed calls seen here; a store's own count of errors may differ
+        self._num_failures = 0  # a store's own count of errors may differ
         self._num_evicted = self._num_evicted_told = 0
         self.figures = KVStoreFigures()
         self._pause_s = 0.0
@@ -67,7 +67,7 @@ class GuardedStore:
 
     @classmethod
     def of(cls, store: KVStore, *, may_wait: bool = False, keeps_parts: bool = True) -> GuardedStore:
-        """Guard a store that is already open."""
+        """Guard an open store."""
         guard = cls(store.name, store.block_bytes, lambda: store, may_wait=may_wait, keeps_parts=keeps_parts)
         guard._store = store
         guard.figures.is_usable = 1
@@ -75,7 +75,7 @@ class GuardedStore:
 
     @property
     def is_usable(self) -> bool:
-        """Return True if the store may be called now. After a failure this does not prove that it works again."""
+        """True if the store may be called. It may still fail."""
         now = self._clock()
         with self._lock:
             hangs = self._hangs(now)
@@ -83,32 +83,32 @@ class GuardedStore:
             return not self._is_closed and now >= self._resumes_at and not hangs
 
     def _note_usable(self, *, hangs: bool = False) -> None:
-        """Set the figure `is_usable`. Needs the lock."""
+        """Set `figures.is_usable`. Needs the lock."""
         self.figures.is_usable = int(self._store is not None and not (self._error or self._is_closed or hangs))
 
     def _hangs(self, now: float) -> bool:
         return not self._may_wait and any(now - start > HANGS_AFTER_S for start in self._calls.values())
 
     def check_when_idle(self, period_s: float = CHECK_S) -> None:
-        """Call the store on a thread whenever it is idle, until `close`, so that `figures.is_usable` stays correct."""
+        """Call an idle store periodically until `close`, so that `figures.is_usable` stays correct."""
         arguments = weakref.ref(self), self._is_over, period_s
         threading.Thread(target=_check, args=arguments, name=f"octavo-kv-check-{self.name}", daemon=True).start()
 
     def check(self, period_s: float) -> None:
-        """Call the store with no key if there was no call for period_s."""
+        """Call the store if it was idle for period_s."""
         if self._clock() - self._asked_at >= period_s:
             self._ask(lambda store: store.num_matched([]), 0)
 
     def open(self) -> None:
-        """Open the store now, if it is not open."""
+        """Open the store."""
         self._ask(lambda _: None, None)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that the store has; 0 if it cannot be asked."""
+        """Count the leading stored keys; 0 if unusable."""
         return min(self._ask(lambda store: store.num_matched(keys), 0), len(keys))
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the keys that the store lacks; none while it is unusable, so that nothing is saved to it."""
+        """Return the missing keys; none while the store is unusable, so that nothing is saved to it."""
         store = self._store
         if store is None or not self.is_usable:
             return set()
@@ -119,25 +119,25 @@ class GuardedStore:
             return set()
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks; return the number of leading blocks that are valid."""
+        """Fill blocks in order."""
         num_loaded = min(self._ask(lambda store: store.load(keys, blocks), 0), len(keys))
         self._note_stats()
         return num_loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Save blocks; return the number of leading ones that the store has now."""
+        """Save blocks."""
         count = min(self._ask(lambda store: store.save(keys, blocks), 0), len(keys))
         self._note_stats()
         return count
 
     def take_evicted(self) -> int:
-        """Return how many blocks the store evicted since the last call. Counts up to its last load or save."""
+        """Count the blocks evicted since the last call, as of the last load or save."""
         with self._lock:
             count, self._num_evicted_told = self._num_evicted - self._num_evicted_told, self._num_evicted
         return count
 
     def _note_stats(self) -> None:
-        """Copy the store's own counts into the figures."""
+        """Copy the store's counts into the figures."""
         stats, figures = self.stats(), self.figures
         with self._lock:
             figures.num_blocks, figures.num_bytes = stats.num_blocks, stats.num_bytes
@@ -149,7 +149,7 @@ class GuardedStore:
         self._ask(lambda store: store.forget(keys), None)
 
     def stats(self) -> StoreStats:
-        """Return the store's figures, with the reason if it is unusable."""
+        """Return the store's figures, and why it is unusable, if it is."""
         store = self._store
         try:
             stats = StoreStats(0, 0, None) if store is None else store.stats()
@@ -172,7 +172,7 @@ class GuardedStore:
         )
 
     def close(self) -> None:
-        """Close the store; it gets no further calls."""
+        """Close the store for good."""
         self._is_over.set()
         with self._lock:
             self._is_closed = True
@@ -184,7 +184,7 @@ class GuardedStore:
                 self._failed(error)
 
     def _ask(self, ask: Callable[[KVStore], ResultT], otherwise: ResultT) -> ResultT:
-        """Call the store. Return `otherwise` if it may not be called, or if it raises anything."""
+        """Call the store; return `otherwise` if that is not allowed or fails."""
         if not self._may_ask():
             return otherwise
         try:
@@ -197,7 +197,7 @@ class GuardedStore:
         return result
 
     def _may_ask(self) -> bool:
-        """Return True if a call may be made. After a pause only one call is let through until its outcome is known."""
+        """Return True if a call may be made: after a pause, one until its outcome is known."""
         now = self._clock()
         with self._lock:
             if self._is_closed or now < self._resumes_at or self._hangs(now):

@@ -1,4 +1,4 @@
-"""The interface of stores that keep KV blocks outside the engine's own memory."""
+"""KV stores outside the engine's own memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class StoreError(OctavoError):
-    """A store operation failed: the store is gone, full or lacks permission. The caller treats it as a miss."""
+    """A store operation failed; it counts as a miss."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Contents of a store, and counters since its start (num_evicted, num_corrupt, num_errors).
+    """Contents of a store, and counters since its start.
 
-    max_bytes: None if the limit is set elsewhere. num_corrupt: blocks that failed their checksum. num_errors: failed
-    calls. error: the last error while the store is unusable, "" while it is usable.
+    max_bytes: None if the limit is set elsewhere. num_corrupt: blocks with a wrong checksum. num_errors: failed calls.
+    error: why the store is unusable, if it is.
     """
 
     num_blocks: int
@@ -33,38 +33,35 @@ class StoreStats:
 
 
 class KVStore(Protocol):
-    """Store of KV blocks. A key covers everything that the block's content depends on (`octavo.core.kv.block_hash`).
+    """Store of KV blocks. A key covers everything that a block's content depends on (`octavo.core.kv.block_hash`).
 
-    A key's content never changes, so blocks are never overwritten. The store verifies a checksum over key and content
-    when it loads; a corrupt or incomplete block counts as a miss. Thread-safe. `lacks` and `stats` never block; the
-    other methods may wait for disk or network, and raise `StoreError`. A failure costs time but no tokens, and the
-    store is tried again later.
+    So blocks are never overwritten. Loads verify a checksum over key and content; a corrupt or incomplete block is a
+    miss. Thread-safe. `lacks` and `stats` never block; other methods may wait for I/O, and raise `StoreError`.
 
-    name: used in its metrics. block_bytes: size of a full block. Blocks with only the first KV group
-    (`octavo.kv_transfer.group_parts`) are smaller and have separate keys. A load must use the size that was saved, and
-    all blocks of one save have the same size.
+    block_bytes: of a full block. Blocks with only the first KV group (`octavo.kv_transfer.group_parts`) are smaller and
+    have other keys. All blocks of a save have one size, which their load must use.
     """
 
     name: str
     block_bytes: int
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that are stored, and mark them as recently used."""
+        """Count the leading keys that are stored, and mark them as recently used."""
         ...
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the keys that are missing according to local knowledge, without I/O."""
+        """Return the keys that are missing, by local knowledge."""
         ...
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks (writable, of the saved size) in order; return the number of leading blocks that are valid.
+        """Fill blocks in order; return the number of leading valid ones.
 
-        The content of the remaining blocks is undefined. Corrupt blocks are dropped from the store.
+        The other blocks become undefined. Corrupt blocks are dropped from the store.
         """
         ...
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Copy blocks into the store; return the number of leading ones stored. The caller may then reuse them."""
+        """Copy blocks into the store; return the number of leading ones stored."""
         ...
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -72,9 +69,9 @@ class KVStore(Protocol):
         ...
 
     def stats(self) -> StoreStats:
-        """Return current contents and counters."""
+        """Return contents and counters."""
         ...
 
     def close(self) -> None:
-        """Release all resources; persistent blocks are kept. A second call does nothing."""
+        """Release resources, but keep persistent blocks. A second call does nothing."""
         ...

@@ -1,4 +1,4 @@
-"""A store in the memory of one process, shared by its engines: for tests, and for several engines in one process."""
+"""A store in the memory of one process."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 class TransferCallback(Protocol):
-    """Called when a transfer has ended. success: whether the target node has all blocks."""
+    """Called when a transfer has ended. success: the target has all blocks."""
 
     def __call__(self, request_id: str, *, success: bool) -> object:
-        """Handle the end of the transfer, on the pool's thread."""
+        """Handle the end, on the pool's thread."""
         ...
 
 
 @dataclass(slots=True)
 class KVBlock:
-    """One node's copy of a block. access_time: seconds of a monotonic clock.
+    """A node's copy of a block. access_time: monotonic seconds.
 
-    num_tokens: number of tokens, if token_ids does not list them: engines save blocks without their token ids.
+    num_tokens: if token_ids does not list them: engines save blocks without their token ids.
     """
 
     block_hash: bytes
@@ -45,15 +45,15 @@ class KVBlock:
 
     @property
     def token_count(self) -> int:
-        """Number of tokens whose KV the block has."""
+        """Number of tokens in the block."""
         return len(self.token_ids) if self.num_tokens is None else self.num_tokens
 
 
 class GlobalKVPool:
-    """Blocks of several nodes by hash. A hash has one content; several nodes may have a copy of it.
+    """Blocks of several nodes by hash; several nodes may have copies. Thread-safe.
 
-    A node keeps at most `max_blocks_per_node` blocks and evicts its least recently used one first. Thread-safe. Raises
-    `ConfigError` if `max_blocks_per_node` is below 1.
+    A node keeps at most `max_blocks_per_node` blocks and evicts the least recently used first. Raises `ConfigError` if
+    that is below 1.
     """
 
     def __init__(self, max_blocks_per_node: int = DEFAULT_BLOCKS_PER_NODE) -> None:
@@ -62,34 +62,34 @@ class GlobalKVPool:
         self.max_blocks_per_node = max_blocks_per_node
         self._num_evicted: Counter[str] = Counter()  # by node
         self._lock = threading.Lock()
-        self._nodes: dict[str, OrderedDict[bytes, KVBlock]] = {}  # by node; the least recently used block first
-        self._holders: dict[bytes, dict[str, None]] = {}  # by hash; the first holder first
+        self._nodes: dict[str, OrderedDict[bytes, KVBlock]] = {}  # by node; least recently used first
+        self._holders: dict[bytes, dict[str, None]] = {}  # by hash; first holder first
         self._open: set[str] = set()  # running transfers
-        self._complete: set[str] = set()  # ended transfers that were not queried since
+        self._complete: set[str] = set()  # ended, not queried since
         self._ended = threading.Condition(self._lock)
         self._movers: DaemonThreads | None = None
 
     @property
     def total_cached_blocks(self) -> int:
-        """Number of blocks of all nodes, copies included."""
+        """Number of all nodes' blocks, with copies."""
         with self._lock:
             return sum(map(len, self._nodes.values()))
 
     @property
     def num_evicted(self) -> int:
-        """Number of blocks that all nodes evicted."""
+        """Number of all nodes' evicted blocks."""
         return self._num_evicted.total()
 
     def num_evicted_of(self, node_id: str) -> int:
-        """Return the number of blocks that a node evicted."""
+        """Count a node's evicted blocks."""
         return self._num_evicted[node_id]
 
     def num_cached_blocks(self, node_id: str) -> int:
-        """Return the number of blocks of a node."""
+        """Count a node's blocks."""
         return len(self._nodes.get(node_id, ()))
 
     def num_bytes(self, node_id: str) -> int:
-        """Return the size of a node's blocks in bytes."""
+        """Return the bytes of a node's blocks."""
         with self._lock:
             return sum(len(block.kv_data) for block in self._nodes.get(node_id, {}).values())
 
@@ -102,10 +102,9 @@ class GlobalKVPool:
         *,
         num_tokens: int | None = None,
     ) -> bool:
-        """Store a copy of a block for a node. Returns True if the hash is new.
+        """Store a node's copy of a block and return True, if no node has the hash.
 
-        If some node already has it, returns False and marks that block as recently used. num_tokens: number of tokens,
-        if token_ids does not list them.
+        Otherwise marks the stored block as used.
         """
         with self._lock:
             if self._touch(block_hash) is not None:
@@ -115,10 +114,7 @@ class GlobalKVPool:
         return True
 
     def query(self, block_hashes: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Return the number of tokens in the leading blocks that exist, and the first holder of each of them.
-
-        Marks them as recently used.
-        """
+        """Return the number of tokens in the leading blocks found, and each one's first holder. Marks them as used."""
         num_tokens, node_ids = 0, []
         with self._lock:
             for block_hash in block_hashes:
@@ -130,12 +126,12 @@ class GlobalKVPool:
         return num_tokens, node_ids
 
     def get(self, block_hash: bytes, node_id: str) -> KVBlock | None:
-        """Return a node's block and mark it as recently used; None if the node lacks it."""
+        """Return a node's block, if any, and mark it as used."""
         with self._lock:
             return self._touch_at(block_hash, node_id)
 
     def lacks(self, block_hashes: Sequence[bytes]) -> set[bytes]:
-        """Return the hashes that no node has. Marks nothing as used."""
+        """Return the hashes that no node has."""
         with self._lock:
             return {block_hash for block_hash in block_hashes if block_hash not in self._holders}
 
@@ -146,10 +142,9 @@ class GlobalKVPool:
         target_node_id: str,
         callback: TransferCallback | None = None,
     ) -> None:
-        """Copy blocks into another node's memory, on a thread; then call callback(request_id, success=...).
+        """Copy blocks to another node on a thread; then call callback(request_id, success=...).
 
-        Blocks are copied in order, up to the first missing one and the node's limit. success: whether the target has
-        all of them at the end. `get(block_hash, target_node_id)` returns the copies.
+        Stops at the first missing block and at the node's limit. `get(block_hash, target_node_id)` returns the copies.
         """
         with self._lock:
             if self._movers is None:
@@ -179,7 +174,7 @@ class GlobalKVPool:
                     self._ended.notify_all()
 
     def _copy(self, block_hash: bytes, target_node_id: str) -> bool:
-        """Make sure that a node has a block; False if no node has it. Copies the bytes without the lock."""
+        """Copy a block to a node that lacks it; False if no node has it. Copies the bytes without the lock."""
         with self._lock:
             block = self._touch_at(block_hash, target_node_id) or self._touch(block_hash)
         if block is None or block.node_id == target_node_id:
@@ -192,12 +187,12 @@ class GlobalKVPool:
         return True
 
     def is_transfer_complete(self, request_id: str) -> bool:
-        """Return True if a transfer has ended. This removes its record, so a second call returns False."""
+        """Return True once after a transfer has ended."""
         with self._lock:
             return self._take_complete(request_id)
 
     def wait_for_transfer(self, request_id: str, timeout_s: float) -> bool:
-        """Return whether a transfer ends within timeout_s. Its record is removed in either case."""
+        """Return whether a transfer ends in time, and remove its record."""
         with self._ended:
             if self._ended.wait_for(lambda: request_id in self._complete, timeout_s):
                 return self._take_complete(request_id)
@@ -210,14 +205,14 @@ class GlobalKVPool:
         return is_complete
 
     def remove(self, block_hashes: Sequence[bytes]) -> None:
-        """Drop blocks with all their copies; unknown hashes are ignored."""
+        """Drop all copies of blocks; unknown hashes are ignored."""
         with self._lock:
             for block_hash in block_hashes:
                 for node_id in self._holders.pop(block_hash, {}):
                     del self._nodes[node_id][block_hash]
 
     def _insert(self, block: KVBlock) -> None:
-        """Add a block to its node and evict blocks above the node's limit."""
+        """Add a block, and evict those above the node's limit."""
         node = self._nodes.setdefault(block.node_id, OrderedDict())
         node[block.block_hash] = block
         self._holders.setdefault(block.block_hash, {})[block.node_id] = None
@@ -229,12 +224,12 @@ class GlobalKVPool:
             self._num_evicted[block.node_id] += 1
 
     def _touch(self, block_hash: bytes) -> KVBlock | None:
-        """Return the block of its first holder, marked as recently used; None if there is none."""
+        """Return the first holder's block, marked as used, if any."""
         holder = next(iter(self._holders.get(block_hash, ())), None)
         return None if holder is None else self._touch_at(block_hash, holder)
 
     def _touch_at(self, block_hash: bytes, node_id: str) -> KVBlock | None:
-        """Return a node's block, marked as recently used; None if the node lacks it."""
+        """Return a node's block, marked as used, if any."""
         node = self._nodes.get(node_id)
         if node is None or block_hash not in node:
             return None
@@ -245,10 +240,10 @@ class GlobalKVPool:
 
 
 class MemoryStore:
-    """A `KVStore` over a pool, as one node of it. The pool limits the node's blocks: saved ones and loaded copies.
+    """A `KVStore` over a pool, as one node of it. The node's limit covers saved blocks and loaded copies.
 
-    Each block is stored after a checksum over its key and content. timeout_s: maximum time of a transfer. block_size:
-    number of tokens in a block, the engine's `block_size`; `GlobalKVPool.query` counts with it.
+    Blocks are stored after a checksum over key and content. timeout_s: of a transfer. block_size: in tokens, for
+    `GlobalKVPool.query`.
     """
 
     name = "memory"
@@ -273,7 +268,7 @@ class MemoryStore:
         self._num_errors = 0
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that some node has."""
+        """Count the leading keys that any node has."""
         return len(self.pool.query(keys)[1])
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -281,10 +276,7 @@ class MemoryStore:
         return self.pool.lacks(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Copy blocks to this node, verify their checksums and fill `blocks`; return the number of valid ones.
-
-        Removes a corrupt block from the pool. Raises `StoreError` if the transfer takes longer than timeout_s.
-        """
+        """Copy blocks to this node, then fill `blocks`. Raises `StoreError` after timeout_s."""
         found = self._fetch(keys)
         for index, (key, block, record) in enumerate(zip(keys, blocks, found, strict=False)):
             content = memoryview(record.kv_data)[_CHECKSUM_BYTES:]
@@ -297,7 +289,7 @@ class MemoryStore:
         return len(found)
 
     def _fetch(self, keys: Sequence[bytes]) -> list[KVBlock]:
-        """Copy blocks to this node; return those before the first missing one. Raises `StoreError`."""
+        """Copy blocks to this node; return those before the first missing one."""
         with self._lock:
             self._num_transfers += 1
             name = f"{self.node_id}-{id(self)}-{self._num_transfers}"
@@ -325,7 +317,7 @@ class MemoryStore:
         self.pool.remove(keys)
 
     def stats(self) -> StoreStats:
-        """Return the figures of this node."""
+        """Return this node's figures."""
         pool = self.pool
         return StoreStats(
             pool.num_cached_blocks(self.node_id),

@@ -1,8 +1,8 @@
-"""A store in a pool of memory that engines on several machines lend; `mooncake_master` keeps track of it.
+"""A store in memory that engines on several machines lend.
 
-Nothing that comes from the pool is trusted: each object has its key and a checksum, which are compared at each read.
-Mooncake's codes: -200 no space, -704 not found, -706 leased, -707 lease expired before the data arrived, -800 the
-lender is gone, -900 and -901 no master.
+Nothing from the pool is trusted: each object has its key and a checksum, which are compared at each read. Mooncake's
+codes: -200 no space, -704 not found, -706 leased, -707 lease expired before the data arrived, -800 the lender is gone,
+-900 and -901 no master.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEADER = struct.Struct("<8s32s32s")  # magic, key, checksum over key and bytes
 _HEADER_BYTES = 128  # aligns the block to a cache line
 _MAGIC = b"octavoK" + bytes([FORMAT])
 _MAX_KNOWN = 1 << 17  # remembered keys, about 20 MB
-_MAX_ASKED = 256  # keys per query; the pool may lack most of them
+_MAX_ASKED = 256  # keys per query: the pool may lack most of them
 _WRONG_SIZE, _TRANSFER_FAILED = -600, -800
 _NO_MASTER = (-900, -901)
 _HAS = 1
@@ -40,12 +40,11 @@ _HAS = 1
 class MooncakeStore:
     """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` if it cannot connect.
 
-    Each block is one object, and all objects have one size: a block with the first KV group only is padded with zeros.
-    The client is a separate process, which is restarted if it ended. The pool forgets everything with its master. So
-    each query also asks for a mark of this store; if the mark is gone, all known keys are forgotten.
+    All objects have one size: a block with the first KV group only is padded with zeros. The pool forgets everything
+    with its master. So each query also asks for a mark of this store; without it, all known keys are forgotten.
 
-    A block is put into the memory that this engine lends, and into other engines' memory only if its own is full. So
-    when an engine exits, the pool keeps blocks of other engines that had room for them.
+    Blocks are put into other engines' memory only if this engine's own is full. So when an engine exits, the pool keeps
+    blocks of other engines that had room for them.
     """
 
     name = "mooncake"
@@ -78,13 +77,13 @@ class MooncakeStore:
 
     @staticmethod
     def host_bytes(block_bytes: int, segment_bytes: int) -> int:
-        """Return the memory that a store needs on this machine, in bytes, including the memory that it lends."""
+        """Return the store's memory here in bytes, lent memory included."""
         return client_bytes(_HEADER_BYTES + block_bytes, segment_bytes)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that the pool has, and lease them for the following load.
+        """Count the leading keys that the pool has, and lease them for the following load.
 
-        Without a key it only checks that the master answers. Raises `StoreError`.
+        Without a key it only checks that the master answers.
         """
         if not keys:
             self._has([])
@@ -115,7 +114,7 @@ class MooncakeStore:
             return {key for key in keys if key not in self._known}
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order; return the number of leading blocks that are valid."""
+        """Fill blocks in order."""
         count = 0
         with self._area() as area:
             for some, into in _in_parts(keys, blocks, len(area.objects)):
@@ -128,14 +127,14 @@ class MooncakeStore:
                 wrong = [
                     key for key, code, is_whole in zip(some, codes, whole, strict=True) if _is_wrong(code, is_whole)
                 ]
-                if wrong:  # even if leased: a concurrent reader notices the removal by the checksum
+                if wrong:  # as in `forget`
                     self._call(area, "remove", [*map(_name, wrong)])
                 if False in whole:
                     break
         return count
 
     def _take(self, area: Area, index: int, code: int, key: bytes, block: memoryview) -> bool:
-        """Copy a block out of the area; return True if it is valid. The copy is verified, not the area."""
+        """Copy a block out of the area; return whether the copy is valid."""
         stored = area.objects[index]
         is_whole = code == len(stored)
         if is_whole:
@@ -149,7 +148,7 @@ class MooncakeStore:
         return is_whole
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Put blocks into the pool; return the number of leading ones that it has now."""
+        """Put blocks into the pool."""
         count, is_whole = 0, True
         with self._area() as area:
             for some, from_blocks in _in_parts(keys, blocks, len(area.objects)):
@@ -167,7 +166,7 @@ class MooncakeStore:
         return count
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Remove blocks from the pool, even if leased: a concurrent reader notices the removal by the checksum."""
+        """Remove blocks, even if leased: a concurrent reader notices the removal by the checksum."""
         if not keys:
             return
         with self._lock:
@@ -177,7 +176,7 @@ class MooncakeStore:
             self._call(area, "remove", [*map(_name, keys)])
 
     def stats(self) -> StoreStats:
-        """Return the figures; blocks are those in the pool that this store knows of."""
+        """Return the figures of known blocks."""
         with self._lock:
             count = len(self._known)
             return StoreStats(
@@ -190,7 +189,7 @@ class MooncakeStore:
             )
 
     def close(self) -> None:
-        """Withdraw the lent memory from the pool, and end the client's process."""
+        """Withdraw the lent memory, and end the client's process."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if not was_closed:
@@ -198,7 +197,7 @@ class MooncakeStore:
 
     @contextmanager
     def _area(self) -> Iterator[Area]:
-        """Lend an area of a living client. Counts a `StoreError` and raises it again."""
+        """Lend an area of a living client; count a `StoreError`."""
         try:
             with self._living_client().area() as area:
                 yield area
@@ -215,7 +214,7 @@ class MooncakeStore:
                 self._forget_all()
             client = self._client
         if self._is_closed:
-            client.close()  # it may have been opened during `close`
+            client.close()  # opened during `close`
             raise StoreError("the store is closed")
         return client
 
@@ -229,7 +228,7 @@ class MooncakeStore:
         return codes
 
     def _begin_anew(self, area: Area, mark: str) -> None:
-        """Forget all known keys and put a new mark into the pool, because the pool lost the last one."""
+        """Forget all known keys and put a new mark into the pool, which lost the last one."""
         with self._lock:
             if self._mark != mark:
                 return
@@ -253,7 +252,7 @@ class MooncakeStore:
 
 
 def _is_wrong(code: int, is_whole: bool) -> bool:
-    """Return True if wrong bytes arrived. If nothing arrived, the block may still be in the pool."""
+    """Return True if wrong bytes arrived. If none arrived, the block may still be in the pool."""
     return not is_whole and (code >= 0 or code == _WRONG_SIZE)
 
 

@@ -21,26 +21,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MODULE = "octavo.kv_transfer.mooncake_process"
-OPEN_S = 15.0  # maximum time to open a client, including the start of its process
-CALL_S = 4.0  # maximum time of a call
-REST_S = 6.0  # twice Mooncake's limit for a stalled transfer: how long a failed transfer may still write into its area
-GONE_S = 30.0  # a process that has not answered for this long is killed
-PING_S = 0.5  # maximum time of a ping; a healthy process answers immediately
+OPEN_S = 15.0  # to open a client, with its process
+CALL_S = 4.0  # to answer a call
+REST_S = 6.0  # twice Mooncake's limit for a stalled transfer: so long a failed one may still write into its area
+GONE_S = 30.0  # then a silent process is killed
+PING_S = 0.5  # a healthy process answers a ping immediately
 CLOSE_S = 5.0  # Mooncake needs 2 s to withdraw lent memory
-PROCESS_BYTES = 64 << 20  # an interpreter, Mooncake's library and its buffers; without lent and shared memory
+PROCESS_BYTES = 64 << 20  # without lent and shared memory
 NUM_AREAS = 4
 AREA_BYTES = 8 << 20
 TRANSFER_FAILED = -800
-_SILENT = subprocess.DEVNULL  # it logs each missed heartbeat of its master; the codes report the same
+_SILENT = subprocess.DEVNULL  # it logs each missed heartbeat, which the codes also report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOrder:
     """Configuration of a client process, with the descriptors that it inherits.
 
-    master: HOST:PORT of the pool's master; "": no pool, the process writes into the memory of other engines
-    (TransferEngine). channels: one descriptor per area of memory, for sequential calls. The areas, of area_bytes each,
-    are contiguous in the memory; so are the objects, of object_bytes each, in an area.
+    master: HOST:PORT of the pool's master; "": no pool, the process writes into other engines' memory. channels: one
+    per area, for sequential calls. Areas are contiguous in the memory, and objects in an area.
     """
 
     master: str
@@ -54,12 +53,12 @@ class ClientOrder:
     channels: tuple[int, ...]
 
     def encode(self) -> str:
-        """Return the order as a command-line argument."""
+        """Return a command-line argument."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> ClientOrder:
-        """Return the order that `encode` made into text."""
+        """Decode an encoded order."""
         return cls(**json.loads(text))
 
 
@@ -67,8 +66,7 @@ class ClientOrder:
 class Opened:
     """The first message on the control pipe. error: why the process cannot be used, or "".
 
-    session: the name under which other engines write into the process's memory. address: address of that memory in the
-    process.
+    session: the name under which other engines write into its memory. address: of that memory in the process.
     """
 
     error: str = ""
@@ -76,12 +74,12 @@ class Opened:
     address: int = 0
 
     def encode(self) -> bytes:
-        """Return it as a message."""
+        """Return a message."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, message: bytes) -> Opened:
-        """Return what `encode` made into a message."""
+        """Decode a message."""
         return cls(**json.loads(message))
 
 
@@ -90,9 +88,9 @@ class BusyError(StoreError):
 
 
 class Area:
-    """A part of the shared memory, with the pipe for its calls. One caller uses it at a time.
+    """A part of the shared memory, with a pipe for calls. One caller uses it at a time.
 
-    address: address of its first object in the process that runs Mooncake.
+    address: of its first object in the process that runs Mooncake.
     """
 
     def __init__(self, channel: Connection, memory: memoryview, object_bytes: int) -> None:
@@ -107,7 +105,7 @@ class Area:
         self.asked_at = 0.0
 
     def call(self, name: str, arguments: Sequence[Any]) -> list[int]:
-        """Make a call; return its codes. Raises `StoreError` if no answer comes within `CALL_S`."""
+        """Return a call's codes. Raises `StoreError` if the process ended, or has not answered within `CALL_S`."""
         assert len(arguments) <= len(self.objects) or name not in {"get", "put"}
         try:
             self.channel.send_bytes(json.dumps([name, list(arguments)]).encode())
@@ -122,7 +120,7 @@ class Area:
         return codes
 
     def ping(self) -> bool:
-        """Return True if the process answers within `PING_S`. An area with an unanswered ping is not free."""
+        """Return True if the process answers within `PING_S`. Until it does, the area is not free."""
         self.is_asked, self.asked_at = True, time.monotonic()
         try:
             self.channel.send_bytes(json.dumps(["ping", []]).encode())
@@ -133,11 +131,11 @@ class Area:
         return not self.is_asked
 
     def rest(self) -> None:
-        """Keep the area unused for as long as a failed transfer may still write into it."""
+        """Keep the area unused while a failed transfer may still write into it."""
         self.rests_until = time.monotonic() + REST_S
 
     def answer(self) -> list[int]:
-        """Receive the answer to the last call."""
+        """Receive the last call's answer."""
         codes: list[int] = json.loads(self.channel.recv_bytes())
         self.is_asked = False
         return codes
@@ -156,10 +154,8 @@ class Area:
 class MooncakeClient:
     """Starts a client process and calls it. Thread-safe. Raises `StoreError` if the process does not start or connect.
 
-    master: HOST:PORT of mooncake_master; "" without a pool. host: the address by which other engines reach this
-    process. segment_bytes: memory to lend to the pool. object_bytes: size of an object. num_areas: number of areas.
-    gone_s: a process that leaves a call unanswered for this long is killed; None: `GONE_S`. session: the name under
-    which other engines write into its areas.
+    master: HOST:PORT; "" without a pool. host: the address by which other engines reach this process. segment_bytes:
+    lent to the pool. gone_s: a process that leaves a call unanswered for this long is killed; None: `GONE_S`.
     """
 
     def __init__(
@@ -233,12 +229,12 @@ class MooncakeClient:
 
     @property
     def process_id(self) -> int:
-        """Id of the client process."""
+        """Id of the process."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Return True if the process may be called. Kills a process that has not answered for too long."""
+        """True if the process may be called. Kills one that has been silent for too long."""
         now, gone_s = time.monotonic(), GONE_S if self._gone_s is None else self._gone_s
         if any(area.is_asked and now - area.asked_at > gone_s for area in self._areas):
             self.kill()
@@ -246,10 +242,7 @@ class MooncakeClient:
 
     @contextmanager
     def area(self, timeout_s: float | None = None) -> Iterator[Area]:
-        """Lend a free area. Raises `BusyError` if none becomes free in time.
-
-        timeout_s: None for `CALL_S`.
-        """
+        """Lend a free area. Raises `BusyError` if none becomes free within timeout_s; None: `CALL_S`."""
         area = self._take(CALL_S if timeout_s is None else timeout_s)
         try:
             yield area
@@ -290,7 +283,7 @@ class MooncakeClient:
 
 
 def client_bytes(object_bytes: int, segment_bytes: int, num_areas: int = NUM_AREAS) -> int:
-    """Return the memory that a client needs in bytes, including its process."""
+    """Return a client's memory in bytes, with its process."""
     return PROCESS_BYTES + num_areas * _area_bytes(object_bytes) + segment_bytes
 
 
@@ -299,7 +292,7 @@ def _area_bytes(object_bytes: int) -> int:
 
 
 def own_address(peer: str) -> str:
-    """Return the address of this machine on the route to HOST:PORT. Raises `StoreError`."""
+    """Return this machine's address on the route to HOST:PORT. Raises `StoreError`."""
     host, port = peer.rsplit(":", 1)
     try:
         family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]

@@ -23,13 +23,9 @@ _DEBIAN_PACKAGES = {
 
 
 def check_mooncake(config: KVTransferConfig) -> None:
-    """Load the libraries that a configuration needs, in a child process.
+    """Load the libraries that a configuration needs, in a child process (see `octavo.kv_transfer.mooncake_process`).
 
-    An installed package may still fail to load if a system library is missing. The engine itself does not load
-    Mooncake: `octavo.kv_transfer.mooncake_process` says why.
-
-    Raises:
-        ConfigError: a library cannot be loaded. The message names the package to install.
+    An installed package may lack a system library. Raises `ConfigError`, which names the package to install.
     """
     if config.direct:
         _check_module("mooncake.engine", "kv_direct")
@@ -57,7 +53,7 @@ def _check_module(module: str, field: str) -> None:
 
 
 def _remedy(error: str) -> str:
-    """Return what to do about an import error."""
+    """Return the remedy for an import error."""
     if _MISSING_PACKAGE.search(error):
         return "pip install 'octavo[mooncake]'"
     missing = _MISSING_LIBRARY.search(error)

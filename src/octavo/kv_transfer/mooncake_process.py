@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     Call = Callable[[list[Any], int], Sequence[int]]
 
-_OPEN_S = 12  # maximum time to connect; then a signal ends the process, even if Python's lock is held
+_OPEN_S = 12  # to connect; then a signal ends the process, even if Python's lock is held
 _CLOSE_S = 4
 _ADDRESSES = "P2PHANDSHAKE"  # clients find each other through the master alone
-_CALL_BUFFER_BYTES = 16 << 20  # Mooncake's minimum, for calls that octavo does not make
-# By default Mooncake waits up to 30 s and tries 20 times; callers here time out much earlier.
+_CALL_BUFFER_BYTES = 16 << 20  # Mooncake's minimum, for calls not made here
+# Mooncake's defaults (30 s, 20 tries) exceed the callers' deadlines.
 _LIMITS = {
     "MC_RPC_TIMEOUT_MS": "2500",
     "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
@@ -39,7 +39,7 @@ _LIMITS = {
 
 
 def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
-    """Connect to the pool; return a client's calls by name. Each takes keys and the address of the first key's object.
+    """Connect to the pool; return calls by name. Each takes keys and the address of the first key's object.
 
     Raises `ImportError` if Mooncake cannot be loaded, and `OSError` if it does not connect.
     """
@@ -78,10 +78,9 @@ def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
 
 
 def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]:
-    """Start a TransferEngine; return its calls and its session name.
+    """Start a TransferEngine; return its calls and its session name. Raises as `open_client`.
 
-    The call "write" copies objects into another engine's memory. Raises `ImportError` and `OSError` as `open_client`
-    does.
+    The call "write" copies objects into another engine's memory.
     """
     from mooncake.engine import TransferEngine  # noqa: PLC0415 - an optional extra, whose import may fail
 
@@ -153,7 +152,7 @@ def _serve(order: ClientOrder) -> None:
         control.recv_bytes()
     except EOFError:
         signal.alarm(_CLOSE_S)
-        calls["close"]([], 0)  # the master learns immediately that the lent memory is gone
+        calls["close"]([], 0)  # so that the master learns it immediately
 
 
 if __name__ == "__main__":

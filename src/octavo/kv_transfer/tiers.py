@@ -1,4 +1,4 @@
-"""A chain of stores: blocks that a faster store lacks are looked up in the next one."""
+"""A chain of stores."""
 
 from __future__ import annotations
 
@@ -18,31 +18,27 @@ if TYPE_CHECKING:
 
 
 class TierTally:
-    """What each store of a `TieredStore` moved in one transfer."""
+    """Blocks that each store moved in one transfer."""
 
     def __init__(self) -> None:
         self._moves: dict[str, TierMove] = {}
 
     def add(self, store: GuardedStore, num_blocks: int, num_bytes: int, seconds: float) -> None:
-        """Add the blocks, bytes and seconds of one call to a store."""
+        """Add one call to a store."""
         if num_blocks:
             _, count, size, took = self._moves.get(store.name, TierMove(store.name, 0, 0, 0.0))
             self._moves[store.name] = TierMove(store.name, count + num_blocks, size + num_bytes, took + seconds)
 
     def moves(self) -> tuple[TierMove, ...]:
-        """Return one entry for each store that moved blocks, in order of their first call."""
+        """Return an entry for each store that moved blocks."""
         return tuple(self._moves.values())
 
 
 class TieredStore:
-    """A `KVStore` over one or several stores, the fastest first. Skips a store that fails or hangs, and raises nothing.
+    """A `KVStore` over several stores, the fastest first. Skips a store that fails or hangs, and raises nothing.
 
-    A block is saved to each store that lacks it. So a block that was loaded from a slower store is saved to the faster
-    ones when its request offers its blocks. The optional tally of a call records which store moved which blocks.
-
-    only_first_group: the call is about blocks with the content of the first KV group only
-    (`octavo.kv_transfer.group_parts`), named by the keys of the whole blocks. Stores that do not keep such blocks are
-    skipped.
+    Saves a block to each store that lacks it. only_first_group: blocks have the first KV group only
+    (`octavo.kv_transfer.group_parts`); `keys` are those of whole blocks. Stores without such blocks are skipped.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
@@ -53,16 +49,16 @@ class TieredStore:
 
     @property
     def figures(self) -> dict[str, KVStoreFigures]:
-        """Figures of each store by name. These are the live objects."""
+        """Live figures of each store."""
         return {tier.name: tier.figures for tier in self.tiers}
 
     @property
     def is_usable(self) -> bool:
-        """Return True if any of the stores may be called now."""
+        """True if any store may be called now."""
         return any(tier.is_usable for tier in self.tiers)
 
     def open(self) -> None:
-        """Open the stores that are not open."""
+        """Open all stores."""
         for tier in self.tiers:
             tier.open()
 
@@ -70,7 +66,7 @@ class TieredStore:
         return self._tiers_of_parts if only_first_group else self.tiers
 
     def num_matched(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> int:
-        """Return the number of leading keys that the stores have together."""
+        """Count the leading keys that the stores have together."""
         count, names, tiers = (
             0,
             _names(keys, only_first_group=only_first_group),
@@ -86,12 +82,12 @@ class TieredStore:
         return count
 
     def lacks(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
-        """Return the keys that at least one store lacks. only_first_group: it lacks the first group's content, too."""
+        """Return the keys that some store lacks. only_first_group: also as a part."""
         tiers = self._asked(only_first_group=only_first_group)
         return set().union(*(_lacking(tier, keys, only_first_group=only_first_group) for tier in tiers))
 
     def take_evicted(self) -> tuple[tuple[str, int], ...]:
-        """Return (name, number of blocks) of each store that evicted blocks since the last call."""
+        """Return (name, blocks evicted since the last call) of stores that evicted any."""
         return tuple((tier.name, count) for tier in self.tiers if (count := tier.take_evicted()))
 
     def load(
@@ -102,7 +98,7 @@ class TieredStore:
         *,
         only_first_group: bool = False,
     ) -> int:
-        """Fill each block from the first store that has it; return the number of leading blocks that are valid."""
+        """Fill each block from the first store that has it."""
         done, tally = 0, tally or TierTally()
         names, tiers = _names(keys, only_first_group=only_first_group), self._asked(only_first_group=only_first_group)
         while done < len(names):
@@ -120,7 +116,7 @@ class TieredStore:
         *,
         only_first_group: bool = False,
     ) -> int:
-        """Save each block to the stores that lack it; return the number of leading blocks that any store has now."""
+        """Save each block to the stores that lack it; count the leading blocks that any store has now."""
         kept, tally = set[bytes](), tally or TierTally()
         names = _names(keys, only_first_group=only_first_group)
         for tier in self._asked(only_first_group=only_first_group):
@@ -143,7 +139,7 @@ class TieredStore:
             tier.forget(keys)
 
     def stats(self) -> StoreStats:
-        """Return the sums over all stores; `tiers` have their own figures."""
+        """Return the sums over all stores."""
         each = [tier.stats() for tier in self.tiers]
         bounds = [stats.max_bytes for stats in each]
         known = [bound for bound in bounds if bound is not None]
@@ -166,12 +162,12 @@ class TieredStore:
 
 
 def _names(keys: Sequence[bytes], *, only_first_group: bool) -> Sequence[bytes]:
-    """Return the keys under which the stores have the blocks."""
+    """Return the keys that the stores use."""
     return [key_of_first_group(key) for key in keys] if only_first_group else keys
 
 
 def _lacking(tier: GuardedStore, keys: Sequence[bytes], *, only_first_group: bool) -> set[bytes]:
-    """Return the keys for which a store has no whole block. only_first_group: nor the first group's part of one."""
+    """Return the keys that a store lacks as whole blocks. only_first_group: and as parts."""
     lacking = tier.lacks(keys)
     if not only_first_group:
         return lacking
@@ -182,10 +178,10 @@ def _lacking(tier: GuardedStore, keys: Sequence[bytes], *, only_first_group: boo
 def _load_next(
     tiers: Sequence[GuardedStore], names: Sequence[bytes], blocks: Sequence[memoryview], tally: TierTally
 ) -> int:
-    """Fill the leading blocks from the first store that has them; return their number."""
+    """Fill leading blocks from the first store that has them."""
     for index, tier in enumerate(tiers):
         start = time.perf_counter()
-        is_last = index == len(tiers) - 1  # a lookup found the block, and no other store gave it: load without asking
+        is_last = index == len(tiers) - 1  # a lookup found the block, and no other store gave it
         count = len(names) if is_last else tier.num_matched(names)
         loaded = tier.load(names[:count], blocks[:count]) if count else 0
         tally.add(tier, loaded, sum(map(len, blocks[:loaded])), time.perf_counter() - start)
