@@ -56,7 +56,7 @@ def make_decode_plan(
 
 def kept_bytes(architecture: Architecture, num_seqs: int, num_rows: int, table_width: int, dtype: str) -> int:
     """Return the bytes that are kept between steps."""
-    num_groups = len(architecture.kv_layout.kv_groups)  # each has its tables and slots
+    num_groups = len(architecture.kv_layout.kv_groups)  # with own tables
     of_sequence = 4 + num_groups * 4 * table_width
     of_row = 8 + 8 + num_groups * 8 + architecture.hidden_size * DTYPE_BYTES[dtype]
     return num_seqs * of_sequence + num_rows * of_row + 4 * (num_seqs + 1)

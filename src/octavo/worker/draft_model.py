@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 class DraftModel:
     """A loaded drafting model, and its memory in addition to weights.
 
-    dtype: of weights that are not quantized. kv_dtype: of the KV that it reads. num_speculative_tokens: the most drafts
-    of a request in a step.
+    dtype: of weights that are not quantized. kv_dtype: of the KV that it reads.
     """
 
     checkpoint: DraftCheckpoint

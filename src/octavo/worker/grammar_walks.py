@@ -96,10 +96,7 @@ class GrammarWalks:
 
 
 def wait_for(walks: Sequence[Walk], step_s: float, *, is_all: bool) -> None:
-    """Wait for walks, but only for a fraction of the step's time so far.
-
-    is_all: True if every request of the step needs one; then waits longer for the first of them.
-    """
+    """Wait for walks for a fraction of the step's time so far, or longer for the first if all requests need one."""
     pending = [walk.result for walk in walks if not walk.is_ready]
     if not pending:
         return

@@ -199,10 +199,7 @@ def staging_bytes(block_bytes: int, num_threads: int) -> int:
 
 
 class StoredBlocks:
-    """The blocks of a KV cache as stores keep them: the contents of all KV groups, one after another.
-
-    part_bytes: size of the first group's part.
-    """
+    """The blocks of a KV cache as stores keep them: the contents of all KV groups, one after another."""
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
         self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes

@@ -27,7 +27,7 @@ class LaunchedStep:
     inputs        None if nothing is computed
     chosen        None if no request is sampled
     due_rows      of requests that get one token; None if none is sampled or drafts are verified
-    is_awaited    a later step is fed, on the device, the tokens sampled here
+    is_awaited    a later step is fed the tokens sampled here
     num_changes   that of the batch at the launch
     troubles      rows of logits from which no token can be chosen
     """

@@ -30,8 +30,7 @@ TRANSFER_WAIT_S = 0.01  # longest wait for a KV transfer: new requests wait mean
 class LocalExecutor:
     """An `Executor` that runs its one worker in this process, and transfers KV from and to a store.
 
-    store: closed with the executor. num_threads: for loads. ended_transfers: filled from any thread; None only ends a
-    wait.
+    store: closed with the executor. num_threads: for loads. ended_transfers: None only ends a wait.
     """
 
     def __init__(

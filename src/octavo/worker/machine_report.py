@@ -1,4 +1,4 @@
-"""Measures a machine's limits, and the speed and exactness of a model's matrix products, with compiled CPU kernels."""
+"""Measures a machine's limits, and the speed and exactness of a model's products, with compiled kernels."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Report:
     """The results of an examination.
 
     limits: the better ones of `limits_each`, before and after the products: neighbours on a shared machine may take a
-    core or half of the memory's rate away for seconds. best_limits: of the best instruction set.
+    core or half of the memory's rate away. best_limits: of the best instruction set.
     """
 
     processor: str
@@ -235,7 +235,7 @@ def _rows(precision: str, count: int, depth: int) -> Tensor:
 def checked_rows(precision: str, depth: int) -> int:
     """Return a number of rows so large that every kind of product reads its panels again for the last of them.
 
-    Kinds read them once for a fixed number of rows, or for as many whole blocks as fill _BLOCKS_BYTES.
+    Kinds read them once for a number of rows, or for blocks that fill _BLOCKS_BYTES.
     """
     row_bytes = depth * (2 if precision in _DTYPES else 1)
     return _BLOCKS_BYTES // row_bytes + _BLOCK_ROWS + 64

@@ -92,8 +92,7 @@ def largest_batch(
     scratch_bytes(num_tokens): of kernels and proposer. draft_block_bytes: the drafting model's KV for each block.
     store_bytes: host memory of KV stores.
 
-    If the configuration sets the cache's size, the step may take the rest of the free memory; otherwise the cache has
-    to hold at least the step's tokens.
+    The cache has to hold at least the step's tokens, unless the configuration sets its size.
     """
     most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
     asked_blocks, asked_bytes = cache_config.num_gpu_blocks, cache_config.kv_cache_memory_bytes

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Runs steps on one device.
 
-    draft: drafts for requests for which `proposer` finds nothing. draft_cache: its own KV cache, with the block ids of
-    `kv_cache`, if any.
+    draft: for requests for which `proposer` finds nothing. draft_cache: its own KV cache, if any, with the block ids of
+    `kv_cache`.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class Trouble:
 
 
 class SampleTasks:
-    """Makes `SampleTask`s, and walks grammars for them and for drafts."""
+    """Makes `SampleTask`s, and walks grammars."""
 
     def __init__(self, batch: InputBatch, grammars: GrammarCompiler | None) -> None:
         self._batch = batch

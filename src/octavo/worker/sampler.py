@@ -152,7 +152,7 @@ class Sampled:
 class LogprobRows:
     """Log probabilities of each row's token and of its most probable ones, being copied to the host.
 
-    own: float32 [n]. ranks: int64 [n]. values, ids: [n, most]; None if no row asks for any.
+    ranks: int64 [n]. values, ids: [n, most]; None if no row asks for any.
     """
 
     own: Tensor
@@ -253,7 +253,7 @@ class Sampler:
                     _adjust(logits[row], task, self._copies.to_device)
                 if task.sampling_params.typical_p < 1.0:
                     keep_typical(logits[row], task.sampling_params, self._kernels)
-            except BaseException as error:  # noqa: BLE001 - one request's, which the caller names
+            except BaseException as error:  # noqa: BLE001 - it is one request's, which is named where it is known
                 faults[row] = error
         return faults
 
@@ -281,7 +281,7 @@ class Sampler:
         return found
 
     def token_logprobs(self, logprobs: Tensor, token_ids: Tensor, num_best: Sequence[int]) -> LogprobRows:
-        """Return each row's token and its `num_best` most probable ones, from log probabilities [n, vocab]."""
+        """Return each row's token and its `num_best` best ones, from log probabilities [n, vocab]."""
         own = logprobs.gather(1, token_ids[:, None])
         ranks = (logprobs > own).sum(dim=-1) + 1
         most = min(max(num_best), logprobs.shape[-1])

@@ -23,8 +23,8 @@ def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
     """Set all tokens to -inf that min_p, top_k, top_p or typical sampling exclude. Mutates `row`, float32 [vocab].
 
     Tokens are ordered by the distance of their surprise, -ln p, from its expected value, and kept up to a probability
-    of typical_p, with those at the distance of the last. A row with a NaN or nothing above -inf, or of a greedy
-    request, does not change.
+    of typical_p, with those at the last distance. A row with a NaN or nothing above -inf, or of a greedy request, does
+    not change.
     """
     if params.is_greedy:
         return

@@ -383,7 +383,7 @@ class Worker:
 
         No context manager: a step's weights push Python out of the caches, and then each function costs microseconds.
         """
-        if self.device.index is not None:  # a CPU has none, and neither have most GPUs
+        if self.device.index is not None:  # a CPU has none
             use_device(self.device)
         if not self.kernels.has_own_threads:
             return run()
