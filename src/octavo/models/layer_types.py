@@ -1,4 +1,4 @@
-"""Reads `layer_types` of a configuration: which layers see a sliding window only."""
+"""Reads `layer_types`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_layer_types(config: ConfigFile, *, pattern: int | None = None) -> list[str]:
-    """Return `FULL` or `SLIDING` for each layer: as `layer_types` says, otherwise every `pattern`-th one is full.
-
-    pattern: None if `layer_types` is required. Raises `ModelError`.
-    """
+    """Return `FULL` or `SLIDING` for each layer; by default every `pattern`-th is full. Raises `ModelError`."""
     num_layers = config.count("num_hidden_layers")
     if pattern is not None and not config.has("layer_types"):
         return [SLIDING if (index + 1) % pattern else FULL for index in range(num_layers)]

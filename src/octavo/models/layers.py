@@ -1,7 +1,4 @@
-"""The decoder that all families share, implemented with `Kernels`: the computation of every step.
-
-Names follow the checkpoints'. Each projection's weight is packed once; q, k, v are fused by rows, and so are gate, up.
-"""
+"""The decoder that all families share."""
 
 from __future__ import annotations
 
@@ -26,30 +23,30 @@ if TYPE_CHECKING:
 
 
 class KVCache(Protocol):
-    """Stores keys and values, or other data that layers keep of each position."""
+    """Stores layers' data."""
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Return the views of a layer's cache, as its `CacheSpec` makes them."""
+        """Return its views."""
         ...
 
 
 class Weights(Protocol):
-    """Weights of a checkpoint, packed as they are requested."""
+    """Packed weights."""
 
     def linear(self, declared: Linear) -> PackedLinear:
-        """Return linear layers fused by rows; see `Kernels.pack_linear`."""
+        """Return fused linear layers; see `Kernels.pack_linear`."""
         ...
 
     def grouped(self, declared: GroupedLinear) -> PackedGroups:
-        """Return the weights of all groups; see `Kernels.pack_groups`."""
+        """See `Kernels.pack_groups`."""
         ...
 
     def norm(self, declared: Norm) -> Tensor:
-        """Return the weight of an RMS norm in the activations' dtype."""
+        """Return a norm's weight in the activations' dtype."""
         ...
 
     def skip(self, declared: Linear) -> None:
-        """Count these linear layers as loaded: they come from elsewhere."""
+        """Count layers as loaded from elsewhere."""
         ...
 
 
@@ -57,11 +54,9 @@ class Weights(Protocol):
 class ModelContext:
     """The context that layers are built in.
 
-    dtype    of the activations
-    cos_sin  (rope, head_dim) -> float32 [max_model_len, rotary_dim], see `octavo.models.rope`; one for equal arguments
+    cos_sin  (rope, head_dim) -> float32 [max_model_len, rotary_dim]; one for equal arguments
     query_scale  rope -> float32 [max_model_len] or None, likewise
-    linears  all weights that `linear` has returned
-    norms    all weights that `optional_norm` has returned
+    linears, norms  all weights that were returned
     """
 
     architecture: Architecture
@@ -74,31 +69,30 @@ class ModelContext:
     norms: list[Tensor] = field(default_factory=list)
 
     def linear(self, declared: Linear) -> PackedLinear:
-        """Return linear layers fused by rows, and record them in `linears`."""
+        """Return and record."""
         self.linears.append(self.weights.linear(declared))
         return self.linears[-1]
 
     def grouped(self, declared: GroupedLinear) -> PackedGroups:
-        """Return the weights of all groups. They are not in `linears`: checksums of a start do not cover them yet."""
+        """Return all groups' weights. Checksums do not cover them yet."""
         return self.weights.grouped(declared)
 
     def optional_norm(self, declared: Norm | None) -> Tensor | None:
-        """Return the weight of a norm, and record it in `norms`; None if the layer does not have the norm."""
+        """Return and record."""
         if declared is None:
             return None
         self.norms.append(self.weights.norm(declared))
         return self.norms[-1]
 
     def rounded(self, value: float) -> float:
-        """Return a number rounded to the activations' dtype."""
+        """Return a number rounded to `dtype`."""
         return torch.tensor(value, dtype=self.dtype).item()
 
 
 class CausalLM:
     """A decoder-only transformer: token ids -> hidden states -> logits.
 
-    Rows of a batch belong to any number of sequences; nothing is padded. `architecture` describes its layers. `dtype`
-    is that of the activations and of the KV cache. `linears`: all packed weights. `norms`: the weights of all norms.
+    Rows belong to any number of sequences; nothing is padded. dtype: of activations and KV cache.
     """
 
     __slots__ = (
@@ -122,9 +116,9 @@ class CausalLM:
         self.lm_head = self.embed_tokens if tensors.head is None else context.linear(tensors.head)
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv_cache: KVCache) -> Tensor:
-        """Return the final hidden states [num_outputs, hidden] of int64 [num_tokens]. Writes their KV into the cache.
+        """Return the final hidden states [num_outputs, hidden] of int64 [num_tokens]. Writes KV.
 
-        Rows that are not in `AttentionBatch.outputs` are dropped after the last layer's keys and values are written.
+        Rows that are not in `AttentionBatch.outputs` are dropped after the last layer has written KV.
         """
         kernels = self.kernels
         residual = kernels.embedding(token_ids, self.embed_tokens, self.dtype, self.embedding_scale)
@@ -146,7 +140,7 @@ class CausalLM:
         return hidden
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return float32 [rows, vocab_size] of the rows that are sampled, in `out` if given."""
+        """Return float32 [rows, vocab_size], in `out` if given."""
         logits = self.kernels.linear(hidden, self.lm_head, float32_out=True, out=out)
         if self.architecture.logits_scaling != 1.0:
             divide(self.kernels, logits, self.architecture.logits_scaling)

@@ -1,4 +1,4 @@
-"""Load a model: read the weights of a checkpoint and pack them, one tensor at a time."""
+"""Loads models."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 def activation_dtype(weight_dtype: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of the activations of a model with these weights: a CPU computes float16 weights in float32."""
+    """Return the activations' dtype: a CPU computes float16 weights in float32."""
     if weight_dtype == "float16" and device.type == "cpu":
         return torch.float32
     return _TORCH_DTYPES[weight_dtype]
@@ -71,16 +71,11 @@ def load_model(
 ) -> CausalLM:
     """Read and pack all weights of a checkpoint.
 
-    dtype: "float32", "bfloat16" or "float16", of the packed weights.
-    load_format: "dummy" makes random weights from `seed` and reads no file.
-    quantization, group_size: how weights are rounded that are not integers in the checkpoint, as in
-        `octavo.config.ModelConfig`; see `octavo.kernels.quantization`.
-    packed_cache: keeps packed weights of integers for the next start; None keeps none.
-    progress(done, total): called after each tensor, in bytes of weights in `dtype`.
+    load_format: "dummy" makes random weights from `seed`. quantization, group_size: how weights are rounded that are
+    not integers. progress(done, total): called after each tensor, in bytes of `dtype`.
 
     Peak memory is that of the packed weights, of the pages last read and, if weights are converted or rounded, of the
-    largest ones that are computed together. Raises `ModelError`, and `ConfigError` for fp8 if the kernels do not
-    support it.
+    largest ones that are computed together. Raises `ModelError`, and `ConfigError` if the kernels do not support fp8.
     """
     if quantization == "fp8" and not kernels.has_fp8_weights:
         raise ConfigError(
@@ -128,7 +123,7 @@ def load_model(
 
 
 def open_packed_cache(max_bytes: int) -> PackedCache | None:
-    """Return the cache of packed weights, or None if max_bytes is 0 or the user has no home directory."""
+    """Return the cache, or None for 0 bytes or without a home directory."""
     try:
         return PackedCache(max_bytes) if max_bytes else None
     except RuntimeError as error:
@@ -139,7 +134,7 @@ def open_packed_cache(max_bytes: int) -> PackedCache | None:
 def _open_source(
     weights: WeightSource, architecture: Architecture, kernels: Kernels, dtype: str, seed: int | None
 ) -> StoredTensors:
-    """Open the files and check that they have the architecture's tensors; with a seed, weights are random instead."""
+    """Open and check the files; with a seed, weights are random."""
     stored, source = architecture.stored, _source_of_floats(weights, architecture, dtype, seed)
     if stored is None:
         return source
@@ -163,7 +158,7 @@ def _source_of_floats(weights: WeightSource, architecture: Architecture, dtype: 
 
 
 def _keeps_format(architecture: Architecture, kernels: Kernels, quantization: str | None) -> bool:
-    """Return True if weights are packed in the format in which they are stored, False if floats are made of them."""
+    """Return True if weights are packed as they are stored."""
     if architecture.stored is not None:
         return True
     floats = architecture.stored_floats
@@ -181,7 +176,7 @@ def _tell_of_small_floats(
     *,
     keeps_fp8: bool,
 ) -> None:
-    """Log how weights that are stored as small floats are treated, and how much memory they take."""
+    """Log how floats are treated."""
     if architecture.stored_floats is None:
         return
     summary = architecture.stored_floats.summary
@@ -213,7 +208,7 @@ def _tell_of_small_floats(
 
 
 def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str) -> KeptWeights | None:
-    """Return the weights that a cache has or will keep; None if packing is as fast as reading."""
+    """Return kept weights, or None if packing is as fast as reading."""
     if not packer.has_integers or packer.kernels.layout is None:
         return None
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
@@ -225,7 +220,7 @@ def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dt
 
 
 class _Packer:
-    """The `Weights` of `layers`: takes tensors from their source, fuses, packs and forgets them."""
+    """The `Weights` of `layers`: takes tensors from their source, fuses and packs them."""
 
     def __init__(
         self,
@@ -267,13 +262,13 @@ class _Packer:
         return self.kernels.pack_linear(weight, fused_bias)
 
     def _check_scales(self) -> None:
-        """Check the scales of all weights before the first one is packed; kept weights need no check."""
+        """Check all scales before packing; kept weights need no check."""
         names, self.unchecked_scales = self.unchecked_scales, []
         if names:
             refuse_broken_scales(self.source, names)
 
     def _weight(self, declared: Linear) -> WeightToPack:
-        """Return the weight of linear layers that are computed together: its parts as stored, or all of it rounded."""
+        """Return fused layers: their parts as stored, or all rounded."""
         names = {f"{name}.weight": rows * declared.in_features for name, rows in declared.parts}
         if not self.keeps_format:
             return self._of_floats(next(iter(names)), (self._counted(self.source.tensor(n), names[n]) for n in names))
@@ -288,7 +283,7 @@ class _Packer:
         return self._fused(stored)
 
     def _fused(self, stored: Mapping[str, StoredWeight]) -> WeightToPack:
-        """Return parts of one format in the order in which they are computed."""
+        """Fuse equal formats."""
         blocks = [each.to(self.device) for each in stored.values() if isinstance(each, BlockWeight)]
         if blocks:
             return blocks
@@ -301,16 +296,13 @@ class _Packer:
         return fuse_quantized(parts)
 
     def _of_floats(self, name: str, parts: Iterable[Tensor]) -> WeightToPack:
-        """Return parts that are stored as floats, or expanded to floats; rounded if quantization is requested.
-
-        Each part is packed before the source changes, so it may alias it.
-        """
+        """Return floats, perhaps rounded. Parts may alias the source: each is packed before that changes."""
         bits = rounded_bits(name, self.quantization)
         placed = (part.to(self.device, self.dtype) for part in parts)
         if bits is None:
             return list(placed)
         rounded = fuse_quantized([self._round_as_asked(part, bits) for part in placed])
-        self.source.release()  # before it is packed: the vocabulary's weight is the largest
+        self.source.release()  # before packing: the vocabulary's weight is the largest
         return rounded
 
     def _round_as_asked(self, weight: Tensor, bits: int) -> QuantizedWeight:
@@ -319,10 +311,7 @@ class _Packer:
         return self.kernels.round_weight(weight, bits, self.group_size)
 
     def _refuse_biases(self, names: tuple[str, ...]) -> None:
-        """Raise `ModelError` for a bias that is not zero and that the model does not add.
-
-        Some programs write zero biases with integers.
-        """
+        """Refuse biases that the model does not add. Some programs write zeros."""
         for name in names:
             bias = self.source.find(f"{name}.bias")
             if bias is not None and bool(bias.any()):
@@ -341,7 +330,7 @@ class _Packer:
         self._count(sum(map(math.prod, declared.shapes.values())) * self.dtype.itemsize)
 
     def _fuse(self, tensors: list[tuple[str, tuple[int, ...]]]) -> Tensor:
-        """Return a concatenated copy of vectors that are given by name and shape."""
+        """Concatenate named vectors."""
         sizes = [math.prod(shape) for _, shape in tensors]
         dtype = self.norm_dtype if is_norm(tensors[0][0]) else self.dtype
         fused = torch.empty(sum(sizes), dtype=dtype, device=self.device)
@@ -351,7 +340,7 @@ class _Packer:
         return fused
 
     def _counted(self, weight: WeightT, size: int) -> WeightT:
-        """Return a weight after it was counted as read. size: its number of values."""
+        """Count, then return."""
         self._count(size * self.dtype.itemsize)
         return weight
 
@@ -360,7 +349,7 @@ class _Packer:
         self.tell_progress()
 
     def tell_progress(self) -> None:
-        """Report the progress. A call without new bytes shows that loading continues."""
+        """Report progress. A call without new bytes shows that loading continues."""
         self.progress(self.done_bytes, self.total_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Ministral: Mistral with windows in some layers. Ministral 3: Mistral with queries scaled by their position."""
+"""Ministral: Mistral with windows in some layers. Ministral 3: Mistral with queries scaled by position."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 MODELS = {"MinistralForCausalLM": "Ministral 8B", "Ministral3ForCausalLM": "Ministral 3"}
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 _DEFAULTS_3 = {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
-_DEFAULT_WINDOW = 4096  # of Ministral's files without the key; null means no window
+_DEFAULT_WINDOW = 4096  # without the key; null: no window
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read the keys of Ministral or of Ministral 3."""
+    """Read either's keys."""
     is_third = name == "Ministral3ForCausalLM"
     if not is_third and "sliding_window" not in config.values:
         config = config.with_defaults(sliding_window=_DEFAULT_WINDOW)
@@ -40,7 +40,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _read_windows(config: ConfigFile) -> list[int | None]:
-    """Return the window of each layer: `layer_types` says which have one, otherwise all have it, if there is one."""
+    """Return each layer's window; by default all have it."""
     num_layers = config.count("num_hidden_layers")
     window = config.count("sliding_window") if config.has("sliding_window") else None
     kinds = [FULL if window is None else SLIDING] * num_layers

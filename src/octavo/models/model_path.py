@@ -1,4 +1,4 @@
-"""Finds a checkpoint: in a directory, or by its id on the Hugging Face hub. Does not import torch."""
+"""Finds checkpoints."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from octavo.errors import ModelError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
 _WEIGHTS = "*.safetensors"
-# Weights for other programs: Mistral's own layout, and exports in subdirectories.
+# Mistral's own layout, and exports in subdirectories.
 _HUB_LEFT_OUT = ["consolidated*.safetensors", "*/*.safetensors"]
 
 
 def resolve_model_path(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint; a hub id is downloaded first, or found in huggingface_hub's cache.
+    """Return the directory of a checkpoint; a hub id is downloaded unless huggingface_hub's cache has it.
 
-    weights: False to download only the other files. Raises `ModelError` if there is no such checkpoint.
+    weights: False to download only the other files. Raises `ModelError` if there is none.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -39,7 +39,7 @@ def resolve_model_path(model: str | Path, revision: str | None = None, *, weight
         files = [*_HUB_FILES, _WEIGHTS] if weights else _HUB_FILES
         found = Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=_HUB_LEFT_OUT))
     except Exception as error:
-        # Depending on its version it uses requests, httpx or httpx2, and it does not wrap their exceptions.
+        # It does not wrap the exceptions of requests, httpx or httpx2.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"there is no directory {model!r}, and it could not be downloaded from the Hugging Face hub: {reason}"

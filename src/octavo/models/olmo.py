@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: post-norms only, and norms over all queries and all keys of a token. OLMo 3 has sliding windows."""
+"""OLMo 2 and 3: post-norms, and norms over all queries and all keys of a token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NORMS = LayerNorms(
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read the keys of OLMo 2 or of OLMo 3."""
+    """Read either's keys."""
     is_third = name == "Olmo3ForCausalLM"
     config = config.with_defaults(**(_DEFAULTS | (_DEFAULTS_3 if is_third else {})))
     max_positions, bias = config.count("max_position_embeddings"), config.flag("attention_bias", default=False)
@@ -43,7 +43,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _read_ropes(config: ConfigFile) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rotary embeddings of layers that see all positions and of layers with a window; reads either style."""
+    """Return the rotary embeddings without and with a window, in either style."""
     max_positions, kinds = config.count("max_position_embeddings"), config.section("rope_parameters")
     if kinds is None:
         return read_rope(config, max_positions), RopeConfig(theta=config.number("rope_theta"))

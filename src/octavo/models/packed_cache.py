@@ -1,10 +1,7 @@
-"""Keeps packed weights of integers on disk, so that a later start need not round, check and pack them again.
+"""Keeps packed integer weights on disk, in safetensors' format, which holds no code.
 
-The user's cache directory has one file for each combination of checkpoint, number formats and layout, in safetensors'
-format, which any tool can read and which holds no code. A file is used only if it was made from the present content of
-the checkpoint's files, byte for byte. Every tensor is compared with its checksum when it is read; if anything differs,
-the weights are packed again. The checksum detects damage by a disk. A user with write access to the directory can forge
-it; that changes tokens, but cannot run code.
+A file is used only if the checkpoint's files are byte for byte those that it was made from; each tensor has a checksum.
+A user with write access to the directory can forge it, which changes tokens, but cannot run code.
 """
 
 from __future__ import annotations
@@ -38,11 +35,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAST_BYTES = 64 << 20  # smaller models are packed fast enough
-FORMAT_VERSION = 3  # increase it when the same weights are stored differently
+LEAST_BYTES = 64 << 20  # less is packed fast enough
+FORMAT_VERSION = 3  # increase it when storage changes
 _READERS, _WEIGHTS_AHEAD = 2, 4
-_TASK_BYTES = 8 << 20  # read by a thread in one task
-_PIECE_BYTES = 1 << 20  # checked while they are in the processor's cache
+_TASK_BYTES = 8 << 20  # per task
+_PIECE_BYTES = 1 << 20  # checked in the processor's cache
 _LINE_BYTES = 64  # of a cache line
 _MAX_HEADER_BYTES = 64 << 20
 HASHES_FILE = "hashes.json"
@@ -52,10 +49,7 @@ _IN_USE_S = 86400.0
 
 
 class Identity:
-    """The origin of packed weights: the content of the checkpoint's files, and the requested formats.
-
-    goes_on is called after each part of a file that is read.
-    """
+    """The content of a checkpoint's files, and the formats of packed weights."""
 
     def __init__(
         self, files: Iterable[Path], formats: Iterable[object], hashes: FileHashes, goes_on: Callable[[], None]
@@ -66,32 +60,32 @@ class Identity:
         self._goes_on = goes_on
 
     def digest(self) -> str:
-        """Return a hash of the origin. Reads the files unless their hashes are known. Raises `OSError`."""
+        """Hash the files, unless their hashes are known. Raises `OSError`."""
         files = [(path.name, self._hashes.sha256(path, state, self._goes_on)) for path, state in self._states.items()]
         return _digest_text(json.dumps([self._formats, files]))
 
     def is_current(self) -> bool:
-        """Return True if no file has changed since this object was made. Raises `OSError`."""
+        """Return True if no file has changed since. Raises `OSError`."""
         return all(FileState.of(path) == state for path, state in self._states.items())
 
     def keep(self) -> None:
-        """Store the hashes, so that the next start need not read the files."""
+        """Store the hashes."""
         self._hashes.keep()
 
 
 class PackedCache:
-    """The directory of packed weights: at most `max_bytes`; the least recently used files are removed first."""
+    """At most `max_bytes` of packed weights; the least recently used are removed first."""
 
     def __init__(self, max_bytes: int, directory: Path | None = None) -> None:
         self.max_bytes = max_bytes
         self.directory = directory or cache_directory() / "packed"
 
     def hashes(self) -> FileHashes:
-        """Return the hashes of checkpoints' files, which are stored in the same directory."""
+        """Return checkpoints' hashes."""
         return FileHashes(self.directory / HASHES_FILE)
 
     def path(self, checkpoint: Path, *formats: object) -> Path:
-        """Return the path for the weights of a checkpoint in these formats."""
+        """Return its path."""
         name = json.dumps([str(checkpoint.resolve()), *(str(each) for each in formats)])
         readable = "".join(c if c.isalnum() or c in "-._" else "-" for c in checkpoint.resolve().name)[:60]
         return self.directory / f"{readable}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}{_SUFFIX}"
@@ -99,16 +93,16 @@ class PackedCache:
     def make_room(self, num_bytes: int, for_path: Path) -> bool:
         """Remove files until `num_bytes` fit; return False, and remove nothing, if that is impossible.
 
-        Files that were used within a day are kept: otherwise models used in turn would evict each other at every start.
+        Files of the last day are kept: otherwise models used in turn would evict each other.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         now = time.time()
         ages: dict[Path, tuple[float, int]] = {}
         for path in self.directory.iterdir():
-            with suppress(FileNotFoundError):  # another process may remove files, too
+            with suppress(FileNotFoundError):  # removed meanwhile
                 ages[path] = (now - path.stat().st_mtime, path.stat().st_size)
         for path, (age, _) in ages.items():
-            if path.suffix == ".tmp" and age > _ABANDONED_S:  # of a process that was killed
+            if path.suffix == ".tmp" and age > _ABANDONED_S:  # of a killed process
                 path.unlink(missing_ok=True)
         kept = {path: each for path, each in ages.items() if path.name.endswith(_SUFFIX) and path != for_path}
         too_much = num_bytes + sum(size for _, size in kept.values()) - self.max_bytes
@@ -127,10 +121,9 @@ class PackedCache:
 
 
 class KeptWeights:
-    """`Weights` that are read from a kept file if it has them, otherwise from a checkpoint.
+    """`Weights` from a kept file, otherwise from a checkpoint.
 
-    identity: of the files that `source` reads. `finish` writes the file unless everything came from it. goes_on is
-    called after each tensor that is written: on a slow disk, all of them may take minutes.
+    goes_on is called after each written tensor: on a slow disk, all may take minutes.
     """
 
     def __init__(
@@ -149,11 +142,11 @@ class KeptWeights:
         self._source = source
         self._goes_on = goes_on
         self._packed: dict[str, tuple[KeptLinear, ...]] = {}
-        self._is_complete = True  # everything requested so far can be kept
+        self._is_complete = True  # so far
         self._reader = _Reader.open(path, identity.digest(), kernels) if os.access(path, os.R_OK) else None
 
     def linear(self, declared: Linear) -> PackedLinear:
-        """Return a packed weight; see `octavo.models.layers.Weights`."""
+        """Return packed weights."""
         name = "+".join(declared.names)
         if self._reader is not None:
             try:
@@ -163,7 +156,7 @@ class KeptWeights:
             except Exception as error:  # noqa: BLE001 - whatever does not agree is made anew
                 logger.warning("%s cannot be used (%s); weights are packed again", self._path, error)
                 self.close()
-                self._is_complete = False  # weights taken before are not collected; the next start writes the file
+                self._is_complete = False  # the next start writes the file
                 with suppress(OSError):
                     self._path.unlink(missing_ok=True)
         packed = self._source.linear(declared)
@@ -172,7 +165,7 @@ class KeptWeights:
         return packed
 
     def _restore(self, declared: Linear, kept: list[KeptLinear]) -> PackedLinear:
-        """Return a kept weight. Raises `ValueError` if it differs from the model's declaration, or other exceptions."""
+        """Raise an exception if a kept weight does not fit."""
         restored = self._kernels.restore_linear(kept)
         found = restored.out_features, restored.in_features, {part.bias is not None for part in kept}
         asked = declared.out_features, declared.in_features, {declared.has_bias}
@@ -181,22 +174,22 @@ class KeptWeights:
         return restored
 
     def grouped(self, declared: GroupedLinear) -> PackedGroups:
-        """Return the weights of all groups, from the checkpoint: they are not kept packed."""
+        """Use the checkpoint."""
         return self._source.grouped(declared)
 
     def norm(self, declared: Norm) -> Tensor:
-        """Return the weight of a norm, from the checkpoint."""
+        """Use the checkpoint."""
         return self._source.norm(declared)
 
     def skip(self, declared: Linear) -> None:
-        """Count these linear layers as loaded: they come from elsewhere."""
+        """Count as loaded."""
         self._source.skip(declared)
 
     def finish(self) -> None:
-        """Write the file, if all weights were packed now. A failure is logged and has no other effect."""
+        """Write the file, if all weights were packed now. A failure is only logged."""
         if self._reader is not None:
             with suppress(OSError):
-                os.utime(self._path)  # marks the file as just used
+                os.utime(self._path)  # just used
             self._identity.keep()
             return
         packed, self._packed = self._packed, {}
@@ -217,14 +210,14 @@ class KeptWeights:
             logger.warning("packed weights cannot be stored in %s: %s", self._path, error)
 
     def close(self) -> None:
-        """Release the file and the data that was read ahead. A second call has no effect."""
+        """Release the file. A second call has no effect."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
 
 
 class _TensorBeingRead(NamedTuple):
-    """Memory that threads read into. tasks: return the checksums of its pieces."""
+    """Memory that threads read into. tasks: return checksums."""
 
     name: str
     data: Tensor
@@ -232,21 +225,21 @@ class _TensorBeingRead(NamedTuple):
     tasks: list[Future[list[int]]]
 
     def result(self) -> Tensor:
-        """Wait for the data and return it. Raises `ValueError` if it is damaged."""
+        """Wait for undamaged data. Raises `ValueError`."""
         if _digest_sums(each for task in self.tasks for each in task.result()) != self.digest:
             raise ValueError(f"{self.name} is damaged")
         return self.data
 
 
 class _Reader:
-    """Reads a kept file weight by weight, a few ahead, and checks each.
+    """Reads and checks a kept file, a few weights ahead.
 
-    All weights are in one piece of memory, so that few of its pages are not huge. It is freed after the last weight.
+    All weights are in one piece of memory, so that most pages are huge.
     """
 
     @classmethod
     def open(cls, path: Path, identity: str, kernels: Kernels) -> _Reader | None:
-        """Return a reader, or None if there is no readable file with this identity."""
+        """Return None if no readable file has this identity."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
@@ -280,10 +273,7 @@ class _Reader:
         self._num_begun = 0
 
     def take(self, name: str) -> list[KeptLinear]:
-        """Return the parts of a weight and begin to read the next ones.
-
-        Raises `ValueError` if the data is damaged, or another exception.
-        """
+        """Return a weight and begin to read the next ones. Raises an exception for damage."""
         index = self._names.index(name)
         for ahead in self._names[self._num_begun : index + 1 + _WEIGHTS_AHEAD]:
             self._begun[ahead] = [self._begin_part(ahead, *each) for each in enumerate(self._linears[ahead])]
@@ -314,7 +304,7 @@ class _Reader:
         return _TensorBeingRead(name, data, digest, tasks)
 
     def _read(self, data: Tensor, offset: int) -> list[int]:
-        """Read bytes from `offset` on, and return the checksum of each piece."""
+        """Return each piece's checksum."""
         sums = []
         for piece in _cut(data, _PIECE_BYTES):
             view, done = _bytes_of(piece), 0
@@ -329,10 +319,10 @@ class _Reader:
 
 
 def _places(tensors: dict[str, Any], num_bytes: int) -> dict[str, tuple[int, int]]:
-    """Return the begin and end of each tensor in a file. Raises `ValueError` if one exceeds its `num_bytes` bytes."""
+    """Return each tensor's begin and end. Raises `ValueError`."""
     places: dict[str, tuple[int, int]] = {}
     end = 0
-    for name, tensor in tensors.items():  # in the order in the file
+    for name, tensor in tensors.items():  # in the file's order
         first, last = tensor["data_offsets"]
         if not (type(first) is type(last) is int and end <= first < last <= num_bytes):
             raise ValueError(f"{name} is cut off")
@@ -355,7 +345,7 @@ def _read_header(file: int) -> tuple[dict[str, Any], int]:
 
 
 def _write(path: Path, identity: str, packed: dict[str, tuple[KeptLinear, ...]], goes_on: Callable[[], None]) -> None:
-    """Write a file in safetensors' format next to `path`, then replace `path` with it."""
+    """Replace the file."""
     tensors: dict[str, Tensor] = {}
     for name, parts in packed.items():
         for index, part in enumerate(parts):
@@ -392,7 +382,7 @@ def _write(path: Path, identity: str, packed: dict[str, tuple[KeptLinear, ...]],
 
 
 def _tensor_name(linear: str, part: int, what: str) -> str:
-    """Return the name of a tensor of a weight. Only the names of further parts have the part's number."""
+    """Name a tensor."""
     return f"{linear}.{what}" if part == 0 else f"{linear}.{part}.{what}"
 
 
@@ -405,7 +395,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _digest_sums(sums: Iterable[int]) -> str:
-    """Return a hash over the checksums of all pieces of a tensor, in their order."""
+    """Hash all checksums."""
     return hashlib.blake2b(b"".join(each.to_bytes(8, "little") for each in sums), digest_size=16).hexdigest()
 
 

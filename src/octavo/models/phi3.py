@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 mini: fused projections in the files, and a rope of two sets of factors (longrope)."""
+"""Phi-3, Phi-3.5 and Phi-4 mini: fused projections in files, and longrope."""
 
 from __future__ import annotations
 

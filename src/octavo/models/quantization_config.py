@@ -1,7 +1,4 @@
-"""Reads from config.json how weights are stored, in the terms of each method. Does not import torch.
-
-Raises `ModelError` for methods and options that octavo does not compute; the message says what they are and what to do.
-"""
+"""Reads how weights are stored. Raises `ModelError` for unsupported methods and options."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ _OTHER_METHODS = {
 
 
 def read_quantization_config(config: ConfigFile) -> StoredQuantization | StoredFloats | None:
-    """Return the quantization that config.json describes; None if weights are stored as plain floats."""
+    """Return config.json's quantization; None for plain floats."""
     for key in _KEYS:
         if (section := config.section(key)) is None:
             continue
@@ -71,7 +68,7 @@ def read_quantization_config(config: ConfigFile) -> StoredQuantization | StoredF
 
 
 def _unnamed_method(key: str, section: ConfigFile) -> str:
-    """Return the method of a file that does not name it."""
+    """Infer the method."""
     if key == "compression_config":
         return "compressed-tensors"
     return "bitsandbytes" if any(section.values.get(f"load_in_{bits}bit") is True for bits in (4, 8)) else ""
@@ -175,7 +172,7 @@ def _read_gptq(section: ConfigFile) -> StoredQuantization:
 
 
 def _all_but(section: ConfigFile, key: str) -> tuple[str, ...]:
-    """Return optional lists of names as a pattern of all linear layers of a block that they do not name."""
+    """Return a pattern of a block's linear layers, except the listed names."""
     lists = section.values.get(key) or []
     are_lists = isinstance(lists, list) and all(isinstance(part, list) for part in lists)
     if not are_lists or not all(isinstance(name, str) for part in lists for name in part):
@@ -228,10 +225,7 @@ def _names(section: ConfigFile, key: str) -> tuple[str, ...]:
 
 
 def _as_pattern(name: str) -> str:
-    """Return a name with `*` for any text as a regular expression that matches it and all names below it.
-
-    Names are those of the text part, as `octavo.models.weight_files.own_names` makes them.
-    """
+    """Return a name of the text part with `*` as a regular expression that matches it and all names below it."""
     name = name.replace("language_model.", "")
     if name.startswith("re:") or "*" not in name:
         return name
@@ -249,7 +243,7 @@ def _refuse(section: ConfigFile, key: str, problem: str) -> None:
 
 
 def _read_fp8(section: ConfigFile) -> StoredFloats:
-    """Read DeepSeek's and Qwen's blocks (weight_scale_inv is the factor of the values), or a scale per tensor."""
+    """Read DeepSeek's and Qwen's blocks (weight_scale_inv multiplies values), or a scale per tensor."""
     _allow(section, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     _allow(section, "activation_scheme", ("dynamic", "static"), default="dynamic")
     _allow(section, "scale_fmt", ("float", "ue8m0"), default="float")

@@ -1,7 +1,6 @@
 """Writes a quantized copy of a checkpoint, for `octavo quantize`.
 
-The copy has the layouts of compressed-tensors, which vLLM and transformers also read. Embeddings, lm_head and norms are
-not quantized.
+vLLM and transformers also read it. Embeddings, lm_head and norms are not quantized.
 """
 
 from __future__ import annotations
@@ -53,11 +52,9 @@ def quantize_checkpoint(
 ) -> int:
     """Write a quantized copy of a checkpoint into a new or empty directory; return the bytes of its weights.
 
-    precision: "int8" (a scale per output feature) or "int4" (one per `group_size` input features).
-    progress(done, total): counts the bytes of the source's weights.
-
-    Files other than weights are copied. Raises `ModelError` if the source cannot be read or is quantized already, or if
-    the destination is not empty.
+    precision: "int8" (a scale per output feature) or "int4" (one per `group_size` input features). progress(done,
+    total): in bytes of the source's weights. Raises `ModelError` if the source cannot be read or is quantized, or the
+    destination is not empty.
     """
     architecture = read_architecture(source)
     if architecture.stored is not None:
@@ -73,10 +70,10 @@ def quantize_checkpoint(
     files = open_tensors(FolderWeights(source), architecture, getattr(torch, architecture.dtype))
     refuse_broken_scales(files, architecture.scale_names())
     config = text_part(ConfigFile.read(source / "config.json")).values
-    config.pop("compression_config", None)  # an older name of the same key
+    config.pop("compression_config", None)  # its older name
     config["quantization_config"] = describe_stored(precision, group_size, ["lm_head"])
     try:
-        # Next to or inside the destination, so that finished files need only be renamed; config.json comes last.
+        # Finished files need only be renamed; config.json comes last.
         folder = destination if destination.exists() else destination.parent
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{destination.name}-", dir=folder) as unfinished:
@@ -102,7 +99,7 @@ def _write_weights(
     progress: Callable[[int, int], None],
 ) -> int:
     writer = _ShardWriter(directory, max_shard_bytes)
-    total = weight_bytes(architecture, architecture.dtype)  # an estimate if the files hold other dtypes
+    total = weight_bytes(architecture, architecture.dtype)  # an estimate
     done = 0
     for name, shape in architecture.tensor_shapes().items():
         tensor = files.tensor(name)
@@ -110,7 +107,7 @@ def _write_weights(
             tensors = stored_tensors(name.removesuffix(".weight"), tensor, precision, group_size)
         else:
             tensors = {name: tensor.clone()}
-        if not architecture.has_head:  # an embedding model: its names must show that
+        if not architecture.has_head:  # the names must show that
             tensors = {each.removeprefix("model."): stored for each, stored in tensors.items()}
         writer.add(tensors)
         done += tensor.nbytes
@@ -119,7 +116,7 @@ def _write_weights(
 
 
 def _copy_the_rest(source: Path, directory: Path) -> None:
-    """Copy tokenizer, chat templates, settings of embeddings, licence and notes, but no weights of any format."""
+    """Copy everything but weights."""
     for path in source.iterdir():
         is_text = path.suffix in _TEXT_SUFFIXES or path.name.startswith(("LICENSE", "NOTICE", "USE_POLICY"))
         if path.is_file() and is_text and path.name != "config.json" and not path.name.endswith(".index.json"):
@@ -133,7 +130,7 @@ def _copy_the_rest(source: Path, directory: Path) -> None:
 
 
 def _module_folders(path: Path) -> set[str]:
-    """Return the folders of sentence-transformers' modules. Ignores a broken list: serving the copy reports it."""
+    """Ignore a broken list: serving the copy reports it."""
     try:
         modules = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -144,7 +141,7 @@ def _module_folders(path: Path) -> set[str]:
 
 
 class _ShardWriter:
-    """Collects tensors into files of at most `max_bytes` bytes, named and indexed as Hugging Face does."""
+    """Writes files of at most `max_bytes` bytes, as Hugging Face does."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory = directory
@@ -162,7 +159,7 @@ class _ShardWriter:
         self._num_bytes += size
 
     def finish(self) -> int:
-        """Write the remaining tensors, rename the files, and return the bytes of all tensors."""
+        """Return all bytes."""
         self._write()
         names = [f"model-{number + 1:05}-of-{self._num_shards:05}.safetensors" for number in range(self._num_shards)]
         if self._num_shards == 1:

@@ -1,4 +1,4 @@
-"""Weights of integers: reads them for the kernels, and writes them in compressed-tensors' layouts."""
+"""Reads weights of integers, and writes them in compressed-tensors' layouts."""
 
 from __future__ import annotations
 
@@ -25,20 +25,17 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredQuantization, StoredTensor
     from octavo.models.weight_source import StoredTensors, StoredWeight
 
-# Increase it when the same checkpoint is read as different values: this invalidates the weights that are kept on disk.
+# Increase it when values are read differently: this invalidates weights on disk.
 READING_VERSION = 2
 _VALUES_A_WORD = 8
-_VALUES_AT_ONCE = 1 << 22  # values of an int8 weight that are rounded again at a time, in float32
+_VALUES_AT_ONCE = 1 << 22  # of an int8 weight, in float32
 _NIBBLE = 15
-# AWQ's kernels store each eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first: the place of column j.
+# AWQ stores eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first: the place of column j.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class StoredIntegers:
-    """The `StoredTensors` of a checkpoint of integers: `weight` returns those that `stored` covers as integers.
-
-    read(name): returns such a weight. All other tensors are returned as `files` stores them.
-    """
+    """The `StoredTensors` of a checkpoint of integers, which read(name) returns."""
 
     def __init__(
         self, files: StoredTensors, stored: StoredQuantization, read: Callable[[str], QuantizedWeight]
@@ -48,23 +45,23 @@ class StoredIntegers:
         self.read = read
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Raise `ModelError` unless the files hold exactly the expected tensors."""
+        """Check the files."""
         self.files.check(expected)
 
     def find(self, name: str) -> Tensor | None:
-        """Return a tensor of the files, or None if there is none of that name."""
+        """Find in files."""
         return self.files.find(name)
 
     def weight(self, name: str) -> StoredWeight:
-        """Return the weight of linear layers: as integers if it is stored so."""
+        """Return stored weights."""
         return self.read(name) if self.stored.covers(name.removesuffix(".weight")) else self.files.weight(name)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor of floats."""
+        """Return floats."""
         return self.files.tensor(name)
 
     def release(self) -> None:
-        """Release the pages of the tensors that were handed out."""
+        """Release the files."""
         self.files.release()
 
 
@@ -75,12 +72,10 @@ def read_quantized(
     tensor: Callable[[str], Tensor | None],
     round_weight: Callable[[Tensor, int], QuantizedWeight],
 ) -> QuantizedWeight:
-    """Return the weight [out_features, in_features] of a linear layer.
+    """Return the weight [out_features, in_features] of a linear layer. Raises `ModelError` for a wrong order.
 
-    tensor(name): returns a tensor of `stored.tensors(module, ...)`, or None for an optional one that is missing.
-    round_weight: `octavo.kernels.interface.Kernels.round_weight`, because int8 is rotated, and rounded again.
-
-    Raises `ModelError` for weights that would be computed wrongly.
+    tensor(name): returns one of `stored.tensors(module, ...)`, if it exists. round_weight:
+    `octavo.kernels.interface.Kernels.round_weight`, because int8 is rotated and rounded again.
     """
 
     def required(name: str) -> Tensor:
@@ -137,10 +132,10 @@ def refuse_broken_scales(files: StoredTensors, names: Iterable[str]) -> None:
 
 
 def _read_order(stored: StoredQuantization, module: str, tensor: Callable[[str], Tensor | None]) -> Tensor | None:
-    """Return the input features by group, ascending within each, or None if they are stored in that order."""
+    """Return the input features by group, ascending within each, or None if they are stored so."""
     name = {StoredLayout.PACKED: "weight_g_idx", StoredLayout.GPTQ: "g_idx"}.get(stored.layout)
     group_of = None if name is None else tensor(f"{module}.{name}")
-    if group_of is None or bool((group_of == -1).all()):  # compressed-tensors' value for no order
+    if group_of is None or bool((group_of == -1).all()):  # no order
         return None
     ordered, order = group_of.long().sort(stable=True)
     expected = torch.arange(len(group_of)) // (stored.group_size or len(group_of))
@@ -153,13 +148,13 @@ def _read_order(stored: StoredQuantization, module: str, tensor: Callable[[str],
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """Undo AWQ's order of columns."""
+    """Undo AWQ's order."""
     places = torch.tensor(_AWQ_PLACES)
     return values.view(values.shape[0], -1, _VALUES_A_WORD)[:, :, places].reshape(values.shape)
 
 
 def unpack_nibbles(words: Tensor, dim: int) -> Tensor:
-    """Return the eight values 0 .. 15 of each int32, the lowest bits first, as uint8 along `dim` of two dimensions."""
+    """Return the eight values 0 .. 15 of each int32, lowest bits first, as uint8 along `dim`."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     if dim == 1:
         return ((words.unsqueeze(2) >> shifts) & _NIBBLE).to(torch.uint8).flatten(1)
@@ -167,18 +162,14 @@ def unpack_nibbles(words: Tensor, dim: int) -> Tensor:
 
 
 def pack_nibbles(values: Tensor) -> Tensor:
-    """Return uint8 [rows, columns] of 0 .. 15 as int32 [rows, ceil(columns / 8)], the lowest bits first."""
+    """Return 0 .. 15 as int32 [rows, ceil(columns / 8)], lowest bits first."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % _VALUES_A_WORD))
-    pairs = padded[:, ::2] | padded[:, 1::2] << 4  # two values a byte, and a little-endian word is four bytes
+    pairs = padded[:, ::2] | padded[:, 1::2] << 4  # a little-endian word is four bytes
     return pairs.contiguous().view(torch.int32)
 
 
 def stored_tensors(module: str, weight: Tensor, precision: str, group_size: int) -> dict[str, Tensor]:
-    """Round a weight and return the tensors that store it in compressed-tensors' layouts.
-
-    These are "int-quantized" for precision "int8" and "pack-quantized" for "int4". int8 is not rotated, because other
-    programs do not rotate.
-    """
+    """Round a weight and return its tensors. int8 is not rotated, because other programs do not rotate."""
     if precision == "int8":
         values, scales = round_to_int8(weight, rotated=False)
         return {f"{module}.weight": values, f"{module}.weight_scale": scales.unsqueeze(1)}
@@ -191,7 +182,7 @@ def stored_tensors(module: str, weight: Tensor, precision: str, group_size: int)
 
 
 def describe_stored(precision: str, group_size: int, ignored: list[str]) -> dict[str, Any]:
-    """Return config.json's quantization_config for the tensors of `stored_tensors`. precision: "int8" or "int4"."""
+    """Return config.json's quantization_config."""
     is_int8 = precision == "int8"
     weights = {
         "num_bits": 8 if is_int8 else 4,

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama's decoder with a bias on q, k and v; its upper layers may see a sliding window only."""
+"""Qwen2 and Qwen2.5: Llama's decoder with a bias on q, k and v; upper layers may have a window."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"Qwen2ForCausalLM": "Qwen2, Qwen2.5, QwQ"}
-_DEFAULT_WINDOW = 4096  # of files without the key; null means no window
+_DEFAULT_WINDOW = 4096  # without the key; null: no window
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
@@ -33,7 +33,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def layers_with_windows(config: ConfigFile, attention: AttentionConfig) -> tuple[LayerConfig, ...]:
-    """Return all layers: `layer_types` says which have a window, else those from `max_window_layers` up."""
+    """Return all layers; by default those from `max_window_layers` up have windows."""
     mlp = GatedMLPConfig.read(config)
     return tuple(LayerConfig(attention=replace(attention, window=each), mlp=mlp) for each in _read_windows(config))
 

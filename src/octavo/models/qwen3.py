@@ -1,4 +1,4 @@
-"""Qwen3: heads of their own width (head_dim), and an RMS norm on each head of q and k before they are rotated."""
+"""Qwen3: an RMS norm on each head of q and k before rotation."""
 
 from __future__ import annotations
 

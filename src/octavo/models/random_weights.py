@@ -1,4 +1,4 @@
-"""Random weights from a seed: for `load_format="dummy"`, and whole random checkpoints for tests and benchmarks."""
+"""Random weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ DEFAULT_STD = 0.02
 
 
 class RandomWeights:
-    """`StoredTensors` without files: normal values around `norm_mean` for norms, around 0 for all other tensors.
+    """`StoredTensors` without files: normal values around 0, or `norm_mean` for norms.
 
-    A tensor depends only on the seed and its name, not on the order of calls.
+    A tensor depends only on the seed and its name.
     """
 
     __slots__ = ("dtype", "norm_mean", "seed", "shapes", "std")
@@ -46,18 +46,18 @@ class RandomWeights:
         self.norm_mean = norm_mean
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Do nothing: each tensor is made with the shape that is asked for."""
+        """Accept any shape."""
 
     def find(self, name: str) -> Tensor | None:
-        """Make a tensor, or return None if there is none of that name."""
+        """Make a known tensor."""
         return self.tensor(name) if name in self.shapes else None
 
     def weight(self, name: str) -> Tensor:
-        """Make the weight of linear layers."""
+        """Make a weight."""
         return self.tensor(name)
 
     def release(self) -> None:
-        """Do nothing: no tensor is kept."""
+        """Do nothing."""
 
     def tensor(self, name: str) -> Tensor:
         """Make one tensor."""
@@ -68,7 +68,7 @@ class RandomWeights:
 
 
 _NO_SCALING = {"rope_type": "default", "rope_theta": 10000.0}
-_OF_FAMILY: dict[str, dict[str, Any]] = {  # keys in which a family differs from most
+_OF_FAMILY: dict[str, dict[str, Any]] = {  # own keys
     "GemmaForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma2ForCausalLM": {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -96,7 +96,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {  # keys in which a family differs from
 
 
 def tiny_config(name: str, **changes: Any) -> dict[str, Any]:
-    """Return a config.json of an architecture small enough for tests, with keys changed or added."""
+    """Return a small config.json for tests, with keys changed."""
     config: dict[str, Any] = {
         "architectures": [name],
         "model_type": name.removesuffix("ForCausalLM").lower(),
@@ -129,10 +129,7 @@ def write_checkpoint(
     std: float = DEFAULT_STD,
     max_shard_bytes: int | None = None,
 ) -> Path:
-    """Write config.json and random safetensors of the config's dtype; return the directory.
-
-    max_shard_bytes: size limit of a file; None writes one file.
-    """
+    """Write config.json and random safetensors; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     architecture = read_architecture(directory)

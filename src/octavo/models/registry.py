@@ -39,25 +39,22 @@ _LAYERS, _MOST_LAYERS = "num_hidden_layers", 1024  # more would take memory befo
 
 
 class Family(Protocol):
-    """The module of a family.
-
-    MODELS: for each of its architectures, the models that users know it by.
-    """
+    """A family's module. MODELS: its architectures, and the models that users know them by."""
 
     MODELS: dict[str, str]
 
     def read_architecture(self, config: ConfigFile, name: str) -> Architecture:
-        """Read the family's keys of config.json, which describe its layers. Keys that are not read are not computed."""
+        """Read the family's keys."""
         ...
 
 
 def find_family(name: str) -> Family:
-    """Import and return the module that serves an architecture of `FAMILIES`."""
+    """Import a family."""
     return cast("Family", import_module(FAMILIES[name]))
 
 
 def read_architecture(directory: Path) -> Architecture:
-    """Read `config.json` in a checkpoint directory. Raises `ModelError` for a model that octavo cannot serve."""
+    """Read `config.json`. Raises `ModelError` for a model that octavo cannot serve."""
     architecture = architecture_of(ConfigFile.read(directory / "config.json"))
     if not architecture.tie_word_embeddings and was_saved_without_head(directory):
         architecture = replace(architecture, tie_word_embeddings=True, has_head=False)
@@ -65,7 +62,7 @@ def read_architecture(directory: Path) -> Architecture:
 
 
 def architecture_of(config: ConfigFile) -> Architecture:
-    """Read a configuration by the family that `architectures` names. Raises `ModelError` if octavo cannot serve it."""
+    """Read a configuration by its family. Raises `ModelError`."""
     if config.has(_LAYERS) and config.count(_LAYERS) > _MOST_LAYERS:
         raise config.error(_LAYERS, f"octavo supports at most {_MOST_LAYERS}")
     names = config.values.get("architectures")

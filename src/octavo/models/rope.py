@@ -1,4 +1,4 @@
-"""The table of cosines and sines that rotates queries and keys (Su et al. 2021) and its stretched variants."""
+"""Cosines and sines that rotate queries and keys (Su et al. 2021)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ if TYPE_CHECKING:
 
     from octavo.models.rope_config import RopeConfig
 
-_SLICE_POSITIONS = 1024  # slices that stay in a core's cache are faster than larger ones on two threads
+_SLICE_POSITIONS = 1024  # fit a core's cache: faster than two threads
 
 
 def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
     """Return float32 [num_positions, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines.
 
-    Angles are products of float32 numbers as in transformers, so that they are rounded equally. The attention factor is
-    included. The calling thread computes all rows, in slices: no temporary memory grows with num_positions. Without
-    rope, rotary_dim is 0.
+    Angles are products of float32 numbers as in transformers, so that they are rounded equally.
     """
     if rope is None:
         return torch.empty(num_positions, 0, dtype=torch.float32)
@@ -35,7 +33,7 @@ def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> 
 
 
 def find_wrong_row(table: Tensor, rope: RopeConfig | None, head_dim: int) -> int | None:
-    """Compute a table of `make_cos_sin` again; return the first row that differs in any bit, None if all are equal."""
+    """Compute a table again; return the first row that differs in any bit, or None."""
     if rope is None:
         return None
     for start, rows in _slices(rope, head_dim, len(table)):
@@ -46,15 +44,12 @@ def find_wrong_row(table: Tensor, rope: RopeConfig | None, head_dim: int) -> int
 
 
 def first_rows(rope: RopeConfig | None, head_dim: int, num_positions: int, num_rows: int) -> Tensor:
-    """Return float32 [num_rows, rotary_dim]: the rows that a table for num_positions begins with.
-
-    A table with fewer than num_rows positions is continued.
-    """
+    """Return num_rows of a table for num_positions, which may be fewer."""
     return make_cos_sin(None if rope is None else rope.within(num_positions), head_dim, num_rows)
 
 
 def _slices(rope: RopeConfig, head_dim: int, num_positions: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first position, float32 [up to _SLICE_POSITIONS, rotary_dim]) of a table; the rows are overwritten."""
+    """Yield (first position, rows); the next slice overwrites the rows."""
     rope, rotary_dim = rope.within(num_positions), rope.rotary_dim(head_dim)
     slices = torch.empty(min(num_positions, _SLICE_POSITIONS), rotary_dim, dtype=torch.float32)
     with one_thread():
@@ -70,7 +65,7 @@ def _slices(rope: RopeConfig, head_dim: int, num_positions: int) -> Iterator[tup
 
 
 def make_query_scale(rope: RopeConfig | None, num_positions: int, device: torch.device) -> Tensor | None:
-    """Return float32 [num_positions]: the factors of queries (Llama 4), or None if queries are not scaled."""
+    """Return float32 [num_positions]: the factors of queries (Llama 4), if any."""
     if rope is None or not rope.query_scale_beta:
         return None
     with one_thread():
@@ -80,7 +75,7 @@ def make_query_scale(rope: RopeConfig | None, num_positions: int, device: torch.
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
-    """Return float32 [rotary_dim / 2]: radians per position of each pair."""
+    """Return float32 [rotary_dim / 2]: radians per position."""
     wavelengths = rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     match rope.kind:
         case "default":
@@ -97,7 +92,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, blend between (Llama 3.1 model card)."""
+    """Divide low frequencies, keep high ones, blend between (Llama 3.1 model card)."""
     low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     blend = (original / wavelengths - low) / (high - low)
@@ -110,7 +105,7 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
     """Interpolate slow pairs, keep fast ones, ramp between (Peng et al. 2023, section 3.2, "NTK-by-parts")."""
 
     def pair_with(rotations: float) -> float:
-        """Return the index of the pair that rotates so often within the original context."""
+        """Return the pair that rotates so often in the original context."""
         original = rope.original_max_position_embeddings
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -119,7 +114,7 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
     if first == last:
-        last += 0.001  # a step instead of a ramp, without dividing by zero
+        last += 0.001  # no division by zero
     ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

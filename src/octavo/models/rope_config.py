@@ -1,4 +1,4 @@
-"""The rotary position embedding of a checkpoint, from the old `rope_scaling` or the new `rope_parameters` key."""
+"""Reads rotary embeddings."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ if TYPE_CHECKING:
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 SUPPORTED_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn", "longrope")
-_DEFAULT_THETA = 10_000.0  # default of most families, as in transformers
+_DEFAULT_THETA = 10_000.0  # as in transformers
 _PARTIAL, _QUERY_SCALE = "partial_rotary_factor", "llama_4_scaling_beta"
 _UNSUPPORTED_KEYS = ("mrope_section", "full_attention", "sliding_attention", "short_mscale", "long_mscale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Parameters of one rotary embedding; each kind reads only the parameters that name it.
+    """Parameters of one rotary embedding.
 
-    theta             all       base of the wavelengths
-    partial_rotary_factor       all: the share of a head's dimensions, from the first on, that are rotated
-    interleaved       all       rotates neighbouring dimensions together, not those at equal places of both halves
-    query_scale_beta  all       queries at position p are scaled by 1 + beta * ln(1 + floor(p / original)); 0: by 1
-    factor            linear, llama3, yarn   how far positions are stretched
-    low_freq_factor, high_freq_factor        llama3: where interpolation starts and ends
-    original_max_position_embeddings         llama3, yarn, longrope: context before stretching
-    attention_factor  yarn, longrope         multiplies cosines and sines; derived from the factor unless given
-    beta_fast, beta_slow, truncate           yarn: ends of the ramp, in rotations; whether they are rounded
-    short_factors, long_factors              longrope: of each wavelength, see `within`
+    partial_rotary_factor     the rotated share of a head's dimensions, from the first on
+    interleaved       rotates neighbouring dimensions, not equal places of both halves
+    query_scale_beta  queries at position p are scaled by 1 + beta * ln(1 + floor(p / original)); 0: by 1
+    low_freq_factor, high_freq_factor     llama3: bounds of interpolation
+    original_max_position_embeddings      llama3, yarn, longrope: context before stretching
+    attention_factor  yarn, longrope: multiplies cosines and sines
+    beta_fast, beta_slow, truncate        yarn: ends of the ramp, in rotations; whether they are rounded
+    short_factors, long_factors           longrope: of each wavelength, see `within`
     """
 
     kind: RopeKind = "default"
@@ -49,11 +47,11 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return the number of dimensions of a head that are rotated."""
+        """Return rotated dimensions."""
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, config: ConfigFile, head_dim: int) -> None:
-        """Raise `ModelError` if heads of this size cannot be rotated in this way."""
+        """Raise `ModelError` if such heads cannot be rotated."""
         rotary_dim, factors = self.rotary_dim(head_dim), len(self.short_factors)
         if rotary_dim % 2 or not rotary_dim:
             raise config.error(_PARTIAL, f"rotates {rotary_dim} of {head_dim} dimensions of a head; it must be even")
@@ -63,9 +61,8 @@ class RopeConfig:
     def within(self, max_model_len: int) -> RopeConfig:
         """Return the parameters for sequences of up to `max_model_len` tokens.
 
-        longrope has two sets of factors, for sequences within the original context and for longer ones. As in vLLM, an
-        engine chooses one set for all sequences, by the longest that it serves. A choice by a sequence's own length
-        would change its earlier keys when it grows, and its KV could not be shared with a longer sequence.
+        longrope has factors for short and for long sequences. As in vLLM, an engine chooses by the longest that it
+        serves: a choice by a sequence's length would change earlier keys when it grows.
         """
         if self.kind != "longrope":
             return self
@@ -73,7 +70,7 @@ class RopeConfig:
         return replace(self, short_factors=factors, long_factors=factors)
 
     def max_context_tokens(self, max_position_embeddings: int) -> int:
-        """Return the longest context that the model was made for. Linear and yarn scaling extend it, as in vLLM."""
+        """Return the longest context. Linear and yarn scaling extend it, as in vLLM."""
         if self.kind == "linear":
             return int(max_position_embeddings * self.factor)
         if self.kind == "yarn":
@@ -89,13 +86,10 @@ def read_rope(
     is_partial: bool = False,
     scales_queries: bool = False,
 ) -> RopeConfig:
-    """Read either style. If both keys exist, `rope_scaling` wins, and a theta inside it wins, as in transformers.
+    """Read either style. `rope_scaling` wins over `rope_parameters`, and a theta inside it wins, as in transformers.
 
-    section: parameters of the layers in question, if they have their own.
-    is_partial: the family may rotate a part of each head.
-    scales_queries: the family scales queries by their position.
-
-    Families without these two options refuse their keys.
+    section: of some layers. is_partial, scales_queries: allow a rotation of parts of heads, and queries scaled by
+    position.
     """
     section = section or config.section("rope_scaling") or config.section("rope_parameters")
     sections = [config] if section is None else [config, section]
@@ -128,7 +122,7 @@ def _read_section(config: ConfigFile, section: ConfigFile, theta: float, max_pos
         case "yarn":
             original = _original_length(config, section, max_position_embeddings)
             return _read_yarn(section, theta, original, max_position_embeddings)
-        case "longrope" | "su":  # its name in the first checkpoints
+        case "longrope" | "su":  # its first name
             return _read_longrope(section, theta, _original_length(config, section, None), max_position_embeddings)
         case _:
             raise section.error(key, f"octavo supports the rope types {', '.join(SUPPORTED_KINDS)}")
@@ -169,7 +163,7 @@ def _read_yarn(section: ConfigFile, theta: float, original: int, max_position_em
     attention_factor = section.optional_number("attention_factor")
     if attention_factor is None:
         mscale, mscale_all_dim = section.values.get("mscale"), section.values.get("mscale_all_dim")
-        if mscale and mscale_all_dim:  # zero means "not given", as in transformers
+        if mscale and mscale_all_dim:  # zero: not given, as in transformers
             over, under = section.number("mscale"), section.number("mscale_all_dim")
             attention_factor = _yarn_mscale(factor, over) / _yarn_mscale(factor, under)
         else:

@@ -1,8 +1,7 @@
 """How a checkpoint stores weights that are floats of 8 or 4 bits with scales. Does not import torch.
 
-MXFP4 is multiplied as it is, in GGUF's blocks. FP8 is expanded to floats of the model's dtype, with no loss except for
-that dtype's rounding: either when it is read, or by Triton kernels in every product. If quantization is requested,
-these floats are rounded to integers.
+MXFP4 is multiplied as it is. FP8 is expanded to the model's dtype at load, or by Triton kernels in every product.
+Quantization rounds both to integers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MXFP4_GROUP = 32  # values that share an exponent
 
 
 class FloatLayout(StrEnum):
-    """Names and order of the tensors of a linear layer."""
+    """A layer's tensors."""
 
     FP8 = "FP8"  # weight, with weight_scale or weight_scale_inv
     MXFP4_PACKED = "MXFP4"  # compressed-tensors: weight_packed, weight_scale
@@ -42,9 +41,8 @@ _VALUES = {
 class StoredFloats:
     """The small floats of a checkpoint (FP8: E4M3; MXFP4: OCP Microscaling Formats 1.0, section 5.4).
 
-    block        (out_features, in_features) that share a scale; None means all of them in that direction
-    scale_names  possible names of a layer's scales; the first that exists is used
-    ignored      linear layers that are stored as plain floats, as in `StoredQuantization`
+    block        (out_features, in_features) that share a scale; None: all of them in that direction
+    scale_names  possible names; the first that exists is used
     """
 
     layout: FloatLayout
@@ -54,17 +52,17 @@ class StoredFloats:
 
     @property
     def values_name(self) -> str:
-        """Name of the tensor with a layer's values."""
+        """The values' name."""
         return _VALUES[self.layout]
 
     @property
     def bits(self) -> int:
-        """Bits of a value, without its share of a scale."""
+        """A value's bits."""
         return 8 if self.layout is FloatLayout.FP8 else 4
 
     @property
     def summary(self) -> str:
-        """Description of the format for messages."""
+        """Description for messages."""
         rows, columns = self.block
         if rows is None:
             return f"{self.layout.partition(' ')[0]} with a scale per tensor"
@@ -72,17 +70,17 @@ class StoredFloats:
         return f"{self.layout.partition(' ')[0]} with a scale per {of}"
 
     def covers(self, module: str) -> bool:
-        """Return True if the weight of a linear layer (its name without ".weight") is stored in this way."""
+        """See `StoredQuantization.covers`."""
         return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
-        """Return [rows, columns] of a layer's scales."""
+        """Return its shape."""
         sizes = zip((out_features, in_features), self.block, strict=True)
         rows, columns = (1 if block is None else -(-size // block) for size, block in sizes)
         return rows, columns
 
     def block_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Return the bytes of each matrix that is multiplied in blocks: a group of MXFP4 has one byte of exponent."""
+        """Return the bytes of each matrix in blocks: an MXFP4 group has one byte of exponent."""
         if self.bits != 4:
             return {}
         covered = {name: shape for name, shape in shapes.items() if len(shape) == 2}
@@ -94,16 +92,15 @@ class StoredFloats:
         }
 
     def tensors(self, module: str, out_features: int, in_features: int) -> dict[str, StoredTensor]:
-        """Return the tensors that hold a linear layer's weight, by name.
+        """Return tensors by name. Raises `ModelError` if the format cannot hold this layer.
 
-        There may be scales for activations, keys and values, which are ignored: octavo does not round these in this
-        way. Raises `ModelError` for a layer that the format cannot hold.
+        Scales for activations, keys and values are optional and ignored.
         """
         if self.bits == 4 and in_features % MXFP4_GROUP:
             raise ModelError(
                 f"{module} has {in_features} input features, which is not a multiple of MXFP4's {MXFP4_GROUP}"
             )
-        is_optional = len(self.scale_names) > 1  # reading the weight requires one of them
+        is_optional = len(self.scale_names) > 1  # reading requires one
         dtypes = _BYTES if self.bits == 4 else _SCALES
         scales = StoredTensor(self.scale_shape(out_features, in_features), dtypes, is_optional)
         match self.layout:

@@ -1,7 +1,7 @@
-"""How a checkpoint stores weights that are integers: names, shapes and meaning of its tensors. Does not import torch.
+"""How a checkpoint stores weights that are integers.
 
-Supports the common layouts: compressed-tensors with int8 weights and activations (W8A8) or packed int4 weights (W4A16),
-GPTQ and AWQ with int4 weights. In products with any of them, activations are rounded to int8.
+Supports compressed-tensors with int8 weights and activations (W8A8) or packed int4 weights (W4A16), GPTQ and AWQ.
+Products round activations to int8.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _VALUES_A_WORD = 8  # int4 values of an int32
 
 
 class StoredLayout(StrEnum):
-    """Names and order of the tensors of a linear layer."""
+    """A layer's tensors."""
 
     INT8 = "int-quantized"  # compressed-tensors: weight, weight_scale
     PACKED = "pack-quantized"  # compressed-tensors: weight_packed, weight_scale, weight_zero_point, weight_shape
@@ -27,10 +27,7 @@ class StoredLayout(StrEnum):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor that a file must hold: its shape, and the allowed dtypes by safetensors' names.
-
-    is_optional: it may be missing.
-    """
+    """A tensor's shape, and allowed dtypes by safetensors' names."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
@@ -42,10 +39,9 @@ class StoredQuantization:
     """The integers of a checkpoint.
 
     group_size   input features that share a scale, or None for all of them
-    has_zeros    each group has a zero point
-    zero_offset  number that is added to stored zero points (GPTQ stores one less)
-    may_reorder  a group's input features need not be neighbours: the files list them (act-order, g_idx)
-    ignored      linear layers that are stored as floats: names, their last parts, or "re:" and a regular expression
+    zero_offset  is added to stored zero points (GPTQ stores one less)
+    may_reorder  files list each group's input features (act-order, g_idx)
+    ignored      layers that are stored as floats: names, their last parts, or "re:" and a regular expression
     """
 
     layout: StoredLayout
@@ -58,20 +54,20 @@ class StoredQuantization:
 
     @property
     def summary(self) -> str:
-        """Description of the format for messages."""
+        """Description for messages."""
         of = "row" if self.group_size is None else f"{self.group_size} values of a row"
         return f"int{self.bits} ({self.layout}) with a scale per {of}{', act-order' if self.may_reorder else ''}"
 
     def covers(self, module: str) -> bool:
-        """Return True if the weight of a linear layer (its name without ".weight") is stored as integers."""
+        """Return True for integers. module: without ".weight"."""
         return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))
 
     def num_groups(self, in_features: int) -> int:
-        """Return the number of scales of each output feature."""
+        """Return row scales."""
         return 1 if self.group_size is None else -(-in_features // self.group_size)
 
     def tensors(self, module: str, out_features: int, in_features: int) -> dict[str, StoredTensor]:
-        """Return the tensors that hold a linear layer's weight, by name."""
+        """Return tensors' declarations."""
         groups = self.num_groups(in_features)
         words, out_words = -(-in_features // _VALUES_A_WORD), -(-out_features // _VALUES_A_WORD)
         zero_shape = (groups, out_words)
@@ -96,7 +92,7 @@ class StoredQuantization:
                     "qzeros": StoredTensor(zero_shape, _INT32),
                     "scales": StoredTensor((groups, out_features)),
                     "g_idx": StoredTensor((in_features,), _INT32, is_optional=not self.may_reorder),
-                    # Some programs write it for every layer, all zero; listed so that a nonzero one is noticed.
+                    # Some programs write zeros; a nonzero one must be noticed.
                     "bias": StoredTensor((out_features,), is_optional=True),
                 }
             case StoredLayout.AWQ:
@@ -109,7 +105,7 @@ class StoredQuantization:
 
 
 def is_ignored(module: str, patterns: tuple[str, ...]) -> bool:
-    """Return True if a linear layer is stored as floats; see `StoredQuantization.ignored`."""
+    """See `StoredQuantization.ignored`."""
     return any(_matches(module, pattern) for pattern in patterns)
 
 

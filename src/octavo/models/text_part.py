@@ -1,4 +1,4 @@
-"""The text part of models of text and images, served alone: its family and its configuration."""
+"""The text part of models of text and images, served alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.models.config_file import ConfigFile
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# By class of the whole model: for each `model_type` of its text part, the class of that part alone.
+# By the model's class: the class of each `model_type` of its text part.
 TEXT_PARTS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "LlavaForConditionalGeneration": {
@@ -22,17 +22,16 @@ TEXT_PARTS: dict[str, dict[str, str]] = {
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": "Qwen2ForCausalLM"},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
 }
-# Models whose text keys may be stored with those of the whole model.
+# Their text keys may be stored with the model's.
 _FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 _OF_WHOLE = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 _TIED, _ROPES = "tie_word_embeddings", ("rope_scaling", "rope_parameters")
 
 
 def text_part(config: ConfigFile) -> ConfigFile:
-    """Return the configuration of the text part of a model of `TEXT_PARTS`; return any other configuration unchanged.
+    """Return the configuration of the text part of a model of `TEXT_PARTS`; return any other unchanged.
 
-    Token ids, dtype and quantization of the whole model override those of its text part. Raises `ModelError` for a text
-    part that octavo does not serve.
+    Token ids, dtype and quantization of the whole model win. Raises `ModelError` for an unknown text part.
     """
     names = config.values.get("architectures")
     whole = next((name for name in names if name in TEXT_PARTS), None) if isinstance(names, list) else None
@@ -56,6 +55,6 @@ def _part_of(config: ConfigFile, whole: str) -> ConfigFile:
 
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of mrope (sections for time, height, width) as plain ones: for text all three are equal."""
+    """Return mrope's parameters as plain ones: for text all positions are equal."""
     kept = {key: value for key, value in rope.items() if key not in {"mrope_section", "mrope_interleaved"}}
     return kept | {key: "default" for key in ("rope_type", "type") if rope.get(key) == "mrope"}

@@ -1,4 +1,4 @@
-"""Computes how much memory the weights of an architecture take. Does not import torch."""
+"""Computes weights' memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of all weights in `dtype`.
 
-    norm_dtype: of norms, which is that of activations; norms with an offset are in float32.
-    quantization, group_size: how matrices are rounded that are not stored as integers.
+    norm_dtype: that of activations; norms with an offset are in float32. quantization: of matrices that are not stored
+    as integers.
 
-    An int8 or fp8 matrix takes a byte for each weight, and four for the scale of each row. An int4 matrix takes half a
-    byte for each weight, two for each scale and zero point, four for the unit of each row, and four for each input
-    feature if these may be reordered. FP8 of a checkpoint counts as expanded.
+    A row of int8 or fp8 has a scale of four bytes. int4 has two bytes for each scale and zero point, four for the unit
+    of each row, and four for each input feature if these may be reordered. FP8 of a checkpoint counts as expanded.
     """
     norm_dtype = "float32" if architecture.norm_offset else norm_dtype or dtype
     in_blocks = _kept_blocks(architecture) if quantization is None else {}
@@ -46,7 +45,7 @@ def weight_bytes(
 
 
 def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
-    """Return the bits that a matrix is rounded to as it is loaded, or None; see `octavo.config.ModelConfig`."""
+    """Return the bits that a matrix is rounded to, or None."""
     if quantization is None or (quantization == "fp8" and is_vocabulary(matrix_name)):
         return None
     if quantization == "fp8":
@@ -56,7 +55,7 @@ def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
 
 
 def _order_bytes(architecture: Architecture) -> int:
-    """Return the bytes of the orders of input features (act-order)."""
+    """Return act-order's bytes."""
     stored = architecture.stored
     if stored is None or not stored.may_reorder:
         return 0
@@ -65,7 +64,7 @@ def _order_bytes(architecture: Architecture) -> int:
 
 
 def _kept_blocks(architecture: Architecture) -> dict[str, int]:
-    """Return `block_bytes` of the matrices that stay in blocks: all parts of their product are stored in blocks."""
+    """Return `block_bytes` of products that are all in blocks."""
     sizes = architecture.block_bytes
     linears = [each for each in in_order(architecture.tensors()) if isinstance(each, Linear)]
     products = [[f"{name}.weight" for name in linear.names] for linear in linears]
@@ -75,7 +74,7 @@ def _kept_blocks(architecture: Architecture) -> dict[str, int]:
 def _rounding(
     architecture: Architecture, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int
 ) -> tuple[int | None, int, bool]:
-    """Return (bits, scales of a row, whether there are zero points) of a tensor; bits None: not rounded."""
+    """Return (bits, scales of a row, whether it has zero points)."""
     if len(shape) != 2:
         return None, 0, False
     stored = architecture.stored

@@ -1,4 +1,4 @@
-"""Finds the files of a checkpoint's weights, and reads their headers. Does not import torch."""
+"""Finds weight files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from octavo.models.config_file import ConfigFile
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BARE_EMBEDDING = "embed_tokens.weight"  # in files with names without "model."
-# Of models of text and images: the text part, in both orders that transformers has written, and the other parts.
+BARE_EMBEDDING = "embed_tokens.weight"  # of names without "model."
+# The text part of models with images, in both orders of transformers.
 _TEXT_PART = re.compile(r"^language_model\.(?=(?:model|lm_head)\.)|(?<=^model\.)language_model\.")
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def find_weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: model.safetensors, or those of its index, or all that exist."""
+    """Return model.safetensors, or the files of its index, or all safetensors files. Raises `ModelError`."""
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
@@ -57,7 +57,7 @@ def _indexed_files(index_path: Path) -> list[Path]:
 def was_saved_without_head(directory: Path) -> bool:
     """Return True for an embedding model without lm_head, recognized by its names or sentence-transformers' files.
 
-    Returns False for broken files: loading them raises the error.
+    Broken files give False: loading them fails later.
     """
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only checkpoints of untied weights need it
 
@@ -73,17 +73,13 @@ def was_saved_without_head(directory: Path) -> bool:
 
 
 def some(names: list[str]) -> str:
-    """Return the first of these names, and how many more there are."""
+    """Return some names, and the number of the rest."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def own_names(stored: Iterable[str]) -> dict[str, str]:
-    """Return the names that a decoder uses for its tensors, with the names in the files.
-
-    Embedding models are often saved without their head and with names without `model.`, which is added here. Of models
-    of text and images only the text part is included.
-    """
+    """Return a decoder's names for tensors, with those in the files. Embedding models often lack `model.`."""
     stored = list(stored)
     if BARE_EMBEDDING in stored:
         return {f"model.{name}": name for name in stored}

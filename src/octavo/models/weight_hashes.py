@@ -1,7 +1,6 @@
-"""SHA-256 hashes of a checkpoint's files, stored with each file's state, so that a file is read completely only once.
+"""SHA-256 hashes of a checkpoint's files, stored with each file's state.
 
-A file is not read again if its size, times and inode are unchanged. Users cannot reset all of the times: every change
-of a file, including one of its times, also sets the time of its last state change (ctime).
+A file with the same size, times and inode is unchanged: users cannot reset the time of its last state change (ctime).
 """
 
 from __future__ import annotations
@@ -23,17 +22,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_ENTRIES = 1024  # a checkpoint has up to a few hundred files
+MAX_ENTRIES = 1024  # a checkpoint has up to a few hundred
 _PART_BYTES, _READ_BYTES = 8 << 20, 1 << 20
 _READERS = 4
-# A change within one clock tick of the file system after hashing does not alter the times. So hashes are stored only
-# for files that have not changed for this long.
+# A change within a clock tick does not alter the times: only older files' hashes are stored.
 _SETTLED_NS = 2 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """The metadata of a file, known without reading it."""
+    """A file's metadata."""
 
     size: int
     mtime_ns: int
@@ -42,16 +40,15 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """Return the state of a file; follows links."""
+        """Return it; follows links."""
         stat = path.stat()
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
 class FileHashes:
-    """Hashes of files by resolved path, stored in one JSON file of at most `MAX_ENTRIES`; the oldest are dropped first.
+    """Hashes by resolved path, in a JSON file of at most `MAX_ENTRIES`; the oldest are dropped first.
 
-    The store is only a shortcut: if it cannot be read or written, the files are read again. Several processes may use
-    it; if two write at the same time, the entries of the later one remain.
+    Of two simultaneous writers, the later one wins.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,10 +57,7 @@ class FileHashes:
         self._new: dict[str, tuple[FileState, str]] = {}
 
     def sha256(self, file: Path, state: FileState, goes_on: Callable[[], None]) -> str:
-        """Return a hash over the whole content of a file that was found in this state.
-
-        goes_on is called after each part that was read. Raises `OSError`.
-        """
+        """Return a hash of the whole file, found in this state; see `hash_file`."""
         known = self.known(file, state)
         if known is not None:
             return known
@@ -74,16 +68,16 @@ class FileHashes:
         return digest
 
     def known(self, file: Path, state: FileState) -> str | None:
-        """Return the hash of a file in this state without reading the file, or None if it is unknown."""
+        """Return the hash without reading the file, or None."""
         name = str(file.resolve())
         entry = self._new.get(name) or self._known.get(name)
         return entry[1] if entry is not None and entry[0] == state else None
 
     def keep(self) -> None:
-        """Write new hashes to disk. A failure is logged and has no other effect."""
+        """Write new hashes. A failure is only logged."""
         if not self._new:
             return
-        entries = _read(self.path)  # another process may have written meanwhile
+        entries = _read(self.path)  # perhaps of another process
         for name, entry in self._new.items():
             entries.pop(name, None)
             entries[name] = entry
@@ -100,9 +94,9 @@ class FileHashes:
 
 
 def hash_file(path: Path, goes_on: Callable[[], None] = lambda: None) -> str:
-    """Return the SHA-256 over the SHA-256 of each 8 MiB of a file. Its parts are hashed in several threads.
+    """Return the SHA-256 over the SHA-256 of each 8 MiB. Raises `OSError`.
 
-    goes_on is called after each part. Raises `OSError`.
+    goes_on is called after each part.
     """
     whole = hashlib.sha256()
     with path.open("rb") as file, ThreadPoolExecutor(_READERS, thread_name_prefix="octavo-hash") as pool:
@@ -127,7 +121,7 @@ def hash_file(path: Path, goes_on: Callable[[], None] = lambda: None) -> str:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` when it is complete; after an error the old file remains."""
+    """Open a new file that replaces `path` when it is complete, and only then."""
     number, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(number, "wb") as file:
@@ -140,7 +134,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def _read(path: Path) -> dict[str, tuple[FileState, str]]:
-    """Return the stored entries; none if there is no readable file."""
+    """Return stored entries."""
     try:
         entries = json.loads(path.read_bytes())
         digests = {name: entry.pop("sha256") for name, entry in entries.items()}

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint in any file format. Does not import torch until they are opened."""
+"""The weights of a checkpoint in any file format."""
 
 from __future__ import annotations
 
@@ -20,70 +20,67 @@ if TYPE_CHECKING:
 
 
 class StoredTensors(Protocol):
-    """The tensors of a checkpoint by name; its files are open while this or a tensor from it lives."""
+    """A checkpoint's tensors; its files are open while this or a tensor from it lives."""
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
         """Raise `ModelError` unless the files hold exactly the expected tensors."""
         ...
 
     def find(self, name: str) -> Tensor | None:
-        """Return a tensor as `tensor` does, or None if there is none of that name."""
+        """Return it or None."""
         ...
 
     def weight(self, name: str) -> StoredWeight:
-        """Return the weight of linear layers in the format in which it is stored; it may alias a file's pages.
-
-        A format that kernels multiply is returned as it is: blocks, fp8, integers. Any other is returned as floats.
-        """
+        """Return blocks, fp8 or integers if kernels multiply these, else floats; they may alias a file's pages."""
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor of floats that may alias a file's pages: copy it before the file may change."""
+        """Return floats that may alias a file's pages: copy them before the file may change."""
         ...
 
     def release(self) -> None:
-        """Release the pages of the tensors that were returned; a later call reads them again."""
+        """Release returned tensors' pages; a later call reads them again."""
         ...
 
 
 class WeightSource(Protocol):
-    """The weights of a checkpoint, as the loader gets them."""
+    """A checkpoint's weights."""
 
     @property
     def path(self) -> Path:
-        """Path of the checkpoint, for messages and for names of cached files."""
+        """For messages and names of cached files."""
         ...
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Name the types of its matrices; empty if the configuration names them."""
+        """The matrices' types, if the configuration does not name them."""
         ...
 
     @property
     def quantization_level(self) -> str:
-        """Name of that mix of types, such as Q4_K_M; "" if `types` is empty."""
+        """Name of that mix, such as Q4_K_M."""
         ...
 
     @property
     def file_type(self) -> int | None:
-        """Number of that mix in the file; None if the file has none."""
+        """Number of that mix."""
         ...
 
     def weight_files(self) -> list[Path]:
-        """Return the files that hold the weights. Raises `ModelError` if there are none."""
+        """Return the files. Raises `ModelError`."""
         ...
 
     def config_files(self) -> list[Path]:
-        """Return the other files that determine how weights are read."""
+        """Return other files that weights depend on."""
         ...
 
     def open(self) -> StoredTensors:
-        """Open the files. Raises `ModelError` for a file that cannot be read."""
+        """Open. Raises `ModelError`."""
         ...
 
 
 class FolderWeights:
-    """The weights in a folder in Hugging Face's layout: safetensors files, and `config.json`."""
+    """The weights in a folder in Hugging Face's layout."""
 
     __slots__ = ("path",)
     types: tuple[str, ...] = ()
@@ -94,7 +91,7 @@ class FolderWeights:
         self.path = path
 
     def weight_files(self) -> list[Path]:
-        """Return the safetensors files."""
+        """Return safetensors files."""
         return find_weight_files(self.path)
 
     def config_files(self) -> list[Path]:
@@ -102,7 +99,7 @@ class FolderWeights:
         return [self.path / "config.json"]
 
     def open(self) -> StoredTensors:
-        """Open the safetensors files."""
+        """Open the files."""
         from octavo.models.checkpoint import CheckpointFiles  # noqa: PLC0415 - only the loader needs it
 
         return CheckpointFiles(self.path)

@@ -1,4 +1,4 @@
-"""Identifies weights independently of their directory's name, for the keys of KV that processes share."""
+"""Identifies weights for shared KV."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 
 class WeightsIdentity:
-    """A hash over all bytes of a checkpoint's weights, and the computation that its configuration describes.
+    """A hash over a checkpoint's weights and architecture. A thread reads the files while they are loaded.
 
-    A thread reads the files while they are loaded; files with a known state are not read again. seed: of random
-    weights, which have no files. Raises `ConfigError` if there is no directory for the hashes of files.
+    seed: of random weights. Raises `ConfigError` if there is no directory for hashes.
     """
 
     def __init__(self, weights: WeightSource, architecture: Architecture, seed: int | None = None) -> None:
@@ -38,7 +37,7 @@ class WeightsIdentity:
         pool.shutdown(wait=False)
 
     def result(self) -> str:
-        """Return the hash, after the weights are loaded. Raises `ModelError` for files that were changed meanwhile."""
+        """Return the hash, after loading. Raises `ModelError` if files changed meanwhile."""
         identity = self._identity
         if identity is None:
             return self._described

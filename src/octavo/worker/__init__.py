@@ -1,1 +1,1 @@
-"""Tensors: what a `SchedulerOutput` asks for is computed here, in one batched forward for everything scheduled."""
+"""The device: KV memory, ragged batches, sampling."""

@@ -1,4 +1,4 @@
-"""Decides which steps of a model are captured as graphs, and how much memory these take."""
+"""Plans captured graphs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.layers import CausalLM
 
-MOST_ROWS = 512  # of a graph by default: a larger step takes longer to compute than to launch
-# Drivers do not report how much memory a launch takes: this is an estimate, compared with measurements at capture.
+MOST_ROWS = 512  # by default: a larger step takes longer to compute than to launch
+# an estimate: drivers do not report a launch's memory
 BYTES_PER_LAYER = 512 << 10
 _SPARE_BYTES = 32 << 20  # torch's allocator takes pieces of up to 20 MiB
 
@@ -33,10 +33,9 @@ def make_decode_plan(
     max_model_len: int,
     block_size: int,
 ) -> DecodePlan | None:
-    """Return the plan of a model's graphs, or None if none are captured: they are disabled, or the kernels cannot.
+    """Return the plan of a model's graphs, or None if it has none.
 
-    num_rows: average rows per request, ascending; graphs are captured for each of these. The memory consists of inputs,
-    results and intermediate values of the largest graph, which the smaller ones share, and of each graph's launches.
+    num_rows: average rows per request, ascending. Smaller graphs share the memory of the largest, except for launches.
     """
     sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
     architecture = model.architecture
@@ -56,15 +55,15 @@ def make_decode_plan(
 
 
 def kept_bytes(architecture: Architecture, num_seqs: int, num_rows: int, table_width: int, dtype: str) -> int:
-    """Return the bytes of inputs and results of these sequences and rows, which are kept between steps."""
-    num_groups = len(architecture.kv_layout.kv_groups)  # each has its tables and slots
+    """Return the bytes that are kept between steps."""
+    num_groups = len(architecture.kv_layout.kv_groups)  # with own tables
     of_sequence = 4 + num_groups * 4 * table_width
     of_row = 8 + 8 + num_groups * 8 + architecture.hidden_size * DTYPE_BYTES[dtype]
     return num_seqs * of_sequence + num_rows * of_row + 4 * (num_seqs + 1)
 
 
 def _sizes(config: DeviceConfig, device: torch.device, max_num_seqs: int, num_rows: int) -> tuple[int, ...]:
-    """Return the numbers of sequences, ascending, for which steps with `num_rows` rows per sequence are captured."""
+    """Return captured sizes."""
     asked = config.max_cudagraph_capture_size
     if config.enforce_eager or (asked is None and device.type != "cuda"):
         return ()

@@ -1,4 +1,4 @@
-"""The device of a worker, and its name."""
+"""A worker's device."""
 
 from __future__ import annotations
 
@@ -27,15 +27,11 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a GPU that was named by its number the current one of this thread.
-
-    torch computes on the device of its tensors; a Triton kernel is launched on the current device, wherever its
-    tensors are.
-    """
+    """Make a numbered GPU current: Triton launches there, wherever its tensors are."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def machine_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the instruction sets of the processor."""
+    """Return the GPU's name, or the processor's instruction sets."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()

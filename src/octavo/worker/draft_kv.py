@@ -1,7 +1,4 @@
-"""Tracks which keys and values a drafting model has of each request.
-
-They affect only how often drafts are accepted: missing KV is computed before anything is guessed.
-"""
+"""Tracks the KV of a drafting model. It affects only acceptance rates: missing KV is computed before any guess."""
 
 from __future__ import annotations
 
@@ -21,77 +18,74 @@ if TYPE_CHECKING:
 
 
 class DraftKV(Protocol):
-    """Keys and values that a drafting model reads and writes."""
+    """A drafting model's KV."""
 
     cache: PagedKVCache
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Apply a scheduler's output, after `InputBatch.update` has applied it."""
+        """Call after `InputBatch.update`."""
         ...
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many of each row's known tokens have KV, int64 [n]: at most all but the newest."""
+        """Return how many known tokens of each row have KV: at most all but the newest."""
         ...
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Record that the KV of known tokens is computed, up to these positions."""
+        """Record how far known tokens have KV."""
         ...
 
     def note_guesses(
         self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> None:
-        """Record that the KV of the guesses after the known tokens is computed, up to these positions."""
+        """Record how far guesses have KV."""
         ...
 
 
 class SharedDraftKV:
-    """The target's own KV cache: the target computes all but the newest token of a request before drafting begins.
+    """The target's own KV cache, which has all but the newest token of a request before drafting begins.
 
-    The drafting model writes the KV of the newest token and of guesses into slots that the target overwrites before it
-    reads them.
+    The drafting model writes later KV into slots that the target overwrites before it reads them.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Do nothing: no state is kept."""
+        """Do nothing."""
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return all but the newest token."""
+        """Return all but the newest."""
         del rows
         return num_known - 1
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Do nothing: no state is kept."""
+        """Do nothing."""
 
     def note_guesses(
         self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> None:
-        """Do nothing: no state is kept."""
+        """Do nothing."""
 
 
 class OwnDraftKV:
-    """A cache of the drafting model's own.
+    """A cache of the drafting model's own, with the block ids of the target's first KV group.
 
-    Its blocks have the ids of the target's first KV group and are copied with them.
-
-    A block that is shared or was swapped in has KV as far as a request that drafted with it has computed.
+    A shared or swapped block has KV as far as a request that drafted with it has computed.
     """
 
     def __init__(self, cache: PagedKVCache, batch: InputBatch, num_speculative_tokens: int) -> None:
         self.cache = cache
         self._batch = batch
         num_rows = len(batch.num_tokens)
-        # For each block, how many of its first positions have KV of tokens that are final.
+        # How many first positions of each block have KV of final tokens.
         self._filled = np.zeros(cache.num_blocks, dtype=np.int64)
         self._filled_on_host = np.zeros(cache.num_host_blocks, dtype=np.int64)
-        # For each row, how many tokens have KV that is recorded in its blocks, and which guesses follow those tokens.
+        # For each row, the tokens with recorded KV, and the guesses after them.
         self._num_noted = np.zeros(num_rows, dtype=np.int64)
         self._guesses = np.full((num_rows, num_speculative_tokens), -1, dtype=np.int64)
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Repeat the copies of the target's blocks; blocks that are newly allocated count as empty."""
+        """Repeat the target's copies; newly allocated blocks count as empty."""
         copies, filled = scheduled.copies, self._filled
         if copies:
             copies = copies.of_group(0)
@@ -103,7 +97,7 @@ class OwnDraftKV:
             for _, host, block in copies.swap_in:
                 filled[block] = self._filled_on_host[host]
         for transfer in scheduled.kv_transfers:
-            if transfer.direction is TransferDirection.LOAD:  # it brings KV of the target only
+            if transfer.direction is TransferDirection.LOAD:  # of the target's KV only
                 filled[transfer.block_ids[0]] = 0
         for new in scheduled.scheduled_new_reqs:
             self._start(new)
@@ -112,9 +106,9 @@ class OwnDraftKV:
                 filled[block_ids] = 0
 
     def _start(self, new: NewRequestData) -> None:
-        """Start a new request: the blocks of its computed tokens keep their KV, later blocks count as empty."""
+        """Keep the KV of computed tokens; later blocks count as empty."""
         num_blocks, num_in_last = divmod(new.num_computed_tokens, self.cache.block_size)
-        if num_in_last:  # the rest of the block may hold another request's KV
+        if num_in_last:  # the rest may be another request's KV
             block = new.block_ids[0][num_blocks]
             self._filled[block] = min(self._filled[block], num_in_last)
             num_blocks += 1
@@ -124,7 +118,7 @@ class OwnDraftKV:
         self._guesses[row] = -1
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many known tokens have KV, including accepted guesses and KV that other requests computed."""
+        """Return how many known tokens have KV, with accepted guesses and other requests' KV."""
         noted = self._num_noted[rows]
         positions = noted[:, None] + np.arange(self._guesses.shape[1])
         known = self._batch.token_ids[rows[:, None], np.minimum(positions, num_known[:, None] - 1)]
@@ -137,7 +131,7 @@ class OwnDraftKV:
         return ends
 
     def _find(self, row: int, end: int, most: int) -> int:
-        """Return up to which position a row's blocks have KV, at most `most`; all positions before `end` have it."""
+        """Return up to which position, at most `most`, a row has KV; it has it up to `end`."""
         size = self.cache.block_size
         first = end // size
         filled = self._filled[self._batch.block_tables[0][row, first : -(-most // size)]]
@@ -146,7 +140,7 @@ class OwnDraftKV:
         return max(end, min((first + num_full) * size + in_next, most))
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Record it in the rows' blocks, for all requests that share them. KV in scratch blocks is not recorded."""
+        """Record it in the rows' blocks, except in scratch blocks, for all requests."""
         size, tables = self.cache.block_size, self._batch.block_tables[0]
         self._guesses[rows] = -1
         first, ends = self._num_noted[rows], np.minimum(ends, self._batch.num_blocks[0, rows] * size)
@@ -163,7 +157,7 @@ class OwnDraftKV:
     def note_guesses(
         self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> None:
-        """Record the guessed tokens, except those in scratch blocks."""
+        """Record guesses outside scratch blocks."""
         ends = np.minimum(num_computed, self._batch.num_blocks[0, rows] * self.cache.block_size)[:, None]
         positions = num_known[:, None] + np.arange(self._guesses.shape[1])
         tokens = self._batch.token_ids[rows[:, None], np.minimum(positions, num_computed[:, None] - 1)]

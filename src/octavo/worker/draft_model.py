@@ -1,4 +1,4 @@
-"""The drafting model: its memory, and its passes over the requests of a step."""
+"""The drafting model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModel:
-    """A loaded drafting model, and the memory that it takes in addition to its weights.
+    """A loaded drafting model, and its memory in addition to weights.
 
-    dtype: of the weights that are not quantized. kv_dtype: of the keys and values that the model reads.
-    num_speculative_tokens: the most drafts of a request in a step. decodes: passes that are captured as graphs.
+    dtype: of weights that are not quantized. kv_dtype: of the KV that it reads.
     """
 
     checkpoint: DraftCheckpoint
@@ -50,10 +49,7 @@ class DraftModel:
 
     @property
     def num_scratch_blocks(self) -> int:
-        """Number of scratch blocks of each request, which follow its own blocks and hold the KV of drafts.
-
-        The request's own blocks reach at least to its newest token but one.
-        """
+        """Blocks of a request for the KV of drafts: its own reach to its newest token but one."""
         return -(-self.num_speculative_tokens // self.block_size)
 
     @property
@@ -62,7 +58,7 @@ class DraftModel:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that each block of the KV cache takes in addition, for the drafting model's own keys and values."""
+        """Bytes of the drafting model's own KV for each block."""
         return 0 if self.checkpoint.shares_kv else self._block_bytes
 
     @property
@@ -70,7 +66,7 @@ class DraftModel:
         return self.max_num_seqs * self.num_scratch_blocks * self._block_bytes
 
     def summary(self, num_blocks: int) -> str:
-        """Return one line for the log: parameters, weight bytes, and KV bytes with a cache of `num_blocks` blocks."""
+        """Return a log line."""
         checkpoint, dtype = self.checkpoint, str(self.model.dtype).removeprefix("torch.")
         weights = weight_bytes(checkpoint.architecture, self.dtype, dtype, checkpoint.quantization)
         kv = self._scratch_bytes + num_blocks * self.bytes_per_block
@@ -80,7 +76,7 @@ class DraftModel:
         )
 
     def num_bytes(self, num_tokens: int, kernels: Kernels) -> int:
-        """Return the bytes of the scratch blocks, the graphs, and passes of up to `num_tokens` tokens."""
+        """Return the bytes of scratch blocks, graphs and passes."""
         architecture = self.model.architecture
         scratch = kernel_scratch_bytes(
             architecture, kernels, max_seq_len=self.checkpoint.max_model_len, max_tokens=num_tokens
@@ -94,8 +90,7 @@ class DraftModel:
 class DraftRunner:
     """Runs the drafting model; implements `octavo.speculative.model.DraftingModel`.
 
-    forward_pass: over the target's KV cache if the models share it, otherwise over the drafting model's own.
-    draft_probs: receives the distributions that drafts were drawn from, if verification needs them.
+    draft_probs: receives the distributions of drafts, if verification needs them.
     """
 
     def __init__(
@@ -126,18 +121,14 @@ class DraftRunner:
         self._requests: list[RequestRow] = []
         self._rows = self._num_known = self._num_tokens = self._num_computed = np.empty(0, dtype=np.int64)
         self._drawn_from: list[list[Tensor]] = []
-        self._has_noted = False  # a pass was made since `begin`
+        self._has_noted = False  # since `begin`
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Apply a scheduler's output, after `InputBatch.update` has applied it."""
+        """Call after `InputBatch.update`."""
         self.kv.update(scheduled)
 
     def warm_up(self, request_id: str) -> None:
-        """Make the first pass with this request, unless it was made already. Its drafts are discarded.
-
-        This records the pass and captures graphs before a request waits for them. Does nothing if the request is longer
-        than the model's longest sequence.
-        """
+        """Make the first pass, which captures graphs, with this request, unless it is too long for the model."""
         num_tokens = self._batch.num_tokens[self._batch.requests[request_id].row]
         if self.forward_pass.has_run or num_tokens > self.max_model_len:
             return
@@ -149,7 +140,7 @@ class DraftRunner:
             self._draft_probs.pop(request_id, None)
 
     def begin(self, request_ids: Sequence[str]) -> None:
-        """Start drafting for these requests. Later calls refer to them by their index here."""
+        """Start drafting. Later calls refer to these requests by index."""
         self._requests = requests = [self._batch.requests[request_id] for request_id in request_ids]
         self._drawn_from = [[] for _ in requests]
         self._rows = rows = np.array([request.row for request in requests])
@@ -159,11 +150,10 @@ class DraftRunner:
         self._batch.write_scratch_blocks(rows, [scratch[rows] for scratch in self._scratch_blocks])
 
     def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Choose a token for each request whose known tokens have KV after one pass, and append it.
+        """Choose and append a token for each request that has KV of all known tokens after one pass.
 
-        indices: int64 [n], into the requests of `begin`. Returns the tokens, int64 [n], -1 for a request that has not
-        caught up or failed, and bool [n], whether the request can continue. If the pass has too little room for all
-        missing tokens, the requests with the fewest are served first.
+        Returns the tokens, -1 for a request that has not caught up or failed, and whether each can continue. If the
+        pass lacks room, the requests that miss fewest tokens are served first.
         """
         rows, first, num_tokens = self._rows[indices], self._num_computed[indices], self._num_tokens[indices]
         counts = num_tokens - first
@@ -185,7 +175,7 @@ class DraftRunner:
     def _catch_up(
         self, indices: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Compute `counts` tokens of each request; choose a token for those that have caught up after that."""
+        """Compute `counts` tokens of each request; choose for those that have caught up."""
         ends = self._num_computed[indices] + counts
         is_due, is_part = ends == self._num_tokens[indices], counts > 0
         part = indices[is_part]
@@ -205,7 +195,7 @@ class DraftRunner:
         return chosen, goes_on
 
     def _note_known(self, indices: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Record the known tokens that the first pass computed. `end` records the guesses that follow them."""
+        """Record known tokens."""
         if not self._has_noted:
             self._has_noted = True
             self.kv.note_known(self._rows[indices], ends)
@@ -215,9 +205,7 @@ class DraftRunner:
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Choose and append a token for each row of hidden states.
 
-        Returns the tokens, and whether each request continues.
-
-        known_there: int32 [n] on the device, the number of tokens of each request.
+        Returns the tokens, and whether each request continues. known_there: int32 [n] on the device.
         """
         requests = [self._requests[index] for index in indices.tolist()]
         rows, num_tokens = self._rows[indices], self._num_tokens[indices]
@@ -243,7 +231,7 @@ class DraftRunner:
         return chosen, np.array(goes_on)
 
     def end(self) -> None:
-        """Record how far drafts were computed, and publish the distributions that they were drawn from."""
+        """Record how far drafts were computed, and publish their distributions."""
         requests, self._requests = self._requests, []
         if self._has_noted:
             self._has_noted = False
@@ -255,7 +243,7 @@ class DraftRunner:
 
 
 def _within(budget: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Divide a budget of tokens among requests that need `counts` tokens: the smallest counts are served first."""
+    """Serve the smallest counts first."""
     order = np.argsort(counts, kind="stable")
     before = np.empty_like(counts)
     before[order] = counts[order].cumsum() - counts[order]

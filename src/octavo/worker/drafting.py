@@ -1,4 +1,4 @@
-"""Proposes drafts, after a step, for each of its requests that continues."""
+"""Proposes drafts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ logger = logging.getLogger(__name__)
 class Drafting:
     """Calls a proposer, and cuts off drafts that cannot be accepted.
 
-    seconds, num_passes: duration and passes of the drafting model in the newest step. computed: ids of the requests
-    whose drafts a model computed in that step.
-    draft_probs: the distribution of each draft, float32 [num_drafts, vocab], for requests whose newest drafts were
-    drawn by `Verification.draw_drafts` for rejection sampling. The drafting model writes it in `propose`; it is valid
-    until new drafts are proposed.
+    computed: requests with newest drafts of a model. draft_probs: the distribution of each draft, float32 [num_drafts,
+    vocab], by request, if its newest drafts were drawn for rejection sampling.
     """
 
     def __init__(self, proposer: Proposer, batch: InputBatch, tasks: SampleTasks) -> None:
@@ -42,7 +39,7 @@ class Drafting:
         self._tasks = tasks
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the state of requests that were preempted."""
+        """Drop preempted requests' state."""
         request_ids = list(request_ids)
         self._drop_probs(request_ids)
         self.proposer.forget(request_ids)
@@ -53,7 +50,7 @@ class Drafting:
                 self.draft_probs.pop(request_id, None)
 
     def finish(self, request_ids: Iterable[str]) -> None:
-        """Pass the tokens of ended requests to the proposer while the batch still has them. Ignores unknown ids."""
+        """Pass ended requests to the proposer before the batch drops them. Ignores unknown ids."""
         if not self.proposer.num_speculative_tokens:
             return
         self._drop_probs(request_ids)
@@ -77,8 +74,7 @@ class Drafting:
     ) -> dict[str, list[int]]:
         """Return the drafts of a step's requests.
 
-        sampled_token_ids: the tokens that each request got in the step. max_drafts: how many drafts are worthwhile for
-        a request, of a drafting model's if there is one; a request that is not listed has no bound.
+        max_drafts: how many drafts are worthwhile, of a drafting model's if there is one; no entry means no bound.
         """
         if not self.proposer.num_speculative_tokens:
             return {}
@@ -123,7 +119,7 @@ class Drafting:
         return {request_id: drafts for request_id, drafts in found.items() if drafts}
 
     def _max_drafts(self, request: RequestRow, num_tokens: int, token_ids: list[int]) -> int:
-        """Return how many drafts can be followed by another token of the request; 0 if it has ended."""
+        """Return how many drafts can be followed by another token."""
         params = request.sampling_params
         num_output = num_tokens - request.num_prompt_tokens
         may_end = num_output > params.min_tokens
@@ -135,11 +131,10 @@ class Drafting:
         return most if params.max_tokens is None else min(most, params.max_tokens - num_output - 1)
 
     def _cut(self, task: DraftTask, drafts: list[int]) -> list[int]:
-        """Drop the first useless draft, and all drafts after it.
+        """Drop all drafts from the first useless one.
 
-        A draft that ends the request is useless: nothing follows it, and the target chooses its token without it. So is
-        a draft that the grammar forbids. If the drafts were drawn for rejection sampling, the first useless one stays:
-        to verify or drop a draft because of its token would bias the result.
+        A draft that ends the request or that the grammar forbids is useless. If drafts were drawn for rejection
+        sampling, the first useless one stays: to verify or drop a draft because of its token would bias the result.
         """
         request = self._batch.requests[task.request_id]
         drafts = drafts[: task.max_drafts]
@@ -150,7 +145,7 @@ class Drafting:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            # The grammar failed. The next step ends the request, when a token is due.
+            # The next step ends the request.
             logger.info("request %s gets no drafts: %s", task.request_id, error)
             request.matcher = None
             return []

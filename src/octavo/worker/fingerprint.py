@@ -1,4 +1,4 @@
-"""Take an engine's fingerprint: checksums of its weights and tables, and of the logits of a fixed prompt."""
+"""Takes an engine's fingerprint."""
 
 from __future__ import annotations
 
@@ -21,14 +21,11 @@ if TYPE_CHECKING:
     from octavo.models.layers import CausalLM
     from octavo.worker.model_runner import ModelRunner
 
-_FIRST_ROWS = 256  # of rotary tables, in the keys of KV: engines that serve other lengths agree in them, too
+_FIRST_ROWS = 256  # of rotary tables, in the keys of KV: they are equal for all lengths
 
 
 def take_fingerprint(runner: ModelRunner, num_prompt_tokens: int, num_threads: int) -> EngineFingerprint:
-    """Return the fingerprint of an engine of compiled CPU kernels: they give the same results in every start.
-
-    Reads all weights once on `num_threads` threads, and runs a prompt of num_prompt_tokens.
-    """
+    """Return the fingerprint of compiled CPU kernels, which repeat their results in every start."""
     kernels, model = runner.kernels, runner.model
     draft = None if runner.draft_runner is None else runner.draft_runner.forward_pass.model
     return EngineFingerprint(
@@ -43,7 +40,7 @@ def take_fingerprint(runner: ModelRunner, num_prompt_tokens: int, num_threads: i
 
 
 def _weights(model: CausalLM) -> Iterator[Tensor]:
-    """Yield all packed weights with their biases, and the norms."""
+    """Yield weights, biases and norms."""
     for linear in model.linears:
         for part in model.kernels.keep_linear(linear):
             yield part.data
@@ -53,9 +50,9 @@ def _weights(model: CausalLM) -> Iterator[Tensor]:
 
 
 def check_tables(model: CausalLM) -> None:
-    """Compute each rotary table and query scale again and compare all bits: they depend on the configuration alone.
+    """Compute each rotary table and query scale again and compare all bits. Raises `FingerprintError`.
 
-    Raises `FingerprintError`. Tables that pass are equal in all rows if their first rows are.
+    So tables of one configuration are equal if their first rows are.
     """
     for attention in _attentions(model):
         rope, table, scale = attention.config.rope, attention.cos_sin, attention.query_scale
@@ -73,7 +70,7 @@ def check_tables(model: CausalLM) -> None:
 
 
 def _attentions(model: CausalLM) -> Iterable[Attention]:
-    """Return one attention for each rotary table: layers share them."""
+    """Return distinct attentions."""
     attentions = [layer.attention for layer in model.layers if isinstance(layer.attention, Attention)]
     return {(each.config.rope, each.config.head_dim): each for each in attentions}.values()
 
@@ -93,5 +90,5 @@ def _first_rows(model: CausalLM) -> Iterator[Tensor]:
 
 
 def _canonical(logits: Tensor) -> Tensor:
-    """Return logits with one bit pattern for all NaN: a broken model has a fingerprint, too."""
+    """Make NaNs equal."""
     return torch.where(logits.isnan(), torch.nan, logits)

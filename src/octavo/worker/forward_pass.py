@@ -1,4 +1,4 @@
-"""A model over one KV cache: its forward pass, recorded if the kernels can, and its logits."""
+"""One model's passes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class ForwardPass:
     """Computes steps of one model.
 
-    max_tokens: rows that the recording has room for; larger steps run without it. decodes: steps that are captured as
-    graphs. recorded: None until the first step, and if the kernels cannot record.
+    max_tokens: rows of the recording; larger steps run without it. recorded: None until the first step, and if the
+    kernels cannot record.
     """
 
     def __init__(
@@ -40,14 +40,11 @@ class ForwardPass:
 
     @property
     def has_run(self) -> bool:
-        """True if there was a step, so that nothing is recorded or captured any more."""
+        """True after the first step."""
         return self._is_recorded
 
     def __call__(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """Return hidden states [num_outputs, hidden], valid until the next call; writes this step's KV.
-
-        The first step, that of the warm-up, is recorded if the kernels can.
-        """
+        """Return hidden states [num_outputs, hidden], valid until the next call; writes KV."""
         if self.recorded is not None and token_ids.shape[0] <= self.max_tokens:
             return self.recorded(token_ids, batch)
         if self._is_recorded:
@@ -62,14 +59,13 @@ class ForwardPass:
         return self.model.forward(token_ids, batch, self.kv_cache)
 
     def compute_logits(self, hidden: torch.Tensor, most_rows: int) -> torch.Tensor:
-        """Return float32 [rows, vocab_size], valid until the next call. most_rows: the most rows of any call.
+        """Return float32 [rows, vocab_size], valid until the next call. most_rows: of any call.
 
-        Their memory is kept, because malloc would not keep so large a piece. If it were allocated anew, the system
-        would zero its pages each time, which takes a tenth of a step of 64 rows.
+        The memory is kept: zeroing its pages anew takes a tenth of a step of 64 rows.
         """
         rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
         if rows * vocab_size > self._logits.numel():
-            self._logits = torch.empty(0)  # free it before its successor is allocated
+            self._logits = torch.empty(0)  # free it first
             with_room = max(rows, min(2 * rows, most_rows))
             self._logits = torch.empty(with_room * vocab_size, dtype=torch.float32, device=hidden.device)
         return self.model.compute_logits(hidden, self._logits[: rows * vocab_size].view(rows, vocab_size))

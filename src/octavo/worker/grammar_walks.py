@@ -1,7 +1,6 @@
-"""Walks of grammars on a thread of their own. A step waits for them for a share of its own time, then continues.
+"""Walks of grammars on a thread of their own. A step waits for them for a share of its own time.
 
-To compute what a grammar allows may take 20 ms, which is several steps of a small model. If a request's walk is late,
-its token follows in a later step.
+A mask may take 20 ms, which is several steps of a small model. If a walk is late, its token follows in a later step.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ if TYPE_CHECKING:
     Masks = list["NDArray[np.bool_]"]
     import numpy as np
 
-_SHARE = 0.25  # of the time from a step's begin until its tokens are chosen
+_SHARE = 0.25  # of the step's time so far
 _LEAST_S = 0.001
-_ALONE_S = 0.005  # if no request of the step could get a token; requests that arrive meanwhile wait for so long
-_PATIENCE = 10.0  # a walk starts after all walks that are added within this multiple of its last duration
+_ALONE_S = 0.005  # if no request of the step could get a token
+_PATIENCE = 10.0  # walks added within this multiple of a walk's last duration precede it
 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """The tokens that a grammar allows after a request's newest token and after each draft, as far as it was walked.
+    """The tokens that a grammar allows after a request's newest token and after each draft.
 
-    masks: bool [vocab] each. They end after a draft that the grammar forbids, or before an error.
+    masks: bool [vocab] each. They end after a forbidden draft, or before an error.
     """
 
     masks: Masks
@@ -41,10 +40,7 @@ class Walked:
 
 @dataclass(slots=True)
 class Walk:
-    """A request's walk over the tokens that are new since its last walk.
-
-    num_tokens: number of known tokens. drafts: follow these. seconds: how long the walk took.
-    """
+    """A walk over new tokens. num_tokens: known tokens. drafts: follow these."""
 
     num_tokens: int
     drafts: list[int]
@@ -53,17 +49,17 @@ class Walk:
 
     @property
     def is_ready(self) -> bool:
-        """True if the result is available."""
+        """Whether it ended."""
         return self.result.done()
 
     def wait(self) -> None:
-        """Wait until the walk is over, without a time limit. A walk that has not begun is cancelled instead."""
+        """Wait until the walk is over, or cancel it before it begins."""
         if not self.result.cancel():
             wait([self.result])
 
 
 class GrammarWalks:
-    """Runs walks one after another; those that are probably short begin first."""
+    """Runs walks, those that are probably short first."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar-walk")
@@ -71,14 +67,11 @@ class GrammarWalks:
         self._numbers = itertools.count()  # breaks ties
 
     def add(self, walk: Walk, run: Callable[[], Walked], last_s: float) -> None:
-        """Queue a walk for `begin`. last_s: duration of the request's last walk in seconds."""
+        """Queue a walk. last_s: the last one's duration."""
         self._waiting.put((time.monotonic() + _PATIENCE * last_s, next(self._numbers), walk, run))
 
     def begin(self) -> None:
-        """Start the queued walks.
-
-        A step wakes the thread once for all its walks, because waking it costs as much as a short walk.
-        """
+        """Start the queued walks together: waking the thread costs as much as a short walk."""
         if not self._waiting.empty():
             self._executor.submit(self._run_all)
 
@@ -103,11 +96,7 @@ class GrammarWalks:
 
 
 def wait_for(walks: Sequence[Walk], step_s: float, *, is_all: bool) -> None:
-    """Wait until walks are over, but only for a fraction of the time that the step took so far.
-
-    step_s: that time in seconds. is_all: True if every request of the step needs one of these walks; then waits longer
-    for the first of them.
-    """
+    """Wait for walks for a fraction of the step's time so far, or longer for the first if all requests need one."""
     pending = [walk.result for walk in walks if not walk.is_ready]
     if not pending:
         return

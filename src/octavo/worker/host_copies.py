@@ -1,8 +1,7 @@
-"""Copies between host memory and the device for the steps in flight: memory is not overwritten before it is copied.
+"""Copies between host memory and the device for the steps in flight.
 
-On a GPU a copy is enqueued after the work of earlier steps, and is made when that work is done. Until then its source
-on the host must not change. So the arrays of a step are copied from pinned memory of that step, and two steps use two
-sets in turn. On a CPU nothing needs to be copied.
+A GPU makes an enqueued copy after earlier work; its source must not change until then. So arrays are copied from pinned
+memory, of which steps use two sets in turn. A CPU copies nothing.
 """
 
 from __future__ import annotations
@@ -19,44 +18,44 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-NUM_SETS = 2  # sets of pinned memory: a step may be launched while the one before it is computed
-_FIRST_BYTES = 1 << 16  # initial size of a set; it grows with its steps
-_ALIGNMENT = 64  # bytes; of each array there and on the device, where kernels read 16 bytes at a time
+NUM_SETS = 2  # as many steps are in flight
+_FIRST_BYTES = 1 << 16  # of a set, which grows
+_ALIGNMENT = 64  # bytes, of each array: kernels read 16 bytes at a time
 
 
 class Mark(Protocol):
     """A position in the order of a device's work."""
 
     def synchronize(self) -> None:
-        """Wait until all earlier work is done. Raises the error of that work, if any."""
+        """Wait until all earlier work is done. Raises its error."""
         ...
 
 
 class DeviceQueue(Protocol):
-    """A device's work, done in the order in which it is enqueued."""
+    """A device's work."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Return uint8 [num_bytes] of host memory that the device itself can copy from and to."""
+        """Return uint8 [num_bytes] of device-accessible host memory."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy. One of the two tensors is in such host memory, the other one on the device."""
+        """Enqueue a copy."""
         ...
 
     def mark(self) -> Mark:
-        """Return the position after all enqueued work."""
+        """Mark all enqueued work."""
         ...
 
 
 class CudaQueue:
-    """The current stream of a GPU."""
+    """A GPU's current stream."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """Return pinned memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy without waiting."""
+        """Enqueue without waiting."""
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> Mark:
@@ -66,7 +65,7 @@ class CudaQueue:
 
 
 class HostCopies(Protocol):
-    """Copies arrays of the steps in flight. Call `begin` in each step before its first array."""
+    """Copies arrays. Each step calls `begin` first."""
 
     device: torch.device
 
@@ -75,40 +74,37 @@ class HostCopies(Protocol):
         ...
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
-        """Return an array as a tensor on the device, for work that is enqueued later.
+        """Return a tensor on the device, for work that is enqueued later.
 
-        The array may be changed afterwards, unless the device is a CPU: then array and tensor may share memory.
+        The array may be changed afterwards, unless the device is a CPU: then both may share memory.
         """
         ...
 
     def to_device_together(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-        """Return arrays as tensors on the device, as `to_device` does, with a single copy if any is needed.
-
-        The tensors share one piece of device memory, which is freed when none of them is used any more.
-        """
+        """Do as `to_device` does, with one copy, into device memory that the tensors share."""
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in host memory that has this one's content when a later `mark` is passed.
+        """Return a tensor that has this content on the host when a later `mark` is passed.
 
         On a CPU it is the tensor itself: a caller that changes it later must copy it first.
         """
         ...
 
     def mark(self) -> Mark:
-        """Return the position after all enqueued work."""
+        """Mark all enqueued work."""
         ...
 
 
 class _Passed:
-    """The mark of a device without pending work."""
+    """A mark without work."""
 
     def synchronize(self) -> None:
         """Return immediately."""
 
 
 class SharedMemory:
-    """`HostCopies` of a CPU: host memory is device memory."""
+    """`HostCopies` of a CPU."""
 
     device = torch.device("cpu")
     _passed = _Passed()
@@ -117,41 +113,41 @@ class SharedMemory:
         """Do nothing."""
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
-        """Return a tensor that shares the array's memory if that is contiguous."""
+        """Share the memory."""
         return torch.from_numpy(np.ascontiguousarray(array))
 
     def to_device_together(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-        """Return tensors that share the memory of contiguous arrays."""
+        """Share the memory."""
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself."""
+        """Return the tensor."""
         return tensor
 
     def mark(self) -> Mark:
-        """Return a mark that is already passed."""
+        """Return a passed mark."""
         return self._passed
 
 
 class _PinnedSet:
-    """Memory that the arrays of one step are copied from, one array after another."""
+    """One step's pinned memory."""
 
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
         self._memory = queue.host_memory(_FIRST_BYTES)
-        self._full: list[Tensor] = []  # full pieces that this step's copies still read; freed by `rewind`
+        self._full: list[Tensor] = []  # still read by copies
         self._num_used = 0
-        self.last_copy: Mark | None = None  # mark after the copies of the set's last step
+        self.last_copy: Mark | None = None  # of its last step
 
     def rewind(self) -> None:
-        """Free all memory for another step, after waiting until nothing is copied from it."""
+        """Wait until nothing is copied from it, and reuse it."""
         if self.last_copy is not None:
             self.last_copy.synchronize()
         self._full.clear()
         self._num_used = 0
 
     def write(self, arrays: Sequence[NDArray[np.generic]], sizes: Sequence[int]) -> Tensor:
-        """Return a copy of arrays in this memory, valid until `rewind`. sizes: bytes that each array takes there."""
+        """Return a copy of arrays, valid until `rewind`. sizes: with padding."""
         num_bytes = sum(sizes)
         if self._num_used + num_bytes > len(self._memory):
             self._full.append(self._memory)
@@ -167,10 +163,9 @@ class _PinnedSet:
 
 
 class PinnedMemory:
-    """`HostCopies` of a device with memory of its own, in `NUM_SETS` sets of pinned memory that are used in turn.
+    """`HostCopies` of a device with memory of its own.
 
-    A set is reused only when the device has made all copies from it. There is no wait if the step before the last was
-    collected.
+    To reuse a set takes no time if the step before the last was collected.
     """
 
     def __init__(self, device: torch.device, queue: DeviceQueue, num_sets: int = NUM_SETS) -> None:
@@ -180,18 +175,18 @@ class PinnedMemory:
         self._number = 0
 
     def begin(self) -> None:
-        """Switch to the set of the step before the last."""
+        """Switch sets."""
         self._sets[self._number].last_copy = self._queue.mark()
         self._number = (self._number + 1) % len(self._sets)
         self._sets[self._number].rewind()
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
-        """Return a new tensor on the device; the copy into it, from this step's set, is enqueued."""
+        """Enqueue a copy."""
         (tensor,) = self.to_device_together([array])
         return tensor
 
     def to_device_together(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-        """Return parts of one new tensor on the device; the copy into it, from this step's set, is enqueued."""
+        """Enqueue one copy."""
         sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
         source = self._sets[self._number].write(arrays, sizes)
         target = torch.empty(len(source), dtype=torch.uint8, device=self.device)
@@ -209,13 +204,13 @@ class PinnedMemory:
         return tensors
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return new pinned memory, owned by the caller; the copy of the tensor into it is enqueued."""
+        """Enqueue a copy; the caller owns the memory."""
         target = self._queue.host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         self._queue.copy(target, tensor)
         return target
 
     def mark(self) -> Mark:
-        """Return the position after all enqueued work."""
+        """Mark all enqueued work."""
         return self._queue.mark()
 
 
@@ -225,5 +220,5 @@ def _torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
 
 
 def create_host_copies(device: torch.device) -> HostCopies:
-    """Return the copies of a device."""
+    """Return a device's copies."""
     return SharedMemory() if device.type == "cpu" else PinnedMemory(device, CudaQueue())

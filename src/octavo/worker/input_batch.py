@@ -1,10 +1,7 @@
-"""The worker's memory of its requests, and the ragged batch that a step makes of them.
+"""The worker's requests, and the ragged batch of a step, gathered without a loop over requests.
 
-Every request has one row of persistent arrays, so a step's inputs are gathered without a loop over requests.
-
-A step may be launched before the one before it is collected. The host does not know that step's tokens then: they are
-awaited. Each awaited token is represented by -1 less the row's number, and the device feeds the row's last sampled
-token instead.
+A step may be launched before the previous one is collected: its tokens are awaited. The host writes -1 less the row's
+number, and the device feeds the row's last sampled token instead.
 """
 
 from __future__ import annotations
@@ -34,11 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestRow:
-    """The data of one request that is not kept in arrays.
+    """The data of a request that is not kept in arrays.
 
-    row: the request's index in the arrays.
-    predicted_token_ids: int32, the output that the client expects.
-    has_failed: a step could not choose a token; the results of steps launched after that one are discarded.
+    has_failed: a step could not choose a token; results of later steps are discarded.
     """
 
     row: int
@@ -48,26 +43,22 @@ class RequestRow:
     stop_token_ids: frozenset[int]
     cache_salt: str | None = None
     predicted_token_ids: NDArray[np.int32] | None = None
-    matcher: Matcher | None = None  # the position in the grammar; built again after a preemption
-    walk: Walk | None = None  # the matcher's last walk
+    matcher: Matcher | None = None  # None after a preemption
+    walk: Walk | None = None  # the last one
     has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """One step, ready for the model. Nothing is padded: the rows of one request follow those of another.
+    """One step, ready for the model, without padding.
 
-    token_ids       int64 [num_tokens]
-    attention       positions, slots, block tables (see `AttentionBatch`)
-    requests        the step's requests, in the order of their rows (see `prepare_inputs`)
-    output_start    the first row of hidden states of each request, then the number of all: a request has every row if
-                    its prompt's logprobs or hidden states are wanted, otherwise the rows that are sampled
-    sampled         indices into `requests` of the requests that have no known token left to compute after this step;
-                    each gets one token after its newest token and one after each draft
-    cu_num_logits   int32 [len(sampled) + 1], the first row of logits of each sampled request, then the number of rows
-    sampled_rows    int64 [num_logits], for each row of logits the request's row in the worker's arrays
-    num_known       int64 [num_logits], the number of tokens before the one that is chosen from each row of logits
-    logits_indices  int64 [num_logits], the row of hidden states of each row of logits; None if these are all rows
+    output_start    each request's first row of hidden states, then their number: all its rows if its prompt's logprobs
+                    or hidden states are wanted, otherwise those that are sampled
+    sampled         indices into `requests`: no known token remains to be computed after this step
+    cu_num_logits   int32 [len(sampled) + 1], the first row of logits of each, then their number
+    sampled_rows    int64 [num_logits], the row in the worker's arrays
+    num_known       int64 [num_logits], the number of tokens before the chosen one
+    logits_indices  int64 [num_logits], rows of hidden states; None for all
     rows_there, known_there: sampled_rows, and num_known as int32, on the device
     """
 
@@ -90,18 +81,12 @@ class ModelInputs:
 
 
 class InputBatch:
-    """The requests that the worker knows, one row each, at most `max_num_seqs`. `update` applies a scheduler's output.
+    """The requests that the worker knows, one row each.
 
-    Only `append_sampled` makes sampled tokens known. The known tokens of a row may be followed by tokens that are
-    awaited (`await_sampled`) or by drafts of the step.
-    copies: to the device; None for a CPU.
-    num_scratch_blocks: of each request; `write_scratch_blocks` appends them to the request's own blocks.
-    num_groups: number of KV groups.
-    num_changes: how often a request left or failed.
-    block_tables: for each KV group [max_num_seqs, blocks]. The entries of released blocks are undefined.
-    num_blocks: int64 [num_groups, max_num_seqs], the length of each table.
-    num_position_dims: the number of dimensions of a position. After a prompt, all dimensions count on from the largest
-        position in it.
+    Only `append_sampled` makes sampled tokens known; awaited tokens or drafts may follow them. num_changes: how often a
+    request left or failed. block_tables: for each KV group [max_num_seqs, blocks]; entries of released blocks are
+    undefined. num_blocks: int64 [num_groups, max_num_seqs]. num_position_dims: after a prompt, all dimensions count on
+    from its largest position.
     """
 
     def __init__(
@@ -120,7 +105,7 @@ class InputBatch:
         self._tensors = copies.to_device_together
         self.requests: dict[str, RequestRow] = {}
         self.num_changes = 0
-        # One more than the model's length: the last sampled token is never fed back, yet it is known.
+        # One more: the last sampled token is known, but never fed back.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.num_position_dims = num_position_dims
         self._rotary_positions: dict[int, NDArray[np.int64]] = {}  # of prompts, by row: [num_position_dims, num_tokens]
@@ -136,7 +121,7 @@ class InputBatch:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Remove requests that ended or were preempted, add new ones, and append the new blocks of all running ones."""
+        """Apply a scheduler's output."""
         for request_id in (*scheduled.finished_req_ids, *scheduled.preempted_req_ids):
             self.remove_request(request_id)
         for data in scheduled.scheduled_new_reqs:
@@ -144,10 +129,7 @@ class InputBatch:
         self._update_cached(scheduled.scheduled_cached_reqs)
 
     def add_request(self, data: NewRequestData) -> None:
-        """Add a request with all its data.
-
-        Raises `ValueError` for positions of another number of dimensions than the model's; nothing changes then.
-        """
+        """Add a request. Raises `ValueError`, before any change, for positions of other dimensions."""
         if data.rotary_positions is not None and len(data.rotary_positions) != self.num_position_dims:
             raise ValueError(f"positions of {len(data.rotary_positions)} dimensions, not of {self.num_position_dims}")
         row, predicted = self._free_rows.pop(), data.predicted_token_ids
@@ -172,7 +154,7 @@ class InputBatch:
             self._append_blocks(group, row, block_ids)
 
     def remove_request(self, request_id: str) -> None:
-        """Remove a request. Ignores unknown ids: a request may end before it ever runs."""
+        """Remove a request. Ignores ids of requests that never ran."""
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._free_rows.append(request.row)
@@ -191,36 +173,35 @@ class InputBatch:
                     self._append_blocks(group, row, block_ids)
 
     def await_sampled(self, sampled_rows: torch.Tensor, sampled: torch.Tensor, rows: NDArray[np.int64]) -> None:
-        """Let the next step feed the tokens that this one sampled, before the host knows them.
+        """Let the next step feed the tokens that this one sampled.
 
-        sampled_rows: int64 [n], each row once. sampled: int64 [n]. Both are on the device. rows: the rows whose
-        requests get their sampled token; in other rows it counts as not sampled.
+        sampled_rows, sampled: int64 [n] on the device, each row once. rows: those that get their token.
         """
         self.last_sampled.index_copy_(0, sampled_rows, sampled)
         self.token_ids[rows, self.num_tokens[rows] + self.num_awaited[rows]] = -1 - rows
         self.num_awaited[rows] += 1
 
     def end_awaiting(self, rows: NDArray[np.int64], left: Iterable[RequestRow]) -> None:
-        """Await one token less in `rows`, since it has arrived. The rows of requests in `left` may have new owners."""
+        """Await one token less in `rows`, except for gone requests in `left`: their rows may have been reused."""
         gone = [request.row for request in left if not self._has(request)]
         self.num_awaited[rows[~np.isin(rows, gone)] if gone else rows] -= 1
 
     def left_among(self, requests: Iterable[RequestRow]) -> list[RequestRow]:
-        """Return the requests that have ended, were preempted or failed."""
+        """Return the requests that have ended or failed."""
         return [request for request in requests if request.has_failed or not self._has(request)]
 
     def _has(self, request: RequestRow) -> bool:
-        """Return True if this request still has its row: another request may have its id or its row by now."""
+        """Return True if this object has its row: ids are reused."""
         return self.requests.get(request.request_id) is request
 
     def fail(self, requests: Iterable[RequestRow]) -> None:
-        """Mark these requests as failed."""
+        """Mark as failed."""
         for request in requests:
             request.has_failed = True
             self.num_changes += 1
 
     def append_sampled(self, sampled_token_ids: Mapping[str, list[int]]) -> None:
-        """Append the tokens that a step chose to the known tokens."""
+        """Append chosen tokens."""
         rows = np.array([self.requests[request_id].row for request_id in sampled_token_ids], dtype=np.int64)
         counts = np.array(list(map(len, sampled_token_ids.values())), dtype=np.int64)
         token_ids = list(chain.from_iterable(sampled_token_ids.values()))
@@ -237,24 +218,23 @@ class InputBatch:
         self.num_blocks[group, row] += len(block_ids)
 
     def known_tokens(self, request: RequestRow) -> NDArray[np.int32]:
-        """Return the prompt and output of a request so far, as a view."""
+        """Return prompt and output, as a view."""
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
     def write_behind(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
-        """Write tokens after the known ones, valid until a token is sampled. Returns a view of both."""
+        """Write tokens after the known ones, until one is sampled. Return a view of both."""
         start = int(self.num_tokens[request.row])
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
         return self.token_ids[request.row, : start + len(token_ids)]
 
     def input_tokens(self, inputs: ModelInputs) -> NDArray[np.int64]:
-        """Return the input token of each row of logits: [num_logits]."""
+        """Return input tokens."""
         return self.token_ids[inputs.sampled_rows, inputs.num_known - 1].astype(np.int64)
 
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
-        """Gather the ragged batch of a step. The next position of a request is its number of computed tokens.
+        """Gather the ragged batch of a step.
 
-        Long work comes first; then requests that begin with the same block follow one another, so that attention reads
-        the blocks that they share once for all of them.
+        Long work comes first; in equal work, requests with the same first block are adjacent: attention reads it once.
         """
         requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))
@@ -266,13 +246,12 @@ class InputBatch:
         num_drafts = self._write_drafts(requests, scheduled.scheduled_spec_decode_tokens) if has_drafts else 0
         computed = self.num_computed_tokens[rows]
         seq_lens = computed + counts
-        num_fed = self.num_tokens[rows] + self.num_awaited[rows] + num_drafts  # of each that is computed to its end
+        num_fed = self.num_tokens[rows] + self.num_awaited[rows] + num_drafts  # if computed to its end
         num_logits = (seq_lens == num_fed) * (num_drafts + 1)
         sampled = num_logits.nonzero()[0]
         looks_at_prompt = self.looks_at_prompt[rows]
         num_outputs = np.where(looks_at_prompt, counts, num_logits) if looks_at_prompt.any() else num_logits
         output_start = _starts(num_outputs)
-        # Of each that is sampled: as many rows as there are drafts, and one; usually that one.
         cu_num_logits = np.arange(len(sampled) + 1, dtype=np.int32)
         sampled_rows, num_known, logits_indices = rows[sampled], seq_lens[sampled], output_start[1:][sampled] - 1
         if has_drafts:
@@ -312,13 +291,10 @@ class InputBatch:
         *,
         num_groups: int,
     ) -> tuple[torch.Tensor, AttentionBatch, list[torch.Tensor]]:
-        """Return token ids and attention input for some tokens of each row, from its first position on.
+        """Return token ids and attention input for `counts` tokens of each row from `first` on.
 
-        output_start: first wanted hidden state of each row among all wanted ones, then their number. A row's wanted
-        hidden
-            states are those of its last tokens.
-        others: arrays that the same copy brings to the device; the third value returned holds them there.
-        num_groups: number of KV groups of the cache.
+        The third value is `others` on the device. output_start: start of each row's wanted hidden states, those of its
+        last tokens, then their number.
         """
         query_start = _starts(counts)
         row_of_token, positions = rows, first  # if each has one token
@@ -349,25 +325,19 @@ class InputBatch:
         return fed, attention, list(tensors)
 
     def _fed(self, token_ids: NDArray[np.int32], fed: torch.Tensor) -> torch.Tensor:
-        """Return the model's input tokens as int64 on the device, with awaited tokens replaced by the sampled ones.
-
-        fed: the token ids on the device. Token 0 replaces a token that could not be chosen; its results are discarded.
-        """
+        """Replace awaited tokens. Token 0 replaces one that could not be chosen: its results are discarded."""
         if np.minimum.reduce(token_ids, initial=0) >= 0:
             return fed
         sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)
         return torch.where(fed < 0, sampled, fed)
 
     def write_scratch_blocks(self, rows: NDArray[np.int64], block_ids: Sequence[NDArray[np.int32]]) -> None:
-        """Write blocks after those of the rows' requests; they stay until the requests get new blocks.
-
-        block_ids: for each KV group [len(rows), n].
-        """
+        """Write blocks, [len(rows), n] for each KV group, after the requests' own."""
         for tables, num_blocks, ids in zip(self.block_tables, self.num_blocks, block_ids, strict=False):
             tables[rows[:, None], num_blocks[rows, None] + np.arange(ids.shape[1])] = ids
 
     def _write_drafts(self, requests: list[RequestRow], drafts: dict[str, list[int]]) -> NDArray[np.int64]:
-        """Write drafts after the known tokens of their requests, for this step. Returns how many each has."""
+        """Write drafts after the known tokens. Return their counts."""
         num_drafts = np.zeros(len(requests), dtype=np.int64)
         for index, request in enumerate(requests):
             token_ids = drafts.get(request.request_id, [])
@@ -385,7 +355,7 @@ class InputBatch:
         width: int,
         num_groups: int,
     ) -> list[NDArray[np.generic]]:
-        """Return the arrays for `_attention`: three, tables (cut to `width`) and slots by group, rotary ones."""
+        """Return the arrays for `_attention`, with tables cut to `width`."""
         indices, offsets = positions // self.block_size, positions % self.block_size
         arrays: list[NDArray[np.generic]] = [query_start.astype(np.int32), seq_lens.astype(np.int32), positions]
         for tables in self.block_tables[:num_groups]:
@@ -398,7 +368,7 @@ class InputBatch:
     def _rotary(
         self, query_start: NDArray[np.integer], rows: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the positions of tokens in all dimensions: [num_position_dims, num_tokens]."""
+        """Return [num_position_dims, num_tokens]."""
         rotary = np.repeat(positions[None], self.num_position_dims, axis=0)
         for row, start, end in zip(rows.tolist(), query_start[:-1].tolist(), query_start[1:].tolist(), strict=True):
             known = self._rotary_positions.get(row)
@@ -409,7 +379,7 @@ class InputBatch:
         return rotary
 
     def _attention(self, tensors: Iterator[torch.Tensor], num_groups: int) -> AttentionBatch:
-        """Return the batch of the next tensors, which are in the order of `_attention_arrays`."""
+        """Make a batch."""
         query_start, seq_lens, positions = islice(tensors, 3)
         batch = AttentionBatch(query_start, seq_lens, next(tensors), positions, next(tensors), self.block_size)
         if num_groups > 1:
@@ -425,13 +395,13 @@ class InputBatch:
 
 
 def _starts(counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the start of each of consecutive runs of these lengths, then the sum of the lengths."""
+    """Return exclusive sums, and the total."""
     starts = np.zeros(len(counts) + 1, dtype=np.int64)
     counts.cumsum(out=starts[1:])
     return starts
 
 
 def _ranges(first: NDArray[np.integer], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return, for each pair of first and count, the numbers first, first + 1, ..., one run after another."""
+    """Return first, first + 1, ... for each pair, concatenated."""
     offsets: NDArray[np.int64] = np.repeat(first - counts.cumsum() + counts, counts)
     return offsets + np.arange(len(offsets))

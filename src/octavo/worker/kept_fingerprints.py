@@ -1,4 +1,4 @@
-"""Fingerprints that earlier starts kept in the user's cache directory: a start that differs is refused once."""
+"""Fingerprints of earlier starts in the user's cache directory: a start that differs is refused once."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MAX_FILES = 512
 _SUFFIX, _OTHER_SUFFIX = ".json", ".other"
-_ROOMS = ("kernels", "models", "worker")  # their code decides the bits of a result
+_ROOMS = ("kernels", "models", "worker")  # their code affects results
 
 
 class KeptFingerprints:
-    """A directory of fingerprints, one JSON file for each engine that was started; the oldest of many are removed.
+    """A directory of fingerprints, one JSON file for each engine; the oldest of many are removed.
 
     `<key>.json` has the fingerprint that starts must have, `<key>.other` that of the last start if it was refused.
     """
@@ -44,11 +44,11 @@ class KeptFingerprints:
         self.directory = directory
 
     def check(self, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
-        """Compare a start with earlier ones of the same engine; keep its fingerprint if there was none.
+        """Compare a start with earlier ones of the same engine; keep the first one's fingerprint.
 
         engine: all that the numbers may depend on, as plain data. A directory that cannot be used costs one warning.
-        Raises `FingerprintError` if a checksum differs. If two starts in a row differ from the kept fingerprint and
-        agree with each other, the second one is accepted and its fingerprint is kept: the first one was faulty.
+        Raises `FingerprintError` if a checksum differs. If two starts in a row agree, but differ from the kept
+        fingerprint, theirs replaces it.
         """
         path = self.path(engine)
         try:
@@ -75,7 +75,7 @@ class KeptFingerprints:
         )
 
     def _outvotes(self, path: Path, engine: Mapping[str, Any], found: EngineFingerprint) -> bool:
-        """Return True if the start before, in another process, computed the same; else note what this one computed."""
+        """Return True if the start before, in another process, computed the same."""
         other_path = path.with_suffix(_OTHER_SUFFIX)
         try:
             other = _read(other_path)
@@ -89,7 +89,7 @@ class KeptFingerprints:
         return True
 
     def path(self, engine: Mapping[str, Any]) -> Path:
-        """Return the file of an engine."""
+        """Return an engine's file."""
         return self.directory / f"{_digest(json.dumps(engine, sort_keys=True))}{_SUFFIX}"
 
     def _keep(self, path: Path, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
@@ -104,14 +104,14 @@ class KeptFingerprints:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A file: the fingerprint, and the process that computed it."""
+    """A kept file."""
 
     fingerprint: EngineFingerprint
     process: str
 
 
 def describe_installation() -> dict[str, str]:
-    """Return what the numbers of every model depend on here: processor, libraries, and the code that is installed."""
+    """Return what all numbers depend on: processor, libraries, code."""
     from octavo import _kernels  # noqa: PLC0415  only compiled kernels have fingerprints
 
     root = Path(octavo.__file__).parent
@@ -128,10 +128,10 @@ def describe_installation() -> dict[str, str]:
 def describe_model(
     weights: WeightSource, architecture: Architecture, hashes: FileHashes, seed: int | None = None
 ) -> dict[str, Any]:
-    """Return what a model's numbers depend on: its shapes and its files. Reads no file of weights.
+    """Return what a model's numbers depend on: its shapes and its files, without reading weights.
 
-    A file of weights is described by its hash if `hashes` knows it, else by its path and state (size, times, inode).
-    seed: of random weights, which have no files. Raises `OSError`.
+    A file of weights is described by its hash if `hashes` knows it, else by its path and state. seed: of random
+    weights. Raises `OSError`.
     """
     files = [] if seed is not None else [_hash_or_state(path, hashes) for path in weights.weight_files()]
     configs = [_content(path) for path in weights.config_files()]
@@ -149,7 +149,7 @@ def _content(path: Path) -> list[str]:
 
 
 def _read(path: Path) -> _Kept | None:
-    """Return a kept fingerprint; None if there is no file or its digest is wrong. Raises `OSError`."""
+    """Return None if the file is missing or damaged."""
     try:
         values = json.loads(path.read_bytes())
         if values["digest"] == _digest(json.dumps(values["fingerprint"])):
@@ -181,7 +181,7 @@ def _remove(path: Path) -> None:
 
 @cache
 def _process(pid: int) -> str:
-    """Return a name that no other process has: in containers, many have the same pid."""
+    """Return a unique name: in containers, many have the same pid."""
     return f"{pid}-{secrets.token_hex(8)}"
 
 
@@ -200,7 +200,7 @@ def _refusal(values: str, path: Path) -> str:
 
 
 def _age(path: Path) -> float:
-    with suppress(OSError):  # another process may remove it meanwhile
+    with suppress(OSError):  # removed meanwhile
         return path.stat().st_mtime
     return 0.0
 

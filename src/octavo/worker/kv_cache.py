@@ -1,4 +1,4 @@
-"""The KV tensors: the blocks of each KV group, each block one contiguous piece to copy or send."""
+"""The KV tensors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,13 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import BlockCopies
     from octavo.models.kv_layout import KVLayout
 
-# Version of the bytes of a stored block, for a cache of one KV group; each further group adds 1. Stores do not find
-# blocks of another version.
+# Version of a stored block's bytes; each KV group after the first adds 1. Stores do not find blocks of another version.
 LAYOUT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """The memory of a KV group.
-
-    blocks: on the device, scratch blocks last. host_blocks: in host memory. A row of either is a block.
-    """
+    """A KV group's memory, a row for each block, scratch blocks last."""
 
     kind: KVGroupKind
     num_blocks: int
@@ -43,18 +39,13 @@ class GroupMemory:
 
 
 class PagedKVCache:
-    """Keys and values of all layers: a row of memory for each block of each KV group, as `KVLayout` says.
+    """Keys and values of all layers: a contiguous row of memory for each block of each KV group, as `KVLayout` says.
 
-    groups: the memory of the KV groups.
-    num_blocks: number of blocks of each group.
     dtype: that of the activations, or int8 or float8_e4m3fn. Rounded rows of each block, layer and head are followed by
-    their scales in float32, so that a block stays one piece of memory.
-    num_host_blocks: room in host memory for blocks of preempted requests and for evicted ones, in the same layout. A
-    host block has room for the block of every group.
-    num_scratch_blocks: further blocks of each group, for guesses; the scheduler does not know of them.
-    allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
+    their scales in float32, so that a block stays one piece. num_host_blocks: each has room for the block of every
+    group. num_scratch_blocks: further blocks of each group, unknown to the scheduler.
 
-    Memory is reserved here, and touched when a block is first written or by `octavo.worker.prefault`.
+    Memory is touched when a block is first written or by `octavo.worker.prefault`.
     """
 
     def __init__(
@@ -92,35 +83,33 @@ class PagedKVCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the first group."""
+        """The first group's."""
         return self.groups[0].num_blocks
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of the first group."""
+        """The first group's."""
         return self.groups[0].block_bytes
 
     @property
     def stored_block_bytes(self) -> int:
-        """Bytes of one block in host memory and in stores: those of a block of every group, one after the other."""
+        """Bytes of one block in host memory and in stores: all groups."""
         return sum(group.block_bytes for group in self.groups)
 
     @property
     def memory(self) -> list[Tensor]:
-        """The tensors reserved on the device."""
+        """The reserved device tensors."""
         return [group.blocks for group in self.groups if group.blocks.nbytes]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes reserved on the device."""
+        """Bytes of `memory`."""
         return sum(each.nbytes for each in self.memory)
 
     def copy(self, copies: BlockCopies) -> tuple[TierMove, ...]:
-        """Copy whole blocks, bit for bit, in the order that `BlockCopies` states.
+        """Copy whole blocks, in the order that `BlockCopies` states.
 
-        Mutates the blocks of all groups and those in host memory.
-
-        Returns the move to host memory and the move back, or nothing if there were none.
+        Returns the moves to and from host memory, or nothing.
         """
         groups, start = self.groups, time.perf_counter()
         for group, block, host in copies.swap_out:
@@ -142,7 +131,7 @@ class PagedKVCache:
         return TierMove(HOST, num_blocks, num_bytes, seconds if moved else 0.0)
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Return the views of a layer's cache, as its `CacheSpec` makes them of the blocks of its group."""
+        """Return its views."""
         return self._layers[index]
 
 
@@ -154,7 +143,7 @@ def _reserve(
     device: torch.device,
     allocate: Callable[[int], Tensor] | None,
 ) -> Tensor:
-    """Return memory of undefined content: [num_blocks, block_bytes / the bytes of a number]."""
+    """Return uninitialized memory."""
     shape = (num_blocks, block_bytes // dtype.itemsize)
     if allocate is None or not block_bytes:
         return torch.empty(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""How memory is divided among the KV groups."""
+"""Divides KV memory."""
 
 from __future__ import annotations
 
@@ -16,31 +16,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVSize:
-    """The number of blocks of each KV group."""
+    """Blocks of each group."""
 
     blocks_of_groups: tuple[int, ...]
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the first group."""
+        """The first group's."""
         return self.blocks_of_groups[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPlan:
-    """The bytes of a block of each KV group, and how many blocks each bounded group needs for those of the first group.
+    """The bytes of a block of each KV group, and how many blocks each bounded group needs.
 
-    A sequence has as many blocks of the first group as it is long. Of every other group, which is bounded, it has only
-    those that its next rows read. Short sequences have as many blocks of all groups, so nothing is wasted if every
-    group has the same number; long ones need few blocks of the bounded groups. The lengths are not known. So a bounded
-    group has blocks for all sequences that may run at the same time. If it is more, it has so many that short and long
-    sequences get the same share of what the best plan for them alone would give: one for each
-    `bytes_of_all / block_bytes[0]` blocks of the first group. The additional blocks also keep more of the requests that
-    ended in the prefix cache.
+    A short sequence has as many blocks of every group; a long one needs few of the bounded groups. Lengths are not
+    known, so a bounded group has blocks for all sequences that may run, or, if that is more, one for each
+    `bytes_of_all / block_bytes[0]` blocks of the first group. Then short and long sequences get the same share of their
+    best plan.
 
-    block_bytes: of a block of each group; for the first with the drafting model's block of the same positions.
-    blocks_of_sequence: for each bounded group the number of blocks that a sequence holds after a step.
-    blocks_of_step: number of blocks of the tokens of a step.
+    block_bytes: the first includes the drafting model's. blocks_of_sequence: held by a sequence after a step, for each
+    bounded group. blocks_of_step: of the tokens of a step.
     """
 
     block_bytes: tuple[int, ...]
@@ -59,7 +55,7 @@ class KVPlan:
         max_num_batched_tokens: int,
         draft_block_bytes: int = 0,
     ) -> KVPlan:
-        """Compute the plan from the layers. Raises `ConfigError` if scales of quantized heads would not be aligned."""
+        """Compute the plan. Raises `ConfigError` like `check_kv_dtype`."""
         check_kv_dtype(architecture, kv_dtype)
         layout = architecture.kv_layout
         first, *others = layout.block_bytes(block_size, kv_dtype)
@@ -67,32 +63,32 @@ class KVPlan:
         return cls(
             block_bytes=(first + draft_block_bytes, *others),
             max_num_seqs=max_num_seqs,
-            # Both ends may be inside a block, and one block may be a copy whose source another sequence still holds.
+            # Both ends may be inside a block, and a copy's source may still be held.
             blocks_of_sequence=tuple(-(-most // block_size) + 2 for most in most_positions if most is not None),
             blocks_of_step=-(-max_num_batched_tokens // block_size),
         )
 
     @property
     def bytes_of_all(self) -> int:
-        """Bytes of one block of every group together."""
+        """Bytes of a block of every group."""
         return sum(self.block_bytes)
 
     @property
     def _bounded_bytes(self) -> int:
-        """Bytes of one block of every bounded group together."""
+        """Bytes of a block of every bounded group."""
         return sum(self.block_bytes[1:])
 
     @property
     def _blocks_that_run(self) -> list[int]:
-        """Blocks of each bounded group for all sequences that may run, a step, and as many tokens being saved."""
+        """Blocks of each bounded group for all sequences, a step, and as many tokens being saved."""
         return [self.max_num_seqs * count + 2 * self.blocks_of_step for count in self.blocks_of_sequence]
 
     def num_bytes(self, size: KVSize) -> int:
-        """Return the bytes of a cache of that size."""
+        """Return a cache's bytes."""
         return sum(map(operator.mul, size.blocks_of_groups, self.block_bytes))
 
     def with_blocks(self, num_blocks: int) -> KVSize:
-        """Return the size of a cache with `num_blocks` blocks of the first group."""
+        """Return the size with `num_blocks` of the first group."""
         if not self._bounded_bytes:
             return KVSize((num_blocks,))
         balanced = num_blocks * self.block_bytes[0] // self.bytes_of_all
@@ -101,9 +97,8 @@ class KVPlan:
     def num_usable_blocks(self, num_bytes: int, blocks_of_longest: int) -> int:
         """Return how many blocks of the first group sequences can use if the bounded groups have `num_bytes`.
 
-        blocks_of_longest: of a sequence of full length. Blocks that take no bytes still take time and memory of the
-        core. Their number is that of as many sequences as have room in the bounded groups in addition to a step, or
-        that of one sequence and of everything that the bounded groups keep.
+        Blocks without bytes still cost the core time and memory. So their number is that of the sequences that fit the
+        bounded groups in addition to a step, or of one sequence and everything that they keep.
         """
         most = self.max_num_seqs * blocks_of_longest
         if self.block_bytes[0]:
@@ -113,7 +108,7 @@ class KVPlan:
         return min(most, max(num_sequences * blocks_of_longest, blocks_of_longest + kept))
 
     def within(self, num_bytes: int, most_blocks: int) -> KVSize:
-        """Return the largest cache of `num_bytes` with `most_blocks` of the first group; bounded ones get the rest."""
+        """Return the largest cache of `num_bytes` with `most_blocks` of the first group."""
         first_bytes, bounded_bytes = self.block_bytes[0], self._bounded_bytes
         if not bounded_bytes:
             return KVSize((min(num_bytes // first_bytes, most_blocks),))
@@ -125,13 +120,13 @@ class KVPlan:
         num_more = (num_bytes - num_blocks * first_bytes - taken) // bounded_bytes
         bounded = [min(count + num_more, num_blocks) for count in bounded]
         least = [count + self.blocks_of_step for count in self.blocks_of_sequence]
-        # A single sequence always finds enough blocks of every group.
+        # One sequence can always run.
         num_blocks = min([num_blocks, *(count for count, needed in zip(bounded, least, strict=True) if count < needed)])
         return KVSize((num_blocks, *(min(count, num_blocks) for count in bounded)))
 
 
 def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
-    """Raise `ConfigError` if the kernels do not support this KV cache dtype."""
+    """Raise `ConfigError` for an unsupported dtype."""
     if kv_cache_dtype in ROUNDED_KV and kv_cache_dtype not in kernels.kv_cache_dtypes:
         has = " or ".join(("auto", *kernels.kv_cache_dtypes))
         raise ConfigError(
@@ -141,7 +136,7 @@ def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
 
 
 def check_kv_dtype(architecture: Architecture, kv_dtype: str) -> None:
-    """Raise `ConfigError` if the scales of quantized heads would not be aligned."""
+    """Raise `ConfigError` if scales would not be aligned."""
     for name, dtype in ROUNDED_KV.items():
         for spec in architecture.kv_layout.specs:
             if kv_dtype == dtype and (obstacle := spec.obstacle(dtype)) is not None:

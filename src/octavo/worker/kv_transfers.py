@@ -1,8 +1,8 @@
-"""The worker's half of KV transfers: threads that move bytes between a store and the KV cache while steps run.
+"""Threads that move bytes between a store and the KV cache while steps run.
 
-Bytes pass through buffers of these threads. A load writes a block only after the store has confirmed its bytes; a save
-reads a block before the store is called. Both hold the transfer's lock and check for a cancel. So a block of a
-cancelled transfer is neither written nor read, whatever the store does and however late.
+A load writes a block after the store has confirmed its bytes; a save reads a block before it calls the store. Both hold
+the transfer's lock and check for a cancel. So no block of a cancelled transfer is written or read, whatever the store
+does and however late.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
     from octavo.worker.kv_cache import PagedKVCache
 
 logger = logging.getLogger(__name__)
-_PIECE_BYTES = 8 << 20  # moved at a time: a cancel waits for one such copy, and a save of more becomes several files
+_PIECE_BYTES = 8 << 20  # a cancel waits for one; a larger save becomes several files
 _SHUTDOWN_S = 2.0
 
 
 class KVMover(Protocol):
-    """Moves KV between the blocks of this worker and a store."""
+    """Moves KV."""
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Cancel and begin the transfers of a step. Call it after block copies, and before anything is computed."""
+        """Cancel and begin a step's transfers, after block copies and before anything is computed."""
         ...
 
     def shutdown(self) -> None:
-        """Stop moving; returns within a few seconds."""
+        """Stop within seconds."""
         ...
 
 
 class NoKVMover:
-    """The mover of an engine without a store."""
+    """Moves nothing."""
 
     def begin(self, scheduled: SchedulerOutput) -> None:
         """Do nothing."""
@@ -75,8 +75,8 @@ class _Moving:
 class KVTransferThreads:
     """Carries out the transfers of steps, and closes the store at shutdown.
 
-    report: called once for each transfer that ends, from any thread; not called for a cancelled one. num_threads: for
-    loads. Saves have one thread more, so that loads do not wait for them.
+    report: called once for each uncancelled transfer that ends, from any thread. num_threads: for loads. Saves have one
+    more, so that loads do not wait for them.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class KVTransferThreads:
 
     @property
     def num_moving(self) -> int:
-        """Number of transfers that have not ended."""
+        """Running transfers."""
         return len(self._moving)
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Cancel and begin transfers. When this returns, the blocks of a cancelled one are neither written nor read."""
+        """Cancel and begin transfers. When this returns, blocks of cancelled ones are neither written nor read."""
         for transfer_id in scheduled.kv_cancels:
             with self._lock:
                 moving = self._moving.pop(transfer_id, None)
@@ -125,14 +125,14 @@ class KVTransferThreads:
         buffers = self._buffers[order.direction]
         try:
             buffer = buffers.get_nowait()
-        except queue.Empty:  # a store that hangs keeps one, and may still write into it
+        except queue.Empty:  # a store that hangs keeps its buffer
             buffer = self._blocks.make_buffer(self._piece_blocks)
         move = self._load if order.direction is TransferDirection.LOAD else self._save
         try:
             for first in range(0, len(order.keys), self._piece_blocks):
                 if moving.is_cancelled or not move(moving, first, buffer):
                     break
-        except BaseException:  # any exception of a store ends the transfer, with the blocks that were moved
+        except BaseException:  # ends the transfer, with the blocks that were moved
             logger.exception("a KV %s failed", order.direction.value)
         finally:
             buffers.put(buffer)
@@ -143,7 +143,7 @@ class KVTransferThreads:
                 self._report(EndedTransfer(order.transfer_id, moving.num_moved, moves, evicted))
 
     def _load(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
-        """Load a piece; return True if the next piece is to be loaded."""
+        """Load a piece; return True if it was complete."""
         keys, block_ids = self._piece(moving, first)
         views, needs_all = self._blocks.views(buffer, len(keys)), self._blocks.need_all(block_ids)
         count = group_parts.load(self._store, keys, views, needs_all, self._blocks.part_bytes, moving.tally)
@@ -155,7 +155,7 @@ class KVTransferThreads:
         return count == len(keys)
 
     def _save(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
-        """Save a piece; return True if the next piece is to be saved."""
+        """Save a piece; return True if it was complete."""
         keys, block_ids = self._piece(moving, first)
         with moving.lock:
             if moving.is_cancelled:
@@ -167,12 +167,12 @@ class KVTransferThreads:
         return count == len(keys)
 
     def _piece(self, moving: _Moving, first: int) -> tuple[list[bytes], list[list[int]]]:
-        """Return the keys of a piece, and its blocks by KV group."""
+        """Return keys and blocks."""
         order, end = moving.order, first + self._piece_blocks
         return order.keys[first:end], [ids[first:end] for ids in order.block_ids]
 
     def shutdown(self) -> None:
-        """Cancel all transfers and close the store; a store that hangs is abandoned."""
+        """Cancel all transfers and close the store; abandon one that hangs."""
         with self._lock:
             all_moving = list(self._moving.values())
             self._moving.clear()
@@ -189,20 +189,17 @@ class KVTransferThreads:
 
 
 def piece_blocks(block_bytes: int) -> int:
-    """Return how many blocks are moved at a time."""
+    """Return blocks per move."""
     return max(_PIECE_BYTES // block_bytes, 1)
 
 
 def staging_bytes(block_bytes: int, num_threads: int) -> int:
-    """Return the bytes of the buffers of `KVTransferThreads`, as long as no store hangs."""
+    """Return the buffers' bytes if no store hangs."""
     return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes
 
 
 class StoredBlocks:
-    """The blocks of a KV cache in the format of stores, and host memory that they are copied to and from.
-
-    A stored block is the content of all KV groups, one after another. part_bytes: size of the first group's part.
-    """
+    """The blocks of a KV cache as stores keep them: the contents of all KV groups, one after another."""
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
         self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes
@@ -214,32 +211,32 @@ class StoredBlocks:
         self._pin_memory = kv_cache.device.type != "cpu"
 
     def make_buffer(self, num_blocks: int) -> Tensor:
-        """Return host memory for blocks, [num_blocks, block_bytes]."""
+        """Return host memory."""
         return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=self._pin_memory)
 
     def views(self, buffer: Tensor, count: int) -> list[memoryview]:
-        """Return the first `count` blocks of a buffer, each as its bytes."""
+        """Return memory views."""
         return [memoryview(row) for row in buffer[:count].numpy()]
 
     def need_all(self, block_ids: list[list[int]]) -> list[bool]:
-        """Return which blocks of a load need content of another group than the first; all if there is no other."""
+        """Return which loaded blocks need more than the first group's content; all if there is one group."""
         return need_parts(block_ids) if len(self._parts) > 1 else [True] * len(block_ids[0])
 
     def write(self, block_ids: list[list[int]], buffer: Tensor) -> None:
-        """Copy the first blocks of a buffer into these blocks of each group (mutates them); skips `NO_BLOCK`."""
+        """Copy from a buffer; skips `NO_BLOCK`."""
         for part, ids in zip(self._parts, block_ids, strict=True):
             part.write(ids, buffer)
 
     def read(self, block_ids: list[list[int]], buffer: Tensor) -> None:
-        """Copy these blocks of each group into the first of a buffer (mutates it); skips `NO_BLOCK`."""
+        """Copy into a buffer; skips `NO_BLOCK`."""
         for part, ids in zip(self._parts, block_ids, strict=True):
             part.read(ids, buffer)
 
 
 class _Part:
-    """The blocks of a KV group as bytes, which are stored in each row of a buffer from its byte `start` on.
+    """A KV group's blocks as bytes, in a buffer's rows from byte `start` on.
 
-    On a CPU numpy makes the copies: it uses one thread and lets other threads run; torch would use all cores.
+    On a CPU numpy copies, in one thread: torch would use all cores.
     """
 
     def __init__(self, blocks: Tensor, start: int) -> None:
@@ -248,7 +245,7 @@ class _Part:
         self._columns = slice(start, start + self._bytes.shape[1])
 
     def write(self, block_ids: list[int], buffer: Tensor) -> None:
-        """Copy from the first rows of a buffer, except for `NO_BLOCK`."""
+        """Copy from a buffer."""
         columns = buffer[:, self._columns]
         wanted = [(row, block_id) for row, block_id in enumerate(block_ids) if block_id != NO_BLOCK]
         if self._array is not None:
@@ -260,7 +257,7 @@ class _Part:
             self._bytes[block_id].copy_(columns[row])
 
     def read(self, block_ids: list[int], buffer: Tensor) -> None:
-        """Copy into the first rows of a buffer, except for `NO_BLOCK`."""
+        """Copy into a buffer."""
         columns = buffer[:, self._columns]
         there = [(row, block_id) for row, block_id in enumerate(block_ids) if block_id != NO_BLOCK]
         if self._array is not None:

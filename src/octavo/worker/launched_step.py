@@ -1,4 +1,4 @@
-"""A step that is launched and not collected: its work is enqueued on the device, its results are not read yet."""
+"""A launched, uncollected step."""
 
 from __future__ import annotations
 
@@ -23,16 +23,13 @@ if TYPE_CHECKING:
 class LaunchedStep:
     """A launched step: filled by `octavo.worker.model_runner.ModelRunner.launch`, passed once to `collect`.
 
-    end           mark after all of the step's work on the device
+    end           mark after all of its work
     inputs        None if nothing is computed
     chosen        None if no request is sampled
-    due_rows      int64, rows of the requests that get one token; None if no request is sampled or drafts are verified
-    is_awaited    True if a later step was launched that is fed, on the device, the tokens sampled here
-    num_changes   that of the batch when the step was launched
-    troubles      rows of logits from which no token can be chosen, as far as the host knows
-    postponed     see `ModelOutput`
-    errors        requests that failed while the step was launched
-    prompt_scores, pooled_rows: of requests that ask for log probabilities or hidden states of their prompt
+    due_rows      of requests that get one token; None if none is sampled or drafts are verified
+    is_awaited    a later step is fed the tokens sampled here
+    num_changes   that of the batch at the launch
+    troubles      rows of logits from which no token can be chosen
     """
 
     scheduled: SchedulerOutput

@@ -1,4 +1,4 @@
-"""The executor of this process: runs its worker's steps in one of three modes, and transfers KV from and to a store."""
+"""This process's executor."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ if TYPE_CHECKING:
     from octavo.worker.step_modes import StepMode
     from octavo.worker.worker import Worker
 
-TRANSFER_WAIT_S = 0.01  # longest wait for a KV transfer: new requests and disconnects are not handled meanwhile
+TRANSFER_WAIT_S = 0.01  # longest wait for a KV transfer: new requests wait meanwhile
 
 
 class LocalExecutor:
-    """An `Executor` that runs its one worker in this process.
+    """An `Executor` that runs its one worker in this process, and transfers KV from and to a store.
 
-    mode: how steps are computed, a class of `octavo.worker.step_modes`. store: external KV store; it is closed with the
-    executor. num_threads: for loads from it. ended_transfers: transfers that ended, put there from any thread; a None
-    only ends the wait for one.
+    store: closed with the executor. num_threads: for loads. ended_transfers: None only ends a wait.
     """
 
     def __init__(
@@ -56,9 +54,9 @@ class LocalExecutor:
         return self._mode.worker
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Compile the grammar of a request in the background. Returns None if there is nothing to compile."""
+        """Compile a request's grammar in the background. None: nothing to compile."""
         wanted, grammars = params.structured_outputs, self.worker.grammars
-        if wanted is None or grammars is None:  # without a tokenizer no request has a grammar
+        if wanted is None or grammars is None:  # no tokenizer, no grammar
             return None
         return grammars.prepare(wanted, tenant)
 
@@ -82,12 +80,12 @@ class LocalExecutor:
         return result
 
     def abandon(self) -> None:
-        """Discard all steps that were not collected; waits for the step that is being computed."""
+        """Discard all uncollected steps; waits for the one being computed."""
         self._submitted.clear()
         self._mode.abandon()
 
     def wake(self) -> None:
-        """End a step that only waits for KV, from any thread, because there is something new to schedule."""
+        """End a step that only waits for KV, from any thread."""
         self.ended_transfers.put(None)
 
     def _take_ended_transfers(self, *, only_waits: bool) -> list[EndedTransfer]:
@@ -100,7 +98,7 @@ class LocalExecutor:
         return [each for each in ended if each is not None]
 
     def shutdown(self) -> None:
-        """Close the store, and drop the reference to weights and KV. A second call has no effect."""
+        """Close the store, and drop weights and KV. A second call has no effect."""
         self._mode.shutdown()
         kv_mover, self._kv_mover = self._kv_mover, NoKVMover()
         kv_mover.shutdown()

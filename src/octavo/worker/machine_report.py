@@ -1,7 +1,4 @@
-"""Examines a machine with a model's own shapes: its limits, the speed of matrix products, and whether they are exact.
-
-Only for the compiled CPU kernels. Weights are random: neither time nor order of sums depends on values.
-"""
+"""Measures a machine's limits, and the speed and exactness of a model's products, with compiled kernels."""
 
 from __future__ import annotations
 
@@ -37,14 +34,14 @@ if TYPE_CHECKING:
 
 ROWS = (1, 8, 32, 512)
 _ROUNDS = 7
-_BLOCK_ROWS = 336  # most rows of a block that is limited by rows: kBlockRows of csrc/linear.h with AVX-512
-_BLOCKS_BYTES = 1 << 20  # of activations: kNearBytes of csrc/linear_tiles.h, kBlockBytes of csrc/quantized_rows.h
+_BLOCK_ROWS = 336  # kBlockRows of csrc/linear.h with AVX-512
+_BLOCKS_BYTES = 1 << 20  # kNearBytes of csrc/linear_tiles.h, kBlockBytes of csrc/quantized_rows.h
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The time of one product: seconds for `rows` rows, with weights of num_bytes bytes."""
+    """One product's time."""
 
     name: str
     out_features: int
@@ -57,10 +54,9 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Product(Timing):
-    """One product of a model, measured as it is served: gate_up includes SiLU.
+    """A product, measured as it is served: gate_up includes SiLU.
 
-    of_limit: the larger of its shares of the machine's arithmetic rate and of its bandwidth. Only the product's own
-    arithmetic counts.
+    of_limit: the larger of its shares of the machine's arithmetic rate and of its bandwidth.
     """
 
     ops_per_s: float
@@ -69,7 +65,7 @@ class Product(Timing):
 
     @classmethod
     def of(cls, timing: Timing, limits: Limits) -> Product:
-        """Compare a timing with the machine's limits."""
+        """Compare with the limits."""
         if timing.precision in _DTYPES:
             peak = limits.bfloat16_flops if timing.precision == "bfloat16" else limits.flops
         else:
@@ -82,10 +78,10 @@ class Product(Timing):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of a check: a product's rows have the same bits alone and in a batch, on one thread and on all.
+    """A product's rows have the same bits alone and in a batch, on one thread and on all.
 
     error: norm of the difference from the float64 product of the same weights, relative to that product. For int8 and
-    int4 it comes from rounding the activations, and for int4 also from rounding scales to multiples of their unit.
+    int4 activations are rounded, for int4 also scales.
     """
 
     name: str
@@ -96,7 +92,7 @@ class Check:
 
     @property
     def is_exact(self) -> bool:
-        """True if the law of exactness holds."""
+        """True if both hold."""
         return self.rows_are_independent and self.threads_are_equal
 
 
@@ -104,9 +100,8 @@ class Check:
 class Report:
     """The results of an examination.
 
-    limits: the better ones of `limits_each`, measured before and after the products: neighbours on a shared machine may
-    take a core or half of the memory's rate away for seconds. best_limits: those of the best instruction set, which may
-    not be the one that was examined.
+    limits: the better ones of `limits_each`, before and after the products: neighbours on a shared machine may take a
+    core or half of the memory's rate away. best_limits: of the best instruction set.
     """
 
     processor: str
@@ -142,10 +137,10 @@ def examine(
 ) -> Report:
     """Measure limits and products, and check exactness.
 
-    Takes 20 s and 1.5 GB with the shapes of a 0.5B model on two cores; 1.8 GB if caches are large.
-    precisions: dtypes of the weights, "int8", "int4" (without lm_head, which is int8 then) or "int4_all", or kinds of
-    blocks, for the products whose rows are whole blocks. progress(text): called before each measurement. Raises
-    `ConfigError` if there are no compiled kernels, or none for `isa`, or no product has a precision.
+    Takes 20 s and 1.5 GB with the shapes of a 0.5B model on two cores; 1.8 GB if caches are large. precisions: dtypes,
+    "int8", "int4" (lm_head is int8 then), "int4_all", or kinds of blocks, for products with rows of whole blocks.
+    progress(text): called before each measurement. Raises `ConfigError` without compiled kernels for `isa`, or if no
+    product has a precision.
     """
     if importlib.util.find_spec("octavo._kernels") is None:
         raise ConfigError(
@@ -160,7 +155,7 @@ def examine(
     _refuse_impossible(shapes, precisions)
     best = kernels if isa == "auto" else CpuKernels(num_threads=num_threads)
     num_torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # otherwise they would spin on the cores that the kernels use
+    torch.set_num_threads(1)  # torch's would spin on the kernels' cores
     try:
         progress("limits of the machine")
         limits_before, best_before = _measure_limits(kernels, best)
@@ -195,13 +190,13 @@ def examine(
 
 
 def _measure_limits(kernels: CpuKernels, best: CpuKernels) -> tuple[Limits, Limits]:
-    """Return the limits of the examined kernels, and of the best ones of this machine."""
+    """Return both limits."""
     limits = kernels.measure_limits()
     return limits, limits if best.isa == kernels.isa else best.measure_limits()
 
 
 def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
-    """Return (out_features, in_features) of each kind of product, fused as the model computes them."""
+    """Return (out_features, in_features) by name."""
     tensors = architecture.tensors()
     gate_up, down = tensors.layers[0].mlp
     linears = {"gate_up": gate_up, "down": down, "lm_head": tensors.embedding}
@@ -218,10 +213,10 @@ def _refuse_impossible(shapes: dict[str, tuple[int, int]], precisions: tuple[str
 
 
 def _is_possible(name: str, depth: int, precision: str) -> bool:
-    """Return True if a model may have such a product with such weights."""
+    """Return True if models have such a product."""
     if precision in BlockKind.__members__:
         return depth % BlockKind[precision].block_values == 0
-    return precision != "int4" or name != "lm_head"  # it is int8 then
+    return precision != "int4" or name != "lm_head"  # int8 then
 
 
 def _stored(weight: Tensor, precision: str) -> Tensor | QuantizedWeight | list[BlockWeight]:
@@ -240,15 +235,14 @@ def _rows(precision: str, count: int, depth: int) -> Tensor:
 def checked_rows(precision: str, depth: int) -> int:
     """Return a number of rows so large that every kind of product reads its panels again for the last of them.
 
-    Some kinds read them once for a fixed number of rows; others once for as many whole blocks of rows as fill
-    _BLOCKS_BYTES in the format in which they are multiplied.
+    Kinds read them once for a number of rows, or for blocks that fill _BLOCKS_BYTES.
     """
     row_bytes = depth * (2 if precision in _DTYPES else 1)
     return _BLOCKS_BYTES // row_bytes + _BLOCK_ROWS + 64
 
 
 def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernels, one_thread: CpuKernels) -> Check:
-    width = min(width, 8192)  # columns are independent of each other
+    width = min(width, 8192)  # columns are independent
     weight = torch.randn(width, depth, generator=torch.Generator().manual_seed(0))
     x, wide = _rows(precision, checked_rows(precision, depth), depth), name == "lm_head"
     stored = _stored(weight, precision)

@@ -1,4 +1,4 @@
-"""Computes memory sizes from shapes, before anything is allocated."""
+"""Computes memory sizes from shapes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,18 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
-PROMPT_LOGPROBS_SLICE_ROWS = 32  # rows of logits that are computed together for prompt_logprobs
+PROMPT_LOGPROBS_SLICE_ROWS = 32  # computed together
 _UNLIMITED = 1 << 60
 
 
 def block_bytes(architecture: Architecture, block_size: int, kv_dtype: str) -> int:
-    """Return the bytes of one KV block over all layers.
-
-    Raises `ConfigError` if the scales of quantized heads would not be aligned.
-    """
+    """Return a KV block's bytes over all layers. Raises `ConfigError` like `check_kv_dtype`."""
     check_kv_dtype(architecture, kv_dtype)
     return sum(architecture.kv_layout.block_bytes(block_size, kv_dtype))
 
 
 def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_seq_len: int, max_tokens: int) -> int:
-    """Return an upper bound of the bytes that the kernels allocate for themselves in a step: the most of any layer."""
+    """Return a bound of the kernels' memory in a step."""
     attentions = {(each.num_heads, each.num_kv_heads, each.head_dim) for each in architecture.attentions}
     needed = (
         kernels.scratch_bytes(
@@ -52,18 +49,17 @@ def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_se
 
 
 def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_rows: int, dtype: str) -> int:
-    """Return an upper bound of the bytes that a step of `num_tokens` rows holds in addition to weights and KV.
+    """Return a bound of the bytes of a step in addition to weights and KV.
 
-    The peak is in the MLP: residual, hidden, gate and up, their product and the float32 copy that a kernel packs.
-    Logits come after it, in memory that is kept; the sampler has three float32 copies of them (logits, log
-    probabilities, filtered).
+    The peak is in the MLP: residual, hidden, gate and up, their product and the float32 copy that a kernel packs. The
+    sampler has three float32 copies of the logits (logits, log probabilities, filtered).
     """
     of_logits = max(num_logits_rows, PROMPT_LOGPROBS_SLICE_ROWS) * 3 * 4 * architecture.vocab_size
     return forward_bytes(architecture, num_tokens, dtype) + of_logits
 
 
 def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> int:
-    """Return the part of `activation_bytes` that the layers hold."""
+    """Return the layers' part."""
     width = DTYPE_BYTES[dtype]
     hidden, inner = architecture.hidden_size, max(layer.mlp.intermediate_size for layer in architecture.layers)
     mixed = max(layer.attention.width for layer in architecture.layers)
@@ -91,14 +87,12 @@ def largest_batch(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
 ) -> int:
-    """Return the largest step that fits: max_num_batched_tokens, or less if the KV cache would lack room.
+    """Return max_num_batched_tokens, or less if the KV cache would lack room, but at least max_num_seqs.
 
-    dtype: that of the activations. scratch_bytes(num_tokens): bytes that the kernels allocate for themselves, and a
-    proposer takes. draft_block_bytes: of the drafting model's own keys and values, for each block. store_bytes: host
-    memory of KV stores.
+    scratch_bytes(num_tokens): of kernels and proposer. draft_block_bytes: the drafting model's KV for each block.
+    store_bytes: host memory of KV stores.
 
-    If the configuration sets the size of the cache, the step may take the rest of the free memory; otherwise the cache
-    has to hold at least the step's tokens. The result is never less than max_num_seqs: one token for each request.
+    The cache has to hold at least the step's tokens, unless the configuration sets its size.
     """
     most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
     asked_blocks, asked_bytes = cache_config.num_gpu_blocks, cache_config.kv_cache_memory_bytes
@@ -128,12 +122,12 @@ def largest_batch(
 
 
 def _free_for_step(device: torch.device, cache_config: CacheConfig, store_bytes: int) -> int:
-    """Return the bytes that are free for KV cache and step: on a CPU without those of swapping and of stores."""
+    """Return the free bytes, on a CPU less swapping and stores."""
     return free_bytes(device) - (cache_config.swap_space_bytes + store_bytes if device.type == "cpu" else 0)
 
 
 def _share(free: int, device: torch.device) -> int:
-    """Return how many of the free bytes KV cache and step may take together if the configuration does not say."""
+    """Return the default limit of KV cache and step."""
     return int(0.9 * free) if device.type == "cuda" else free // 2
 
 
@@ -151,16 +145,12 @@ def decide_kv_size(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
 ) -> KVSize:
-    """Decide how many blocks of each KV group the KV cache gets; call it when the weights are loaded.
+    """Return how many blocks each KV group gets, after loading weights. Arguments as in `largest_batch`.
 
-    dtype: that of the activations.
-    scratch_bytes: bytes that the kernels allocate for themselves in a step, and a proposer takes. draft_block_bytes: of
-    the drafting model's own keys and values, for each block.
-
-    swap_space_bytes and store_bytes of host memory are reserved first. Then: num_gpu_blocks as given; else
-    kv_cache_memory_bytes; else the smaller of 4 GiB and half of the free memory (on a GPU 90 % of it), less the
-    activations and scratch_bytes, and never more than max_num_seqs sequences of full length can use. Raises
-    `ConfigError` if not a single block fits.
+    First swap_space_bytes and store_bytes are reserved. Then: num_gpu_blocks if given; else kv_cache_memory_bytes; else
+    the smaller of 4 GiB and half of the free memory (on a GPU 90 % of it), less activations and scratch_bytes, and at
+    most what max_num_seqs sequences of full length can use. Raises `ConfigError` if no block fits, or free memory does
+    not suffice.
     """
     plan = KVPlan.of(
         architecture,
@@ -206,10 +196,7 @@ def decide_num_host_blocks(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
 ) -> int:
-    """Decide how many blocks fit `swap_space_bytes`.
-
-    Raises `ConfigError` if these bytes and those of KV stores exceed the free host memory.
-    """
+    """Return how many blocks fit `swap_space_bytes`. Raises `ConfigError` if host memory does not suffice."""
     wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu"))
     if wanted + store_bytes > free:
         of_stores = f" and KV stores take {store_bytes:,} bytes" if store_bytes else ""
@@ -225,7 +212,7 @@ def _machine_free_bytes() -> int:
 
 
 def _cgroup_free_bytes() -> int:
-    """Return the minimum over this process's cgroups of limit less usage; page cache counts as free."""
+    """Return the minimum over cgroups of limit less usage; page cache counts as free."""
     free = _UNLIMITED
     for limit_file, usage_file, stat_file in _cgroup_files():
         limit = "".join(read_lines(limit_file)).strip()
@@ -238,7 +225,7 @@ def _cgroup_free_bytes() -> int:
 
 
 def _cgroup_files() -> list[tuple[Path, Path, Path]]:
-    """Return the limit, usage and statistics files of this process's cgroup and its ancestors, for versions 2 and 1."""
+    """Return limit, usage and statistics files of cgroups, versions 2 and 1."""
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     return [
         (folder / limit, folder / use, folder / "memory.stat")

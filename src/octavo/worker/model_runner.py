@@ -1,7 +1,6 @@
-"""SchedulerOutput -> inputs -> one forward -> tokens: the worker's side of a step, in two halves.
+"""The worker's side of a step: `launch` enqueues its work, `collect` waits for the device and reads the results.
 
-`launch` prepares the inputs and enqueues the device's work; `collect` waits for the device and reads the results. On a
-GPU the next step may be launched before the current one is collected, so that the device never waits for the host.
+On a GPU the next step may be launched before this one is collected, so that the device never waits.
 """
 
 from __future__ import annotations
@@ -47,13 +46,10 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Runs steps on one device. The stages are methods, so that a reader or a test can walk through them.
+    """Runs steps on one device.
 
-    proposer: proposes drafts first. draft: a drafting model, used for requests for which the proposer finds nothing.
-    draft_cache: the drafting model's own KV cache, with the block ids of `kv_cache`; None if it reads the target's.
-    kv_mover: moves KV from and to an external store; set by `Worker.start_kv_transfers`.
-    decodes: steps that are captured as graphs.
-    share_tokens: see `Sampler`; ranks that must continue with the same tokens share them there.
+    draft: for requests for which `proposer` finds nothing. draft_cache: its own KV cache, if any, with the block ids of
+    `kv_cache`.
     """
 
     def __init__(
@@ -84,7 +80,7 @@ class ModelRunner:
         self.sampler = Sampler(kernels, copies, share_tokens)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
-        self._newest: LaunchedStep | None = None  # the last launched step, until it is collected
+        self._newest: LaunchedStep | None = None  # until it is collected
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -115,21 +111,19 @@ class ModelRunner:
 
     @property
     def kv_caches(self) -> list[PagedKVCache]:
-        """The KV cache, and the drafting model's own if it has one."""
+        """All KV caches."""
         draft = self.draft_runner
         return [self.kv_cache] if draft is None or draft.kv.cache is self.kv_cache else [self.kv_cache, draft.kv.cache]
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """Compute a step: all scheduled tokens in one batched forward, and a token for each request that is due one."""
-        with torch.inference_mode():  # as a decorator it would enter twice as many functions, in every step
+        """Compute a step."""
+        with torch.inference_mode():  # a decorator would enter twice as many functions
             return self._collect(self._launch(scheduled))
 
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
         """Return True if all earlier steps must be collected before this one is launched.
 
-        This is so if the host must read their sampled tokens: for drafts, penalties or grammars. Feeding them to the
-        model does not count, because the device does that itself. It is also so for block copies, KV transfers and
-        preemptions, which are rare.
+        Drafts, penalties and grammars need tokens on the host. Block copies, KV transfers and preemptions are rare.
         """
         return bool(
             self.drafting.proposer.num_speculative_tokens
@@ -142,15 +136,12 @@ class ModelRunner:
         )
 
     def _reads_newest(self) -> bool:
-        """Return True if a request's next token depends on an uncollected one other than through logits."""
+        """Return True if a task needs uncollected tokens."""
         rows = None if self._newest is None else self._newest.due_rows
         return rows is not None and bool(self.batch.sampling.reads_tokens[rows].any())
 
     def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
-        """Enqueue all work of a step, and the copies of its results to the host.
-
-        The step before may be uncollected, unless `needs_sampled_tokens`; all earlier ones must be collected.
-        """
+        """Enqueue all work of a step. Only the previous step may be uncollected, unless `needs_sampled_tokens`."""
         with torch.inference_mode():
             return self._launch(scheduled)
 
@@ -175,14 +166,14 @@ class ModelRunner:
         return step
 
     def _await(self, step: LaunchedStep) -> None:
-        """Let the device feed the tokens that a step sampled: the host does not know them at the next launch."""
+        """Let the device feed sampled tokens."""
         if step.chosen is not None and step.due_rows is not None:
             assert step.inputs is not None
             self.batch.await_sampled(step.inputs.rows_there, step.chosen.token_ids, step.due_rows)
             step.is_awaited = True
 
     def _follow(self, scheduled: SchedulerOutput) -> None:
-        """Apply a scheduler's output: requests that ended or were preempted, new requests, KV transfers."""
+        """Apply a scheduler's output."""
         if scheduled.kv_transfers or scheduled.kv_cancels:
             self.kv_mover.begin(scheduled)  # after the copies: a load may write blocks that they read
         if scheduled.finished_req_ids:
@@ -196,13 +187,13 @@ class ModelRunner:
             self._pooler.forget(scheduled.finished_req_ids)
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Return hidden states [num_outputs, hidden], valid until the next call; writes this step's KV."""
+        """Return hidden states [num_outputs, hidden], valid until the next call; writes KV."""
         return self.forward_pass(inputs.token_ids, inputs.attention)
 
     def compute_logits(self, scheduled: SchedulerOutput) -> torch.Tensor:
-        """Compute a step of prompts without sampling; return their last logits, float32 [num_requests, vocab_size].
+        """Compute prompts; return their last logits, float32 [num_requests, vocab_size], valid until the next step.
 
-        The result is valid until the next step. All earlier steps must be collected.
+        All earlier steps must be collected.
         """
         with torch.inference_mode():
             self.copies.begin()
@@ -212,10 +203,7 @@ class ModelRunner:
             return self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
 
     def sample(self, step: LaunchedStep, inputs: ModelInputs, hidden: torch.Tensor) -> None:
-        """Choose a token for each request whose known tokens are all computed, and one after each draft.
-
-        Records the choices in the step, and the rows that get them.
-        """
+        """Choose a token for each request without uncomputed known tokens, and one after each draft."""
         tasks = self._tasks.make(inputs, step.troubles, step.postponed)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.known_there)
@@ -225,7 +213,7 @@ class ModelRunner:
                 raise error
             step.troubles.setdefault(row, Trouble(error, "its token was chosen"))
         if len(inputs.num_known) > len(inputs.sampled):
-            return  # the number of accepted drafts is known when the choices are read
+            return  # accepted drafts are counted later
         step.due_rows = inputs.sampled_rows
         if step.troubles or step.postponed or step.errors:
             without = step.postponed | step.errors.keys()
@@ -234,10 +222,7 @@ class ModelRunner:
             step.due_rows = inputs.sampled_rows[is_due]
 
     def collect(self, step: LaunchedStep) -> ModelOutput:
-        """Wait for the oldest launched step that is not collected, and return its results.
-
-        Leaves out requests that have ended since the launch, or failed in the step before.
-        """
+        """Wait for the oldest uncollected step; return the results of requests that remain."""
         with torch.inference_mode():
             return self._collect(step)
 
@@ -294,9 +279,7 @@ class ModelRunner:
         tokens: dict[str, list[int]],
         logprobs: dict[str, list[TokenLogprobs]],
     ) -> None:
-        """Record each request's accepted tokens and their log probabilities, or an error in the step.
-
-        without: ids of requests to skip.
+        """Record accepted tokens and log probabilities, or an error in the step. Skips ids in `without`.
 
         As long as a draft equals the choice, the next choice is valid, too: its logits are those that would follow if
         the draft had been fed back. So is its noise, unless drafts are verified by rejection sampling.
@@ -323,7 +306,7 @@ class ModelRunner:
                 logprobs[name] = [sampled.logprobs[first + i] for i in range(len(tokens[name]))]
 
     def _chooser(self, inputs: ModelInputs) -> Callable[[torch.Tensor, SamplingRows], torch.Tensor]:
-        """Return the function that chooses a step's tokens: the sampling kernel, or the verification of its drafts."""
+        """Return the sampling kernel, or the verification of drafts."""
         if len(inputs.num_known) == len(inputs.sampled):
             return self.kernels.sample
         requests = [inputs.requests[index] for index in inputs.sampled]
@@ -336,10 +319,7 @@ class ModelRunner:
         return partial(self.verification.choose, drafted=drafted)
 
     def _verify(self, inputs: ModelInputs, chosen: list[int]) -> list[list[int]]:
-        """Return the accepted choices of each sampled request: those that equal its drafts, and one more.
-
-        `Kernels.rejection_sample` only compares here, whichever verification is used.
-        """
+        """Return each request's accepted choices. `Kernels.rejection_sample` only compares here."""
         if len(chosen) == len(inputs.sampled):
             return [[token_id] for token_id in chosen]
         cu_num_logits = torch.from_numpy(inputs.cu_num_logits)
@@ -350,19 +330,14 @@ class ModelRunner:
         return [row[:count] for row, count in zip(sampled.tolist(), num_sampled.tolist(), strict=True)]
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 [rows, vocab_size], valid until the next call."""
+        """Return float32 logits."""
         return self.forward_pass.compute_logits(
             hidden, self.max_num_seqs * (1 + self.drafting.proposer.num_speculative_tokens)
         )
 
 
 def _num_good(first: int, token_ids: list[int], troubles: Container[int]) -> int:
-    """Return how many tokens come before the first that could not be chosen.
-
-    first: the row of logits of the first token.
-
-    If a later row fails, the next step meets the same failure in its first row.
-    """
+    """Return how many tokens precede the first failure; the next step meets it, too."""
     if not troubles and min(token_ids) >= 0:
         return len(token_ids)
     return next((i for i, each in enumerate(token_ids) if each < 0 or first + i in troubles), len(token_ids))

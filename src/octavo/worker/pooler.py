@@ -1,4 +1,4 @@
-"""Pools the hidden states of a prompt into one vector, an embedding."""
+"""Pools hidden states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Sum:
-    """Sum of the hidden states of the first `num_tokens` positions."""
+    """The first positions' sum."""
 
     total: NDArray[np.float64]
     num_tokens: int = 0
@@ -30,10 +30,7 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """Hidden states of a step's request, being copied to the host: float32 [n, hidden], from `position` on.
-
-    is_complete: they include the end of the prompt.
-    """
+    """float32 [n, hidden], from `position` on, being copied to the host. is_complete: the prompt ends there."""
 
     request: RequestRow
     states: torch.Tensor
@@ -42,17 +39,17 @@ class PooledRows:
 
 
 class Pooler:
-    """Takes the last hidden state of a prompt, or the mean of all of them, after the final norm.
+    """Takes the last hidden state of a prompt, or the mean of all, after the final norm.
 
-    A sum is kept from step to step, and through a preemption whose KV is kept. It is added up position by position, so
-    that its bits do not depend on how the prompt is cut. If a prompt is recomputed, its sum starts again.
+    Positions are added one by one, so that bits do not depend on how the prompt is cut. A sum survives a preemption
+    that keeps KV; a recomputed prompt starts again.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, _Sum] = {}
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the sums of requests that ended."""
+        """Drop ended requests' sums."""
         for request_id in request_ids:
             self._sums.pop(request_id, None)
 
@@ -60,10 +57,7 @@ class Pooler:
     def take(
         inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch, copies: HostCopies, errors: dict[str, str]
     ) -> list[PooledRows]:
-        """Copy the needed rows of a step's hidden states [num_outputs, hidden]; these may be overwritten afterwards.
-
-        Adds requests that fail to `errors`.
-        """
+        """Copy the needed rows of hidden states [num_outputs, hidden]. Fills `errors`."""
         taken: list[PooledRows] = []
         for index, request in enumerate(inputs.requests):
             pooling = request.sampling_params.pooling
@@ -83,12 +77,7 @@ class Pooler:
         return taken
 
     def pool(self, taken: Iterable[PooledRows], errors: dict[str, str]) -> dict[str, bytes]:
-        """Return the embeddings of the prompts that are complete, as bytes of float32.
-
-        Call it when the copies to the host are complete.
-
-        Adds requests that fail to `errors`.
-        """
+        """Return complete prompts' embeddings, float32 bytes, when the copies are complete. Fills `errors`."""
         result: dict[str, bytes] = {}
         for rows in taken:
             request_id = rows.request.request_id

@@ -1,4 +1,4 @@
-"""Takes the memory of the KV cache from the system before requests would wait for it."""
+"""Touches the KV cache's memory early."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 
 
 class Prefault:
-    """A thread that touches memory page by page, from its beginning, with idle priority (on Linux).
+    """A thread that touches memory page by page, with idle priority (on Linux), without changing it.
 
-    The system provides a page when it is first touched, which costs time: 2 GB took 2.6 s on a virtual machine whose
-    host had to find them, and 0.25 s if it had them. The content does not change, even if another thread writes. The
-    thread ends by itself, and keeps `data` alive until then; if no thread can be started, pages come when they are
-    written.
+    The system provides a page when it is first touched: 2 GB took 2.6 s if the host of a virtual machine had to find
+    them, else 0.25 s. If the thread cannot start, pages come when they are written.
     """
 
     def __init__(self, data: Tensor) -> None:
@@ -31,7 +29,7 @@ class Prefault:
             self._thread.start()
 
     def stop(self) -> None:
-        """Return when the thread has ended, even if it has not touched all memory."""
+        """End the thread."""
         self._stop[0] = 1
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()  # a finalizer may run in any thread

@@ -1,4 +1,4 @@
-"""Log probabilities of prompt tokens: of the tokens that follow the positions of a step."""
+"""Scores prompt tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """The scores of a request in a step, being copied to the host.
-
-    parts: for each slice of rows the scored tokens and their log probabilities.
-    """
+    """A request's scores, being copied to the host. parts: tokens and log probabilities of each slice of rows."""
 
     request: RequestRow
     parts: list[tuple[list[int], LogprobRows]]
@@ -43,7 +40,7 @@ class PromptScorer:
         self._copies = copies
 
     def score(self, inputs: ModelInputs, hidden: torch.Tensor, errors: dict[str, str]) -> list[PromptScores]:
-        """Score the tokens after a step's hidden states [num_outputs, hidden]. Adds requests that fail to `errors`."""
+        """Score the tokens after hidden states [num_outputs, hidden]. Fills `errors`."""
         result: list[PromptScores] = []
         for index, request in enumerate(inputs.requests):
             count = request.sampling_params.prompt_logprobs
@@ -61,7 +58,7 @@ class PromptScorer:
         return result
 
     def _score(self, request: RequestRow, hidden: torch.Tensor, num_best: int) -> list[tuple[list[int], LogprobRows]]:
-        """Score the tokens after a request's hidden states of this step, a slice of rows at a time."""
+        """Score in slices."""
         position = int(self._batch.num_computed_tokens[request.row])
         num_rows = min(len(hidden), request.num_prompt_tokens - 1 - position)
         targets = self._batch.token_ids[request.row, position + 1 : position + 1 + max(num_rows, 0)].astype(np.int64)
@@ -75,7 +72,7 @@ class PromptScorer:
 
     @staticmethod
     def read(scores: Iterable[PromptScores], errors: dict[str, str]) -> dict[str, list[TokenLogprobs]]:
-        """Return the entries of each request, when the copies are complete. Adds requests that fail to `errors`."""
+        """Return entries, when copies are complete. Fills `errors`."""
         result: dict[str, list[TokenLogprobs]] = {}
         for each in scores:
             name = each.request.request_id

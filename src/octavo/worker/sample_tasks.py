@@ -1,4 +1,4 @@
-"""The sampling work that single requests ask for in addition to the sampling kernel, by row of logits."""
+"""Sampling beyond the kernel."""
 
 from __future__ import annotations
 
@@ -28,16 +28,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why no token can be chosen from a row of logits.
-
-    doing: the activity that failed, as a past-tense clause for the log.
-    """
+    """Why a row of logits gives no token. doing: a past-tense clause for the log."""
 
     error: BaseException
     doing: str
 
     def reason(self, request_id: str) -> str:
-        """Log the trouble as the end of a request; return the error code for the client."""
+        """Log it; return the client's error code."""
         if isinstance(self.error, RequestError):
             logger.info("request %s: %s", request_id, self.error)
             return ErrorCode.GRAMMAR_EXCEEDED
@@ -46,7 +43,7 @@ class Trouble:
 
 
 class SampleTasks:
-    """Makes the `SampleTask`s of a step, and walks grammars for them and for drafts."""
+    """Makes `SampleTask`s, and walks grammars."""
 
     def __init__(self, batch: InputBatch, grammars: GrammarCompiler | None) -> None:
         self._batch = batch
@@ -56,7 +53,7 @@ class SampleTasks:
         self._asking: list[tuple[RequestRow, range]] = []  # of the step that has begun
 
     def begin(self, inputs: ModelInputs) -> None:
-        """Start walking the grammars of a step's requests, while the model computes."""
+        """Start walking grammars."""
         self._start_s = time.monotonic()
         self._asking = self._not_plain(inputs)
         for request, rows in self._asking:
@@ -67,12 +64,11 @@ class SampleTasks:
             self._walks.begin()
 
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
-        """Return the tasks of a step that has begun, by row of logits.
+        """Return the tasks of the step, by row of logits. Each row counts the drafts before it as known tokens.
 
-        Each row counts the drafts before it as known tokens. A row whose choice has no effect gets no task: rows after
-        a draft that the grammar forbids, and rows of postponed requests.
-        troubles: receives the first row that lacks a token because its grammar failed. postponed: receives the ids of
-        requests whose grammar has not been walked yet.
+        Rows after a forbidden draft and rows of postponed requests get no task: their choice has no effect. troubles:
+        receives the first row that lacks a token because its grammar failed. postponed: receives requests with a late
+        walk.
         """
         tasks, not_plain, self._asking = dict[int, SampleTask](), self._asking, []
         if not not_plain:
@@ -97,10 +93,10 @@ class SampleTasks:
     def make_for_drafts(
         self, requests: Sequence[RequestRow], rows: NDArray[np.int64], num_known: NDArray[np.int64]
     ) -> dict[int, SampleTask]:
-        """Return the tasks for one pass of a drafting model, by index into `requests`; each request gets one token.
+        """Return the tasks for one pass of a drafting model, by index into `requests`.
 
-        num_known: the number of tokens of each request, including its drafts so far. Grammars are not applied, because
-        their walks would delay the step: forbidden drafts are cut off before they are computed.
+        num_known: includes drafts. Grammars are not applied, because their walks would delay the step: forbidden drafts
+        are cut off later.
         """
         is_plain = self._batch.sampling.is_plain[rows]
         return {
@@ -109,10 +105,7 @@ class SampleTasks:
         }
 
     def num_allowed(self, request: RequestRow, known: NDArray[np.int32], drafts: list[int]) -> int:
-        """Return how many drafts after the known tokens can be accepted: those before the first forbidden one.
-
-        For a large grammar returns all: the walk of the next step finds the forbidden draft, on its own thread.
-        """
+        """Return how many drafts precede the first forbidden one; all for a large grammar: the next step walks it."""
         if request.sampling_params.structured_outputs is None:
             return len(drafts)
         matcher = self._matcher(request)
@@ -122,7 +115,7 @@ class SampleTasks:
         return matcher.num_allowed(drafts)
 
     def _not_plain(self, inputs: ModelInputs) -> list[tuple[RequestRow, range]]:
-        """Return the sampled requests that ask for more than the kernel does, each with its rows of logits."""
+        """Return requests that need tasks, and their rows of logits."""
         first = inputs.cu_num_logits
         is_plain = self._batch.sampling.is_plain[inputs.sampled_rows[first[:-1]]]
         if is_plain.all():
@@ -133,23 +126,20 @@ class SampleTasks:
         ]
 
     def _add_walk(self, request: RequestRow, known: NDArray[np.int32], num_drafts: int) -> None:
-        """Walk a request's grammar over its new tokens, unless an earlier step has started or finished that walk.
-
-        known: the known tokens, followed by the drafts.
-        """
+        """Walk a grammar over new tokens, unless an earlier step started that walk."""
         num_tokens, last = len(known) - num_drafts, request.walk
         drafts = known[num_tokens:].tolist()
         if last is not None and last.num_tokens == num_tokens:
             if drafts == last.drafts[:num_drafts]:
                 return
-            last.wait()  # new drafts for a postponed token: a request has one walk at a time
+            last.wait()  # new drafts for a postponed token
         num_walked = 0 if request.matcher is None else request.matcher.num_tokens
         new = known[request.num_prompt_tokens + num_walked : num_tokens].tolist()
         request.walk = walk = Walk(num_tokens, drafts)
         self._walks.add(walk, lambda: self._walk(request, new, drafts), 0.0 if last is None else last.seconds)
 
     def _walk(self, request: RequestRow, new: list[int], drafts: list[int]) -> Walked:
-        """Walk over new tokens, compute masks after them and after each draft, then step back over the drafts."""
+        """Walk, compute masks after the newest token and each draft, then step back over the drafts."""
         masks: list[NDArray[np.bool_]] = []
         try:
             matcher = self._matcher(request)
@@ -169,7 +159,7 @@ class SampleTasks:
         return Walked(masks, None)
 
     def _matcher(self, request: RequestRow) -> Matcher:
-        """Return the request's matcher, as far as it was walked."""
+        """Return the matcher."""
         if request.matcher is None:
             wanted = request.sampling_params.structured_outputs
             assert wanted is not None

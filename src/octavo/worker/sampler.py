@@ -1,13 +1,10 @@
 """Chooses tokens from logits.
 
-A token is a pure function of its row of logits, the request's parameters, known tokens and grammar, and the noise of
-(seed, position, sample index).
+A token is a pure function of its logits, the request's parameters, known tokens and grammar, and the noise of (seed,
+position, sample index).
 
-The order is that of vLLM, except that a grammar masks after log probabilities are taken: log probabilities are those of
-the raw logits; then come allowed ids, min_tokens, logit bias and penalties; then typical sampling, if asked for
-(`octavo.worker.typical`). Temperature, min_p, top_k, top_p and the choice are one kernel. Most requests need only the
-kernel: its parameters are stored in columns, with a row for each request that the worker knows. Only the remaining
-requests of a step are handled one by one.
+The order is that of vLLM, except that a grammar masks after the raw log probabilities are taken. Then come allowed ids,
+min_tokens, logit bias, penalties and typical sampling, then the kernel.
 """
 
 from __future__ import annotations
@@ -38,10 +35,10 @@ _INT64_SIGN = 1 << 63
 
 
 class SamplingColumns:
-    """The sampling kernel's parameters of every request that the worker knows, a row each.
+    """The sampling kernel's parameters, a row for each request.
 
-    is_plain      bool [rows]  the row's request needs no `SampleTask`
-    reads_tokens  bool [rows]  its task depends on earlier tokens, so the host has to know them
+    is_plain      the request needs no `SampleTask`
+    reads_tokens  its task depends on earlier tokens, so the host has to know them
     """
 
     def __init__(self, num_rows: int, copies: HostCopies) -> None:
@@ -54,14 +51,14 @@ class SamplingColumns:
         self._min_p = np.zeros(num_rows, dtype=np.float32)
         self._seed = np.zeros(num_rows, dtype=np.int64)
         self._sample_index = np.zeros(num_rows, dtype=np.int32)
-        self._gathered: list[Tensor] | None = None  # columns of the rows in `_gathered_key`, until a row changes
+        self._gathered: list[Tensor] | None = None  # until a row changes
         self._gathered_key = b""
 
     def set(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
-        """Store a request's parameters in its row."""
+        """Store a request's parameters."""
         self.is_plain[row], self.reads_tokens[row] = _is_plain(params), _reads_tokens(params)
         self._temperature[row] = params.temperature
-        # After `keep_typical`, no other filter is needed.
+        # `keep_typical` applies all filters.
         filters = (params.top_k, params.top_p, params.min_p) if params.typical_p == 1.0 else (0, 1.0, 0.0)
         self._top_k[row], self._top_p[row], self._min_p[row] = filters
         self._seed[row] = _as_int64(seed)
@@ -69,10 +66,9 @@ class SamplingColumns:
         self._gathered = None
 
     def gather(self, rows: NDArray[np.int64], position: Tensor) -> SamplingRows:
-        """Return the sampling parameters of these rows, on the device.
+        """Return these rows' parameters on the device, copied only after changes.
 
-        position: int32 [len(rows)] on the device, the number of tokens that each row's request knows. If the rows are
-        those of the call before and unchanged, their device copies are used again: only the positions change.
+        position: int32 [len(rows)] on the device, the number of known tokens.
         """
         key = rows.tobytes()
         if self._gathered is None or key != self._gathered_key:
@@ -84,10 +80,9 @@ class SamplingColumns:
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """The work on a row of logits in addition to the sampling kernel.
+    """The work on a row of logits in addition to the kernel.
 
-    known_tokens: prompt and output so far; only their number matters unless `SamplingColumns.reads_tokens`.
-    allowed: bool [vocab], by a grammar.
+    known_tokens: only their number matters unless `SamplingColumns.reads_tokens`. allowed: bool [vocab], by a grammar.
     """
 
     sampling_params: SamplingParams
@@ -98,39 +93,39 @@ class SampleTask:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of tokens generated so far."""
+        """Tokens generated so far."""
         return len(self.known_tokens) - self.num_prompt_tokens
 
     @property
     def adjusts_logits(self) -> bool:
-        """Return True if anything changes the row before the temperature."""
+        """True if the row changes before the temperature."""
         params = self.sampling_params
         return self.allowed is not None or self.num_output_tokens < params.min_tokens or _changes_every_row(params)
 
     @property
     def excludes_tokens(self) -> bool:
-        """Return True if tokens are excluded before the temperature, so that perhaps none is left."""
+        """True if tokens are excluded before the temperature."""
         is_early = self.num_output_tokens < self.sampling_params.min_tokens
         return self.allowed is not None or self.sampling_params.allowed_token_ids is not None or is_early
 
 
 def _changes_every_row(params: SamplingParams) -> bool:
-    """Return True if every row of logits of such a request is changed before the temperature, for any tokens."""
+    """Return True if every row of such a request changes."""
     return bool(params.allowed_token_ids is not None or params.logit_bias or _is_penalized(params))
 
 
 def _is_penalized(params: SamplingParams) -> bool:
-    """Return True if earlier tokens are made less likely."""
+    """Return True for penalties."""
     return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
 def _reads_tokens(params: SamplingParams) -> bool:
-    """Return True if the next token depends on earlier tokens in another way than through the logits."""
+    """Return True if earlier tokens matter other than through logits."""
     return params.structured_outputs is not None or _is_penalized(params)
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Return True if the sampling kernel does all that such a request asks for."""
+    """Return True if the kernel does everything."""
     return (
         params.structured_outputs is None
         and params.logprobs is None
@@ -144,9 +139,7 @@ def _is_plain(params: SamplingParams) -> bool:
 class Sampled:
     """The results of all rows.
 
-    token_ids: one per row, -1 if its logits were NaN or all tokens were excluded. nothing_left: rows of the latter
-    kind.
-    logprobs: of the rows whose tasks asked for them. faults: of the rows whose tasks failed.
+    token_ids: -1 if a row's logits were NaN or all tokens were excluded (`nothing_left`). faults: of failed tasks.
     """
 
     token_ids: list[int]
@@ -157,9 +150,9 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log probabilities of one token of each row and of its most probable ones, being copied to the host.
+    """Log probabilities of each row's token and of its most probable ones, being copied to the host.
 
-    own: float32 [n]. ranks: int64 [n]. values, ids: [n, most], None if no row asks for any. num_best: of each row.
+    ranks: int64 [n]. values, ids: [n, most]; None if no row asks for any.
     """
 
     own: Tensor
@@ -169,10 +162,7 @@ class LogprobRows:
     num_best: Sequence[int]
 
     def read(self, token_ids: Sequence[int]) -> list[TokenLogprobs]:
-        """Return an entry for each row, when its copies are complete.
-
-        token_ids: the rows' tokens, which the host knows now.
-        """
+        """Return each row's entry, when its copies are complete."""
         best_values: list[list[float]] = [[]] * len(token_ids) if self.values is None else self.values.tolist()
         best_ids: list[list[int]] = [[]] * len(token_ids) if self.ids is None else self.ids.tolist()
         return [
@@ -185,10 +175,9 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices of rows of logits, on the device and being copied to the host.
+    """The choices of rows of logits, being copied to the host.
 
-    token_ids: int64 [n] on the device. to_read: the same, for the host. restricted: rows of which a token was excluded.
-    are_numbers: bool, for each of `restricted`. logprobs: with the rows that they belong to. faults: as in `Sampled`.
+    to_read: `token_ids` for the host. restricted: rows with excluded tokens. are_numbers: for these.
     """
 
     token_ids: Tensor
@@ -199,7 +188,7 @@ class Choices:
     faults: dict[int, BaseException]
 
     def read(self) -> Sampled:
-        """Return the results, when the copies to the host are complete."""
+        """Return results, when the copies are complete."""
         token_ids: list[int] = self.to_read.tolist()
         entries: dict[int, TokenLogprobs] = {}
         for rows, logprobs in self.logprobs:
@@ -214,8 +203,8 @@ class Choices:
 class Sampler:
     """Chooses one token per row. Only typical sampling waits for the device.
 
-    copies: of the device that the logits are on; None for a CPU. share_tokens(token_ids): called with each choice,
-    drafts included, int64 [n] on the device; the ids that it returns are used instead, for example those of rank 0.
+    share_tokens(token_ids): called with each choice, drafts included, int64 [n] on the device; the returned ids replace
+    them.
     """
 
     def __init__(
@@ -235,10 +224,7 @@ class Sampler:
         tasks: Mapping[int, SampleTask],
         sample: Callable[[Tensor, SamplingRows], Tensor] | None = None,
     ) -> Choices:
-        """Choose a token for every row of float32 [n, vocab]. Mutates the logits.
-
-        tasks: of the rows that need more than the kernel. sample: replaces `Kernels.sample`, for steps with drafts.
-        """
+        """Choose a token for every row of float32 [n, vocab]. Mutates the logits. sample: replaces `Kernels.sample`."""
         copies = self._copies
         if not tasks:
             token_ids = self._share((sample or self._kernels.sample)(logits, rows))
@@ -259,7 +245,7 @@ class Sampler:
         return Choices(token_ids, copies.to_host(token_ids), restricted, are_numbers, logprobs, faults)
 
     def adjust(self, logits: Tensor, tasks: Mapping[int, SampleTask]) -> dict[int, BaseException]:
-        """Apply the tasks of rows in place, before the kernel. Return the exception of each row that failed."""
+        """Apply tasks in place. Return the exception of each row that failed."""
         faults: dict[int, BaseException] = {}
         for row, task in tasks.items():
             try:
@@ -279,10 +265,7 @@ class Sampler:
         num_best: Sequence[int],
         faults: dict[int, BaseException],
     ) -> list[tuple[list[int], LogprobRows]]:
-        """Compute the log probabilities of all rows together; if that fails, of each row by itself, with equal results.
-
-        Adds the exceptions of rows that fail alone to `faults`: so only the request at fault fails.
-        """
+        """Compute all rows together, or if that fails one by one, with equal results."""
         try:
             return [(rows, self.token_logprobs(logprobs, token_ids, num_best))]
         except BaseException as error:
@@ -298,7 +281,7 @@ class Sampler:
         return found
 
     def token_logprobs(self, logprobs: Tensor, token_ids: Tensor, num_best: Sequence[int]) -> LogprobRows:
-        """Return each row's token and its `num_best` most probable ones, from float32 log probabilities [n, vocab]."""
+        """Return each row's token and its `num_best` best ones, from log probabilities [n, vocab]."""
         own = logprobs.gather(1, token_ids[:, None])
         ranks = (logprobs > own).sum(dim=-1) + 1
         most = min(max(num_best), logprobs.shape[-1])
@@ -308,7 +291,7 @@ class Sampler:
 
 
 def _adjust(row: Tensor, task: SampleTask, to_device: Callable[[NDArray[np.generic]], Tensor]) -> None:
-    """Apply the changes before the temperature. Mutates `row` [vocab]."""
+    """Apply changes before the temperature to `row` [vocab]."""
     params = task.sampling_params
     if task.allowed is not None:
         row.masked_fill_(to_device(~task.allowed), -torch.inf)
@@ -334,5 +317,5 @@ def _adjust(row: Tensor, task: SampleTask, to_device: Callable[[NDArray[np.gener
 
 
 def _as_int64(seed: int) -> int:
-    """Map an unsigned 64-bit seed to the signed integer with the same bits."""
+    """Return the signed integer with the same 64 bits."""
     return (seed + _INT64_SIGN) % (1 << 64) - _INT64_SIGN

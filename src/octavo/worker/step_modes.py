@@ -1,6 +1,6 @@
-"""How a worker's steps are computed: immediately, by a thread, or launched on a device that runs them later.
+"""How steps are computed: immediately, by a thread, or launched ahead.
 
-All modes compute steps in order. After a failed step, no step is computed until `abandon`.
+Steps are computed in order. After a failed step, none is computed until `abandon`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ResultT = TypeVar("ResultT")
 
 
 class StepMode(ABC):
-    """Computes steps. `submit` begins a step; `collect` waits for the oldest one and is called once for each."""
+    """Computes steps. `collect` is called once for each, in order."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -39,23 +39,23 @@ class StepMode(ABC):
 
     @abstractmethod
     def collect(self) -> ModelOutput | ExecutionError:
-        """Return the result of the oldest step, or its error."""
+        """Return the oldest result."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drop all steps that were not collected. When this returns, none of them is being computed."""
+        """Drop all uncollected steps. When this returns, none is being computed."""
 
     def shutdown(self) -> None:
-        """End threads, and drop the reference to the worker. A second call has no effect."""
+        """Drop the worker."""
         self.__dict__.pop("worker", None)
 
     def _run(self, step: int, part: Callable[[ArgumentT], ResultT], argument: ArgumentT) -> ResultT | ExecutionError:
-        """Run a part of a step, unless an earlier step failed. Return its result or an error."""
+        """Run a part of a step, unless an earlier step failed."""
         if self._failed is not None and step > self._failed:
             return ExecutionError("the previous step failed")
         try:
             return part(argument)
-        except Exception as error:  # any exception of a kernel or torch ends this step's requests, not the engine
+        except Exception as error:  # ends this step's requests, not the engine
             self._failed = step
             logger.exception("step %d failed", step)
             return ExecutionError(f"the model failed in this step: {type(error).__name__}")
@@ -86,7 +86,7 @@ class ComputesAtOnce(StepMode):
 
 
 class ComputesInBackground(StepMode):
-    """A thread computes steps, one after another: for a CPU, which computes a step when it is launched."""
+    """Computes in a thread."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
@@ -94,7 +94,7 @@ class ComputesInBackground(StepMode):
         self._results: deque[Future[ModelOutput | ExecutionError]] = deque()
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Queue the step for the thread."""
+        """Queue the step."""
         self._results.append(self._thread.submit(self._run, scheduled.step, self.worker.execute, scheduled))
 
     def collect(self) -> ModelOutput | ExecutionError:
@@ -104,8 +104,8 @@ class ComputesInBackground(StepMode):
         return result
 
     def abandon(self) -> None:
-        """Wait for the step that the thread is computing; later ones do not begin."""
-        self._failed = -1  # a step that the thread begins before it is cancelled is not run
+        """Wait for the thread."""
+        self._failed = -1  # a step that begins before its cancel is not run
         try:
             wait([result for result in self._results if not result.cancel()])
         finally:
@@ -113,15 +113,15 @@ class ComputesInBackground(StepMode):
             self._failed = None
 
     def shutdown(self) -> None:
-        """End the thread, and drop the worker."""
+        """End the thread."""
         self._thread.shutdown(cancel_futures=True)
         super().shutdown()
 
 
 class LaunchesAhead(StepMode):
-    """`submit` launches, `collect` waits for the device; the next step is launched before the oldest one is collected.
+    """`submit` launches, `collect` waits for the device.
 
-    If a step needs the earlier steps' tokens on the host, these are collected before it is launched.
+    If a step needs earlier tokens on the host, their steps are collected before.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -136,7 +136,7 @@ class LaunchesAhead(StepMode):
         self._steps.append((scheduled.step, self._run(scheduled.step, self.worker.launch, scheduled)))
 
     def collect(self) -> ModelOutput | ExecutionError:
-        """Wait for the device, unless the step is collected already."""
+        """Wait for the device."""
         result = self._finish(0)
         self._steps.popleft()
         return result
@@ -150,7 +150,7 @@ class LaunchesAhead(StepMode):
         return result
 
     def abandon(self) -> None:
-        """Wait until the device has done all launched work."""
+        """Wait until idle."""
         try:
             self.worker.wait_idle()
         except Exception:  # results of abandoned steps are not needed

@@ -1,7 +1,6 @@
 """Locally typical sampling: keeps the tokens with a surprise close to its expected value at this position.
 
-Meister et al., "Locally Typical Sampling" (2023), section 3. As in Hugging Face's TGI, it is applied to the tokens that
-the other filters keep.
+Meister et al., "Locally Typical Sampling" (2023), section 3. As in Hugging Face's TGI, it follows the other filters.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import Kernels
     from octavo.sampling_params import SamplingParams
 
-_FIRST_LOOK = 1024  # tokens that are searched first, because sorting a whole vocabulary is slow
+_FIRST_LOOK = 1024  # tokens: sorting a whole vocabulary is slow
 
 
 def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
     """Set all tokens to -inf that min_p, top_k, top_p or typical sampling exclude. Mutates `row`, float32 [vocab].
 
-    As in the paper: tokens are ordered by the distance of their surprise, -ln p, from its expected value. As many are
-    kept as are needed for a probability of typical_p, and those with the distance of the last. The row does not change
-    if it has a NaN or nothing above -inf, or if the request is greedy.
+    Tokens are ordered by the distance of their surprise, -ln p, from its expected value, and kept up to a probability
+    of typical_p, with those at the last distance. A row with a NaN or nothing above -inf, or of a greedy request, does
+    not change.
     """
     if params.is_greedy:
         return
@@ -44,7 +43,7 @@ def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
 
 
 def _reach(distance: Tensor, probabilities: Tensor, mass: float) -> Tensor:
-    """Return the distance up to which the nearest tokens together have the probability `mass`."""
+    """Return the distance up to which tokens have the probability `mass`."""
     for count in sorted({min(_FIRST_LOOK, len(distance)), len(distance)}):
         nearest, order = distance.topk(count, largest=False)
         reached = probabilities[order].cumsum(0) >= mass
@@ -54,7 +53,7 @@ def _reach(distance: Tensor, probabilities: Tensor, mass: float) -> Tensor:
 
 
 def _left(scaled: Tensor, params: SamplingParams, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """Return the ids, in any order, and weights that min_p, then top_k, then top_p keep, as in `Kernels.sample`."""
+    """Return the ids and weights that min_p, then top_k, then top_p keep, as in `Kernels.sample`."""
     largest = scaled.max()
     weights = torch.where(scaled == largest, 1.0, (scaled.double() - largest.double()).exp())
     likely = weights >= params.min_p if params.min_p else scaled > -math.inf

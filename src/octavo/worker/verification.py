@@ -1,9 +1,8 @@
-"""Decides which drafts are kept, and how a drafting model draws them: exactly, or by classic rejection sampling.
+"""Decides which drafts are kept, and how a drafting model draws them.
 
-Both ways choose a token in every row of logits. A draft is kept if it equals the choice; the first choice that differs
-is kept, too. Exact verification chooses the token that would have come without drafts. Rejection sampling chooses the
-draft more often if it was drawn from a distribution like the target's: the answer then has the same distribution as
-without drafts, but is another one.
+Both ways choose a token in every row of logits and keep the choices up to the first that differs from its draft.
+Rejection sampling keeps the distribution of the answer, but not its tokens: it chooses a draft more often if it was
+drawn from a distribution like the target's.
 """
 
 from __future__ import annotations
@@ -27,18 +26,17 @@ if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
     from octavo.kernels.interface import Kernels, SamplingRows
 
-_SLICE_LOGITS = 1 << 18  # distributions in memory at a time, or those of one request if it has more
-_BYTES_PER_LOGIT = 128  # p, q and their difference in float64; sorted values, ids and sums of the filters
+_SLICE_LOGITS = 1 << 18  # in memory at a time, or those of one request if it has more
+_BYTES_PER_LOGIT = 128  # p, q and their difference in float64; values, ids and sums of the filters
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedRows:
-    """Requests whose drafts are verified, and their rows of logits.
+    """Requests with drafts to verify.
 
-    is_greedy         of each request
     cu_num_logits     int32 [num_requests + 1], the first row of each, then the number of rows
-    draft_ids         int64 [num_logits], the input token of each row: after a request's first row, its drafts
-    draft_probs       float32 [num_drafts or more, vocab] of a request whose drafts were drawn: the distribution of each
+    draft_ids         int64 [num_logits], input tokens: after a request's first row, its drafts
+    draft_probs       float32 [num_drafts or more, vocab] if drafts were drawn
     """
 
     is_greedy: Sequence[bool]
@@ -48,30 +46,30 @@ class DraftedRows:
 
 
 class Verification(Protocol):
-    """A way to choose tokens and to draw drafts."""
+    """Chooses tokens, draws drafts."""
 
     def num_bytes(self, num_drafts: int, vocab_size: int) -> int:
-        """Return the most bytes that a step with `num_drafts` drafts takes, in addition to their rows of logits."""
+        """Return the most bytes that drafts take in addition to logits."""
         ...
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
         """Return the choice of each row of float32 [num_logits, vocab] as int64, -1 if no token can be chosen.
 
-        After the first choice that differs from the draft, a request's choices are meaningless.
+        After a request's first difference from its drafts, choices are meaningless.
         """
         ...
 
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor | None]:
-        """Return a draft for each row of a drafting model's logits, int64 [n], -1 if none can be drawn.
+        """Return a draft for each row of logits, -1 if none can be drawn, and its distribution, float32 [n, vocab].
 
-        Also returns the distributions that they were drawn from, float32 [n, vocab], or None if verification does not
-        need them. If it does, whether a draft is verified must not depend on which token it is.
+        If verification needs distributions (else None), whether a draft is verified must not depend on which token it
+        is.
         """
         ...
 
 
 class ExactVerification:
-    """Chooses with the sampling kernel, which ignores drafts. A drafting model's choices use the same noise."""
+    """Chooses with the sampling kernel. A drafting model's choices use the same noise."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -82,32 +80,31 @@ class ExactVerification:
         return 0
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
-        """Return the sampling kernel's choices."""
+        """Return the kernel's choices."""
         del drafted
         return self._kernels.sample(logits, rows)
 
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, None]:
-        """Return the sampling kernel's choices."""
+        """Return the kernel's choices."""
         return self._kernels.sample(logits, rows), None
 
 
 class RejectionVerification:
     """Rejection sampling, see `octavo.kernels.rejection_sampling`.
 
-    The sampling kernel chooses the token after the last draft. It also chooses for requests without drafts, and for
-    greedy ones, for which rejection sampling gives the same.
+    The sampling kernel chooses the token after the last draft, and for greedy requests, with the same result.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
     def num_bytes(self, num_drafts: int, vocab_size: int) -> int:
-        """Return the bytes of the drafts' distributions, and of the logits that are verified at a time."""
+        """Return the bytes of distributions, and of logits verified together."""
         at_once = max(_SLICE_LOGITS, (MAX_DRAFTS + 1) * vocab_size)
         return num_drafts * vocab_size * 4 + at_once * _BYTES_PER_LOGIT
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
-        """Return the accepted drafts, and the token after them."""
+        """Return accepted drafts and the tokens after them."""
         chosen = self._kernels.sample(logits, rows)
         first, num_rows = drafted.cu_num_logits[:-1], np.diff(drafted.cu_num_logits)
         draft_ids = torch.from_numpy(drafted.draft_ids).to(logits.device)
@@ -131,7 +128,7 @@ class RejectionVerification:
         return chosen
 
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        """Draw from the distributions of the sampling kernel, with a noise stream of its own."""
+        """Draw with a noise stream of its own."""
         probs, ids = torch.empty_like(logits), torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         uniform = uniform_noise(rows.seed, rows.position, rows.sample_index, Stream.DRAFT).to(logits.device)
         max_rows = max(_SLICE_LOGITS // logits.shape[1], 1)
@@ -142,16 +139,16 @@ class RejectionVerification:
 
 
 def create_verification(config: SpeculativeConfig | None, kernels: Kernels) -> Verification:
-    """Return the verification that the configuration asks for; the exact one by default."""
+    """Return the configured verification."""
     if config is not None and config.verification == "rejection":
         return RejectionVerification(kernels)
     return ExactVerification(kernels)
 
 
 def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
-    """Divide the sampled requests with drafts into parts of at most `max_rows` rows, or one request.
+    """Divide the requests with drafts, except greedy ones, into parts of at most `max_rows` rows, or one request.
 
-    Greedy requests are left out. In a part, either all drafts were drawn or none.
+    In a part, either all drafts were drawn or none.
     """
     num_rows = np.diff(drafted.cu_num_logits).tolist()
     for is_drawn in (False, True):
@@ -170,7 +167,7 @@ def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
 
 
 def _draft_probs(drafted: DraftedRows, part: Sequence[int], num_rows: NDArray[np.int32]) -> Tensor | None:
-    """Return the distributions of a part's drafts by row, None if not drawn. Each request's last row is arbitrary."""
+    """Return a part's distributions by row, None if not drawn. Each request's last row is arbitrary."""
     probs: list[Tensor] = []
     for index, count in zip(part, num_rows.tolist(), strict=True):
         of_request = drafted.draft_probs[index]

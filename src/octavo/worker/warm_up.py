@@ -1,4 +1,4 @@
-"""First passes of an engine, before a request waits for them: everything runs once, and a fixed prompt is computed."""
+"""The first passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PRIME = 7919  # steps of the fixed prompt through the vocabulary
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     """Run a prompt of `num_tokens` tokens, which the cache must hold, through everything once.
 
-    The blocks that it writes belong to no request: their next owner writes them before it reads them.
+    Its blocks belong to no request: their next owner writes them before it reads them.
     """
     scheduled = _first_step(runner, num_tokens)
     runner.execute(scheduled)
@@ -32,17 +32,14 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 
 
 def fixed_prompt_logits(runner: ModelRunner, num_tokens: int) -> Tensor:
-    """Return float32 [1, vocab_size]: the logits after a fixed prompt, computed as in any other step.
-
-    The prompt has `num_tokens` tokens, which the cache must hold.
-    """
+    """Return float32 [1, vocab_size] after a fixed prompt of `num_tokens` tokens."""
     logits = runner.compute_logits(_first_step(runner, num_tokens)).clone()
     _end(runner)
     return logits
 
 
 def _first_step(runner: ModelRunner, num_tokens: int) -> SchedulerOutput:
-    """Return the step of one new prompt, in the first blocks of the cache."""
+    """Schedule one new prompt."""
     cache, count = runner.kv_cache, num_tokens
     blocks = list(range(-(-count // cache.block_size)))
     vocab_size = runner.model.architecture.vocab_size

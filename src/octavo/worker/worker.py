@@ -1,4 +1,4 @@
-"""One device: its weights, its KV memory, and the steps it runs."""
+"""One device."""
 
 from __future__ import annotations
 
@@ -64,12 +64,9 @@ ResultT = TypeVar("ResultT")
 
 
 class Worker:
-    """One device: loads a model, plans its memory, allocates the KV cache, and runs steps.
+    """One device. Call `load`, `plan` and `allocate` once, in this order.
 
-    It starts in three stages, each called once and in this order: `load`, `plan`, `allocate`.
-
-    store_bytes(block_bytes): host memory that stores of KV take. Raises `ConfigError` for a device or kernels that are
-    not there.
+    store_bytes(block_bytes): host memory of KV stores. Raises `ConfigError` for a missing device or kernels.
     """
 
     def __init__(
@@ -120,7 +117,7 @@ class Worker:
         )
 
     def load(self) -> None:
-        """Load and pack the weights of the model, and of the drafting model. Raises `ModelError`."""
+        """Load and pack all weights. Raises `ModelError`."""
         weights, architecture = self._checkpoint
         self.model = self._load_model(
             weights,
@@ -140,10 +137,9 @@ class Worker:
         self.draft = None if self._draft_checkpoint is None else self._load_draft(self._draft_checkpoint)
 
     def plan(self) -> WorkerInfo:
-        """Divide the memory that is free among steps and KV groups. Allocates nothing.
+        """Divide the free memory among steps and KV groups. Allocates nothing.
 
-        Lowers max_num_batched_tokens if no larger step fits, with a warning. Raises `ConfigError` if there is too
-        little memory.
+        Lowers max_num_batched_tokens if no larger step fits. Raises `ConfigError` if memory is too little.
         """
         architecture = self.model.architecture
         self._store_bytes = self._store_bytes_of(block_bytes(architecture, self.cache_config.block_size, self.kv_dtype))
@@ -155,7 +151,7 @@ class Worker:
         return self.info
 
     def allocate(self) -> None:
-        """Reserve the KV cache as planned, and compute a first step."""
+        """Reserve the KV cache, and warm up."""
         self.runner = self._make_runner()
         self.kv_cache = self.runner.kv_cache
         self._on_device(lambda: warm_up(self.runner, self.info.num_warm_up_tokens))
@@ -167,7 +163,7 @@ class Worker:
     def start_kv_transfers(
         self, store: TieredStore, report: Callable[[EndedTransfer], None], *, num_threads: int
     ) -> KVMover:
-        """Start loading KV from a store and saving KV there. report: called when a transfer ends, from any thread."""
+        """Start transfers. report: called when one ends, from any thread."""
         self.runner.kv_mover = KVTransferThreads(self.kv_cache, store, report, num_threads=num_threads)
         return self.runner.kv_mover
 
@@ -183,14 +179,14 @@ class Worker:
         )
 
     def _describe(self, size: KVSize, num_host_blocks: int) -> WorkerInfo:
-        """Return the plan as data."""
+        """Describe the plan."""
         layout, block_size, draft = self.model.architecture.kv_layout, self.cache_config.block_size, self.draft
         each_bytes = layout.block_bytes(block_size, self.kv_dtype)
         groups = [
             KVGroupInfo(KVGroupSpec(group.kind, num_blocks), block_bytes)
             for group, num_blocks, block_bytes in zip(layout.kv_groups, size.blocks_of_groups, each_bytes, strict=True)
         ]
-        # Scratch blocks of drafts belong to the cache that the drafting model writes: the target's own if it is shared.
+        # Scratch blocks belong to the cache that the drafting model writes.
         num_scratch_blocks = self._num_scratch_blocks if draft is not None and draft.checkpoint.shares_kv else 0
         num_tokens = min(size.blocks_of_groups) * block_size
         most_tokens = self.scheduler_config.max_num_batched_tokens
@@ -214,14 +210,14 @@ class Worker:
 
     @property
     def _num_scratch_blocks(self) -> int:
-        """Number of blocks after the usual ones, into which the drafts of all requests are written."""
+        """Those of all requests."""
         return 0 if self.draft is None else self.draft.num_scratch_blocks * self.scheduler_config.max_num_seqs
 
     def take_fingerprint(self) -> EngineFingerprint:
         """Check the tables, and return checksums of weights, tables and logits.
 
-        Only the compiled kernels have checksums. With other backends the last bits depend on threads and memory
-        addresses, so the checksums of two starts could not be compared. Raises `FingerprintError` for a wrong table.
+        Only the compiled kernels have them: otherwise the last bits depend on threads and memory addresses. Raises
+        `FingerprintError` for a wrong table.
         """
         kernels = self.kernels
         draft = self.runner.draft_runner
@@ -232,7 +228,7 @@ class Worker:
         return self._on_device(lambda: take_fingerprint(self.runner, self.info.num_warm_up_tokens, kernels.num_threads))
 
     def _decide_num_blocks(self) -> tuple[KVSize, int]:
-        """Return the size of the KV cache on the device, and the number of blocks in host memory."""
+        """Return the cache's size, and the number of host blocks."""
         architecture = self.model.architecture
         draft_block_bytes = 0 if self.draft is None else self.draft.bytes_per_block
         num_host_blocks = decide_num_host_blocks(
@@ -273,7 +269,7 @@ class Worker:
             block_size=self.cache_config.block_size,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             num_speculative_tokens=self.num_speculative_tokens,
-            # If all drafts were accepted, the model's own KV of the last one is missing: that pass has two rows.
+            # After accepted drafts, KV of the last one is missing: that pass has two rows.
             decodes=self._plan_decodes(
                 model, num_rows=[1] if checkpoint.shares_kv else [1, 2], max_model_len=checkpoint.max_model_len
             ),
@@ -323,7 +319,7 @@ class Worker:
         )
 
     def _scratch_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that kernels, drafts and graphs take in a step of `num_tokens` tokens."""
+        """Return scratch bytes."""
         architecture = self.model.architecture
         max_drafts = min(num_tokens, self.scheduler_config.max_num_seqs * self.num_speculative_tokens)
         of_drafts = self.proposer.num_bytes + self.verification.num_bytes(max_drafts, architecture.vocab_size)
@@ -337,7 +333,7 @@ class Worker:
         )
 
     def _take_steps_that_fit(self) -> None:
-        """Lower max_num_batched_tokens, with a warning, if memory does not allow steps of that size."""
+        """Lower max_num_batched_tokens."""
         num_tokens, wanted = self._largest_batch(), self.scheduler_config.max_num_batched_tokens
         if num_tokens < wanted:
             logger.warning(
@@ -348,7 +344,7 @@ class Worker:
             self.scheduler_config = replace(self.scheduler_config, max_num_batched_tokens=num_tokens)
 
     def _largest_batch(self) -> int:
-        """Return the largest step that memory allows, computed from shapes."""
+        """Return the largest step that fits."""
         return largest_batch(
             self.model.architecture,
             self.cache_config,
@@ -363,32 +359,31 @@ class Worker:
         )
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """Compute a step, in any thread."""
+        """Compute a step."""
         return self._on_device(lambda: self.runner.execute(scheduled))
 
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
-        """Return True if all earlier steps must be collected before this one is launched."""
+        """See `ModelRunner.needs_sampled_tokens`."""
         return self.runner.needs_sampled_tokens(scheduled)
 
     def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
-        """Do the first half of `execute`; see `ModelRunner.launch`."""
+        """See `ModelRunner.launch`."""
         return self._on_device(lambda: self.runner.launch(scheduled))
 
     def collect(self, step: LaunchedStep) -> ModelOutput:
-        """Do the second half of `execute`; see `ModelRunner.collect`."""
+        """See `ModelRunner.collect`."""
         return self._on_device(lambda: self.runner.collect(step))
 
     def wait_idle(self) -> None:
-        """Wait until the device has done all launched work. Raises the error of that work, if any."""
+        """Wait for all launched work. Raises its error."""
         self._on_device(lambda: self.runner.copies.mark().synchronize())
 
     def _on_device(self, run: Callable[[], ResultT]) -> ResultT:
-        """Run a computation, in any thread. If kernels have their own threads, torch gets one.
+        """Run in any thread. If kernels have their own threads, torch gets one: its threads would spin on their cores.
 
-        torch's workers would spin on the cores that those need.
-        (No context manager: a step's weights push Python out of the caches, and then each function costs microseconds.)
+        No context manager: a step's weights push Python out of the caches, and then each function costs microseconds.
         """
-        if self.device.index is not None:  # a CPU has none, and neither have most GPUs
+        if self.device.index is not None:  # a CPU has none
             use_device(self.device)
         if not self.kernels.has_own_threads:
             return run()
