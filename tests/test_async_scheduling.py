@@ -192,7 +192,7 @@ def test_who_leaves_or_fails_is_computed_in_vain_and_the_others_as_ever(way, exp
             engine.abort_request("aborted")
             engine.add_request("next in its row", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=24))
     assert outputs["aborted"].outputs[0].finish_reason == "abort"
-    assert outputs["broken"].error == "the logits are not numbers"
+    assert outputs["broken"].error == "the logits are NaN"
     whole = expected["plain"][0][1][0]
     for name in ("stays", "next in its row"):
         (output,) = outputs[name].outputs

@@ -230,7 +230,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(found, monkeypatch):
         told += [output for output in engine.step() if output.finished]
         if told:
             monkeypatch.setattr(runner, "_compute_logits", compute)
-    assert sorted(output.error or "" for output in told) == ["", "the logits are not numbers"]
+    assert sorted(output.error or "" for output in told) == ["", "the logits are NaN"]
 
 
 def test_only_two_verifications_are_known():

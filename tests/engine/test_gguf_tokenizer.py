@@ -190,7 +190,7 @@ def test_a_file_that_does_not_say_how_to_cut_is_told(caplog):
         ({"pre": "kimi-k2"}, r"tokenizer.ggml.pre = 'kimi-k2': octavo knows default|tokenizer.ggml.pre = 'kimi-k2'"),
         ({"tokens": []}, "tokenizer.ggml.tokens = .*must be a list of strs"),
         ({"tokens": ["a", 2]}, "tokenizer.ggml.tokens"),
-        ({"tokens": ["a"] * 288}, "tokenizer.ggml.tokens = .*: some stand there twice"),
+        ({"tokens": ["a"] * 288}, "tokenizer.ggml.tokens = .*: some tokens occur twice"),
         ({"token_type": [1]}, "tokenizer.ggml.token_type = .1.: has 1 entries, but there are 288 tokens"),
         ({"merges": ["no such"]}, r"tokenizer.ggml.\*: no tokenizer can be built of them"),
         ({"merges": None}, r"tokenizer.ggml.merges = None: must be a list"),

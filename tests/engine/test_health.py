@@ -52,7 +52,7 @@ def test_one_that_is_silent_is_not_well_and_then_given_up() -> None:
     assert ready().watch(2.75, beats=False).state == (True, None)
     assert ready().watch(3, beats=False).state == (False, None)
     assert ready().watch(8, beats=False).state == (False, None)
-    assert ready().watch(8.25, beats=False).state == (False, "was not heard of for 8 s")
+    assert ready().watch(8.25, beats=False).state == (False, "sent no message for 8 s")
     assert ready().watch(8, beats=False).watch(0.5, advances=True).state == (True, None)
 
 
@@ -60,7 +60,7 @@ def test_one_whose_pulse_beats_and_that_gets_no_further_is_not_well_and_then_giv
     assert ready().watch(59).state == (True, None)
     assert ready().watch(61).state == (False, None)
     assert ready().watch(299).state == (False, None)
-    assert ready().watch(301).state == (False, "got no further for 300 s")
+    assert ready().watch(301).state == (False, "made no progress for 300 s")
     assert ready().watch(200).watch(0.5, advances=True).state == (True, None)
 
 
@@ -73,9 +73,9 @@ def test_figures_that_come_again_and_again_are_no_progress() -> None:
 
 def test_a_load_may_be_silent_for_longer_and_must_get_further() -> None:
     assert Watcher().watch(120, beats=False).health.why_given_up is None
-    assert Watcher().watch(121, beats=False).health.why_given_up == "was not heard of for 120 s"
+    assert Watcher().watch(121, beats=False).health.why_given_up == "sent no message for 120 s"
     assert Watcher().watch(299).health.why_given_up is None
-    assert Watcher().watch(301).health.why_given_up == "got no further for 300 s"
+    assert Watcher().watch(301).health.why_given_up == "made no progress for 300 s"
     watcher = Watcher()
     for done in range(10):
         watcher.watch(290).hear(Loading(done, 10))

@@ -179,7 +179,7 @@ def test_process_that_starts_after_close_is_ended(opening):
     starting.join(10)
     assert opening.clients[0].is_closed
     assert client.process_id is None
-    with pytest.raises(StoreError, match=r"^it is closed$"):
+    with pytest.raises(StoreError, match=r"^the client of direct transfers is closed$"):
         client.get(GUESS, 10)
 
 

@@ -155,7 +155,7 @@ def test_size_of_a_message_is_limited():
 
 
 def test_message_of_another_kind_is_an_error():
-    with pytest.raises(ConnectionError, match=r"^Beat was not expected$"):
+    with pytest.raises(ConnectionError, match=r"^unexpected message Beat$"):
         Channel(Connection(framed(Beat()))).receive((Written, Challenge))
     with pytest.raises(ConnectionError, match=r"^invalid message: "):
         Channel(Connection(b"\x01\0\0\0\xc1")).receive(Beat)

@@ -98,15 +98,24 @@ def test_what_is_wrong_with_a_header_is_said(tmp_path):
         return type(error.value), str(error.value)
 
     assert fault(data[:55]) == (CorruptFileError, "it ends within its header")
-    assert fault(data[:56]) == (CorruptFileError, "it says 1 blocks of 16 bytes, but has 56 bytes")
+    assert fault(data[:56]) == (
+        CorruptFileError,
+        "its header announces 1 blocks of 16 bytes, but the file has 56 bytes",
+    )
     assert fault(b"x" + data[1:]) == (CorruptFileError, "it does not begin with the magic bytes of this format")
     other = data[:8] + struct.pack("<I", 2) + data[12:]
     assert fault(other) == (OtherFormatError, "its format has version 2, this is version 1")
-    assert fault(data + b"x") == (CorruptFileError, "it says 1 blocks of 16 bytes, but has 4113 bytes")
+    assert fault(data + b"x") == (
+        CorruptFileError,
+        "its header announces 1 blocks of 16 bytes, but the file has 4113 bytes",
+    )
     assert fault(data[:-17], len(data)) == (CorruptFileError, "its header does not match its checksum")
     start = b"octavoKV" + struct.pack("<IIQ", 1, 0, BLOCK_BYTES)
     empty = start + hashlib.sha256(start + bytes(4040)).digest() + bytes(4040)
-    assert fault(empty[:56], 0) == (CorruptFileError, "it says 0 blocks of 16 bytes, but has 0 bytes")
+    assert fault(empty[:56], 0) == (
+        CorruptFileError,
+        "its header announces 0 blocks of 16 bytes, but the file has 0 bytes",
+    )
 
 
 @pytest.mark.parametrize("bad", [None, 2, 3])

@@ -244,4 +244,4 @@ def test_logits_that_are_no_numbers_behind_drafts_end_the_request_in_their_own_s
     (output,) = llm.llm_engine.step()
     assert (output.outputs[0].token_ids, output.error) == (right[:3], None)
     (output,) = llm.llm_engine.step()
-    assert output.error == "the logits are not numbers"
+    assert output.error == "the logits are NaN"

@@ -311,7 +311,7 @@ def test_behind_a_row_without_a_token_nothing_comes_of_its_request(make_runner):
         return runner, queue, fed
 
     expected = one_by_one(broken()[0], steps[:3])
-    assert expected[2].errors == {"b": "the logits are not numbers"}
+    assert expected[2].errors == {"b": "the logits are NaN"}
     runner, queue, fed = broken()
     outputs, _ = ahead(runner, steps, queue)
     assert outputs[:3] == expected

@@ -75,7 +75,7 @@ def test_logits_that_leave_no_token_end_their_own_request_alone():
     for name in asked:
         engine.add_request(name, {"prompt_token_ids": [9, 8, 7]}, params[name])
     outputs = {output.request_id: output for output in engine.step()}
-    assert outputs["broken"].error == "the logits are not numbers"
+    assert outputs["broken"].error == "the logits are NaN"
     assert outputs["excluded"].error_code is ErrorCode.NOTHING_ALLOWED
     assert outputs["whole"].error is None
     assert outputs["whole"].outputs[0].logprobs == alone.outputs[0].logprobs

@@ -90,7 +90,7 @@ def _show_families(families: dict[str, Any], *, verbose: bool) -> None:
 def _show(found: list[ModelReport]) -> None:
     typer.secho("checkpoints", bold=True)
     if not found:
-        typer.echo("  none; give a directory to search, or a hub id to any command")
+        typer.echo("  none: name a directory to search, or give any command a hub id")
     width = max((len(each.name) for each in found), default=0)
     for each in found:
         size = show_size(each.size_bytes)

@@ -133,7 +133,7 @@ def measure(engine: Engine, workloads: Workloads, name: str, repeat: int) -> lis
     if name == "A":
         return _rows("A one stream", [run(engine, [item]) for _ in range(repeat) for item in workloads.a])
     if name == "B":
-        title = f"B {len(workloads.b)} at once"
+        title = f"B {len(workloads.b)} together"
         return _rows(title, [run(engine, workloads.b) for _ in range(repeat)] if workloads.b else [])
     if name == "C":
         return _rows("C long prompt", [run(engine, [item]) for _ in range(repeat) for item in workloads.c])

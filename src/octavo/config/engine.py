@@ -258,7 +258,9 @@ class SchedulerConfig:
         unit="MILLISECONDS",
     )
     max_num_mixed_prefill_tokens: int = option(
-        0, "Maximum number of prompt tokens in such a step, however fast it is. 0: no such limit.", unit="TOKENS"
+        0,
+        "Maximum number of prompt tokens in a step that also decodes, however fast it is. 0: no such limit.",
+        unit="TOKENS",
     )
     attention_cost_tokens: float | None = option(
         None,

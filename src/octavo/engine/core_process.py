@@ -162,7 +162,7 @@ class CoreServer:
             try:
                 message = ipc.decode_to_engine(data)
             except (ipc.DecodeError, OctavoError) as error:
-                logger.warning("%d bytes that are no message were dropped: %s", len(data), error)
+                logger.warning("dropped %d bytes that are not a valid message: %s", len(data), error)
                 if (request_id := ipc.request_id_of(data)) is not None:  # the sender waits for an answer
                     self._answer(request_id, RequestError("the request cannot be read"))
                 continue

@@ -22,10 +22,10 @@ def embedding(
     num_dimensions: how many leading ones to keep; None for all. normalize: scale the result to length 1.
     """
     if output.error is not None or output.pooled is None:
-        raise ExecutionError(output.error or "the request ended before its embedding was there")
+        raise ExecutionError(output.error or "the request ended before its embedding was computed")
     vector = np.frombuffer(output.pooled, np.float32)[:num_dimensions].astype(np.float64)
     if normalize:
         vector /= max(float(np.sqrt(np.square(vector).sum())), 1e-12)
     if not np.isfinite(vector).all():
-        raise ExecutionError("the embedding is no number")
+        raise ExecutionError("the embedding has values that are not finite")
     return vector.astype(np.float32)

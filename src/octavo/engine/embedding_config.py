@@ -43,7 +43,7 @@ def read_embedding_config(directory: Path) -> EmbeddingConfig:
         problem = f"{called}, which {_MODULES} names, is missing; download it again" if is_named else None
         return EmbeddingConfig(problem=problem)
     if not isinstance(values, dict):
-        raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")
+        raise ModelError(f"{path} must be a JSON object, but is a JSON {type(values).__name__}")
     modes = _read_modes(path, values)
     if modes == ["mean"] and values.get("include_prompt") is False:
         modes = ["mean without the prompt"]

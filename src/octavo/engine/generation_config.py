@@ -66,7 +66,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return a JSON file's object, or {}. Raises `ModelError`."""
     values = read_json(path, {})
     if not isinstance(values, dict):
-        raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")
+        raise ModelError(f"{path} must be a JSON object, but is a JSON {type(values).__name__}")
     return values
 
 

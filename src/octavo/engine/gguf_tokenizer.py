@@ -80,7 +80,7 @@ class GGUFVocabulary:
         if len(self._types) != self.size:
             raise self._error("token_type", f"has {len(self._types)} entries, but there are {self.size} tokens")
         if len(set(self._tokens)) != self.size:
-            raise self._error("tokens", "some stand there twice")
+            raise self._error("tokens", "some tokens occur twice")
 
     def build(self) -> Tokenizer:
         """Build the tokenizer."""

@@ -76,7 +76,7 @@ class Health:
         """Why the process has to be killed, if so."""
         limit = self._patience.loading if self._is_loading else self._patience.dead
         if self._looked_at - self._heard_at > limit:
-            return f"was not heard of for {limit:g} s"
+            return f"sent no message for {limit:g} s"
         if self._looked_at - self._moved_at > self._patience.endless:
-            return f"got no further for {self._patience.endless:g} s"
+            return f"made no progress for {self._patience.endless:g} s"
         return None

@@ -140,7 +140,9 @@ class RemoteCore:
             return True
         if now < self._left_behind_at:
             return False
-        logger.error("the system does not end the engine process %d; it is left behind", self._leaving.pid)
+        logger.error(
+            "the engine process %d was killed but has not ended; the next one starts anyway", self._leaving.pid
+        )
         return True
 
     def _die(self, reason: str) -> None:
@@ -175,7 +177,7 @@ class RemoteCore:
         try:
             message = ipc.decode_from_engine(data)
         except ipc.DecodeError:
-            logger.warning("the engine process sent %d bytes that are no message", len(data))
+            logger.warning("the engine process sent %d bytes that are not a valid message", len(data))
             return
         life.health.hear(message)
         match message:
@@ -252,7 +254,7 @@ class RemoteCore:
     def _answer(self, request_id: str, error: OctavoError | None) -> None:
         answer = self._pending.pop(request_id, None)
         if answer is None:
-            logger.warning("the engine process answered a request that nobody sent")
+            logger.warning("the engine process answered an unknown request")
         else:
             answer(error)
 

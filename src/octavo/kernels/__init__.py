@@ -154,7 +154,7 @@ def _refused_tiles() -> str:
 def _triton_kernels(device: torch.device, backend: str) -> Kernels:
     if importlib.util.find_spec("triton") is None:
         what = f"kernel backend {backend!r} needs Triton, which is not installed"
-        raise ConfigError(f"{what}: pip install 'octavo[gpu]'; or choose auto")
+        raise ConfigError(f"{what}; run pip install 'octavo[gpu]', or choose auto")
     from octavo.kernels.triton.backend import TritonKernels, is_interpreted  # noqa: PLC0415  needs triton
 
     if device.type != "cuda" and not is_interpreted():

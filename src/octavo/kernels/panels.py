@@ -103,7 +103,7 @@ class PanelWeight:
         if int4.has_order:
             order = kept.data[-4 * shape[1] :].view(torch.int32)
             if order.min() < 0 or order.max() >= shape[1]:
-                raise ValueError(f"its column order names features beyond the {shape[1]} input features")
+                raise ValueError(f"the column order of a packed weight has an index outside 0 .. {shape[1] - 1}")
         return cls(kept.data, number, int4, kept.bias, *shape)
 
     @staticmethod

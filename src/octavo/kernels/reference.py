@@ -259,7 +259,7 @@ class ReferenceKernels:
         """See `Kernels`."""
         first, num_rows = cu_num_logits[:-1].long(), cu_num_logits.diff()
         if bool(((num_rows < 1) | (num_rows > num_speculative_steps + 1)).any()):
-            raise IndexError(f"a request has no row of logits or more than {num_speculative_steps} drafts")
+            raise IndexError(f"a request has no row of logits, or more than {num_speculative_steps} drafts")
         steps = torch.arange(num_speculative_steps + 1, device=target_sampled.device)
         rows = (first[:, None] + steps).clamp(max=target_sampled.shape[0] - 1)
         came_true = F.pad(target_sampled[:-1] == draft_ids[1:], (0, 1))[rows] & (steps < num_rows[:, None] - 1)

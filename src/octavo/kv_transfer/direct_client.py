@@ -66,7 +66,7 @@ class TransferClient:
                 self._begin()
             self._changed.wait_for(lambda: not self._is_opening, timeout_s)
             if self._is_closed or self._error:
-                raise StoreError(self._error or "it is closed")
+                raise StoreError(self._error or "the client of direct transfers is closed")
             return self._client
 
     def _begin(self) -> None:

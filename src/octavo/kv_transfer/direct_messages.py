@@ -136,7 +136,7 @@ class Channel:
         if isinstance(message, Refused):
             raise RefusalError(f"it sends no KV: {_printable(message.reason)}")
         if not isinstance(message, kind):
-            raise ConnectionError(f"{type(message).__name__} was not expected")
+            raise ConnectionError(f"unexpected message {type(message).__name__}")
         return message
 
     def _read(self, count: int, deadline: float) -> bytes:

@@ -90,7 +90,9 @@ def read_header(descriptor: int, num_bytes: int) -> Header:
     if version != FORMAT_VERSION:
         raise OtherFormatError(f"its format has version {version}, this is version {FORMAT_VERSION}")
     if not num_blocks or file_bytes(num_blocks, block_bytes) != num_bytes:
-        raise CorruptFileError(f"it says {num_blocks} blocks of {block_bytes} bytes, but has {num_bytes} bytes")
+        raise CorruptFileError(
+            f"its header announces {num_blocks} blocks of {block_bytes} bytes, but the file has {num_bytes} bytes"
+        )
     size = _header_bytes(num_blocks)
     whole = first if size == _PAGE_BYTES else first + os.pread(descriptor, size - _PAGE_BYTES, _PAGE_BYTES)
     if hashlib.sha256(whole[: _START.size] + whole[_TABLE_AT:]).digest() != whole[_START.size : _TABLE_AT]:

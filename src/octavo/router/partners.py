@@ -141,7 +141,7 @@ class Partners:
             return
         if not pair.pause_s:
             logger.warning(
-                "%s computed %d prompts for %s in vain: no KV arrived there, see its log. The next attempt is in %g s",
+                "%s computed %d prompts for %s but no KV arrived there; see its log. The next attempt is in %g s",
                 *(prefill.url, pair.num_vain, decode.url, _FIRST_PAUSE_S),
             )
         pair.pause_s = min(2 * pair.pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)

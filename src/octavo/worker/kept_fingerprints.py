@@ -67,7 +67,7 @@ class KeptFingerprints:
         if not self._outvotes(path, engine, found):
             raise FingerprintError(_refusal(values, path))
         logger.error(
-            "this start and the previous one computed other numbers than an earlier one: %s. They replace its "
+            "this start and the previous one computed different numbers from an earlier one: %s. They replace its "
             "numbers in %s: the earlier start was faulty, or files were damaged later. Compare the checkpoint with "
             "its source",
             values,
@@ -191,7 +191,7 @@ def _describe(different: Iterable[str], found: EngineFingerprint, kept: EngineFi
 
 def _refusal(values: str, path: Path) -> str:
     return (
-        f"this start computes other numbers than an earlier one with the same files, kernels and processor: {values}. "
+        f"this start computed different numbers from an earlier one with the same files, kernels and processor: {values}. "
         "Restart. If the next start agrees with the earlier one, this start was faulty: check the memory and the "
         "processor with `octavo doctor`. If it agrees with this one, it is accepted and logs an error: "
         "the earlier start was faulty, or files were damaged since. Then compare the checkpoint with its source and "

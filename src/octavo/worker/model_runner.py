@@ -298,7 +298,7 @@ class ModelRunner:
                 continue
             num_good = _num_good(first, token_ids, troubles)
             if not num_good:
-                nothing = ErrorCode.NOTHING_ALLOWED if first in sampled.nothing_left else "the logits are not numbers"
+                nothing = ErrorCode.NOTHING_ALLOWED if first in sampled.nothing_left else "the logits are NaN"
                 errors[name] = troubles[first].reason(name) if first in troubles else nothing
                 continue
             tokens[name] = token_ids[:num_good]

@@ -164,7 +164,7 @@ class SampleTasks:
             wanted = request.sampling_params.structured_outputs
             assert wanted is not None
             if self._grammars is None:
-                raise RequestError("this worker has no tokenizer to compile grammars for")
+                raise RequestError("structured outputs need a tokenizer, and this worker has none")
             request.matcher = self._grammars.compile(wanted)
         return request.matcher
 

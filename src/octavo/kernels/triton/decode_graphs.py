@@ -78,8 +78,8 @@ class DecodeGraphs:
                 break
             if self.num_bytes > plan.num_bytes:
                 logger.warning(
-                    "%d of %d decode graphs fit into the planned %d bytes; smaller steps are padded to a larger "
-                    "graph, or launched kernel by kernel",
+                    "only %d of %d decode graphs fit into %d bytes; other steps are padded to a larger graph or "
+                    "launched kernel by kernel",
                     done, len(planned), plan.num_bytes,
                 )  # fmt: skip
                 break

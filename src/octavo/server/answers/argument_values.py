@@ -220,7 +220,9 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
         whole[FIELD] = root[FIELD]
     text = lark_json({**whole, "$defs": definitions} if definitions else whole)
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise RequestError(f"a part of a schema has {len(text)} characters with what it refers to")
+        raise RequestError(
+            f"a part of a schema has {len(text)} characters, including the definitions that it refers to"
+        )
     return text
 
 

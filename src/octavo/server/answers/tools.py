@@ -80,7 +80,7 @@ class Toolbox:
         named = () if choice.named is None else (choice.named,)
         if unknown := {*named, *(choice.allowed or ())} - {*names}:
             name = min(unknown)[:64]
-            raise RequestError(f"tool_choice names {name!r}, which is none of the tools", parameter="tool_choice")
+            raise RequestError(f"tool_choice names {name!r}, but no tool has that name", parameter="tool_choice")
         if choice.mode == "required" and not names:
             raise RequestError(_NEEDS_TOOLS, parameter="tool_choice")
         if choice.mode == "none" or not names:
@@ -140,8 +140,8 @@ class Toolbox:
             raise RequestError(f"{field}: {place}: {error}", parameter=field) from None
         except (RequestError, ValueError, TypeError, RecursionError):
             message = (
-                "the parameters of the tools, or the schema beside them, are no JSON schemas, too deep, or longer than "
-                f"{MAX_GRAMMAR_CHARS} characters in all"
+                "the parameters of the tools, or the schema given with them, are not valid JSON schemas, too deep, or "
+                f"longer than {MAX_GRAMMAR_CHARS} characters in all"
             )
             raise RequestError(message, parameter="tools") from None
 
