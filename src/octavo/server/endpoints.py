@@ -22,8 +22,8 @@ _ROOM = "octavo.server.api"
 class Endpoint:
     """A handler and its types.
 
-    handler: takes the service, the HTTP request, and the checked body unless `body` is None. summary, answer: for the
-    OpenAPI document; answer is None if it has no body. is_streamed: the answer may be a stream of events.
+    handler: takes the service, the HTTP request, and the checked body unless `body` is None. answer: None if it has no
+    body. is_streamed: the answer may be a stream of events.
     """
 
     handler: Handler

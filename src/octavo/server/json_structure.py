@@ -35,7 +35,6 @@ def check_structure(body: bytes) -> None:
 
 
 def _count_outside_strings(body: bytes) -> list[int]:
-    """Return the numbers of lists and objects, names, and commas."""
     tables = [np.isin(np.arange(256), list(marks)) for marks in _MARKS]
     counts, is_inside = [0] * len(tables), 0
     for block in _blocks(body):

@@ -58,7 +58,6 @@ class _Open:
     cut_off: OctavoError | None = None
 
     def error(self, output: RequestOutput) -> OctavoError | None:
-        """Return the error of a request that failed or was cut off."""
         for completion in output.outputs:
             if completion.finish_reason == "abort":
                 assert self.cut_off is not None, "an open request was aborted without a reason"
@@ -291,7 +290,6 @@ class Service(HttpService):
 
 
 def _make_tracing(endpoint: str | None) -> Tracing | None:
-    """Make the tracing, if any. Raises `ConfigError` if packages are missing."""
     if endpoint is None:
         return None
     try:

@@ -48,8 +48,7 @@ CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "
 class Conversation:
     """A conversation to be answered.
 
-    messages: as chat templates read them. options: arguments of the template. field: the API's name of the messages.
-    prediction: the expected answer.
+    options: arguments of the chat template. field: the API's name of the messages. prediction: the expected answer.
     """
 
     messages: list[dict[str, Any]]
@@ -194,8 +193,8 @@ async def render(
 ) -> dict[str, Any]:
     """Render a conversation and tokenize it, on a thread instead of the event loop.
 
-    is_prompt: refuse a prompt that leaves no room for an answer. Returns the fields of a prompt, the prediction's ids
-    included if the engine speculates.
+    is_prompt: refuse a prompt that leaves no room for an answer. Returns a prompt, with a prediction's ids if the
+    engine speculates.
     """
     inputs, truncation = service.engine.input_processor, conversation.truncation
 

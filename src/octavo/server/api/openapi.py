@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the table of routes and the types of bodies and answers."""
+"""The OpenAPI document, made from the routes and their types."""
 
 from __future__ import annotations
 
@@ -133,7 +133,6 @@ def _content(media_type: str, schema: _Object) -> _Object:
 
 @functools.cache  # slow, and it runs on the event loop
 def _schemas(routes: Routes) -> tuple[dict[Any, _Object], _Object]:
-    """Return the schemas of types, and the components that they refer to."""
     told = [find_endpoint(route) for route in routes if route.is_described]
     bodies = sorted({each.body for each in told if each.body is not None}, key=lambda body: body.__name__)
     inputs, requests = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")

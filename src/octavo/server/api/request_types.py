@@ -1,4 +1,4 @@
-"""Types of fields and answers for the OpenAPI document. The routes check values, so that errors name the place."""
+"""Types for the OpenAPI document. The routes check values, so that errors name the place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class Shown:
     kind: Any
 
     def __get_pydantic_json_schema__(self, _checked: CoreSchema, handler: GetJsonSchemaHandler) -> Object:
-        """Return the schema of `kind`."""
         return handler(TypeAdapter(self.kind).core_schema)
 
 

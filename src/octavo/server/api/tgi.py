@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NEW_TOKENS = 100
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "best_of": Off(1)}
-# Next to `inputs`, `options` belongs to Hugging Face's service (caches and waiting), not to Ollama.
+# Next to `inputs`, `options` belongs to Hugging Face's service, not to Ollama.
 _UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
 _HARMLESS_BESIDE = {*HARMLESS, "options"}
 _SPELLED = {

@@ -37,7 +37,6 @@ _GAUGES = (
         "Maximum number of prompt tokens in a step that also decodes; 0: no limit.",
     ),
 )
-# (attribute of EngineCapacity, name, description)
 _CAPACITY = (
     ("kv_cache_tokens", "kv_cache_capacity_tokens", "Capacity of the KV cache in tokens."),
     ("max_batch_prefill_tokens", "max_batch_prefill_tokens", "Maximum number of prompt tokens in a step."),
@@ -86,7 +85,7 @@ _COUNTERS = (
         "KV blocks that are not used any more because their records were inconsistent.",
     ),
 )
-# (attribute of DraftStats, description); names are spec_decode_ and the attribute
+# (attribute of DraftStats, description)
 _DRAFT_COUNTERS = (
     ("num_drafts", "Verified drafts; a draft is of one request in one step."),
     ("num_draft_tokens", "Draft tokens."),
@@ -98,7 +97,6 @@ _DRAFT_POSITIONS = (
     ("num_draft_tokens_per_pos", "Draft tokens by position in the draft."),
     ("num_accepted_tokens_per_pos", "Accepted draft tokens by position in the draft."),
 )
-# (attribute of KVStoreFigures, name, description)
 _STORE_GAUGES = (
     ("num_blocks", "blocks", "Blocks in a KV store."),
     ("num_bytes", "bytes", "Bytes in a KV store."),
@@ -108,7 +106,6 @@ _STORE_COUNTERS = (
     ("num_corrupt", "corrupt_blocks", "Blocks that differed from the saved ones and were not used."),
     ("num_errors", "errors", "Calls of a KV store that failed."),
 )
-# (attribute of KVTierFigures, name, description)
 _TIER_COUNTERS = (
     ("num_hit_tokens", "kv_tier_hit_tokens", "Prompt tokens with KV in this tier, of prefix_cache_queries."),
     ("num_loaded_blocks", "kv_tier_loaded_blocks", "Blocks loaded from this tier."),

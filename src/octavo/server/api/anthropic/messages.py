@@ -314,7 +314,6 @@ class MessageReply:
         return self._tell("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, **fields})
 
     def _input(self) -> dict[str, Any]:
-        """Return the complete arguments of the last call."""
         if self._is_cut:
             return begun_arguments(self._arguments)
         whole = parse_arguments(self._arguments)

@@ -48,7 +48,7 @@ def _with_id(call: Any, own: str) -> Any:
 
 
 def _tools_by_id(calls: list[Any]) -> dict[str, Any]:
-    """Return call id -> tool name; `read_messages` reports malformed calls."""
+    """Malformed calls are reported by `read_messages`."""
     named = [call for call in calls if isinstance(call, dict) and isinstance(call["id"], str)]
     functions = [call.get("function") for call in named]
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]

@@ -44,7 +44,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
         self._job = job
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the chunks of an update. usage: the counts so far, if each chunk has them.
+        """Return the chunks of an update. usage: the counts so far, for each chunk.
 
         The finish reason has its own chunk: a client that stops reading at it has received everything.
         """
@@ -65,11 +65,10 @@ class OpenAIReply(Generic[Choice, Chunk]):
         return OPENAI.event(error)
 
     def _grown(self, update: ChoiceUpdate) -> Choice | None:
-        """Return the next piece of a choice; None if there is nothing to send."""
+        """Return the next piece of a choice, if any."""
         raise NotImplementedError
 
     def _ended(self, update: ChoiceUpdate) -> Choice:
-        """Return a piece with only the finish reason."""
         raise NotImplementedError
 
     def _event(self, choices: list[Choice], usage: Usage | None) -> Chunk:

@@ -144,7 +144,7 @@ def _goes_on(data: bytes, position: int) -> bool:
 def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[TokenPlace]:
     """Find the places of a prompt's tokens. A token that is not found has no characters.
 
-    The tokens' text may differ from the prompt: a tokenizer may add a space before the first word.
+    The tokens' text may differ from the prompt: a tokenizer may add a space, for example.
     """
     data, places, position = prompt.encode(), [], 0
     num_chars = [0, *accumulate(byte not in _CONTINUING for byte in data)]

@@ -58,8 +58,8 @@ class Dashboard:
     async def frames(self, tenant: Tenant) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events: `hello`, then a `frame` a few times a second, at last `bye`.
 
-        It ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. A slow reader gets
-        fewer frames; frames never accumulate.
+        It ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. Frames never
+        accumulate for a slow reader.
         """
         cursor = Cursor(await self._open())
         yield _event("hello", self._hello())
@@ -108,7 +108,6 @@ class Dashboard:
         }
 
     async def _open(self) -> LiveView:
-        """Return the view, made for the first viewer."""
         async with self._door:
             if self._closing is not None:
                 self._closing.cancel()

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Frames(StreamingResponse):
-    """A stream of frames for one viewer. It releases the viewer's place when it ends in any way.
-
-    Raises `QueueFullError`.
-    """
+    """A stream of frames for one viewer, whose place it releases. Raises `QueueFullError`."""
 
     def __init__(self, dashboard: Dashboard, tenant: Tenant) -> None:
         dashboard.enter()
@@ -35,7 +32,6 @@ class _Frames(StreamingResponse):
         self._dashboard, self._frames = dashboard, frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send frames."""
         try:
             await super().__call__(scope, receive, send)
         finally:

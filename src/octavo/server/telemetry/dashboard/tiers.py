@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def tier_rows(stats: EngineStats, capacity: EngineCapacity) -> list[dict[str, Any]]:
-    """Return the figures of each tier since the engine's start; None if unknown or without meaning.
+    """Return the figures of each tier; None if unknown or without meaning.
 
     hit_rate: share of the prompts' tokens. loads_per_s, saves_per_s: in bytes. spared: seconds of computing saved, less
     the waiting time.

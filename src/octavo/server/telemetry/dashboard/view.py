@@ -186,11 +186,11 @@ class LiveView:
         return {name: shown.number for name, shown in self._shown.items()}
 
     def names_since(self, number: int) -> list[tuple[int, str]]:
-        """Return numbers and ids of the requests above `number`."""
+        """Return the requests above `number`."""
         return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
 
     def live_numbers(self) -> list[int]:
-        """Return the numbers of the requests that have begun and not ended."""
+        """Return the numbers of requests that have begun and not ended."""
         return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
 
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
@@ -206,7 +206,6 @@ class LiveView:
         ]
 
     def _fill(self, now: int) -> None:
-        """Add the seconds without events."""
         last = max(self._seconds, default=now)
         before = self._seconds.get(last)
         for second in range(max(last + 1, now - HISTORY_S), now):
@@ -219,7 +218,7 @@ class LiveView:
         return list(islice(self.steps, max(number - first, 0), None))
 
     def moment(self) -> dict[str, Any]:
-        """Return the figures of the last seconds; computed once for all viewers."""
+        """Return the figures of the last seconds, computed once for all viewers."""
         now = int(self.clock())
         if self._moment[0] != (now, self.revision):
             self._moment = ((now, self.revision), self._make_moment(now))
@@ -261,7 +260,7 @@ class LiveView:
         return round(1 - (states.count(BlockState.FREE) + states.count(BlockState.CACHED)) / len(states), 4)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the listed requests: running, waiting, and the last that ended."""
+        """Return the listed requests."""
         now = self.clock()
         live = [shown for shown in self._shown.values() if shown.ended is None]
         live.sort(key=lambda shown: (_LIVE_ORDER[shown.state], shown.number))
