@@ -1,4 +1,4 @@
-"""Describes a checkpoint's computation: shapes and numbers, read once from `config.json`. Does not import torch."""
+"""A checkpoint's computation, read from `config.json`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 
 class ModelTensors(NamedTuple):
-    """The tensors of a model in a checkpoint, in the order in which they are packed. head: None if weights are tied."""
+    """A model's tensors, in the order of packing."""
 
     embedding: Linear
     layers: tuple[LayerTensors, ...]
@@ -36,20 +36,17 @@ class ModelTensors(NamedTuple):
 class Architecture:
     """One decoder-only transformer.
 
-    name                the class name under `architectures` in config.json
-    max_context_tokens  longest context that it was made for
-    dtype               of the checkpoint as its config says ("float32", "bfloat16" or "float16")
-    eos_token_ids       of config.json; generation_config.json and the tokenizer may add to them
-    stored              how weights are stored that are integers in the checkpoint, or None
-    stored_floats       how weights are stored that are floats of 8 or 4 bits, or None
-    block_bytes         bytes in memory of each matrix that is multiplied in GGUF's blocks, by its tensor's name
-    has_head            False for an embedding model that was saved without lm_head; the weights are tied then
-    embedding_scale     factor of the embeddings as they enter the first layer, rounded to the activations' dtype
-    norm_offset         added to each norm's weight, since the files store it less that; the sum is kept in float32
-    logit_softcap       the cap of logits (see `octavo.kernels.operations.soft_cap`), or None
-    text_part_of        the class of the model of text and images to which this text part belongs, or None
-    logits_scaling      divisor of the logits
-    num_position_dims   dimensions of a position, see `AttentionBatch.rotary_positions`
+    eos_token_ids      of config.json; generation_config.json and the tokenizer may add to them
+    stored             how weights are stored as integers, or None
+    stored_floats      how weights are stored as floats of 8 or 4 bits, or None
+    block_bytes        bytes in memory of matrices in GGUF's blocks, by tensor name
+    has_head           False for an embedding model saved without lm_head; the weights are tied then
+    embedding_scale    factor of the embeddings, rounded to the activations' dtype
+    norm_offset        added to each stored norm; the sum is kept in float32
+    logit_softcap      see `octavo.kernels.operations.soft_cap`
+    text_part_of       the class of the whole model, if this is its text part
+    logits_scaling     divisor of the logits
+    num_position_dims  see `AttentionBatch.rotary_positions`
     """
 
     name: str
@@ -74,7 +71,7 @@ class Architecture:
     num_position_dims: int = 1
 
     def tensors(self) -> ModelTensors:
-        """Declare all tensors that the model takes from a checkpoint."""
+        """Declare all tensors."""
         vocabulary = Linear(((_EMBEDDING, self.vocab_size),), self.hidden_size)
         head = Linear(((_HEAD, self.vocab_size),), self.hidden_size)
         return ModelTensors(
@@ -87,24 +84,24 @@ class Architecture:
         )
 
     def within(self, max_model_len: int) -> Architecture:
-        """Return the architecture for sequences of up to `max_model_len` tokens; see `RopeConfig.within`."""
+        """Return the architecture for shorter sequences; see `RopeConfig.within`."""
         return replace(self, layers=tuple(layer.within(max_model_len) for layer in self.layers))
 
     @property
     def attentions(self) -> list[AttentionConfig]:
-        """Attention of each layer that has attention, and no other mixer of tokens."""
+        """Attention of the layers without another token mixer."""
         return [layer.attention for layer in self.layers if isinstance(layer.attention, AttentionConfig)]
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights in the checkpoint; tied embeddings count once."""
+        """Number of weights; tied embeddings count once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
     @property
     def attention_share(self) -> float:
-        """Operations of attention to one more position, over those of a token's matrix products without lm_head.
+        """Operations of attention per far position, over those of a token's matrix products without lm_head.
 
-        Layers with a sliding window do not count: a far position costs them nothing.
+        A far position costs layers with a sliding window nothing.
         """
         far = sum(each.num_heads * each.head_dim for each in self.attentions if each.window is None)
         products = sum(math.prod(s) for n, s in self.tensor_shapes().items() if len(s) == 2 and not is_vocabulary(n))
@@ -112,19 +109,19 @@ class Architecture:
 
     @property
     def kv_layout(self) -> KVLayout:
-        """The layout of the KV cache: what it stores of each layer."""
+        """The layout of the KV cache."""
         return KVLayout(tuple(layer.attention.cache_spec for layer in self.layers))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of every tensor in a checkpoint of this architecture, in the order of packing."""
+        """Return the tensors' shapes, in the order of packing."""
         return {name: shape for each in in_order(self.tensors()) for name, shape in each.shapes.items()}
 
     def scale_names(self) -> list[str]:
-        """Return the names of the tensors in the files that are scales of quantized weights."""
+        """Return the names of stored scales."""
         return [name for name in self.stored_tensors() if name.rpartition(".")[2] in SCALE_NAMES]
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
-        """Return name and form of every tensor in the files: as in `tensor_shapes`, or as quantization stores it."""
+        """Return the tensors' forms in the files."""
         tensors: dict[str, StoredTensor] = {}
         stored = self.stored or self.stored_floats
         for name, shape in self.tensor_shapes().items():
@@ -132,24 +129,24 @@ class Architecture:
             if len(shape) == 2 and stored is not None and stored.covers(module):
                 tensors |= stored.tensors(module, *shape)
             else:
-                tensors[name] = StoredTensor(shape)  # a bias that is needed, even if integers come with optional ones
+                tensors[name] = StoredTensor(shape)  # not an optional bias, as integers may have
         return tensors
 
 
 def is_vocabulary(tensor_name: str) -> bool:
-    """Return True if a tensor has a row for each token, so that it may be read by row as an embedding."""
+    """Return True if a tensor has a row for each token."""
     return tensor_name.removesuffix(".weight") in {_EMBEDDING, _HEAD}
 
 
 def is_norm(tensor_name: str) -> bool:
-    """Return True if a tensor of a checkpoint is the weight of an RMS norm."""
+    """Return True if a tensor is a norm's weight."""
     return tensor_name.endswith("norm.weight")
 
 
 def read_decoder(
     config: ConfigFile, name: str, *, layers: tuple[LayerConfig, ...], max_context_tokens: int
 ) -> Architecture:
-    """Read the keys that all families share. Raises `ModelError` for a key that is missing or out of range."""
+    """Read the keys that all families share."""
     stored = read_quantization_config(config)
     architecture = Architecture(
         name=name,
@@ -171,7 +168,7 @@ def read_decoder(
 
 
 def _read_dtype(config: ConfigFile) -> str:
-    """Return the checkpoint's dtype. transformers 5 writes `dtype`, earlier versions `torch_dtype`."""
+    """Read `dtype`, which transformers wrote as `torch_dtype` before version 5."""
     key = "dtype" if config.has("dtype") else "torch_dtype"
     dtype = config.text(key, "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:

@@ -1,4 +1,4 @@
-"""Grouped-query attention over the paged KV cache: its configuration, its tensors and its computation."""
+"""Grouped-query attention over the paged KV cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_HEAD_DIM = 256  # limit of the compiled kernels' buffers
 
 
 class AttentionTensors(NamedTuple):
-    """The tensors of attention in a checkpoint."""
+    """The tensors of attention."""
 
     qkv: Linear
     o: Linear
@@ -33,13 +33,12 @@ class AttentionTensors(NamedTuple):
 class AttentionConfig:
     """Attention of one layer (Ainslie et al. 2023).
 
-    rope          how queries and keys are rotated, or None for no rotation
-    window        tokens that a position sees, itself included, or None for all
-    scale         of products of queries and keys, or None for head_dim ** -0.5
-    softcap       the cap of these scaled products (see `octavo.kernels.operations.soft_cap`), or None
-    qk_norm       queries and keys are normalized before they are rotated: "head" has one weight of [head_dim] each, for
-                  all heads; "width" takes all heads of a token as one row
-    is_fused      the checkpoint stores queries, keys and values as one matrix
+    rope      None for no rotation
+    window    tokens that a position sees, itself included, or None for all
+    scale     of scores; None for head_dim ** -0.5
+    softcap   of scaled scores (`octavo.kernels.operations.soft_cap`)
+    qk_norm   before rotation: "head" has one weight [head_dim] for all heads, "width" takes all heads as one row
+    is_fused  the checkpoint has one matrix for queries, keys and values
     """
 
     num_heads: int
@@ -67,7 +66,7 @@ class AttentionConfig:
         qk_norm: Literal["head", "width"] | None = None,
         is_fused: bool = False,
     ) -> AttentionConfig:
-        """Read the shapes, of layers without a window. Raises `ModelError` for shapes that octavo cannot compute."""
+        """Read the shapes of layers without a window. Raises `ModelError` for unsupported ones."""
         hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
         if default_num_kv_heads is None or "num_key_value_heads" in config.values:
             default_num_kv_heads = num_heads  # null means num_heads, too
@@ -97,10 +96,7 @@ class AttentionConfig:
         )
 
     def within(self, max_model_len: int) -> AttentionConfig:
-        """Return the configuration for sequences of up to `max_model_len` tokens.
-
-        A window that holds all of them is dropped.
-        """
+        """Return the configuration for shorter sequences, without a window that holds all of them."""
         window, rope = self.window, self.rope
         return replace(
             self,
@@ -110,16 +106,16 @@ class AttentionConfig:
 
     @property
     def cache_spec(self) -> KVShape:
-        """What the KV cache stores of the layer."""
+        """The layer's part of the KV cache."""
         return KVShape(self.num_kv_heads, self.head_dim, self.window)
 
     @property
     def width(self) -> int:
-        """Number of values of a token's queries, keys and values."""
+        """Values of a token's queries, keys and values."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def tensors(self, name: str, hidden_size: int) -> AttentionTensors:
-        """Declare the attention tensors of the layer that is called `name` in the checkpoint."""
+        """Declare the layer's tensors."""
         name = f"{name}.self_attn"
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         apart = ((f"{name}.q_proj", q_rows), (f"{name}.k_proj", kv_rows), (f"{name}.v_proj", kv_rows))
@@ -133,15 +129,12 @@ class AttentionConfig:
         )
 
     def build(self, context: ModelContext, tensors: AttentionTensors) -> Attention:
-        """Build the attention from its tensors."""
+        """Build the attention."""
         return Attention(context, self, tensors)
 
 
 class Attention:
-    """The attention of one layer, with packed weights.
-
-    Raises `ModelError` for a rotary embedding in a model whose positions have several dimensions.
-    """
+    """The attention of one layer, with packed weights. Rotary embeddings need positions of one dimension."""
 
     __slots__ = (
         "config", "cos_sin", "eps", "interleaved", "k_norm", "kernels", "o", "q_norm", "qkv", "query_scale", "scale",
@@ -163,7 +156,7 @@ class Attention:
         self.k_norm = context.optional_norm(tensors.k_norm)
 
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        """Write this step's keys and values into the cache; return its queries [num_tokens, num_heads, head_dim]."""
+        """Write this step's keys and values; return its queries [num_tokens, num_heads, head_dim]."""
         k_cache, v_cache = cache
         config, kernels = self.config, self.kernels
         qkv = kernels.linear(hidden, self.qkv)

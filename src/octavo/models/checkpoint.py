@@ -1,4 +1,4 @@
-"""Weights of a checkpoint directory: one or more safetensors files, read tensor by tensor through a memory map."""
+"""Weights in safetensors files."""
 
 from __future__ import annotations
 
@@ -20,19 +20,17 @@ if TYPE_CHECKING:
 
     from octavo.models.stored_quantization import StoredTensor
 
-_RESIDENT_BYTES = 32 << 20  # pages of files that are kept in memory, in addition to the last tensor
+_RESIDENT_BYTES = 32 << 20  # in addition to the last tensor
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Tensors that some checkpoints have and that are computed here.
+# Stored by some checkpoints, but computed here.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
 
 
 class CheckpointFiles:
-    """All tensors of a checkpoint by name. Raises `ModelError` for files that are missing, broken or not safetensors.
+    """All tensors of a checkpoint, by the names of `octavo.models.weight_files.own_names`. Raises `ModelError`.
 
     The files stay mapped while this object or a tensor from it lives. Only the pages of the last returned tensors stay
-    in this process's memory; the system reads other pages again when they are used.
-
-    Names are those that a decoder uses for its tensors: see `octavo.models.weight_files.own_names`.
+    in memory.
     """
 
     __slots__ = ("_file_of", "_handed_out", "_stored_name", "directory")
@@ -53,9 +51,9 @@ class CheckpointFiles:
         self._file_of = {name: self._file_of[stored] for name, stored in self._stored_name.items()}
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Raise `ModelError` unless the files hold exactly the expected tensors; known superfluous ones are ignored.
+        """Raise `ModelError` unless the files hold exactly the expected tensors.
 
-        A checkpoint with tied embeddings may have an lm_head.weight as well: it must be the same matrix.
+        With tied embeddings they may have lm_head.weight as well: it must be the same matrix.
         """
         missing = [name for name, each in expected.items() if not each.is_optional and name not in self._file_of]
         if missing:
@@ -99,11 +97,11 @@ class CheckpointFiles:
         return is_tied
 
     def find(self, name: str) -> Tensor | None:
-        """Return a tensor as `tensor` does, or None if there is none of that name."""
+        """Return a tensor, or None."""
         return self.tensor(name) if name in self._file_of else None
 
     def weight(self, name: str) -> Tensor:
-        """Return the tensor. Wrappers of this class know the formats that store a matrix in several tensors."""
+        """Return a matrix. Wrappers of this class know formats with several tensors for one."""
         return self.tensor(name)
 
     def tensor(self, name: str) -> Tensor:
@@ -119,7 +117,7 @@ class CheckpointFiles:
         return tensor
 
     def release(self) -> None:
-        """Release the pages of the tensors that were returned, and freed memory; a later call reads them again."""
+        """Release the pages of the returned tensors, and freed memory; tensors remain usable."""
         for path, tensors in self._handed_out.items():
             forget_pages(path, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
         self._handed_out.clear()

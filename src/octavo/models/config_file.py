@@ -1,4 +1,4 @@
-"""`config.json` of a checkpoint, read key by key with errors that name the file, the key and the value."""
+"""`config.json`, with errors that name the file, the key and the value."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 _MISSING = object()
 
-# Keys that change what a model computes. A harmless value has the same effect as a missing key. With any other value, a
-# family that does not read the key would silently give other tokens, so it is refused.
+# Keys that change the tokens, with their harmless values. A family that does not read a key refuses other values.
 _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "final_logit_softcapping": (None, 0),
@@ -42,9 +41,9 @@ _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
 
 
 class ConfigFile:
-    """Values of one JSON object with their types checked. Raises `ModelError` for a broken file or value.
+    """Values of one JSON object, and a record of the keys that were read.
 
-    It records the keys that were requested: a family computes the keys that it reads.
+    Raises `ModelError` for a broken file or value.
     """
 
     __slots__ = ("_asked_for", "path", "prefix", "values")
@@ -52,7 +51,7 @@ class ConfigFile:
     def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
         self.path = path
         self.values = values
-        self.prefix = prefix  # of nested keys, for messages: "rope_parameters."
+        self.prefix = prefix  # of nested keys, like "rope_parameters."
         self._asked_for: set[str] = set()
 
     @classmethod
@@ -69,18 +68,18 @@ class ConfigFile:
         return cls(path, values)
 
     def with_defaults(self, **defaults: Any) -> ConfigFile:
-        """Return the same file with values for keys that are missing or null."""
+        """Return the same file with values for missing and null keys."""
         other = ConfigFile(self.path, self.values | {k: v for k, v in defaults.items() if not self.has(k)}, self.prefix)
         other._asked_for = self._asked_for
         return other
 
     def error(self, key: str, problem: str) -> ModelError:
-        """Return an error that says what is wrong with a key."""
+        """Return an error about a key."""
         shown = repr(self.values.get(key))
         return ModelError(f"{self.path}: {self.prefix}{key} = {shown[:200]}: {problem}")
 
     def has(self, key: str) -> bool:
-        """Return True if the key is present and not null."""
+        """Return True if the key is neither missing nor null."""
         return self.values.get(key) is not None
 
     def count(self, key: str, default: Any = _MISSING) -> int:
@@ -93,7 +92,7 @@ class ConfigFile:
         return value
 
     def number(self, key: str, default: Any = _MISSING, *, above: float = 0.0) -> float:
-        """Return a finite number greater than `above`."""
+        """Return a finite number above `above`."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
             raise self.error(key, f"must be a number above {above:g}")
@@ -118,7 +117,7 @@ class ConfigFile:
         return values
 
     def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
-        """Return a finite number greater than `above`, or None if the key is missing or null."""
+        """Return a finite number above `above`, or None."""
         return self.number(key, above=above) if self.has(key) else None
 
     def flag(self, key: str, default: Any = _MISSING) -> bool:
@@ -136,7 +135,7 @@ class ConfigFile:
         return value
 
     def section(self, key: str) -> ConfigFile | None:
-        """Return a nested object, or None if it is missing, null or empty."""
+        """Return a nested object; None if it is missing, null or empty."""
         value = self.values.get(key)
         if value is None or value == {}:
             return None
@@ -145,7 +144,7 @@ class ConfigFile:
         return ConfigFile(self.path, value, f"{self.prefix}{key}.")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return token ids given as one number, a list, or null; negative ids are dropped."""
+        """Return token ids, given as a number, a list, or null, without negative ones."""
         value = self.values.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in ids):
@@ -153,16 +152,13 @@ class ConfigFile:
         return tuple(id_ for id_ in ids if id_ >= 0)
 
     def refuse_unread(self, family: str) -> None:
-        """Raise `ModelError` for any key that would change the tokens and that was not read.
-
-        family: its name, for the message.
-        """
+        """Raise `ModelError` for a key that would change the tokens and was not read."""
         for key, harmless in _CHANGES_TOKENS.items():
             if key not in self._asked_for and self.values.get(key) not in harmless:
                 raise self.error(key, f"octavo does not support this for {family}; it would generate wrong tokens")
 
     def mark(self, key: str) -> None:
-        """Record that a key with a value of no simple type is read."""
+        """Record that a key is read."""
         self._asked_for.add(key)
 
     def unread(self) -> list[str]:

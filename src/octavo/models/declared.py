@@ -1,4 +1,4 @@
-"""The tensors of a model in a checkpoint, as its layers declare them: names and shapes. Does not import torch."""
+"""Tensors as layers declare them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Linear layers of one input, which are computed as one, by rows.
+    """Linear layers of one input, computed as one.
 
-    parts: the name of each layer, without ".weight", and its out_features.
+    parts: each layer's name, without ".weight", and its out_features.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -27,12 +27,12 @@ class Linear:
 
     @property
     def out_features(self) -> int:
-        """Rows of all layers together."""
+        """Rows of all layers."""
         return sum(rows for _, rows in self.parts)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of each tensor."""
+        """Each tensor's shape."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, rows in self.parts:
             shapes[f"{name}.weight"] = (rows, self.in_features)
@@ -43,10 +43,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class GroupedLinear:
-    """Linear layers of equal shape, one for each group of rows: experts, or adapters.
-
-    name: of the tensor [num_groups, out_features, in_features] in the checkpoint.
-    """
+    """Linear layers of equal shape for groups of rows: experts, or adapters."""
 
     name: str
     num_groups: int
@@ -55,25 +52,25 @@ class GroupedLinear:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of the tensor."""
+        """The tensor's shape."""
         return {self.name: (self.num_groups, self.out_features, self.in_features)}
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The weight of an RMS norm, by its name without ".weight"."""
+    """The weight of an RMS norm. name: without ".weight"."""
 
     name: str
     size: int
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of the tensor."""
+        """The tensor's shape."""
         return {f"{self.name}.weight": (self.size,)}
 
 
 def in_order(declared: object) -> Iterator[Linear | GroupedLinear | Norm]:
-    """Yield the declarations in nested tuples. None stands for a part that a layer does not have."""
+    """Yield the declarations in nested tuples, skipping None."""
     if isinstance(declared, Linear | GroupedLinear | Norm):
         yield declared
     elif isinstance(declared, tuple):

@@ -1,4 +1,4 @@
-"""One layer of a decoder: attention and an MLP, and the norms around them, as its family combines them."""
+"""One layer of a decoder."""
 
 from __future__ import annotations
 
@@ -16,89 +16,84 @@ if TYPE_CHECKING:
 
 
 class TokenMixer(Protocol):
-    """The first sublayer of a layer: computes a token from itself and the tokens before it in its sequence.
+    """The first sublayer: computes a token from itself and the tokens before it.
 
-    Examples are attention and recurrence.
-
-    cache: the views that `CacheSpec.views` returns. Rows are written at `AttentionBatch.slot_mapping` and read through
+    cache: from `CacheSpec.views`. Rows are written at `AttentionBatch.slot_mapping` and read through
     `AttentionBatch.block_tables`, both of the layer's KV group.
 
-    Only steps of models whose layers are all `Attention` are captured as graphs, so a batch has no padding here. A
-    row's result must not depend on rows of other sequences, nor on how the rows of its own sequence are divided among
-    steps.
+    A row's result must not depend on rows of other sequences, nor on how its sequence is divided among steps. Batches
+    have no padding: only models whose layers are all `Attention` are captured as graphs.
     """
 
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        """Write the tokens [num_tokens, hidden] into the cache; return for each token the values that `attend` needs.
+        """Write the tokens [num_tokens, hidden] into the cache; return [num_tokens, ...] for `attend`.
 
-        The first dimension of the result is num_tokens. After the last layer has written, rows that are not needed any
-        more are removed from the result.
+        After the last layer has written, rows that are no longer needed are removed from the result.
         """
         ...
 
     def attend(self, q: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        """Return [num_rows, hidden] for the rows that `write_kv` returned, or some of them, over the cache."""
+        """Return [num_rows, hidden] for the rows from `write_kv`, or some of them."""
         ...
 
 
 class TokenMixerConfig(Protocol):
-    """The parameters of a `TokenMixer`, its cache, and its tensors. Frozen and hashable."""
+    """The parameters of a `TokenMixer`. Frozen and hashable."""
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What the cache stores of the layer."""
+        """The layer's part of the cache."""
         ...
 
     @property
     def width(self) -> int:
-        """Largest number of values that it computes for a token."""
+        """Largest number of values computed for a token."""
         ...
 
     def within(self, max_model_len: int) -> TokenMixerConfig:
-        """Return the same for sequences of up to `max_model_len` tokens."""
+        """Return the same for shorter sequences."""
         ...
 
     def tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
-        """Declare the mixer's tensors of the layer that is called `name` in the checkpoint."""
+        """Declare the tensors of the layer `name`."""
         ...
 
     def build(self, context: ModelContext, tensors: Any) -> TokenMixer:
-        """Build the mixer from its tensors."""
+        """Build the mixer."""
         ...
 
 
 class MLP(Protocol):
-    """The second sublayer of a layer: computes each token without its neighbours."""
+    """The second sublayer: computes each token by itself."""
 
     def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
-        """Return [num_tokens, hidden] -> the same shape.
+        """Return [num_tokens, hidden] -> the same shape. A row's result must not depend on the other rows.
 
-        batch: describes these rows, for an MLP that computes requests differently (adapters by request). A row's result
-        must not depend on the other rows.
+        batch: for an MLP that computes requests differently, such as adapters.
         """
         ...
 
 
 class MLPConfig(Protocol):
-    """The parameters of an `MLP`, and its tensors. Frozen and hashable."""
+    """The parameters of an `MLP`. Frozen and hashable."""
 
     @property
     def intermediate_size(self) -> int:
-        """Largest number of values that it computes for a token."""
+        """Largest number of values computed for a token."""
         ...
 
     def tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
-        """Declare the MLP's tensors of the layer that is called `name` in the checkpoint."""
+        """Declare the tensors of the layer `name`."""
         ...
 
     def build(self, context: ModelContext, tensors: Any) -> MLP:
-        """Build the MLP from its tensors."""
+        """Build the MLP."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
-    """The norms of a layer by their names in the checkpoint, None for a norm that it does not have.
+    """The norms of a layer by their names in the checkpoint.
 
     Pre-norms are applied to a sublayer's input, post-norms to its output before it is added to the residual stream.
     """
@@ -110,7 +105,7 @@ class LayerNorms:
 
 
 class LayerTensors(NamedTuple):
-    """The tensors of a layer in a checkpoint. attention, mlp: as their configurations declare them."""
+    """The tensors of a layer."""
 
     before_attention: Norm | None
     attention: tuple[Any, ...]
@@ -122,10 +117,7 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """A layer of a model. Layers with equal configurations compute the same with different weights.
-
-    attention: `AttentionConfig`, or another way to mix the tokens of a sequence.
-    """
+    """A layer of a model. Layers with equal configurations compute the same with different weights."""
 
     attention: TokenMixerConfig
     mlp: MLPConfig
@@ -133,11 +125,11 @@ class LayerConfig:
     residual_scale: float = 1.0  # of each sublayer's output
 
     def within(self, max_model_len: int) -> LayerConfig:
-        """Return the layer for sequences of up to `max_model_len` tokens."""
+        """Return the layer for shorter sequences."""
         return replace(self, attention=self.attention.within(max_model_len))
 
     def tensors(self, name: str, hidden_size: int) -> LayerTensors:
-        """Declare the tensors of the layer that is called `name` in the checkpoint."""
+        """Declare the tensors of the layer `name`."""
 
         def norm(own_name: str | None) -> Norm | None:
             return None if own_name is None else Norm(f"{name}.{own_name}", hidden_size)
@@ -153,11 +145,7 @@ class LayerConfig:
 
 
 class DecoderLayer:
-    """The sublayers of a layer, and the norms after each of them.
-
-    kv_group: index of the layer's KV group.
-    next_norm: the norm of the next layer's input, or the final one; None for no norm.
-    """
+    """The sublayers of a layer, and the norms after them."""
 
     __slots__ = ("after_attention", "after_mlp", "attention", "kv_group", "mlp")
 
@@ -174,7 +162,7 @@ class DecoderLayer:
 class ResidualNorm:
     """Adds a sublayer's output to the residual stream, and normalizes the stream for the next sublayer.
 
-    added: the output's norm, or None. stream: the next sublayer's norm, or None. scale: factor of the output.
+    added: the output's norm. stream: the next sublayer's norm.
     """
 
     __slots__ = ("add", "added", "eps", "kernels", "scale", "stream")
@@ -190,9 +178,9 @@ class ResidualNorm:
         self.stream = context.optional_norm(stream)
 
     def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """Return the next sublayer's input, which may be `residual`. Updates `residual` in place.
+        """Return the next sublayer's input [num_tokens, hidden], which may be `residual`.
 
-        hidden, residual: [num_tokens, hidden].
+        Updates `residual` in place.
         """
         if self.added is not None:
             hidden = self.kernels.rms_norm(hidden, self.added, self.eps)

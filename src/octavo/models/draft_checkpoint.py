@@ -1,4 +1,4 @@
-"""The checkpoint of a drafting model, as its files describe it. Does not import torch."""
+"""The checkpoint of a drafting model. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 class DraftCheckpoint:
     """A checkpoint that is loaded for drafting.
 
-    name: the user's name for it. quantization: how its weights are rounded, as in `octavo.config.ModelConfig`.
-    max_model_len: the longest sequence that it can continue, in tokens. shares_kv: it is the target itself, with
-    quantized weights, and reads the target's own keys and values.
+    quantization: as in `octavo.config.ModelConfig`. shares_kv: it is the target with quantized weights, and reads the
+    target's keys and values.
     """
 
     name: str

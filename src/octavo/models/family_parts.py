@@ -1,4 +1,4 @@
-"""Describes in words what an architecture consists of, computed from its fields. Does not import torch."""
+"""An architecture's parts in words. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.decoder_layer import LayerConfig
 
-# The keys of config.json that every family needs, with enough layers for any pattern of layers to repeat.
+# Needed by every family; patterns of layers repeat within 12.
 _SAMPLE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -32,7 +32,7 @@ _SAMPLE: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
 }
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
-# Optional keys of config.json. A family that does not know a key ignores it or refuses it.
+# A family ignores or refuses options that it does not know.
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {"attention_bias": True},
     {"mlp_bias": True},
@@ -53,10 +53,9 @@ _OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_sca
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part that an architecture has in addition to the plain decoder.
+    """A part of an architecture that the plain decoder lacks.
 
-    value: its amount, in words, or "". num_layers: number of layers that have it, or None if it is not a part of
-    layers.
+    value: its amount, or "". num_layers: None if it is not a part of layers.
     """
 
     name: str
@@ -64,7 +63,7 @@ class Part:
     num_layers: int | None = None
 
     def describe(self, num_layers: int) -> str:
-        """Return the part in words, for an architecture with `num_layers` layers."""
+        """Return the part in words."""
         said = f"{self.name} {self.value}".strip()
         return said if self.num_layers in (None, num_layers) else f"{said} in {self.num_layers} of {num_layers} layers"
 
@@ -82,19 +81,16 @@ def parts_of(architecture: Architecture) -> list[Part]:
 
 
 def family_parts(name: str) -> tuple[list[str], list[str]]:
-    """Return the names of the parts that a family has by default, and of those that its configuration may ask for.
-
-    name: one of `octavo.models.registry.FAMILIES`.
-    """
+    """Return the parts that a family always has, and its optional ones."""
     sample = _SAMPLE | {"architectures": [name]}
     try:
         always = _names_of(sample | _ROPE)
         sample |= _ROPE
-    except ModelError:  # this family needs a rotary embedding for each type of layer, and has a default for it
+    except ModelError:  # this family has a rotary embedding for each type of layer
         always = _names_of(sample)
     optional: dict[str, None] = {}
     for keys in _OPTIONS:
-        with suppress(ModelError):  # this family refuses the key
+        with suppress(ModelError):  # the family refuses the key
             optional |= dict.fromkeys(part for part in _names_of(sample | keys) if part not in always)
     return always, list(optional)
 
@@ -128,7 +124,6 @@ def _attention_parts(attention: AttentionConfig) -> Iterator[Part]:
 
 
 def _changed(prefix: str, described: Any, leave_out: frozenset[str] = _OF_FILES) -> Iterator[Part]:
-    """Yield the fields of a description that have a default and differ from it."""
     for each in dataclasses.fields(described):
         value = getattr(described, each.name)
         if each.default is dataclasses.MISSING or each.name in leave_out or value == each.default:

@@ -1,4 +1,4 @@
-"""Weights that checkpoints store as small floats: FP8 and MXFP4, returned as they are stored, or expanded."""
+"""Weights that checkpoints store as FP8 or MXFP4."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredTensor
     from octavo.models.weight_source import StoredTensors, StoredWeight, WeightSource
 
-_VALUES_AT_ONCE = 1 << 22  # values that are converted at a time, in float32
+_VALUES_AT_ONCE = 1 << 22  # converted at a time
 # OCP Microscaling Formats 1.0, section 5.3.3: the values of the 16 codes of an E2M1.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def open_tensors(weights: WeightSource, architecture: Architecture, dtype: torch.dtype) -> StoredTensors:
-    """Open the files and check that they have all tensors of the architecture; small floats are expanded to `dtype`."""
+    """Open the files and check their tensors."""
     files = weights.open()
     files.check(architecture.stored_tensors())
     stored = architecture.stored_floats
@@ -35,10 +35,7 @@ def open_tensors(weights: WeightSource, architecture: Architecture, dtype: torch
 
 
 class ExpandedFloats:
-    """The `StoredTensors` of a checkpoint of small floats: `tensor` expands each weight to `dtype`.
-
-    All other tensors are returned as they are stored.
-    """
+    """The `StoredTensors` of a checkpoint of small floats."""
 
     def __init__(self, files: StoredTensors, stored: StoredFloats, dtype: torch.dtype) -> None:
         self.files = files
@@ -50,7 +47,7 @@ class ExpandedFloats:
         self.files.check(expected)
 
     def find(self, name: str) -> Tensor | None:
-        """Return a tensor as `tensor` does, or None if there is none of that name."""
+        """Return a tensor, or None."""
         expanded = self._expanded(name)
         return self.files.find(name) if expanded is None else expanded
 
@@ -85,7 +82,6 @@ class ExpandedFloats:
         return None if stored is None else expand(self.stored, *stored, self.dtype)
 
     def _stored(self, module: str) -> tuple[Tensor, Tensor] | None:
-        """Return values and scales of a linear layer, or None if it is not stored as small floats."""
         values = self.files.find(f"{module}.{self.stored.values_name}")
         if values is None or values.dtype not in {torch.float8_e4m3fn, torch.uint8}:
             return None
@@ -114,7 +110,7 @@ def expand(stored: StoredFloats, values: Tensor, scales: Tensor, dtype: torch.dt
 
 
 def _scales_of_rows(stored: StoredFloats, shape: Sequence[int], scales: Tensor) -> Tensor:
-    """Return the scales of a weight [out_features, in_features], float32 [out_features, groups of columns]."""
+    """Return float32 [out_features, groups of columns]."""
     scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
     scales = scales.float().view(stored.scale_shape(shape[0], shape[1]))
     return scales[torch.arange(shape[0]) // (stored.block[0] or shape[0])]

@@ -1,4 +1,4 @@
-"""The gated MLP: its configuration, its tensors and its computation."""
+"""The gated MLP."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
     from octavo.models.layers import ModelContext
 
-# By their names in config.json; the first two are one function.
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class GatedMLPTensors(NamedTuple):
-    """The tensors of a gated MLP in a checkpoint."""
+    """The tensors of a gated MLP."""
 
     gate_up: Linear
     down: Linear
@@ -32,7 +31,7 @@ class GatedMLPConfig:
     intermediate_size: int
     bias: bool = False
     activation: Activation = "silu"
-    is_fused: bool = False  # the checkpoint stores gate and up as one matrix
+    is_fused: bool = False  # the checkpoint has one matrix for gate and up
 
     @classmethod
     def read(
@@ -44,7 +43,7 @@ class GatedMLPConfig:
         default_activation: str = "silu",
         is_fused: bool = False,
     ) -> GatedMLPConfig:
-        """Read the shapes. Raises `ModelError` for a configuration that octavo cannot compute."""
+        """Read the shapes. Raises `ModelError` for an unsupported activation."""
         activation = _ACTIVATIONS.get(config.text(activation_key, default_activation))
         if activation is None:
             raise config.error(activation_key, f"octavo computes {', '.join(_ACTIVATIONS)} only")
@@ -53,7 +52,7 @@ class GatedMLPConfig:
         )
 
     def tensors(self, name: str, hidden_size: int) -> GatedMLPTensors:
-        """Declare the MLP's tensors of the layer that is called `name` in the checkpoint."""
+        """Declare the layer's tensors."""
         name, inner = f"{name}.mlp", self.intermediate_size
         apart = ((f"{name}.gate_proj", inner), (f"{name}.up_proj", inner))
         gate_up = ((f"{name}.gate_up_proj", 2 * inner),) if self.is_fused else apart
@@ -63,7 +62,7 @@ class GatedMLPConfig:
         )
 
     def build(self, context: ModelContext, tensors: GatedMLPTensors) -> GatedMLP:
-        """Build the MLP from its tensors."""
+        """Build the MLP."""
         return GatedMLP(context, self, tensors)
 
 

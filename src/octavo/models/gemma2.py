@@ -25,7 +25,7 @@ _DEFAULTS = {
     "sliding_window": 4096,
     "max_position_embeddings": 8192,
 }
-_SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # of files without the keys; null is none
+_SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # without the keys; null is none
 _NORMS = LayerNorms(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
@@ -54,8 +54,8 @@ def read_mixed(
 ) -> Architecture:
     """Read the keys that Gemma 2 and 3 share.
 
-    rope, local_rope: of layers that see all positions, and of layers with a window.
-    pattern: every `pattern`-th layer sees all positions, unless `layer_types` says which.
+    local_rope: of layers with a window. pattern: every `pattern`-th layer sees all positions, unless `layer_types` is
+    given.
     """
     bias = config.flag("attention_bias", default=False)
     attention = AttentionConfig.read(config, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)

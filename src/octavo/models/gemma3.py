@@ -1,4 +1,4 @@
-"""Gemma 3 (text): Gemma 2 with a norm on queries and keys, and another rotary embedding in layers with a window."""
+"""Gemma 3 (text): Gemma 2 with norms of queries and keys, and another rotary embedding in layers with a window."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEFAULTS = {
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """Read Gemma 3's keys; scaled positions are within `max_position_embeddings`.
 
-    A soft cap of scores is refused, because its key is not read: some programs compute it, transformers does not.
+    A soft cap of scores is refused: some programs compute it, transformers does not.
     """
     config = config.with_defaults(**_DEFAULTS)
     rope, local_rope = _read_ropes(config)
@@ -37,7 +37,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _read_ropes(config: ConfigFile) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rotary embeddings of layers that see all positions and of layers with a window; reads either style."""
+    """Return the rotary embeddings of layers without and with a window, from either style of keys."""
     max_positions, local_theta = (
         config.count("max_position_embeddings"),
         config.number("rope_local_base_freq", 10_000.0),

@@ -1,6 +1,6 @@
-"""Translates a GGUF file's metadata to the keys of config.json, which the family then reads. Does not import torch.
+"""Translates a GGUF file's metadata to the keys of config.json. Does not import torch.
 
-`_FAMILIES` has all knowledge of families: llama.cpp's names for them, and their differences from Hugging Face's layout.
+All knowledge of families is in `_FAMILIES`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _FLOATS = {TensorType.F32: "float32", TensorType.BF16: "bfloat16", TensorType.F16: "float16"}
-# Kinds of blocks that are multiplied as they are (`octavo.kernels.block_weight.BlockKind`), and how many more bytes a
-# block takes in memory than in the file.
+# Blocks that are multiplied as they are (`octavo.kernels.block_weight.BlockKind`), with the additional bytes in memory.
 BLOCK_KINDS = {
     TensorType.Q8_0: 0,
     TensorType.Q4_0: 0,
@@ -37,7 +36,7 @@ BLOCK_KINDS = {
     TensorType.Q6_K: 0,
     TensorType.MXFP4: 0,
 }
-# Keys without effect here: the information is read from elsewhere, or llama.cpp does not compute it either.
+# Read from elsewhere, or not computed by llama.cpp.
 _NOT_READ = (
     *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type"),
     *(f"rope.scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")),
@@ -54,12 +53,11 @@ _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 class GGUFFamily:
     """How one of llama.cpp's architectures is stored.
 
-    name               the class in `architectures` of config.json
-    model_type         as in config.json
-    read               returns the family's own keys
-    names              parts of a layer that Hugging Face's layout names differently than Llama's
-    rotates_pairs      rows of q and k are ordered so that neighbours rotate together, not the halves of a head
-    norms_around_one   norms hold the factor; Hugging Face's layout holds the factor less 1
+    name              as in `architectures` of config.json
+    read              returns the family's own keys
+    names             Hugging Face's names of parts of a layer, if not Llama's
+    rotates_pairs     neighbouring rows of q and k rotate together, not the halves of a head
+    norms_around_one  norms hold the factor; Hugging Face's layout holds the factor less 1
     """
 
     name: str
@@ -71,7 +69,7 @@ class GGUFFamily:
 
 
 class GGUFFields:
-    """The metadata keys of a file that begin with its architecture's name."""
+    """The metadata with the architecture's prefix."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file, self.architecture = file, architecture
@@ -82,37 +80,37 @@ class GGUFFields:
         }
         for key, value in values.items():
             if isinstance(value, list) and value and all(each == value[0] for each in value):
-                values[key] = value[0]  # a value for each layer, but all are equal
+                values[key] = value[0]  # equal in all layers
         self.values = ConfigFile(file.path, values, prefix)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number. Raises `ModelError` if the key is missing and there is no default."""
+        """Return a whole number. Raises `ModelError`."""
         return self.values.count(key) if default is None else self.values.count(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number above zero, with its shortest spelling: 1e-05 for 9.999999747378752e-06."""
+        """Return a number in its shortest spelling: 1e-05 for 9.999999747378752e-06."""
         found = self.values.number(key) if default is None else self.values.number(key, default)
         if found > _MAX_FLOAT32:
             raise self.values.error(key, f"must be at most {_MAX_FLOAT32:g}")
         return float(str(np.float32(found)))
 
     def optional(self, key: str) -> float | None:
-        """Return a number above zero, or None if the key is missing or zero."""
+        """Return a number, or None if it is missing or zero."""
         return self.number(key) if self.values.values.get(key) else None
 
     def warn(self, message: str) -> None:
-        """Log a difference from the file, each message once."""
+        """Log a difference from the file, once."""
         if message not in self._told:
             self._told.add(message)
             logger.warning("%s: %s.%s", self.file.path, self.architecture, message)
 
     def has(self, tensor: str) -> bool:
-        """Return True if there is a tensor of that name."""
+        """Return True if the file has the tensor."""
         return tensor in self.file.tensors
 
     @property
     def num_layers(self) -> int:
-        """Number of layers. Raises `ModelError` unless it is the number of layers with tensors."""
+        """Number of layers. Raises `ModelError` unless all of them have tensors."""
         count = self.count("block_count")
         there = {name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")}
         if count != len(there):
@@ -133,11 +131,11 @@ class GGUFFields:
         return width
 
     def window(self) -> int | None:
-        """Return the number of tokens that layers with a sliding window see, or None if there is no window."""
+        """Return the length of the sliding window, or None."""
         return self.count("attention.sliding_window") if self.optional("attention.sliding_window") else None
 
     def layer_types(self, window: int | None, period: int) -> list[str]:
-        """Return each layer's type: as the file says, otherwise all but the last of each `period` have the window."""
+        """Return each layer's type. period: by default, the last layer of each has no window."""
         key, num_layers = "attention.sliding_window_pattern", self.num_layers
         self.values.mark(key)
         pattern = self.values.values.get(key, period)
@@ -150,7 +148,7 @@ class GGUFFields:
         return ["sliding_attention" if window and is_near else "full_attention" for is_near in pattern]
 
     def factors(self, tensor: str) -> list[float]:
-        """Return the numbers of a tensor that stretches the rotary embedding. Raises `ModelError`."""
+        """Return the factors of a rotary embedding. Raises `ModelError`."""
         stored = self.file.tensors[tensor]
         if stored.type is not TensorType.F32 or len(stored.shape) != 1 or stored.shape[0] > self.head_dim:
             raise ModelError(
@@ -164,7 +162,7 @@ class GGUFFields:
 
 
 def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
-    """Return the architecture's name and its family. Raises `ModelError` for an unknown architecture."""
+    """Return the architecture's name and its family. Raises `ModelError`."""
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         known = ", ".join(_FAMILIES)
@@ -176,11 +174,7 @@ def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
 
 
 def read_gguf_config(file: GGUFFile, architecture: str, family: GGUFFamily) -> dict[str, Any]:
-    """Return the config.json that the metadata stands for.
-
-    architecture, family: from `find_gguf_family`. Raises `ModelError` for a key that is missing or that octavo does not
-    compute.
-    """
+    """Return the config.json of the metadata. Raises `ModelError` for a missing or unsupported key."""
     if EMBEDDING not in file.tensors:
         raise ModelError(
             f"{file.path}: there is no tensor {EMBEDDING}; the file has only a vocabulary, or only a part of the model"
@@ -221,7 +215,6 @@ def read_gguf_config(file: GGUFFile, architecture: str, family: GGUFFamily) -> d
 
 
 def _refuse_unread(fields: GGUFFields, name: str) -> None:
-    """Raise `ModelError` for a key that has an effect and was not read."""
     for key in fields.values.unread():
         value = fields.values.values[key]
         if key not in _NOT_READ and value and value != _NEUTRAL.get(key):
@@ -229,10 +222,9 @@ def _refuse_unread(fields: GGUFFields, name: str) -> None:
 
 
 def _read_dtype(file: GGUFFile) -> str:
-    """Return the dtype of the model's activations: one in which all its matrices are exact.
+    """Return a dtype for activations in which all matrices outside `BLOCK_KINDS` are exact.
 
-    Matrices in blocks of `BLOCK_KINDS` are multiplied as they are, whatever this dtype is. Other blocks are expanded to
-    float32.
+    Other blocks are expanded to float32.
     """
     kinds = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
     others = kinds - BLOCK_KINDS.keys()
@@ -274,7 +266,7 @@ def _read_gemma3(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _gemma_scalar(fields: GGUFFields, *, is_27b: bool) -> int:
-    """Return query_pre_attn_scalar, which no file contains. The largest models of Gemma 2 and 3 are an exception."""
+    """Return query_pre_attn_scalar, which no file contains."""
     return fields.count("embedding_length") // fields.count("attention.head_count") if is_27b else fields.head_dim
 
 
@@ -314,7 +306,7 @@ def _read_olmo(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _read_mistral3(fields: GGUFFields) -> dict[str, Any]:
-    """Return the keys of Ministral 3, or of Mistral if the file does not scale queries."""
+    """A file that does not scale queries is of Mistral, not of Ministral 3."""
     beta = fields.optional("attention.temperature_scale")
     fields.values.mark("rope.scaling.yarn_log_multiplier")  # a factor of 1 has no effect
     if beta is None:

@@ -1,8 +1,7 @@
-"""Reads GGUF, the container of llama.cpp's models: metadata and positions of tensors. All of it is checked.
+"""Reads and checks GGUF, versions 2 and 3 in little-endian order (ggml's docs/gguf.md). Does not import torch.
 
-Supports versions 2 and 3 in little-endian order, as described in ggml's docs/gguf.md. The package `gguf` reads
-files only in tests, for comparison: it trusts every count, offset and nesting in a file, and makes an object of every
-token, which takes ten seconds for a large vocabulary. Does not import torch.
+The package `gguf` trusts every count, offset and nesting in a file, and makes an object of every token, which takes ten
+seconds for a large vocabulary.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")  # of a string
 _MAX_KEYS, _MAX_TENSORS, _MAX_NAME_CHARS, _MAX_DIMENSIONS = 1 << 16, 1 << 20, 1 << 16, 4
-_MAX_ITEMS = 1 << 22  # of an array: a vocabulary has some 300,000, each an object
+_MAX_ITEMS = 1 << 22  # of an array: a vocabulary has some 300,000
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SPLITS = 1 << 12
-# A file that was cut by bytes for an upload: NAME.gguf.part1of2, NAME.gguf.part-00, NAME.gguf-split-a, NAME.gguf.001.
+# Cut by bytes for an upload: NAME.gguf.part1of2, NAME.gguf.part-00, NAME.gguf-split-a, NAME.gguf.001.
 _PIECE_NAME = re.compile(
     r"(?P<whole>.+\.gguf)"
     r"(?:[.-](?:part|split|chunk)(?:[-_.]?(?P<number>\d+)|[-_.](?P<letters>[a-z]{1,2}))(?:[-_.]?of[-_.]?(?P<count>\d+))?"
@@ -42,7 +41,7 @@ _PIECE_NAME = re.compile(
 
 
 class TensorType(Enum):
-    """How a tensor's numbers are stored: (code in files, values of a block, bytes of a block)."""
+    """A type's (code in files, values of a block, bytes of a block)."""
 
     F32 = 0, 1, 4
     F16 = 1, 1, 2
@@ -97,13 +96,7 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A model in one file or several.
-
-    path      of the file, or the first of them
-    paths     of all files
-    metadata  of the first file, by key
-    tensors   by name
-    """
+    """A model in one file or several. metadata: of the first file."""
 
     path: Path
     paths: tuple[Path, ...]
@@ -112,7 +105,7 @@ class GGUFFile:
 
     @classmethod
     def read(cls, path: Path) -> GGUFFile:
-        """Read the file and the other files of its model. Raises `ModelError` if one is broken or missing."""
+        """Read the model's files. Raises `ModelError` if one is broken or missing."""
         metadata, tensors = _read(path)
         paths = [path, *_other_splits(path, metadata)]
         for other in paths[1:]:
@@ -152,7 +145,7 @@ class _Reader:
         raise ModelError(f"{self.path}: {problem}")
 
     def read_metadata(self) -> tuple[dict[str, Value], int]:
-        """Return the values by key, and the number of tensors that are described after them."""
+        """Return the values by key, and the number of tensors."""
         if self.data[:4] != MAGIC:
             self.fail(f"this is not a GGUF file (it begins with {self.data[:4]!r}); give a .gguf file or a directory")
         version = self.number("I", "the version")
@@ -227,7 +220,7 @@ class _Reader:
         return self.texts(key, count)
 
     def numbers(self, code: int, count: int, key: str) -> list[int] | list[float] | list[bool]:
-        """Read `count` values of a type. Checks that the file has their bytes before memory is allocated for them."""
+        """Read `count` values, after checking that the file has their bytes."""
         if code not in _FORMATS:
             self.fail(f"{key} is {'an array in an array' if code == _ARRAY else f'of the unknown type {code}'}")
         kind = _FORMATS[code]
@@ -258,7 +251,7 @@ class _Reader:
         return text
 
     def texts(self, key: str, count: int) -> list[str]:
-        """Read `count` strings. In keys that only describe the file, bytes that are not UTF-8 are replaced."""
+        """In keys that only describe the file, bytes that are not UTF-8 are replaced."""
         if count > (self.size - self.position) // _LENGTH.size:
             self.fail(f"{key} has {count} strings, more than the file can hold")
         data, size, unpack = self.data, self.size, _LENGTH.unpack_from  # a vocabulary has hundreds of thousands
@@ -279,9 +272,7 @@ class _Reader:
 
 
 def check_piece(path: Path) -> None:
-    """Raise `ModelError` if a path is a piece of a GGUF file that was cut by bytes.
-
-    The message says how to join the pieces.
+    """Raise `ModelError`, with the way to join them, if a path is a piece of a GGUF file that was cut by bytes.
 
     The same holds for a folder that has only pieces, and for a missing file whose pieces exist.
     """
@@ -314,13 +305,11 @@ def check_piece(path: Path) -> None:
 
 
 def _piece_order(piece: re.Match[str]) -> tuple[int, int, str]:
-    """Sort pieces by their number, or by their letters."""
     number = piece["number"] or piece["letters"] or piece["suffix"]
     return (0, int(number), "") if number.isdecimal() else (1, len(number), number)
 
 
 def _other_splits(path: Path, metadata: dict[str, Value]) -> list[Path]:
-    """Return the other files of a model that is split, according to its name and `split.count`."""
     count = metadata.get("split.count", 1)
     if not isinstance(count, int) or not 0 <= count <= _MAX_SPLITS:
         raise ModelError(f"{path}: split.count = {count!r} must be a whole number of files up to {_MAX_SPLITS}")

@@ -1,4 +1,4 @@
-"""Translates a GGUF file's rotary embedding to `rope_parameters` of config.json, with llama.cpp's numbers."""
+"""Translates a GGUF file's rotary embedding to config.json, with llama.cpp's numbers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS = (
     "rope_factors_long.weight",
     "rope_factors_short.weight",
 )
-# Of Llama 3.1 and its successors: low_freq_factor, high_freq_factor, original_max_position_embeddings.
+# Llama 3.1's low_freq_factor, high_freq_factor, original_max_position_embeddings.
 _LLAMA3 = (1.0, 4.0, 8192)
 _YARN = "rope.scaling.yarn_"
-# llama.cpp's numbers for yarn, and the architecture for which it reads the betas from the file.
+# llama.cpp's, and the architecture whose betas it reads from the file.
 _BETA_FAST, _BETA_SLOW, _READS_BETAS = 32.0, 1.0, "mistral3"
 
 
 def read_gguf_rope(fields: GGUFFields) -> dict[str, Any]:
-    """Return `rope_parameters` of config.json. Raises `ModelError`."""
+    """Return `rope_parameters`. Raises `ModelError`."""
     theta = fields.number("rope.freq_base", 10_000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    kind = fields.values.text("rope.scaling.type", "linear")  # llama.cpp's default if a factor has no kind
+    kind = fields.values.text("rope.scaling.type", "linear")  # llama.cpp's default
     factor = fields.optional("rope.scaling.factor") or fields.optional("rope.scale_linear") or 1.0
     original = fields.optional("rope.scaling.original_context_length")
     if fields.has(ROPE_FREQUENCIES):
@@ -52,11 +52,10 @@ def read_gguf_rope(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _read_yarn(fields: GGUFFields, factor: float) -> dict[str, Any]:
-    """Return the numbers of yarn that llama.cpp computes with for this architecture (its `llama_context`).
+    """Return the numbers of yarn that llama.cpp computes with (its `llama_context`).
 
-    The attention factor is derived from the factor and multiplied by `rope.scaling.attn_factor`. `yarn_attn_factor` and
-    `yarn_ext_factor` repeat numbers of Hugging Face's config.json; llama.cpp does not read them for any architecture
-    that is known here. A value that differs from the computed one is logged.
+    It reads `yarn_attn_factor` and `yarn_ext_factor` for no architecture that is known here. A value that differs is
+    logged.
     """
     is_read = fields.architecture == _READS_BETAS
     multiplier = fields.optional(f"{_YARN}log_multiplier") if is_read else None
@@ -83,7 +82,7 @@ def _yarn_mscale(factor: float, multiplier: float) -> float:
 
 
 def _read_llama3(fields: GGUFFields, theta: float) -> dict[str, Any]:
-    """Return the parameters of Llama 3's stretching. A file stores only its result: the divisor of each frequency."""
+    """Return Llama 3's parameters. A file stores only their result: the divisor of each frequency."""
     stored = fields.factors(ROPE_FREQUENCIES)
     low, high, original = _LLAMA3
     factor = max(stored)

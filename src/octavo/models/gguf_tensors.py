@@ -1,4 +1,4 @@
-"""Tensors of GGUF files through a memory map: floats as they are, integers in blocks as the values that they encode."""
+"""Tensors of GGUF files."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RESIDENT_BYTES = 32 << 20  # pages of files that are kept in memory, in addition to the last tensor
+_RESIDENT_BYTES = 32 << 20  # in addition to the last tensor
 _FLOATS = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 _BLOCKS = {each: BlockKind[each.name] for each in BLOCK_KINDS}
-_EXPANDED_AT_ONCE = 1 << 22  # values that are expanded at a time
+_EXPANDED_AT_ONCE = 1 << 22  # expanded at a time
 
 
 class GGUFTensors:
-    """The tensors of GGUF files by their names in Hugging Face's layout: `octavo.models.weight_source.StoredTensors`.
+    """The tensors of GGUF files by Hugging Face's names: `octavo.models.weight_source.StoredTensors`.
 
     The files stay mapped while this or a tensor from it lives.
     """
@@ -72,7 +72,7 @@ class GGUFTensors:
         self._check_types()
 
     def _check_types(self) -> None:
-        """Log which kinds of blocks are expanded. Raises `ModelError` if the package that expands them is missing."""
+        """Log which blocks are expanded; require the package that expands them."""
         names = list(self._names.values())
         rare = [each for name in names if (each := self._weights.file.tensors[name]).type not in _BLOCKS | _FLOATS]
         if not rare:
@@ -93,11 +93,11 @@ class GGUFTensors:
         )
 
     def find(self, name: str) -> Tensor | None:
-        """Return a tensor as `tensor` does, or None if there is none of that name."""
+        """Return a tensor, or None."""
         return self.tensor(name) if name in self._names else None
 
     def weight(self, name: str) -> Tensor | BlockWeight:
-        """Return a matrix as it is stored, in blocks or in floats, its rows in the order of Hugging Face's layout."""
+        """Return a matrix as it is stored, its rows in Hugging Face's order."""
         own = self._names[name]
         stored = self._weights.file.tensors[own]
         if stored.type not in _BLOCKS or len(stored.shape) != 2:
@@ -116,10 +116,10 @@ class GGUFTensors:
         return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
 
     def tensor(self, name: str) -> Tensor:
-        """Return the numbers of a tensor: float32 if it is stored in blocks, otherwise its own type.
+        """Return a tensor: float32 if it is stored in blocks, otherwise its own type.
 
         Raises `ModelError` for numbers that are not finite in norms, biases and expanded blocks. Matrices of floats are
-        returned without being read, like those of safetensors files.
+        not read.
         """
         own = self._names[name]
         stored = self._weights.file.tensors[own]
@@ -140,7 +140,7 @@ class GGUFTensors:
         return numbers
 
     def release(self) -> None:
-        """Release the pages of the tensors that were returned; a later call reads them again."""
+        """Release the pages of the returned tensors, which remain usable."""
         for path, parts in self._handed_out.items():
             forget_pages(path, parts)
         self._handed_out.clear()
@@ -160,9 +160,9 @@ def _forget(path: Path, rows: Tensor) -> None:
 
 
 def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
-    """Return, for each row in the order of Hugging Face's layout, its index in a file of llama.cpp.
+    """Return, for each row in Hugging Face's order, its index in a file of llama.cpp.
 
-    In such a file, rows that are rotated together are neighbours; in the layout they are in the two halves of a head.
+    There, rows that are rotated together are neighbours; here they are in the two halves of a head.
     """
     return torch.arange(num_rows).view(num_heads, -1, 2).swapaxes(1, 2).flatten()
 
@@ -184,7 +184,7 @@ def _broken(stored: StoredArray, name: str, what: str) -> ModelError:
 
 
 def _expand(stored: StoredArray, blocks: Tensor) -> Tensor:
-    """Return float32 of all values of blocks [blocks, bytes]."""
+    """Return float32 of blocks [blocks, bytes]."""
     values = stored.type.block_values
     numbers = torch.empty(len(blocks), values)
     step = max(1, _EXPANDED_AT_ONCE // values)

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file by the names of Hugging Face's layout. Imports torch only when they are opened."""
+"""The weights of a GGUF file by Hugging Face's names. Imports torch only when they are opened."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# llama.cpp's names of mixes of types, by the number in general.file_type.
+# llama.cpp's mixes of types, by general.file_type.
 _FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
     13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
@@ -51,10 +51,7 @@ _OF_CONFIG = {ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS}  # read with the co
 
 
 class GGUFWeights:
-    """The weights in a GGUF file, or in several of one model.
-
-    architecture, family: the result of `find_gguf_family`, looked up once for all readers of the file.
-    """
+    """The weights in a GGUF file, or in several of one model."""
 
     __slots__ = ("_pairs", "architecture", "family", "file", "path")
 
@@ -70,7 +67,7 @@ class GGUFWeights:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Names of the types of its matrices; the type with the most values comes first."""
+        """Types of the matrices; the one with the most values comes first."""
         values: Counter[str] = Counter()
         for stored in self.file.tensors.values():
             if len(stored.shape) == 2:
@@ -79,7 +76,7 @@ class GGUFWeights:
 
     @property
     def file_type(self) -> int | None:
-        """The number general.file_type, or None if llama.cpp does not know it; see `quantization_level`."""
+        """The number general.file_type, or None if it is unknown to llama.cpp."""
         number = self.file.metadata.get("general.file_type")
         if not isinstance(number, int) or number & ~_FILE_TYPE_GUESSED not in _FILE_TYPES:
             return None
@@ -87,15 +84,15 @@ class GGUFWeights:
 
     @property
     def quantization_level(self) -> str:
-        """llama.cpp's name of the mix of types, for example Q4_K_M; without one the type with the most values."""
+        """llama.cpp's name of the mix of types, like Q4_K_M; without one the type with the most values."""
         return self.types[0] if self.file_type is None else _FILE_TYPES[self.file_type]
 
     def weight_files(self) -> list[Path]:
-        """Return the file, or all files of the model."""
+        """Return all files of the model."""
         return list(self.file.paths)
 
     def config_files(self) -> list[Path]:
-        """Return none: the file itself describes how its weights are read."""
+        """Return none: the file itself describes its weights."""
         return []
 
     def open(self) -> StoredTensors:
@@ -105,12 +102,12 @@ class GGUFWeights:
         return GGUFTensors(self)
 
     def names(self) -> dict[str, str]:
-        """Return the names in the file by Hugging Face's names. A tensor without such a name keeps its own."""
+        """Return Hugging Face's name -> the file's."""
         parts = _LAYER_NAMES | self.family.names
         return {_hugging_face_name(name, parts): name for name in self.file.tensors if name not in _OF_CONFIG}
 
     def block_bytes(self) -> dict[str, int]:
-        """Return the bytes in memory of each matrix that is stored in blocks, by the name in Hugging Face's layout."""
+        """Return the bytes in memory of matrices in blocks, by Hugging Face's name."""
         sizes: dict[str, int] = {}
         for name, own in self.names().items():
             stored = self.file.tensors[own]
@@ -120,13 +117,12 @@ class GGUFWeights:
         return sizes
 
     def heads_of_pairs(self, name: str) -> int | None:
-        """Return the number of heads of a tensor with rows in rotated pairs, or None for any other tensor."""
+        """Return the number of heads of a tensor with rows in rotated pairs, or None."""
         part = name.split(".")[-2] if name.count(".") else ""
         return self._pairs.get(part)
 
 
 def _hugging_face_name(name: str, parts: dict[str, str]) -> str:
-    """Return Hugging Face's name: `blk.3.attn_q.weight` becomes `model.layers.3.self_attn.q_proj.weight`."""
     match name.split("."):
         case ["blk", layer, part, "weight" | "bias" as kind] if part in parts:
             return f"model.layers.{layer}.{parts[part]}.{kind}"

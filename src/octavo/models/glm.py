@@ -27,7 +27,7 @@ _NORMS_4 = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="pos
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read the keys of `GlmForCausalLM` (GLM-4 9B) or of `Glm4ForCausalLM` (GLM-4 0414)."""
+    """Read the keys of GLM-4."""
     config = config.with_defaults(**_DEFAULTS)
     max_positions = config.count("max_position_embeddings")
     rope = replace(read_rope(config, max_positions, is_partial=True), interleaved=True)

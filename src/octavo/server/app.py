@@ -1,4 +1,4 @@
-"""The ASGI application: the table of routes, served by one engine."""
+"""The ASGI application of one engine."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def create_app(service: Service, routes: Routes = ROUTES) -> Starlette:
 
 
 class _AppRoute(AppRoute):
-    """A route that takes the declared methods only: Starlette adds HEAD to GET."""
+    """A route that takes HEAD only if it is declared: Starlette adds HEAD to GET."""
 
     def __init__(self, path: str, serve: Callable[..., object], methods: Sequence[str], is_described: bool) -> None:
         super().__init__(path, serve, include_in_schema=is_described)
         self.methods = set(methods)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Store the route in the scope, also if it does not take the method: metrics and traces use its path."""
+        """Store the route in the scope for any method: metrics and traces use its path."""
         match, child = super().matches(scope)
         return match, {**child, "route": self} if match is not Match.NONE else child
 
 
 async def _serve(service: Service, route: Route, endpoint: Endpoint, request: Request) -> Response:
-    """Serve a request. Errors after the operator check are spelled as the route's API spells them."""
+    """Serve a request; errors after the operator check have the form of the route's API."""
     if route.operators:
         check_operator(request.state.tenant, route.operators)
     if endpoint.body is None:

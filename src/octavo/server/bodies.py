@@ -1,4 +1,4 @@
-"""Reads a request's body, parses it strictly and checks it against a schema. An error names the field."""
+"""Reads and checks a request's body."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ async def read_body(
 ) -> Schema:
     """Read a request's body and check it against `schema`.
 
-    is_count: texts are only read, no model runs. any_type: accept any Content-Type, except from browsers.
-    Sets in `request.state`: `deadline`, on the event loop's clock, counted from the arrival of the body; `is_count`;
-    `num_body_bytes`; and `kv_transfer`, from the headers for transfers of KV.
-    Raises `RequestError` and the errors of `received`.
+    is_count: no model runs. any_type: accept any Content-Type, except from browsers. Sets `deadline` (on the event
+    loop's clock), `is_count`, `num_body_bytes` and `kv_transfer` in `request.state`. Raises `RequestError` and the
+    errors of `received`.
     """
     service: Service = request.app.state.service
     config, state = service.config, request.state
@@ -53,7 +52,6 @@ async def read_body(
 
 
 def _joined(chunks: list[bytes]) -> bytes:
-    """Join the pieces of a body and release them. Takes milliseconds for megabytes."""
     body = b"".join(chunks)
     chunks.clear()
     return body
@@ -70,7 +68,7 @@ def _check_media_type(given: str | None) -> None:
 
 
 async def look_at(request: Request, work: Callable[[], T]) -> T:
-    """Run work whose time grows with the request's body, on a thread if the body is large. Return its result."""
+    """Run work whose time grows with the request's body, on a thread if the body is large."""
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
     return await beside(
@@ -84,7 +82,7 @@ async def look_at(request: Request, work: Callable[[], T]) -> T:
 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:
-    """Parse JSON, without NaN and Infinity, and check it. Raises `RequestError` that names the first bad field."""
+    """Parse JSON, without NaN and Infinity, and check it. Raises `RequestError` with the first bad field."""
     check_structure(body)
     try:
         values = msgspec.json.decode(body)
@@ -106,7 +104,7 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 
 def _not_finite(body: bytes) -> str | None:
-    """Return the first field with NaN, Infinity or 1e999, which Python's JSON parser accepts; None if there is none."""
+    """Return the first field with NaN, Infinity or 1e999, which Python's parser accepts."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):
@@ -125,7 +123,7 @@ def _not_finite(body: bytes) -> str | None:
 
 
 def field_name(location: tuple[int | str, ...]) -> str:
-    """Spell a place in the body, like messages[0].content. Names of a union's alternatives are omitted."""
+    """Spell a place like messages[0].content, without the names of a union's alternatives."""
     name = str(location[0])
     for part in location[1:]:
         if isinstance(part, int):

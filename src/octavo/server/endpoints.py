@@ -1,4 +1,4 @@
-"""The declaration of a route's handler and types in the route's file."""
+"""The declaration of a route's handler and types."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ _ROOM = "octavo.server.api"
 class Endpoint:
     """A handler and its types.
 
-    handler: called with the service, the HTTP request, and the checked body if there is one.
-    summary: the route's description in the OpenAPI document.
-    body: the model that checks the request's body; None: the request has none. answer: the type of an answer in the
-    document; None: the answer has no body.
-    is_streamed: the answer may come as a stream of events.
+    handler: takes the service, the HTTP request, and the checked body unless `body` is None. answer: None if it has no
+    body. is_streamed: the answer may be a stream of events.
     """
 
     handler: Handler
@@ -37,14 +34,14 @@ class Endpoint:
 
     @property
     def __wrapped__(self) -> Handler:
-        """The handler, as `inspect.unwrap` asks for it."""
+        """The handler, for `inspect.unwrap`."""
         return self.handler
 
 
 def endpoint(
     *, body: type[BaseModel] | None = None, answer: Any = None, is_streamed: bool = False
 ) -> Callable[[Handler], Endpoint]:
-    """Declare a handler as an endpoint; the first line of its docstring is the summary. Arguments: see `Endpoint`."""
+    """Declare a handler as an endpoint; the first line of its docstring is the summary."""
 
     def declare(handler: Handler) -> Endpoint:
         summary = (handler.__doc__ or "").partition("\n")[0]
@@ -54,6 +51,6 @@ def endpoint(
 
 
 def find_endpoint(route: Route) -> Endpoint:
-    """Import the endpoint that a route names. Raises `ImportError` or `AttributeError` if there is none."""
+    """Import a route's endpoint. Raises `ImportError` or `AttributeError` if there is none."""
     found: Endpoint = pkgutil.resolve_name(f"{_ROOM}.{route.endpoint}")
     return found

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_SMALL_BYTES = 1 << 18  # parsed within a few milliseconds, with any content
+_SMALL_BYTES = 1 << 18  # parsed within milliseconds
 _BLOCK_BYTES = 1 << 18
-# So much is parsed in about 0.1 s. A million values: by default as many tokens may wait at the server.
+# Parsed in about 0.1 s. By default a million tokens may wait at the server.
 MAX_LISTS_AND_OBJECTS, MAX_NAMES, MAX_VALUES = 1 << 17, 1 << 18, (1 << 20) + (1 << 18)
 _QUOTE, _MARKS = ord('"'), (b"[{", b":", b",")
 
 
 def check_structure(body: bytes) -> None:
-    """Raise `RequestError` for a text that would take long to parse. Invalid JSON is not detected here."""
+    """Raise `RequestError` for a text that would take long to parse."""
     if len(body) <= _SMALL_BYTES:
         return
     counts = _count_outside_strings(body)
@@ -35,7 +35,6 @@ def check_structure(body: bytes) -> None:
 
 
 def _count_outside_strings(body: bytes) -> list[int]:
-    """Return the numbers of lists and objects, of names, and of values before a comma."""
     tables = [np.isin(np.arange(256), list(marks)) for marks in _MARKS]
     counts, is_inside = [0] * len(tables), 0
     for block in _blocks(body):
@@ -48,7 +47,7 @@ def _count_outside_strings(body: bytes) -> list[int]:
 
 
 def _blocks(body: bytes) -> Iterator[NDArray[np.uint8]]:
-    """Yield a text piece by piece, uint8 [num_bytes], without escaped quotes: all others begin or end a string."""
+    """Yield pieces of a text, uint8 [num_bytes], without escaped quotes."""
     start = 0
     while start < len(body):
         end = start + _BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""The state that the routes share: the engine, its served names, and the open requests."""
+"""The state that the routes share."""
 
 from __future__ import annotations
 
@@ -44,21 +44,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-MAX_FAILED_STARTS = 5  # engine processes in a row that ended before they took a request
-_NO_NAMES = ("tgi", "dummy")  # sent by TGI's documents and by huggingface_hub, because TGI has only one model
+MAX_FAILED_STARTS = 5  # in a row, of engine processes that took no request
+_NO_NAMES = ("tgi", "dummy")  # sent by clients of TGI, which has only one model
 _ENGINE_GRACE_S = 1.0  # for the engine to end aborted requests itself
-_BODIES = 16  # bodies of the largest size that may arrive at the same time
+_BODIES = 16  # of the largest size, arriving at the same time
 
 
 @dataclass(slots=True)
 class _Open:
-    """An open request. cut_off: the error to raise if it is aborted while its outputs are read."""
+    """cut_off: the error to raise if the request is aborted."""
 
     tenant: Tenant
     cut_off: OctavoError | None = None
 
     def error(self, output: RequestOutput) -> OctavoError | None:
-        """Return the error of a request that failed or was cut off with this output."""
         for completion in output.outputs:
             if completion.finish_reason == "abort":
                 assert self.cut_off is not None, "an open request was aborted without a reason"
@@ -69,8 +68,8 @@ class _Open:
 class Service(HttpService):
     """One engine with its served names, keys, limits and open requests. Used on one event loop only.
 
-    settings: the settings for GET /server_info, by part and name, without secrets.
-    Raises `ConfigError` if the file of keys cannot be used, or if packages for a requested feature are missing.
+    settings: for GET /server_info, without secrets. Raises `ConfigError` if the file of keys cannot be used, or if
+    packages for a requested feature are missing.
     """
 
     config: ServerConfig
@@ -92,12 +91,12 @@ class Service(HttpService):
         self.answer_style = AnswerStyle.find(self.config.tool_call_parser, self.config.reasoning_parser, inputs)
         logger.info("%s", self.answer_style.summary)
         self._is_ending = False
-        self._open: dict[str, _Open] = {}  # by the request's id
+        self._open: dict[str, _Open] = {}  # by id
         self._endings: set[asyncio.Task[None]] = set()
 
     @property
     def is_dead(self) -> bool:
-        """True if no request can ever be taken again: the engine's process will not be restarted."""
+        """True if the engine has ended and will not be restarted."""
         return self.engine.is_dead
 
     @property
@@ -106,10 +105,9 @@ class Service(HttpService):
         return self.engine.input_processor.model_info
 
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
-        """Return the model's name for the answer. Raises `ModelNotFoundError` for a name that is not served.
+        """Return the served name for the answer. Raises `ModelNotFoundError`.
 
-        name: as the client sent it; None: the first served name. aliases: names that mean the same as None, unless a
-        model has that name.
+        None and names in `aliases` that are not served mean the first served name.
         """
         if name is None or (name in aliases and name not in self.model_names):
             return self.model_names[0]
@@ -119,15 +117,12 @@ class Service(HttpService):
         return name
 
     def check_alive(self) -> None:
-        """Raise `EngineDeadError` if this process must be restarted.
-
-        That is so if the engine is dead, or if `MAX_FAILED_STARTS` engine processes in a row have failed.
-        """
+        """Raise `EngineDeadError` if this process must be restarted."""
         if self.engine.is_dead or self.engine.client.num_failed_starts >= MAX_FAILED_STARTS:
             raise EngineDeadError("dead", retry_after_s=self.engine.client.retry_after_s)
 
     def check_engine(self) -> None:
-        """Raise if the engine cannot take a request now: it is dead, stuck or starting again."""
+        """Raise if the engine is dead, stuck or starting again."""
         self.check_alive()
         if not self.engine.is_alive:
             raise EngineRestartingError("not ready", retry_after_s=self.engine.client.retry_after_s)
@@ -140,17 +135,17 @@ class Service(HttpService):
         ending.add_done_callback(self._endings.discard)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take the place of a request before any work is done for it (`RequestLimiter.enter`).
+        """Take a request's place before any work is done for it (`RequestLimiter.enter`).
 
-        Raises `QueueFullError`, `RequestError`, or the errors of `check_ready` if no place can be taken.
+        Raises `QueueFullError`, `RequestError`, or the errors of `check_ready`.
         """
         self.check_ready()
         return self.limiter.enter(request.state.tenant, num_streams, at_least=at_least)
 
     async def read(self, http_request: Request, place: Permit, work: Callable[[], T]) -> T:
-        """Run work on the texts of a request off the event loop, until its deadline or until its client disconnects.
+        """Run work on a request's texts off the event loop, until its deadline or until its client disconnects.
 
-        The tokens that it reads count for the request's tenant, even if the request fails.
+        The tokens that it reads count for the tenant, even if the request fails.
         """
         state = http_request.state
         reading = self.engine.text.do(
@@ -164,7 +159,7 @@ class Service(HttpService):
         return await unless_disconnected(http_request, reading)
 
     async def _read_prompt(self, job: Job, index: int) -> Any:
-        """Return a prompt with its token ids. Ids made from a text are counted for the job's tenant."""
+        """Ids made from a text are counted for the tenant."""
         prompt = job.prompts[index]
         if not isinstance(prompt, str):
             return prompt
@@ -188,11 +183,9 @@ class Service(HttpService):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one of a job's prompts; closing the generator aborts the request.
 
-        The prompt is a text, token ids that the client sent, or a text with its token ids, which are counted already.
-        check: called when the prompt's tokens are known; may raise to refuse the request.
-        untold: called with an output that is not yielded: the last one of a request that failed or was cut off.
-        Raises the request's error; `AuthenticationError` if its key was removed, `ServerClosingError` if the server
-        shuts down.
+        check: called with the prompt's tokens; may raise to refuse the request. untold: called with the last output of
+        a request that failed or was cut off, which is not yielded. Raises the request's error; `AuthenticationError` if
+        its key was removed, `ServerClosingError` if the server shuts down.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0
@@ -209,7 +202,7 @@ class Service(HttpService):
             num_waiting = num_tokens
             if "prompt" not in prompt:
                 place.charge(num_tokens)
-            if opened.cut_off is not None:  # cut off meanwhile; the engine does not know the request yet
+            if opened.cut_off is not None:  # the engine does not know the request yet
                 raise opened.cut_off
 
         with spelling(job.spelled):
@@ -242,7 +235,6 @@ class Service(HttpService):
                 self._open.pop(request_id, None)
 
     def _check_may_begin(self, tenant: Tenant) -> None:
-        """Raise if a request that has its place can no longer begin."""
         if self._is_ending:
             raise server_closing()
         self.check_engine()
@@ -251,7 +243,7 @@ class Service(HttpService):
 
     @staticmethod
     def _options(job: Job) -> RequestOptions:
-        """Return a job's options with its tenant's and with the remaining time. Raises `DeadlineError`."""
+        """Return a job's options with the remaining time. Raises `DeadlineError`."""
         tenant, timeout_s = job.place.tenant, job.deadline - asyncio.get_running_loop().time()
         if timeout_s <= 0:
             raise DeadlineError(ErrorCode.DEADLINE_PASSED.text)
@@ -290,7 +282,7 @@ class Service(HttpService):
             logger.warning("the engine is already dead; its requests have failed")
 
     def _tell(self, open_ids: list[str]) -> None:
-        """Fail the requests that the engine has not ended yet: it may be in a long step."""
+        """Fail the requests that the engine has not ended: it may be in a long step."""
         for request_id in open_ids:
             opened = self._open.get(request_id)
             if opened is not None and opened.cut_off is not None:
@@ -298,7 +290,6 @@ class Service(HttpService):
 
 
 def _make_tracing(endpoint: str | None) -> Tracing | None:
-    """Make the tracing for an endpoint; None without one. Raises `ConfigError` if its packages are missing."""
     if endpoint is None:
         return None
     try:

@@ -25,8 +25,7 @@ def make_server(
 ) -> GracefulServer:
     """Make a server; call its `run(sockets=[...])` with a socket from `bind`. The caller still owns the engine.
 
-    settings: the settings for GET /server_info, without secrets.
-    Raises `ConfigError` if the file of API keys cannot be used, or if packages for a requested feature are missing.
+    Arguments and errors: see `Service`.
     """
     service = Service(engine, config, settings)
     return http_server(create_app(service), service, max_connections=max_connections)

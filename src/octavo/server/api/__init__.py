@@ -1,1 +1,1 @@
-"""The APIs: requests, answers and endpoints. Each API has a package or a file; shared modules are next to them."""
+"""The APIs. Functions that read a request's fields raise `RequestError` with the field's place."""

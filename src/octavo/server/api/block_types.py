@@ -1,4 +1,4 @@
-"""Types of the parts, blocks and items of a conversation: accepted types and those that are refused by name."""
+"""Types of the objects in a conversation."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Reasons why a field never changes an answer.
+# Why a field is harmless.
 CACHE = "hint for a prompt cache: this server caches every prefix"
 LABEL = "name or number of data that the API's own server stores"
-# Reason why a type is refused.
+# Why a type is refused.
 MEDIA = "this server reads text only, no images, sound or files"
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields that an object may have.
+    """The fields of an object.
 
-    read: fields that are read. harmless: field -> the reason why it changes nothing. unsupported: field -> its values
-    that change nothing; any other value is refused.
+    harmless: field -> why it changes nothing. unsupported: field -> the only values that are not refused.
     """
 
     read: frozenset[str]
@@ -33,10 +32,7 @@ class Fields:
     unsupported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def check(self, given: Mapping[str, Any], place: str) -> None:
-        """Raise `RequestError` for an unsupported field that would change the answer. Unknown fields are ignored.
-
-        given: the object. place: its position in the request, for error messages.
-        """
+        """Raise `RequestError` for an unsupported value; ignore unknown fields."""
         further = given.keys() - self.read - self.harmless.keys()
         for name in further & self.unsupported.keys():
             if not any(given[name] == neutral for neutral in self.unsupported[name]):
@@ -50,18 +46,14 @@ class Fields:
 class BlockTypes:
     """The types that one place of a conversation accepts.
 
-    taken: accepted type -> its fields. refused: type -> the reason, for the error message.
+    taken: accepted type -> its fields. refused: type -> the reason.
     """
 
     taken: Mapping[str, Fields]
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, block: Any, place: str, default: str | None = None) -> str:
-        """Check a block's type and fields, and return its type.
-
-        place: its position in the request, for error messages. default: the type of a block that names none.
-        Raises `RequestError` if the type is not accepted or a field is unsupported.
-        """
+        """Check a block and return its type. default: the type of a block that names none."""
         kind = block.get("type", default) if isinstance(block, dict) else None
         fields = self.taken.get(kind) if isinstance(kind, str) else None
         if isinstance(kind, str) and fields is not None:
@@ -76,12 +68,12 @@ class BlockTypes:
 
 
 def fields(*read: str, harmless: Mapping[str, str] | None = None, **unsupported: tuple[Any, ...]) -> Fields:
-    """Describe the fields of a type; the field `type` is always read. Arguments: see `Fields`."""
+    """Make `Fields`; the field `type` is always read."""
     return Fields(frozenset({"type", *read}), harmless or {}, unsupported)
 
 
 def text_field(given: Mapping[str, Any], name: str, place: str) -> str:
-    """Return the value of a field that must be a string. Raises `RequestError`."""
+    """Return the value of a string field."""
     text = given.get(name)
     if not isinstance(text, str):
         raise RequestError(f"{place}.{name} must be a string", parameter=f"{place}.{name}")

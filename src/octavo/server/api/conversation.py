@@ -1,7 +1,4 @@
-"""Checks the messages of a request, converts them to the form that chat templates read, and answers them.
-
-All APIs with messages share this code; each API converts its own format to these messages.
-"""
+"""Checks conversations, converts them for chat templates, and answers them, for all APIs."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
 
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "chat_template", "self"}
 _GENERATION = {"add_generation_prompt", "continue_final_message"}
-# Fields that messages of chat completions may have, in any role.
 MESSAGE_FIELDS = fields(
     "role", "content", "name", "refusal", "tool_calls", "tool_call_id", audio=(None,), function_call=(None,)
 )
@@ -52,8 +48,7 @@ CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "
 class Conversation:
     """A conversation to be answered.
 
-    messages: in the form that chat templates read. options: further arguments of the chat template. field: the API's
-    name of the messages. prediction: text that the client expects as the answer; ignored without speculation.
+    options: arguments of the chat template. field: the API's name of the messages. prediction: the expected answer.
     """
 
     messages: list[dict[str, Any]]
@@ -65,7 +60,7 @@ class Conversation:
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """Check messages; content stays a string or a list of text parts. Raises `RequestError` with the place."""
+    """Check messages; content stays a string or a list of text parts."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -102,11 +97,7 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
 
 
 def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict[str, str]]:
-    """Return content as a string or as text parts. Parts are not joined: the chat template does that.
-
-    types: the types that parts may have. A refusal has its text in the field "refusal", any other part in "text".
-    Raises `RequestError` with the place.
-    """
+    """Return content as a string or as text parts, which the chat template joins."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -115,7 +106,7 @@ def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict
 
 
 def read_prediction(prediction: Any) -> str:
-    """Return the text that a client predicts as the answer, or "" if there is none. Raises `RequestError`."""
+    """Return the text that a client predicts as the answer, or ""."""
     if prediction is None:
         return ""
     PREDICTIONS.check(prediction, "prediction")
@@ -129,7 +120,7 @@ def _read_part(part: Any, place: str, types: BlockTypes) -> dict[str, str]:
 
 
 def text_part(text: str) -> dict[str, str]:
-    """Return a text part as chat templates read it."""
+    """Return a text part."""
     return {"type": "text", "text": text}
 
 
@@ -144,16 +135,16 @@ def _read_tool_call(call: Any, place: str) -> dict[str, Any]:
 
 
 def read_call_arguments(text: Any, place: str) -> dict[str, Any]:
-    """Return the arguments of a call, given as a JSON string or an object. Raises `RequestError` with the place."""
+    """Return a call's arguments, sent as a JSON string or an object."""
     if text is not None and not isinstance(text, str | dict):
         raise RequestError(f"{place} must be a JSON object in a string", parameter=place)
     return text if isinstance(text, dict) else read_arguments(text or "")
 
 
 def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
-    """Return template options for a reasoning effort. Raises `RequestError`.
+    """Return template options for a reasoning effort.
 
-    `enable_thinking` is set as well, for templates that can only switch thinking on or off.
+    Some templates have only `enable_thinking`.
     """
     if effort is None:
         return {}
@@ -163,13 +154,13 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
 
 
 def continuing(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return template options that continue the last message if it is an assistant's, and else begin an answer."""
+    """Return template options that continue an assistant's last message, or else begin an answer."""
     begun = messages[-1]["role"] == "assistant"
     return {"add_generation_prompt": not begun, "continue_final_message": begun}
 
 
 def template_options(request: ChatFields) -> dict[str, Any]:
-    """Return a request's options of the chat template. Raises `RequestError` for options reserved for the server."""
+    """Return a request's options of the chat template."""
     options = template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
     if request.add_generation_prompt is not None:
         options["add_generation_prompt"] = request.add_generation_prompt
@@ -187,10 +178,9 @@ def template_options(request: ChatFields) -> dict[str, Any]:
 def template_arguments(
     arguments: dict[str, Any] | None, reserved: set[str] = _RESERVED_TEMPLATE_NAMES | _GENERATION
 ) -> dict[str, Any]:
-    """Return the template options in vLLM's chat_template_kwargs. Raises `RequestError` for a reserved name.
+    """Return the options in vLLM's chat_template_kwargs.
 
-    reserved: names that the server sets. By default they include those that say where the answer begins, because in
-    most APIs the messages decide that.
+    reserved: forbidden names. In most APIs the messages decide where the answer begins.
     """
     arguments = arguments or {}
     if refused := arguments.keys() & reserved:
@@ -201,10 +191,10 @@ def template_arguments(
 async def render(
     service: Service, http_request: Request, place: Permit, conversation: Conversation, *, is_prompt: bool = True
 ) -> dict[str, Any]:
-    """Render a conversation with the chat template and tokenize it, on a thread instead of the event loop.
+    """Render a conversation and tokenize it, on a thread instead of the event loop.
 
-    is_prompt: the conversation will be answered, so a prompt without room for an answer is refused. Returns the
-    prompt's text and token ids, and those of the prediction if there is one and the engine speculates.
+    is_prompt: refuse a prompt that leaves no room for an answer. Returns a prompt, with a prediction's ids if the
+    engine speculates.
     """
     inputs, truncation = service.engine.input_processor, conversation.truncation
 
@@ -225,7 +215,6 @@ async def render(
 
 
 def _encode_prediction(inputs: InputProcessor, text: str) -> list[int]:
-    """Return the token ids of a prediction. Raises `RequestError` if it is longer than any answer can be."""
     try:
         return inputs.encode(text, add_special_tokens=False, is_prompt=True)
     except PromptTooLongError as error:
@@ -242,7 +231,7 @@ async def answer_conversation(
     id_prefix: str,
     **options: Any,
 ) -> Response:
-    """Answer a conversation. id_prefix: beginning of the request's id. options: further fields of its `Job`."""
+    """Answer a conversation. options: further fields of its `Job`."""
     with service.enter(http_request, params.n) as place:
         prompt = await render(service, http_request, place, conversation)
         is_whole = not options.get("stream", False)
@@ -261,10 +250,7 @@ async def answer_conversation(
 async def count_prompt(
     service: Service, http_request: Request, read: Callable[[], Conversation], spell: Callable[[int], Any]
 ) -> Response:
-    """Count the tokens of a conversation's prompt. Options of the answer are not checked.
-
-    read: makes the conversation. spell: makes the answer's body of the count.
-    """
+    """Count the tokens of a conversation's prompt, without checking options of the answer."""
     conversation = await look_at(http_request, read)
     with service.enter(http_request, 1) as place:
         prompt = await render(service, http_request, place, conversation, is_prompt=False)

@@ -1,7 +1,4 @@
-"""Descriptions of the server: GET / for people, GET /model_info and /server_info for gateways, as in SGLang.
-
-Models have the names that clients use; paths of files on this machine are never shown.
-"""
+"""Descriptions of the server, for people and, as in SGLang, for gateways. They never show paths of files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Fields that clients of other servers send: each is accepted as an alias, refused by name, or known to be harmless.
-
-Each table has the fields of one API that octavo lacks under that name.
-"""
+"""Fields of other servers' clients, by API."""
 
 from __future__ import annotations
 
@@ -18,16 +15,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_MAX_NAMED = 100  # unknown fields that one process logs: a bound, because clients choose the names
+_MAX_NAMED = 100  # unknown fields; clients choose the names
 _MAX_NAME_CHARS = 40
-_MAX_LOOKED_AT = 1000  # fields of one request: the event loop waits meanwhile
+_MAX_LOOKED_AT = 1000  # the event loop waits meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class As:
-    """An alias of a field, or of a part of one (`structured_outputs.json`).
+    """An alias of a field or of a part of one.
 
-    name: the field that it stands for. nothing: values that request nothing, in addition to null.
+    nothing: values that request nothing, in addition to null.
     """
 
     name: str
@@ -35,22 +32,22 @@ class As:
 
 
 class Off(tuple[Any, ...]):
-    """A field that changes the answer: it is refused unless it is null or has one of these values."""
+    """A field that changes the answer unless it is null or has one of these values."""
 
     __slots__ = ()
 
     def __new__(cls, *values: Any) -> Self:
-        """Collect the values that change nothing."""
+        """Collect the values."""
         return super().__new__(cls, values)
 
 
 class OffPrompt(Off):
-    """An `Off` field that changes the prompt: routes that only read a prompt refuse it, too."""
+    """An `Off` field that changes the prompt."""
 
     __slots__ = ()
 
 
-Table = dict[str, As | Off | str]  # a string is the reason why the field changes nothing, whatever its value
+Table = dict[str, As | Off | str]  # a string is the reason why the field changes nothing
 
 _WHO = "identifies the client: this server uses the API key"
 _CACHE = "hint for a prompt cache: this server caches every prefix, and no token depends on it"
@@ -65,12 +62,12 @@ _LOADED = "time to keep a model loaded: it always stays loaded"
 
 
 def each(told: T, *names: str) -> dict[str, T]:
-    """Return a table in which all names have the same entry."""
+    """Return a table with one entry for all names."""
     return dict.fromkeys(names, told)
 
 
 def _of(switch: str, *names: str) -> Table:
-    """Return a table of harmless fields that take effect only with a field that is refused."""
+    """Return harmless fields that take effect only with `switch`."""
     return each(f"belongs to {switch}, which is refused unless it is off", *names)
 
 
@@ -100,7 +97,7 @@ VLLM: Table = {
     "guided_decoding_backend": "chooses the library that compiles a grammar",
     "stream_interval": "collects tokens before they are sent: this server sends each immediately",
 }
-_SAMPLERS = "penalties dry top_n_sigma top_k typ_p top_p min_p xtc temperature"  # llama.cpp's default
+_SAMPLERS = "penalties dry top_n_sigma top_k typ_p top_p min_p xtc temperature"
 LLAMA_CPP: Table = {
     "grammar": As("structured_outputs.grammar", ("",)),
     "json_schema": As("structured_outputs.json"),  # SGLang's, too
@@ -111,7 +108,7 @@ LLAMA_CPP: Table = {
     **each(Off([]), "grammar_triggers", "lora", "preserved_tokens", "response_fields"),
     "samplers": Off([], _SAMPLERS.split()),
     **each(Off(False), "grammar_lazy", "post_sampling_probs", "reasoning_in_content", "thinking_forced_open"),
-    **each(Off(False), "return_tokens"),  # in a field of llama.cpp's own routes
+    **each(Off(False), "return_tokens"),
     **each(Off(True), "parse_tool_calls"),
     **each(Off(0), "dry_multiplier", "dynatemp_range", "mirostat", "n_indent", "xtc_probability"),
     **each(Off(0, 1), "min_keep"),
@@ -133,7 +130,7 @@ LLAMA_CPP: Table = {
     "backend_sampling": "chooses the device that samples tokens",
     "sse_ping_interval": "interval of comments in a silent stream: an option of the server sets it",
 }
-# The tokens that llama.cpp's penalties cover. Penalties here cover all tokens. Without a penalty any value is harmless.
+# llama.cpp's penalties may cover only the last tokens, those here cover all.
 PENALTY_RANGE: dict[str, Off] = {"repeat_last_n": Off(-1), "penalize_nl": Off(True)}
 SGLANG: Table = {
     "ebnf": As("structured_outputs.grammar"),
@@ -173,7 +170,7 @@ OLLAMA: Table = {
     **each(_LOADED, "keep_alive"),
     "num_ctx": "context length: --max-model-len sets it",
 }
-# OpenRouter and other gateways, DashScope, LM Studio, mlx-lm.
+# Also LM Studio, mlx-lm and DashScope.
 GATEWAYS: Table = {
     "enable_thinking": As("chat_template_kwargs.enable_thinking"),
     **each(Off(), "adapters", "repetition_context_size"),
@@ -188,7 +185,7 @@ GATEWAYS: Table = {
     **each(_PLACE, "models", "provider", "route"),
     "usage": "requests token counts: streams use stream_options, other answers always have them",
 }
-# text-generation-webui, KoboldCpp, TabbyAPI and aphrodite, as their front ends send them.
+# text-generation-webui, KoboldCpp, TabbyAPI, aphrodite.
 SAMPLERS: Table = {
     **each(Off([]), "banned_strings", "sampler_order", "sampler_priority"),
     **each(Off([], ""), "banned_tokens", "custom_token_bans"),
@@ -221,13 +218,13 @@ def _joined(kind: type[Any], *tables: Mapping[str, Any]) -> dict[str, Any]:
 
 ALIASES: dict[str, As] = _joined(As, *_OTHERS)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = _joined(Off, *_OTHERS)
-# Fields of vLLM that only chat completions and completions accept.
+# vLLM's, for answers only.
 _TOKEN_FIELDS = {
     **each(Off(False), "return_token_ids", "return_tokens_as_token_ids"),
     "truncate_prompt_tokens": OffPrompt(),
     "truncation_side": OffPrompt("left", "right"),
 }
-# For the routes that accept none of the aliases.
+# For routes without aliases.
 UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
     **_TOKEN_FIELDS,
@@ -235,15 +232,14 @@ UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **{name: Off(*told.nothing) for name, told in ALIASES.items()},
 }
 HARMLESS: dict[str, str] = _joined(str, OPENAI, *_OTHERS)
-# For the routes that only read a prompt.
+# For routes that only read a prompt.
 OF_PROMPTS: dict[str, tuple[Any, ...]] = _joined(OffPrompt, UNSUPPORTED_OR_ALIAS)
-# And the fields that change nothing on those routes, because they choose no token.
 OF_ANSWERS = HARMLESS.keys() | (UNSUPPORTED_OR_ALIAS.keys() - OF_PROMPTS.keys())
 ANTHROPIC_HARMLESS: dict[str, str] = _joined(str, ANTHROPIC)
 
 
 class ExtraFields:
-    """Checks the fields that routes do not know. Logs each unknown field once, up to 100 per process."""
+    """Checks the fields that routes do not know."""
 
     def __init__(self) -> None:
         self._named: set[str] = set()
@@ -256,10 +252,10 @@ class ExtraFields:
         *,
         level: int = logging.INFO,
     ) -> None:
-        """Check the extra fields of a request; fields in no table are ignored, and logged at `level`.
+        """Raise `RequestError` for an unsupported field that would change the answer.
 
-        extra: name -> value. unsupported: name -> the values that change nothing, in addition to null.
-        harmless: fields that change nothing. Raises `RequestError` for an unsupported field with another value.
+        unsupported: name -> the values that change nothing, in addition to null. Fields in no table are logged once per
+        process.
         """
         if not extra:
             return
@@ -277,17 +273,14 @@ class ExtraFields:
             logger.log(level, "unknown fields of a request are ignored: %r%s", ", ".join(new), last)
 
     def tell_once(self, name: str, message: str) -> None:
-        """Log a warning about a field, once for each field."""
+        """Log a warning about a field once."""
         if name not in self._named and len(self._named) < _MAX_NAMED:
             self._named.add(name)
             logger.warning(message)
 
 
 def refuse(given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `RequestError` for the first field that would change the answer.
-
-    given: name -> value. unsupported: name -> the values that change nothing, in addition to null.
-    """
+    """Raise `RequestError` for the first unsupported field that would change the answer."""
     for name, neutral in unsupported.items():
         value = given.get(name)
         if value is not None and not any(value == each for each in neutral):

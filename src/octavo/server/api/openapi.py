@@ -1,4 +1,4 @@
-"""GET /openapi.json: an OpenAPI 3.1 document, made from the table of routes and the types of bodies and answers."""
+"""The OpenAPI document, made from the routes and their types."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error":
 
 _PARAMETER, _CONVERTOR = re.compile(r"{(\w+)"), re.compile(r":\w+}")  # in a path of Starlette
 _OLDER = "The same route under its older name."
-_ERRORS = {ANTHROPIC: AnthropicError, TGI: TgiError, OLLAMA: OllamaError}  # all other APIs: OpenAI's
+_ERRORS = {ANTHROPIC: AnthropicError, TGI: TgiError, OLLAMA: OllamaError}  # OpenAI's for other APIs
 
 _STATUSES = {
     400: "The request is invalid, or it does not have exactly one Host header; see the error.",
@@ -67,7 +67,7 @@ async def openapi(service: Service, http_request: Request) -> Response:
 
 
 def describe(service: Service, routes: Routes) -> _Object:
-    """Return the OpenAPI document of a server's routes, with its limits and names."""
+    """Return the OpenAPI document."""
     schemes = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -115,7 +115,7 @@ def _operation(route: Route, path: str, schemas: dict[Any, _Object]) -> _Object:
 
 
 def _errors(route: Route, told: Endpoint, schemas: dict[Any, _Object]) -> _Object:
-    # An error before a request reaches its route has the form of OpenAI's.
+    # Before a request reaches its route, an error has OpenAI's form.
     kinds = dict.fromkeys((_ERRORS.get(route.api, Error), Error))
     either = [schemas[kind] for kind in kinds]
     statuses = {status for status in _STATUSES if told.body is not None or status not in _POST_ONLY}
@@ -133,7 +133,6 @@ def _content(media_type: str, schema: _Object) -> _Object:
 
 @functools.cache  # slow, and it runs on the event loop
 def _schemas(routes: Routes) -> tuple[dict[Any, _Object], _Object]:
-    """Return the schema of each body and answer type, and by name the component schemas that they refer to."""
     told = [find_endpoint(route) for route in routes if route.is_described]
     bodies = sorted({each.body for each in told if each.body is not None}, key=lambda body: body.__name__)
     inputs, requests = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")

@@ -1,4 +1,4 @@
-"""Routes for operators: GET /health, /ready, /metrics and /version."""
+"""Routes for operators."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Types of request fields, and of answers without a struct, for the OpenAPI document.
-
-pydantic does not check values against these types: the routes read the values, and their errors name the place.
-"""
+"""Types for the OpenAPI document. The routes check values, so that errors name the place."""
 
 from __future__ import annotations
 
@@ -27,20 +24,16 @@ Tools = Annotated[list[T], Field(max_length=MAX_TOOLS)]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A field's type in the OpenAPI document, if it differs from the type in `Annotated` that pydantic checks.
-
-    kind: the type to show.
-    """
+    """Shows `kind` in the OpenAPI document instead of the type that pydantic checks."""
 
     kind: Any
 
     def __get_pydantic_json_schema__(self, _checked: CoreSchema, handler: GetJsonSchemaHandler) -> Object:
-        """Return the schema of `kind`."""
         return handler(TypeAdapter(self.kind).core_schema)
 
 
 def within(name: str, *more: int) -> Shown:
-    """Show the limits of the field `name` of `SamplingParams`. more: further numbers that a request may send."""
+    """Show the limits of a field of `SamplingParams`. more: further allowed numbers."""
     limits = LIMITS[name]
     low = Field(gt=limits.low) if limits.is_open else Field(ge=limits.low)
     number = Annotated[int if limits.is_whole else float, low, Field(le=limits.high)]  # type: ignore[valid-type]

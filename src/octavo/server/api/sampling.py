@@ -1,4 +1,4 @@
-"""Converts a request's fields to `SamplingParams`; missing fields have the checkpoint's defaults."""
+"""Converts a request's fields to `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ if TYPE_CHECKING:
     from octavo.server.api.openai.requests import SamplingFields
 
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
-_SCHEMA_KEYS = ("schema", "value")  # in a json_object: llama.cpp's name, and huggingface_hub's for a json_schema
-_ANY_SEED = -1  # no seed, in vLLM, llama.cpp and Ollama
+_SCHEMA_KEYS = ("schema", "value")  # llama.cpp's in a json_object, and huggingface_hub's
+_ANY_SEED = -1  # vLLM's, llama.cpp's and Ollama's
 _NAMES = [field.name for field in fields(SamplingParams)]
 
 
 def sampling_params(request: BaseModel, defaults: SamplingParams, **own: Any) -> SamplingParams:
-    """Build sampling parameters from the request's fields that have the name of a field of `SamplingParams`.
+    """Build sampling parameters from fields with the same names.
 
-    defaults: values of the fields that are missing or null. own: values of the fields that the API names or reads
-    differently; they take precedence. Raises `RequestError` with the field's name.
+    defaults: for missing and null fields. own: fields that the API names or reads differently.
     """
     known = type(request).model_fields
     given = {name: value for name in _NAMES if name in known and (value := getattr(request, name)) is not None}
@@ -35,7 +34,7 @@ def sampling_params(request: BaseModel, defaults: SamplingParams, **own: Any) ->
 
 
 def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
-    """Read OpenAI's response_format or vLLM's structured_outputs. Raises `RequestError` if both are given."""
+    """Read OpenAI's response_format or vLLM's structured_outputs."""
     wanted, fields = read_response_format(request.response_format), request.structured_outputs
     if fields is None:
         return wanted
@@ -50,7 +49,7 @@ def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
 def token_limit(given: int | None, default: int | None) -> int | None:
     """Return the maximum number of tokens of an answer; None if only the context limits it.
 
-    given: the client's limit: -1 for none, None for `default`.
+    given: the client's limit; -1 means none, None means `default`.
     """
     if given == -1:
         return None
@@ -58,7 +57,7 @@ def token_limit(given: int | None, default: int | None) -> int | None:
 
 
 def read_response_format(given: Any, parameter: str = "response_format") -> StructuredOutputsParams | None:
-    """Read OpenAI's response_format; None for plain text. parameter: its name in errors. Raises `RequestError`."""
+    """Read OpenAI's response_format; None for plain text."""
     if given is not None and not isinstance(given, dict):
         raise RequestError(f"{parameter} must be an object with a type", parameter=parameter)
     kind = "text" if given is None else given.get("type")
@@ -86,7 +85,7 @@ def read_response_format(given: Any, parameter: str = "response_format") -> Stru
 
 
 def read_logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
-    """Convert the keys of a logit bias, which are strings in JSON, to token ids. Raises `RequestError`."""
+    """Convert a logit bias's keys to token ids."""
     if not biases:
         return None
     for key in biases:

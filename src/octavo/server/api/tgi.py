@@ -1,7 +1,4 @@
-"""POST /generate, /generate_stream and /, GET /info: the API of Hugging Face's text-generation-inference.
-
-`huggingface_hub.InferenceClient` uses it. Unsupported parameters are refused by name.
-"""
+"""The API of text-generation-inference, which `huggingface_hub.InferenceClient` uses."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NEW_TOKENS = 100
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "best_of": Off(1)}
-# Next to `inputs`, `options` is not Ollama's field, but that of Hugging Face's own service (caches and waiting).
+# Next to `inputs`, `options` belongs to Hugging Face's service, not to Ollama.
 _UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
 _HARMLESS_BESIDE = {*HARMLESS, "options"}
 _SPELLED = {
@@ -153,7 +150,7 @@ async def generate_either(service: Service, http_request: Request, request: Gene
 async def _generate(
     service: Service, http_request: Request, request: GenerateRequest, *, stream: bool, in_list: bool = False
 ) -> Response:
-    """Continue a prompt. in_list: return a whole answer as a list of one element, as TGI does at /."""
+    """Continue a prompt. in_list: return a list of one answer, as TGI does at /."""
     wanted = request.parameters or GenerateParameters()
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BESIDE, _HARMLESS_BESIDE)
     service.extra_fields.check(wanted.model_extra, _UNSUPPORTED, HARMLESS)
@@ -228,7 +225,7 @@ def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
 
 
 def _check_total(processed: ProcessedInput, *, num_new_tokens: int, max_total_tokens: int) -> None:
-    """Raise `RequestError`, with TGI's text, if the prompt and `max_new_tokens` exceed the context together."""
+    """Raise `RequestError`, with TGI's text, if prompt and `max_new_tokens` exceed the context."""
     num_tokens = len(processed.prompt_token_ids)
     if num_new_tokens and num_tokens + num_new_tokens > max_total_tokens:
         raise RequestError(
@@ -239,7 +236,7 @@ def _check_total(processed: ProcessedInput, *, num_new_tokens: int, max_total_to
 
 
 def _structure(grammar: Grammar | None) -> StructuredOutputsParams | None:
-    """Read a grammar; a schema is an object, or that object as a JSON string. Raises `RequestError`."""
+    """Read a grammar; a schema may be a JSON string."""
     if grammar is None:
         return None
     kind = {"json": "json", "json_schema": "json", "regex": "regex"}.get(grammar.type)
@@ -254,7 +251,6 @@ def _structure(grammar: Grammar | None) -> StructuredOutputsParams | None:
 
 
 def _parsed(text: str) -> Any:
-    """Parse a schema that was sent as a JSON string. Raises `RequestError`."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
@@ -263,7 +259,6 @@ def _parsed(text: str) -> Any:
 
 
 def _end(service: Service, text: str, num_kept: int) -> dict[str, Any]:
-    """Return a prompt of a text's last `num_kept` tokens. Raises `RequestError` if `num_kept` is below 1."""
     if num_kept < 1:
         raise RequestError("truncate must be at least 1", parameter="truncate")
     return {"prompt": text, "prompt_token_ids": service.engine.input_processor.encode_end(text, num_kept)}
@@ -283,7 +278,7 @@ class GenerateReply:
         self._num_tokens = 0
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return an event for each token of an update."""
+        """Return an event for each token."""
         completion = update.completion
         self._text += completion.text
         tokens = self._tokens(completion)
@@ -303,7 +298,6 @@ class GenerateReply:
         return b"".join(map(event, events))
 
     def _share_text(self, tokens: list[Token], output: RequestOutput, *, whole: str | None) -> str:
-        """Set the texts of the next tokens of an answer; see `TokenTexts.share`."""
         if self._own_texts is None:
             detokenizer = self._texts.tokenizer.incremental_detokenizer(
                 output.prompt_token_ids, skip_special_tokens=True
@@ -320,7 +314,7 @@ class GenerateReply:
             last.details.receipt = Receipt.of([update.output.metrics])
 
     def end(self, _usage: Usage) -> bytes:
-        """Return nothing: the event of the last token ends the stream."""
+        """Return nothing: the last token's event ends the stream."""
         return b""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Generated | list[Generated]:
@@ -344,7 +338,7 @@ class GenerateReply:
         return [generated] if self._in_list else generated
 
     def error(self, error: HttpError) -> bytes:
-        """Return the event of an error during a stream."""
+        """Return the event of an error."""
         return TGI.event(error)
 
     def _tokens(self, completion: CompletionOutput) -> list[Token]:
@@ -370,7 +364,7 @@ class GenerateReply:
         ]
 
     def _prefill_token(self, token_id: int, logprob: Logprob | None) -> PrefillToken:
-        if logprob is None:  # the first token's
+        if logprob is None:  # the first token
             return PrefillToken(token_id, self._texts.tokenizer.decode_token(token_id) or "", None)
         return PrefillToken(token_id, logprob.decoded_token or "", logprob.logprob)
 

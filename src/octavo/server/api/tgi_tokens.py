@@ -1,4 +1,4 @@
-"""Tokens as TGI's API lists them, and the text that each token adds to an answer."""
+"""Tokens of TGI's API."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ class Token(PrefillToken):
 
 
 class TokenTexts:
-    """Gives each token of an answer the text that it adds. Joined, the visible tokens' texts are the answer."""
+    """Gives each token the text that it adds. Joined, the visible tokens' texts are the answer."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         """detokenizer: begins after the prompt, and hides special tokens."""
         self._detokenizer = detokenizer
-        self._held = ""  # text that belongs to the next visible token
+        self._held = ""  # for the next visible token
         self._num_chars = 0
 
     def share(self, tokens: list[Token], whole: str | None) -> str:
-        """Set the texts of the next tokens; special tokens keep theirs.
+        """Set the texts of the next tokens, except special ones.
 
-        whole: the whole answer if these are its last tokens, otherwise None. A stop string may end the answer within a
-        token's text. The answer may also end with bytes that never became a character: the last visible token gets
-        them. Returns this remaining text if no token is visible, otherwise "".
+        whole: the answer if these are its last tokens, otherwise None. A stop string may end it within a token; bytes
+        that never became a character go to the last visible token, or are returned if no token is visible.
         """
         visible = None
         for token in tokens:

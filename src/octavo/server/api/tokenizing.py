@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize, as in vLLM and in llama.cpp's server."""
+"""Tokenizing, as in vLLM and llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 
-# Fields that would change the tokens or the text, with the values that change nothing. The template is the server's.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **OF_PROMPTS,
     "chat_template": Off(),
@@ -70,10 +69,7 @@ class DetokenizeRequest(Body):
 
 @endpoint(body=TokenizeRequest, answer=Tokenized)
 async def tokenize(service: Service, http_request: Request, request: TokenizeRequest) -> Response:
-    """Turn text into token ids.
-
-    The text may be a conversation's prompt.
-    """
+    """Turn text into token ids."""
     service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, OF_ANSWERS)
     request.take_aliases()
@@ -90,17 +86,14 @@ async def tokenize(service: Service, http_request: Request, request: TokenizeReq
 
 @endpoint(body=DetokenizeRequest, answer=Detokenized)
 async def detokenize(service: Service, http_request: Request, request: DetokenizeRequest) -> Response:
-    """Turn token ids into text.
-
-    Special tokens are included unless skip_special_tokens is set.
-    """
+    """Turn token ids into text."""
     service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BACK, OF_ANSWERS)
     return await _in_thread(service, http_request, lambda: _detokenized(service, request))
 
 
 async def _in_thread(service: Service, http_request: Request, work: Callable[[], Struct]) -> Response:
-    """Run the work and encode its result on a thread. It takes a place in the limits, like any other request."""
+    """Run the work and encode its result on a thread."""
     with service.enter(http_request, 1) as place:
         content = await service.read(http_request, place, lambda: encoder.encode(work()))
     return Response(content, media_type="application/json")

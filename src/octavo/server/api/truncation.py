@@ -1,4 +1,4 @@
-"""vLLM's truncate_prompt_tokens: keeps a limited number of a prompt's tokens."""
+"""vLLM's truncate_prompt_tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Truncation:
     """The number of prompt tokens to keep.
 
-    num_tokens: None keeps all. from_left: cut on the left, so that the last tokens are kept; otherwise the first.
+    num_tokens: None keeps all. from_left: keep the last tokens.
     """
 
     num_tokens: int | None = None
@@ -29,7 +29,7 @@ class Truncation:
         return cls(num_tokens, request.truncation_side != "right")
 
     def applied_to(self, prompt: Any, inputs: InputProcessor) -> Any:
-        """Truncate a prompt, a string or an object with token ids. Raises `RequestError`."""
+        """Truncate a prompt, a string or an object with token ids."""
         if self.num_tokens is None:
             return prompt
         if isinstance(prompt, str):
@@ -39,7 +39,7 @@ class Truncation:
         return {**prompt, "prompt_token_ids": kept}
 
     def encode(self, text: str, inputs: InputProcessor, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize only the part of a text that is kept. Raises `RequestError`."""
+        """Tokenize only the kept part of a text."""
         assert self.num_tokens is not None, "nothing is cut off"
         take = inputs.encode_end if self.from_left else inputs.encode_start
         return take(text, self.num_tokens, add_special_tokens=add_special_tokens)

@@ -1,1 +1,1 @@
-"""Metrics, traces and the dashboard of a server. Reads events and requests, changes nothing."""
+"""Metrics, traces and the dashboard. Nothing here changes the server's state."""

@@ -1,4 +1,4 @@
-"""The engine's figures for GET /metrics in Prometheus's format. Figures that vLLM also has have vLLM's names."""
+"""The engine's figures for Prometheus, with vLLM's names if vLLM has them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ _GAUGES = (
         "Maximum number of prompt tokens in a step that also decodes; 0: no limit.",
     ),
 )
-# (attribute of EngineCapacity, name, description)
 _CAPACITY = (
     ("kv_cache_tokens", "kv_cache_capacity_tokens", "Capacity of the KV cache in tokens."),
     ("max_batch_prefill_tokens", "max_batch_prefill_tokens", "Maximum number of prompt tokens in a step."),
@@ -86,7 +85,7 @@ _COUNTERS = (
         "KV blocks that are not used any more because their records were inconsistent.",
     ),
 )
-# (attribute of DraftStats, description); names are spec_decode_ and the attribute
+# (attribute of DraftStats, description)
 _DRAFT_COUNTERS = (
     ("num_drafts", "Verified drafts; a draft is of one request in one step."),
     ("num_draft_tokens", "Draft tokens."),
@@ -98,7 +97,6 @@ _DRAFT_POSITIONS = (
     ("num_draft_tokens_per_pos", "Draft tokens by position in the draft."),
     ("num_accepted_tokens_per_pos", "Accepted draft tokens by position in the draft."),
 )
-# (attribute of KVStoreFigures, name, description)
 _STORE_GAUGES = (
     ("num_blocks", "blocks", "Blocks in a KV store."),
     ("num_bytes", "bytes", "Bytes in a KV store."),
@@ -108,7 +106,6 @@ _STORE_COUNTERS = (
     ("num_corrupt", "corrupt_blocks", "Blocks that differed from the saved ones and were not used."),
     ("num_errors", "errors", "Calls of a KV store that failed."),
 )
-# (attribute of KVTierFigures, name, description)
 _TIER_COUNTERS = (
     ("num_hit_tokens", "kv_tier_hit_tokens", "Prompt tokens with KV in this tier, of prefix_cache_queries."),
     ("num_loaded_blocks", "kv_tier_loaded_blocks", "Blocks loaded from this tier."),
@@ -139,13 +136,13 @@ _HISTOGRAMS = (
 
 
 class EngineCollector(Collector):
-    """Reads an engine's figures at each request for the metrics."""
+    """Reads the engine's figures when metrics are requested."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a family for each figure, labelled with the model's name."""
+        """Yield a family for each figure."""
         engine, model = self._service.engine, [self._service.model_names[0]]
         stats = engine.client.stats
         for family, figures in ((gauge, _GAUGES), (counter, _COUNTERS)):
@@ -171,7 +168,7 @@ class EngineCollector(Collector):
 
 
 def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
-    """Yield the engine's sizes, which are fixed at its start; those of the KV cache also as labels, as in vLLM."""
+    """As in vLLM, sizes of the KV cache are labels, too."""
     for attribute, name, text in _CAPACITY:
         yield gauge(name, text, _MODEL, [(model, getattr(capacity, attribute))])
     config = [*model, *(str(getattr(capacity, name)) for name in _CACHE_CONFIG)]
@@ -184,9 +181,9 @@ def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
 
 
 def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
-    """Yield the counters of each tier, and the bytes copied between device and host memory for the prefix cache.
+    """Yield the counters of each tier.
 
-    For readers: a bandwidth is bytes / seconds; the time saved is the computing time minus the waiting time.
+    A bandwidth is bytes / seconds; the time saved is the computing time minus the waiting time.
     """
     for attribute, name, text in _TIER_COUNTERS:
         yield counter(name, text, [*_MODEL, "tier"], _each(stats.tiers, attribute, model))
@@ -204,7 +201,7 @@ def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> It
 
 
 def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
-    """Yield the counters of drafts. The acceptance rate at a position is its accepted tokens / its draft tokens."""
+    """The acceptance rate at a position is its accepted tokens / its draft tokens."""
     for attribute, text in _DRAFT_COUNTERS:
         yield counter(f"spec_decode_{attribute}", text, _MODEL, [(model, getattr(drafts, attribute))])
     for attribute, text in _DRAFT_POSITIONS:
@@ -213,7 +210,6 @@ def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
 
 
 def _stores(stats: EngineStats, model: list[str]) -> Iterator[Metric]:
-    """Yield loads and saves by outcome, and the figures of each store."""
     transfers = (("loads", "Loads from", stats.kv_loads), ("saves", "Saves into", stats.kv_saves))
     for name, what, by_outcome in transfers:
         ended = [([*model, outcome], count) for outcome, count in by_outcome.items()]
@@ -224,7 +220,6 @@ def _stores(stats: EngineStats, model: list[str]) -> Iterator[Metric]:
 
 
 def _each(figures: Mapping[str, Any], attribute: str, model: list[str]) -> list[tuple[list[str], float]]:
-    """Return a figure of each tier or store, labelled with the model's name and its own."""
     return [([*model, name], getattr(each, attribute)) for name, each in list(figures.items())]
 
 

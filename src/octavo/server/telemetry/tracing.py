@@ -1,7 +1,7 @@
-"""Requests as OpenTelemetry spans, sent to a collector. Spans and attributes that vLLM also has have vLLM's names.
+"""Requests as OpenTelemetry spans, with vLLM's names if vLLM has them.
 
-Each admitted request, also one that then fails, is a span `llm_request`. If the client sends a `traceparent`, the span
-is a child of the client's. It has a child for each phase: `queue`, `prefill`, `decode`. Spans contain no text.
+Each admitted request, also one that then fails, is a span `llm_request`: a child of the client's `traceparent`, with a
+child for each phase: `queue`, `prefill`, `decode`. Spans contain no text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONTEXT = frozenset({b"traceparent", b"tracestate"})
 
 
 class Tracing:
-    """Makes spans and sends them from its own thread. An unreachable collector loses spans and has no other effect.
+    """Sends spans from its own thread. An unreachable collector only loses spans.
 
     endpoint: the collector's URL for OTLP over HTTP, like http://localhost:4318/v1/traces.
     """
@@ -44,8 +44,8 @@ class Tracing:
     ) -> None:
         """Make the spans of a request that is over.
 
-        seconds: its duration. reason: why it was refused or cut off; None if it was not. details: the fields of its
-        audit line; without "usage" the request was not admitted and has no span.
+        reason: why it was refused or cut off, or None. details: the fields of its audit line; without "usage" the
+        request was not admitted and has no span.
         """
         usage: UsageCounter | None = details.get("usage")
         if usage is None:

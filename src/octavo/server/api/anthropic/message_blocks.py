@@ -1,4 +1,4 @@
-"""Checks the blocks of Anthropic's conversations and converts them to messages that chat templates read."""
+"""Converts Anthropic's conversations to the messages that chat templates read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ _REFUSED: dict[str, str] = {
     "compaction": "it contains turns compacted by Anthropic's servers; send the turns themselves",
     "fallback": "this server has only one model",
 }
-# The types that each place accepts.
 SYSTEM_BLOCKS = BlockTypes({"text": TEXT}, each(_SETTING, "tool_addition", "tool_removal"))
 USER_BLOCKS = BlockTypes(
     {**_TEXTS, "tool_result": _TOOL_RESULT},
@@ -64,10 +63,7 @@ SEARCH_BLOCKS = BlockTypes({"text": TEXT})
 
 
 def read_conversation(system: Any, messages: Any) -> list[Message]:
-    """Return the messages in the form that chat templates read. Raises `RequestError` with the place.
-
-    Consecutive turns of the same role are joined.
-    """
+    """Convert to messages; consecutive turns of one role are joined."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     turns = [_read_blocks(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -79,9 +75,9 @@ def read_conversation(system: Any, messages: Any) -> list[Message]:
 
 
 def _read_system(system: Any) -> list[Message]:
-    """Return the system message, without Claude Code's note for Anthropic's accounting.
+    """Return the system message without Claude Code's note for Anthropic's accounting.
 
-    That note is at the beginning and differs in every request, so the conversation would never hit the prefix cache.
+    That note differs in every request, so the conversation would never hit the prefix cache.
     """
     blocks = system
     if isinstance(system, list):
@@ -93,7 +89,6 @@ def _read_system(system: Any) -> list[Message]:
 
 
 def _read_blocks(message: Any, place: str) -> tuple[str, list[Placed]]:
-    """Return a message's role and its blocks with their places; a plain string becomes one block."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(f"{place}.role must be user or assistant", parameter=f"{place}.role")
@@ -110,7 +105,6 @@ def _placed(content: Any, place: str) -> list[Placed]:
 
 
 def _read_answer(blocks: list[Placed]) -> Message:
-    """Read an assistant's turn: its texts, thoughts and calls. The content of calls without text is None."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -133,7 +127,7 @@ def _read_answer(blocks: list[Placed]) -> Message:
 
 
 def _read_turn(role: str, blocks: list[Placed]) -> list[Message]:
-    """Read a user's or system's turn. Results of tools become separate messages, as chat templates need them."""
+    """Read a turn. Each tool result becomes a message, as chat templates need it."""
     types = USER_BLOCKS if role == "user" else SYSTEM_BLOCKS
     kinds = [(types.check(block, place), block, place) for block, place in blocks]
     messages: list[Message] = []
@@ -150,13 +144,11 @@ def _content(texts: list[str]) -> str | list[dict[str, str]]:
 
 
 def _read_texts(content: Any, place: str, types: BlockTypes) -> str | list[dict[str, str]]:
-    """Read a string, or blocks that have text."""
     blocks = _placed(content, place)
     return _content([_read_text(types.check(block, where), block, where) for block, where in blocks])
 
 
 def _read_text(kind: str, block: dict[str, Any], place: str) -> str:
-    """Return the text of a block. Documents and search results get tags around them, which mark their ends."""
     match kind:
         case "document":
             told = [name for name in ("title", "context") if block.get(name) is not None]
@@ -167,7 +159,7 @@ def _read_text(kind: str, block: dict[str, Any], place: str) -> str:
             text = text_of(_read_texts(block.get("content"), f"{place}.content", SEARCH_BLOCKS))
             return _tagged("search_result", "\n".join([*about, text]))
         case "tool_reference":
-            return text_field(block, "tool_name", place)  # the template gets all tools, including deferred ones
+            return text_field(block, "tool_name", place)  # the template gets deferred tools, too
     return text_field(block, "text", place)
 
 
@@ -190,7 +182,7 @@ def _read_result(block: dict[str, Any], place: str) -> Message:
         raise RequestError(f"{place}.is_error must be true or false", parameter=f"{place}.is_error")
     text = "" if content is None else _read_texts(content, f"{place}.content", RESULT_BLOCKS)
     if is_error and not text:
-        text = "error"  # templates have no field for errors; usually the content describes it
+        text = "error"  # templates have no field for errors
     return {"role": "tool", "tool_call_id": call_id, "content": text or ""}
 
 

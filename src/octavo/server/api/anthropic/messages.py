@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, as its SDK and agents use it."""
+"""Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# The engine's name of a parameter -> Anthropic's.
 _SPELLED = {"prompt": "messages", "structured_outputs": "tools", "stop": "stop_sequences"}
 _FORMAT = "output_config.format"
 _OUTPUT_CONFIG = {"effort", "format"}
@@ -64,19 +63,18 @@ _THINKING = BlockTypes(
     {"enabled": fields(harmless=_THOUGHTS), "adaptive": fields(harmless=_THOUGHTS), "disabled": fields()},
     {"between_tools": "this server cannot control thinking between tools"},
 )
-# Fields that would change the answer, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off(), "chat_template", "compaction", "container", "thread"),
-    **each(Off(), "output_format"),  # an older name of output_config.format
+    **each(Off(), "output_format"),  # older name of output_config.format
     **each(Off([]), "fallbacks", "mcp_servers"),
     **UNSUPPORTED_OR_ALIAS,
 }
 
 
 class ThreadsUnsupportedError(RequestError):
-    """A request asks the server to store its conversation, which Anthropic's API calls a thread.
+    """A request asks the server to store its conversation.
 
-    Anthropic's SDK reads `details` and then sends the whole conversation instead.
+    Anthropic's SDK reads `details` and then sends the whole conversation.
     """
 
     details: ClassVar[Mapping[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -169,7 +167,6 @@ async def count_tokens(service: Service, http_request: Request, request: CountTo
 
 
 def _check_fields(service: Service, request: CountTokensRequest) -> None:
-    """Raise `RequestError` for an unlisted field that would change the answer."""
     extra = request.model_extra or {}
     if extra.get("thread") is not None:
         raise ThreadsUnsupportedError
@@ -187,7 +184,6 @@ def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParam
 
 
 def _read_format(config: dict[str, Any] | None) -> StructuredOutputsParams | None:
-    """Read the schema that the answer must follow. Raises `RequestError`."""
     config = config or {}
     if unknown := {name for name, value in config.items() if name not in _OUTPUT_CONFIG and value is not None}:
         name = f"output_config.{min(unknown)}"[:100]
@@ -208,7 +204,6 @@ def _read_conversation(request: CountTokensRequest, tool_format: ToolFormat | No
 
 
 def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the template's options. A last message of the assistant is continued."""
     options = continuing(messages)
     effort = (request.output_config or {}).get("effort")
     options |= effort_options(effort, "output_config.effort")
@@ -243,14 +238,14 @@ _BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_u
 
 
 class MessageReply:
-    """Converts outputs to messages: a sequence of blocks of text, thinking and calls."""
+    """Converts outputs to messages."""
 
     def __init__(self, job: Job, form: AnswerForm) -> None:
         self._job = job
         self._form = form
         self._reader = AnswerReader(form)
         self._blocks: list[dict[str, Any]] = []
-        self._arguments = ""  # of the last block
+        self._arguments = ""
         self._is_cut = False
         self._is_open = False
         self._end: dict[str, Any] = {}
@@ -266,7 +261,7 @@ class MessageReply:
         return begun + self._take(update.completion)
 
     def end(self, usage: Usage) -> bytes:
-        """Return the last events: the reason of the end, and the counts."""
+        """Return the last events."""
         return self._tell("message_delta", delta=self._end, usage=_usage_of(usage)) + self._tell("message_stop")
 
     def error(self, error: HttpError) -> bytes:
@@ -319,7 +314,6 @@ class MessageReply:
         return self._tell("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, **fields})
 
     def _input(self) -> dict[str, Any]:
-        """Return the arguments of the last call; if the call was cut off, those that are complete."""
         if self._is_cut:
             return begun_arguments(self._arguments)
         whole = parse_arguments(self._arguments)
@@ -338,7 +332,7 @@ class MessageReply:
 
 
 def _signature(thoughts: str) -> str:
-    """Return a signature of thoughts: clients send back only signed ones. It proves nothing, and no code reads it."""
+    """Return a signature: clients send back only signed thoughts. No code reads it."""
     return hashlib.sha256(thoughts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -1,1 +1,1 @@
-"""Ollama's API: chat, generate, embeddings, and descriptions of models. No route loads or changes a model."""
+"""Ollama's API. No route loads or changes a model."""

@@ -1,4 +1,4 @@
-"""POST /api/embed and its older form, /api/embeddings."""
+"""Ollama's routes for embeddings."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 @endpoint(body=EmbedRequest, answer=Vectors)
 async def embed(service: Service, http_request: Request, request: EmbedRequest) -> Response:
-    """Turn texts into vectors.
-
-    The vectors are normalized to length 1.
-    """
+    """Turn texts into vectors."""
     model = request.settle(service)
     if request.input in (None, "", []):
         return _none(service, Vectors(request.model, []))
@@ -54,10 +51,7 @@ async def embed(service: Service, http_request: Request, request: EmbedRequest) 
 
 @endpoint(body=EmbeddingsRequest, answer=Vector)
 async def embed_one(service: Service, http_request: Request, request: EmbeddingsRequest) -> Response:
-    """Turn a text into a vector.
-
-    The vector is normalized to length 1.
-    """
+    """Turn a text into a vector."""
     model = request.settle(service)
     if not request.prompt:
         return _none(service, Vector([]))
@@ -71,7 +65,7 @@ def _none(service: Service, told: Struct) -> Response:
 
 
 class EmbedReply:
-    """Converts outputs to vectors. They are never streamed."""
+    """Converts outputs to vectors."""
 
     def __init__(self, request: EmbedRequest, _job: Job) -> None:
         self._request = request

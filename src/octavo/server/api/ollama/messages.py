@@ -1,4 +1,4 @@
-"""Converts messages of Ollama's API to messages of chat completions, which chat templates read."""
+"""Converts Ollama's messages to those of chat completions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from octavo.server.api.conversation import read_messages
 
 
 def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
-    """Check messages and convert them to those of chat completions. Raises `RequestError` with the place.
+    """Check and convert messages.
 
-    Calls and results need no ids in this API, but some templates require them. So ids are made from positions, which
-    gives a call the same id in every turn.
+    Some templates require ids of calls, which this API lacks. Ids made from positions stay the same in every turn.
     """
     open_calls: dict[Any, Any] = {}
     return read_messages([_spelled(message, index, open_calls) for index, message in enumerate(messages)])
 
 
 def _spelled(message: Any, index: int, open_calls: dict[Any, Any]) -> Any:
-    """Convert one message. open_calls: call id -> tool name, for calls that have no result yet; mutated."""
+    """open_calls: call id -> tool name, for calls without a result so far; mutated."""
     if not isinstance(message, dict):
         return message
     if message.get("images"):
@@ -49,7 +48,7 @@ def _with_id(call: Any, own: str) -> Any:
 
 
 def _tools_by_id(calls: list[Any]) -> dict[str, Any]:
-    """Return call id -> name of the called tool. `read_messages` reports the errors in calls."""
+    """Malformed calls are reported by `read_messages`."""
     named = [call for call in calls if isinstance(call, dict) and isinstance(call["id"], str)]
     functions = [call.get("function") for call in named]
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]

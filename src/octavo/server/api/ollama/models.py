@@ -1,4 +1,4 @@
-"""Ollama's routes that describe models: GET /api/tags, /api/ps and /api/version, POST /api/show."""
+"""Ollama's routes that describe models."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from octavo.server.service import Service
 
-API_VERSION = "0.12.11"  # the version of Ollama that has this API: clients require a minimum
-_NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # Ollama's expiry time of a model that it never unloads
+API_VERSION = "0.12.11"  # of Ollama: clients require a minimum
+_NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # Ollama's value for never
 _SUFFIXES = {10**9: "B", 10**6: "M", 10**3: "K"}
 
 
@@ -39,30 +39,21 @@ async def version(_service: Service, _http_request: Request) -> Response:
 
 @endpoint(answer=OllamaModels)
 async def tags(service: Service, http_request: Request) -> Response:
-    """List the models.
-
-    The names have a tag, as clients expect.
-    """
+    """List the models."""
     started = http_request.app.state.started
     return json_response({"models": [{**_card(service, name), "modified_at": started} for name in service.model_names]})
 
 
 @endpoint(answer=OllamaModels)
 async def loaded(service: Service, _http_request: Request) -> Response:
-    """List the models that are loaded.
-
-    All models are loaded, and they are never unloaded.
-    """
+    """List the models that are loaded."""
     room = {"size_vram": 0, "context_length": service.model_info.max_model_len, "expires_at": _NEVER}
     return json_response({"models": [{**_card(service, name), **room} for name in service.model_names]})
 
 
 @endpoint(body=ShowRequest, answer=dict[str, Any])
 async def show(service: Service, http_request: Request, request: ShowRequest) -> Response:
-    """Describe a model.
-
-    The answer has neither the model's files nor its template, because these belong to the operator.
-    """
+    """Describe a model."""
     asked = request.model or request.name
     if not asked:
         raise RequestError("model is required", parameter="model")
@@ -94,7 +85,7 @@ async def show(service: Service, http_request: Request, request: ShowRequest) ->
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
-    """Describe a served name. size: bytes of the weights. digest: of the name, as clients identify models by it."""
+    """Describe a served name; clients identify models by the digest."""
     tagged = name if ":" in name.rpartition("/")[2] else name + OLLAMA_TAG
     digest = hashlib.sha256(name.encode()).hexdigest()
     size = service.model_info.weight_bytes
@@ -114,7 +105,7 @@ def _details(service: Service) -> dict[str, Any]:
 
 
 def _rounded(number: int) -> str:
-    """Write a number with a suffix, such as 134.5M; "" for 0, which means unknown."""
+    """Write a number like 134.5M; "" for 0, which means unknown."""
     for unit, suffix in _SUFFIXES.items():
         if number >= unit:
             return f"{number / unit:.1f}{suffix}"

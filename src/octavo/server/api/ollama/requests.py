@@ -1,4 +1,4 @@
-"""Requests of Ollama's API. Types are strict; None means "the default"."""
+"""Requests of Ollama's API. None means "the default"."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 _LOADING = "configures the loading of a model: it is already loaded"
-# Options that change nothing. Options in neither table are unknown to Ollama, too, and it ignores them.
+# Fields in neither table are unknown to Ollama, too.
 _HARMLESS_OPTIONS = {
     **each(HARMLESS["mirostat_eta"], "mirostat_eta", "mirostat_tau"),
     **each(_LOADING, "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu"),
@@ -43,10 +43,9 @@ _UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "penalize_newline": Off(True),
     "tfs_z": UNSUPPORTED_OR_ALIAS["tfs_z"],
 }
-# Fields next to `options` that would change the answer, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED_OR_ALIAS,
-    **each(Off(False, True), "shift", "truncate"),  # no value helps: too long a prompt is refused
+    **each(Off(False, True), "shift", "truncate"),  # no value helps: a long prompt is refused
     "_debug_render_only": Off(False),
     "chat_template": Off(),
     "chat_template_kwargs": Off({}),
@@ -54,13 +53,13 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off([]), "messages", "tools"),
     **each(Off(""), "prompt", "suffix"),
 }
-_LAST_N = 64  # Ollama's default of repeat_last_n, the number of last tokens that penalties cover
+_LAST_N = 64  # Ollama's default
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-_NO_LIMIT = (-2, 0)  # values of num_predict that mean no limit, like -1; here a full context ends an answer
+_NO_LIMIT = (-2, 0)  # no limit, like -1: a full context ends an answer
 _ZERO_TIME = re.compile(
     r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)"
-)  # a duration of 0 in Go's notation
+)  # zero, as a duration of Go
 _SPELLED = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 
 
@@ -79,7 +78,7 @@ class Options(SamplingControls):
     @model_validator(mode="before")
     @classmethod
     def _take_whole_floats(cls, given: Any) -> Any:
-        """Accept 40.0 for 40, as Ollama does, and drop empty stop strings."""
+        """Accept 40.0 for 40, and drop empty stop strings, as Ollama does."""
         if not isinstance(given, dict):
             return given
         taken = {name: _whole(value) if name in _WHOLE else value for name, value in given.items()}
@@ -106,10 +105,7 @@ class AnswerRequest(Body):
     cache_salt: types.CacheSalt | None = None  # vLLM's
 
     def settle(self, service: Service) -> str:
-        """Return the served name of the model.
-
-        Raises `ModelNotFoundError`, and `RequestError` for an unsupported field that would change the answer.
-        """
+        """Check the fields and return the served name of the model. Raises `ModelNotFoundError`."""
         name = served_name(service, self.model)
         given, options = self.model_extra or {}, self.options or Options()
         if misplaced := next((field for field in Options.model_fields if given.get(field) is not None), None):
@@ -122,10 +118,7 @@ class AnswerRequest(Body):
         return name
 
     def params(self, service: Service) -> SamplingParams:
-        """Return the sampling parameters. Raises `RequestError`.
-
-        Without num_predict the checkpoint's limit applies, or that of the context if the checkpoint has none.
-        """
+        """Return the sampling parameters. Without num_predict the checkpoint's limit applies, if it has one."""
         options, defaults = self.options or Options(), service.default_params
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
@@ -150,14 +143,14 @@ class AnswerRequest(Body):
 
     @property
     def is_unloading(self) -> bool:
-        """Return True if an empty request asks to unload the model: its keep_alive is 0."""
+        """True if an empty request asks to unload the model."""
         given = self.keep_alive
         if isinstance(given, str):
             return _ZERO_TIME.fullmatch(given) is not None
         return isinstance(given, (int, float)) and not isinstance(given, bool) and given == 0
 
     def template_options(self, service: Service) -> dict[str, Any]:
-        """Return the template's options. Raises `RequestError` if the model cannot think and the request wants it."""
+        """Return the template's options."""
         if self.think is None or self.think == "":
             return {}
         if self.think and not service.answer_style.has_reasoning:
@@ -188,10 +181,7 @@ class _VectorsRequest(Body):
     options: dict[str, Any] | None = None
 
     def settle(self, service: Service) -> str:
-        """Return the served name of the model.
-
-        Raises `ModelNotFoundError`, and `RequestError` for an unsupported field that would change the vectors.
-        """
+        """Check the fields and return the served name of the model. Raises `ModelNotFoundError`."""
         service.extra_fields.check(self.model_extra, OF_PROMPTS, OF_ANSWERS)
         return served_name(service, self.model)
 
@@ -218,10 +208,7 @@ class ShowRequest(Body):
 
 
 def served_name(service: Service, name: str) -> str:
-    """Return the served name for a name with or without Ollama's tag.
-
-    Raises `ModelNotFoundError` with Ollama's message.
-    """
+    """Return the served name for a name with or without Ollama's tag. Raises `ModelNotFoundError`."""
     try:
         return service.check_model(name if name in service.model_names else name.removesuffix(OLLAMA_TAG), aliases=())
     except ModelNotFoundError:

@@ -1,1 +1,1 @@
-"""OpenAI's API: completions, chat completions, responses, embeddings. Fields have OpenAI's and vLLM's names."""
+"""OpenAI's API, with vLLM's additional fields."""

@@ -87,10 +87,9 @@ async def create_chat_completion(service: Service, http_request: Request, reques
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
-    """Return the sampling parameters. Raises `RequestError`.
+    """Read the parameters.
 
-    Without max_tokens (newer: max_completion_tokens) the checkpoint's limit applies, or that of the context if the
-    checkpoint has none.
+    Without max_tokens (newer: max_completion_tokens) the checkpoint's limit applies, if it has one.
     """
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
@@ -115,14 +114,13 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         self._piece = service.engine.output_processor.piece
         self._form = form
         self._request = request
-        # The answer's field for reasoning; None if reasoning is omitted.
         self._reasoning_field = None if request.include_reasoning is False else service.config.reasoning_field
         self._answers: dict[int, _Answer] = {}
 
     def _grown(self, update: ChoiceUpdate) -> ChatChunkChoice | None:
-        """Return the next delta of a choice; the first one has the role. None if there is nothing to send.
+        """Return the next delta, if any.
 
-        Plain content has a chunk for each step, which is empty if the text is held back.
+        Plain content has a chunk for each step, so that a client sees when tokens arrive.
         """
         completion = update.completion
         if update.choice not in self._answers:
@@ -132,7 +130,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         token_ids = completion.token_ids if self._request.return_token_ids else None
         is_step = self._form.is_plain and not completion.finished
         if delta is None and not (update.is_first or completion.logprobs or token_ids or is_step):
-            return None  # a parser holds the text back
+            return None  # held back
         choice = ChatChunkChoice(update.choice, delta or ChatDelta(content=""), self._logprobs(completion))
         choice.token_ids = token_ids
         if update.is_first:
@@ -150,7 +148,6 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         event.prompt_token_ids = update.output.prompt_token_ids if self._request.return_token_ids else None
 
     def _counted(self, usage: Usage) -> Usage:
-        """Add the number of reasoning tokens."""
         if self._form.has_reasoning:
             num_tokens = sum(answer.reader.num_reasoning_tokens for answer in self._answers.values())
             usage.completion_tokens_details = usage.completion_tokens_details or CompletionTokensDetails()
@@ -168,7 +165,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         return chat_logprobs(completion.logprobs, num_top, self._piece, as_ids=as_ids)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
-        """Return all n choices of the prompt."""
+        """Return all n choices."""
         (output,) = outputs
         choices = [self._choice(each) for each in output.outputs]
         counts = self._counted(usage)
@@ -192,7 +189,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
 
 
 class _Answer:
-    """The state of one choice of an answer."""
+    """The state of one choice."""
 
     def __init__(self, form: AnswerForm, reasoning_field: str | None) -> None:
         self.reader = AnswerReader(form)
@@ -212,7 +209,7 @@ class _Answer:
         return self._named(message)
 
     def grow(self, completion: CompletionOutput) -> ChatDelta | None:
-        """Return the next delta of the answer; None if it is empty."""
+        """Return the next delta, or None if it is empty."""
         delta = self._delta(completion)
         return None if delta == ChatDelta() else self._named(delta)
 
@@ -235,7 +232,6 @@ class _Answer:
         return delta
 
     def _named(self, answer: Told) -> Told:
-        """Move the reasoning to the field that the server is configured to use."""
         if self._reasoning_field == "reasoning" and answer.reasoning_content is not UNSET:
             answer.reasoning, answer.reasoning_content = answer.reasoning_content, UNSET
         return answer
@@ -245,7 +241,7 @@ class _Answer:
         return parts if self._reasoning_field else [part for part in parts if part.kind != "reasoning"]
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        """Return the finish reason: "tool_calls" if a call ended the answer, unless the client forced it by name."""
+        """Return "tool_calls" if a call ended the answer, unless the client named the function."""
         is_call = self._has_calls and self._toolbox.named is None
         return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
 

@@ -1,4 +1,4 @@
-"""Shared code of chat completions and completions: options of a job, and answers as chunks."""
+"""Shared code of chat completions and completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Chunk = TypeVar("Chunk", bound=msgspec.Struct)
 
 
 def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]:
-    """Return the fields of a request's `Job`, except prompts and parameters. prompt_field: its name of the prompt."""
+    """Return the fields of a request's `Job`, except prompts and parameters."""
     options = request.stream_options
     return {
         "stream": bool(request.stream),
@@ -44,10 +44,9 @@ class OpenAIReply(Generic[Choice, Chunk]):
         self._job = job
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the chunks of an update. usage: the counts so far, if the client wants them in each chunk.
+        """Return the chunks of an update. usage: the counts so far, for each chunk.
 
-        A chunk is sent even if its text is held back, so that a client can count chunks to see when tokens arrive.
-        The finish reason has a last chunk of its own: a client that stops reading at it has received everything.
+        The finish reason has its own chunk: a client that stops reading at it has received everything.
         """
         choices = [self._grown(update)]
         if update.completion.finished:
@@ -58,27 +57,26 @@ class OpenAIReply(Generic[Choice, Chunk]):
         return b"".join(map(event, chunks))
 
     def end(self, usage: Usage) -> bytes:
-        """Return the counts, if the client asked for them, and the end of the stream."""
+        """Return the end of the stream."""
         return event(self._event([], self._counted(usage))) + self._done if self._job.include_usage else self._done
 
     def error(self, error: HttpError) -> bytes:
-        """Return an error object and the end of the stream."""
+        """Return an error and the end of the stream."""
         return OPENAI.event(error)
 
     def _grown(self, update: ChoiceUpdate) -> Choice | None:
-        """Return the next piece of a choice; None if there is nothing to send."""
+        """Return the next piece of a choice, if any."""
         raise NotImplementedError
 
     def _ended(self, update: ChoiceUpdate) -> Choice:
-        """Return the last piece of a choice, which has only the reason of its end."""
         raise NotImplementedError
 
     def _event(self, choices: list[Choice], usage: Usage | None) -> Chunk:
         raise NotImplementedError
 
     def _begin(self, event: Chunk, update: ChoiceUpdate) -> None:
-        """Add the fields that only the first chunk of a choice has."""
+        """Add the fields of a choice's first chunk."""
 
     def _counted(self, usage: Usage) -> Usage:
-        """Return the counts at the end of a stream; a subclass may add details."""
+        """Add details to the counts."""
         return usage

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from octavo.server.api.openai.token_places import TokenPlace
     from octavo.server.service import Service
 
-MAX_CHOICES = 1024  # choices of one request: prompts times n
+MAX_CHOICES = 1024  # prompts times n
 
 
 @endpoint(body=CompletionRequest, answer=Completion, is_streamed=True)
@@ -79,7 +79,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
 async def truncated(
     service: Service, http_request: Request, place: Permit, prompts: list[Any], truncation: Truncation
 ) -> list[Any]:
-    """Truncate prompts, on a thread instead of the event loop."""
+    """Truncate prompts on a thread."""
     if truncation.num_tokens is None:
         return prompts
     inputs = service.engine.input_processor
@@ -89,9 +89,9 @@ async def truncated(
 
 
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters. Raises `RequestError`.
+    """Read the parameters.
 
-    An echo with logprobs also needs those of the prompt. max_tokens 0 with an echo only scores the prompt.
+    An echo with logprobs also needs those of the prompt. With an echo, max_tokens 0 only scores the prompt.
     """
     if request.best_of not in (None, request.n or 1):
         raise RequestError(f"best_of must equal n ({request.n or 1}) or be left out", parameter="best_of")
@@ -105,10 +105,7 @@ def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingPar
 
 
 def read_prompts(prompt: Any, name: str = "prompt", limit: int = MAX_CHOICES) -> list[Any]:
-    """Return a field's prompts. Raises `RequestError`.
-
-    prompt: a text, texts, token ids, or lists of token ids. name: the field's name. limit: maximum number of prompts.
-    """
+    """Return a field's prompts: a text, texts, token ids, or lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -130,20 +127,20 @@ def _is_token_ids(items: list[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The echo of prompts; its text and places are computed once for all choices of a prompt.
+    """The echo of prompts, computed once for all choices of a prompt.
 
-    is_wanted: the prompt is returned before its completion. is_alone: it is returned without a completion.
+    is_alone: only the prompt is returned.
     """
 
     is_wanted: bool
     is_alone: bool
     processor: OutputProcessor
     skip_special_tokens: bool
-    texts: dict[str, str] = field(default_factory=dict)  # by request id, like places
+    texts: dict[str, str] = field(default_factory=dict)  # by request id
     places: dict[str, list[TokenPlace]] = field(default_factory=dict)
 
     def prompt_text(self, output: RequestOutput) -> str:
-        """Return the echoed text; "" if there is no echo."""
+        """Return the echoed text, or ""."""
         if not self.is_wanted:
             return ""
         if output.prompt is not None:
@@ -154,7 +151,7 @@ class Echo:
         return self.texts[output.request_id]
 
     def prompt_places(self, output: RequestOutput) -> list[TokenPlace]:
-        """Return the places of the prompt's tokens in the echoed text."""
+        """Return the places of the prompt's tokens."""
         if output.request_id not in self.places:
             tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
             if output.prompt is not None:
@@ -166,7 +163,7 @@ class Echo:
         return self.places[output.request_id]
 
     def places_behind(self, output: RequestOutput) -> TokenPlaces:
-        """Return an object that finds the places of a choice's tokens, after the echo."""
+        """Return a finder of the places of a choice's tokens."""
         offset, skip = len(self.prompt_text(output)), self.skip_special_tokens
         return TokenPlaces(self.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=skip)
 
@@ -181,7 +178,6 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         self._scored: dict[int, PlacedLogprobs] = {}  # by choice
 
     def _grown(self, update: ChoiceUpdate) -> CompletionChoice | None:
-        """Return the next piece of a choice; the first one has the echoed prompt. None if only the end remains."""
         choice = self._choice(update.choice, update.completion, update.output, with_prompt=update.is_first)
         has_tokens = choice.token_ids or (choice.logprobs is not None and choice.logprobs.tokens)
         return choice if choice.text or has_tokens or not update.completion.finished else None
@@ -196,7 +192,7 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         return Completion(self._job.request_id, self._job.created, self._job.model, choices, usage=shown)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
-        """Return n choices for each prompt, in the order of the prompts."""
+        """Return n choices for each prompt, in order."""
         choices = [
             self._whole_choice(index * self._job.params.n + completion.index, completion, output)
             for index, output in enumerate(outputs)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 MAX_INPUTS = 2048  # as in OpenAI's API
-# Fields that would change a vector, with the values that change nothing: of vLLM, llama.cpp, TEI and gateways.
+# Fields of vLLM, llama.cpp, TEI and gateways.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in OF_PROMPTS.items() if name not in TruncationFields.model_fields},
     **{name: UNSUPPORTED[name] for name in ("adapter_id", "adapters", "lora", "lora_path")},
@@ -65,7 +65,7 @@ class EmbeddingRequest(Body, TruncationFields):
     cache_salt: CacheSalt | None = None
 
     def check(self, max_model_len: int) -> None:
-        """Raise `RequestError` if truncate_prompt_tokens is invalid or above the maximum length of an input."""
+        """Raise `RequestError` for an invalid truncate_prompt_tokens."""
         self.check_truncation()
         if (self.truncate_prompt_tokens or 0) > max_model_len:
             message = f"truncate_prompt_tokens must be at most {max_model_len}, this model's maximum context length"
@@ -100,10 +100,7 @@ class EmbeddingList(Struct):
 
 @endpoint(body=EmbeddingRequest, answer=EmbeddingList)
 async def create_embeddings(service: Service, http_request: Request, request: EmbeddingRequest) -> Response:
-    """Turn texts into vectors.
-
-    The vectors are normalized to length 1.
-    """
+    """Turn texts into vectors."""
     model = service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, OF_ANSWERS)
     request.check(service.model_info.max_model_len)
@@ -133,7 +130,7 @@ async def embed_prompts(
 ) -> Response:
     """Turn prompts into vectors. Raises `RequestError` if `dimensions` is not between 1 and the model's hidden size.
 
-    dimensions: length of the vectors; None for the model's. options: further fields of the `Job`.
+    options: further fields of the `Job`.
     """
     size = service.model_info.hidden_size
     if dimensions is not None and not 0 < dimensions <= size:
@@ -153,7 +150,7 @@ async def embed_prompts(
 
 
 class EmbeddingReply:
-    """Converts outputs to embeddings. They are never streamed."""
+    """Converts outputs to embeddings."""
 
     def __init__(self, request: EmbeddingRequest, job: Job) -> None:
         self._job = job

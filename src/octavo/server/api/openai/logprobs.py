@@ -1,4 +1,4 @@
-"""Log probabilities in the forms of the APIs, and the tokens of an answer that belong to its content."""
+"""Log probabilities in the forms of the APIs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from octavo.server.answers.parts import Part
     from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces
 
-    Piece: TypeAlias = Callable[[int], str | bytes]  # returns a token's text, also that of a special token
+    Piece: TypeAlias = Callable[[int], str | bytes]  # special tokens have text, too
     PlacedPosition: TypeAlias = tuple[TokenPlace, "Position"]
 
-Position = dict[int, "Logprob"]  # the token itself first, then the most probable ones
-_LOWEST = -9999.0  # replaces -infinity, which JSON lacks, as in vLLM
+Position = dict[int, "Logprob"]  # the token itself first
+_LOWEST = -9999.0  # for -infinity, which JSON lacks, as in vLLM
 
 
 def chat_logprobs(
     positions: Sequence[Position] | None, num_top: int, piece: Piece, *, as_ids: bool = False
 ) -> replies.ChatLogprobs | None:
-    """Convert the positions of a chat choice; None if the request asked for none.
+    """Convert the positions of a chat choice.
 
-    num_top: number of alternatives at each position. as_ids: write tokens as vLLM's token_id:123 instead of their text.
+    num_top: alternatives at each position. as_ids: write tokens as vLLM's token_id:123.
     """
     if positions is None:
         return None
@@ -44,14 +44,14 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """Pairs the log probabilities of an answer's tokens with their places, once these are certain."""
+    """Pairs log probabilities with the places of their tokens, once these are certain."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Add tokens; return the places that are certain now, with their positions. is_over: the answer is complete."""
+        """Add tokens; return those with certain places."""
         self._waiting += positions
         places = self._places.add(token_ids)
         if is_over:
@@ -60,23 +60,22 @@ class PlacedLogprobs:
 
 
 class ContentLogprobs:
-    """Finds the tokens of an answer's content by their places, however the answer was cut into parts.
+    """Finds the tokens of an answer's content by their places.
 
-    A token belongs to the content if it has at least one character of the content, or a part of one. Tokens of
-    reasoning, calls and their markers, hidden tokens and the token that ends an answer do not belong to it.
+    A token belongs to it if it has at least a part of one of the content's characters.
     """
 
     def __init__(self, places: TokenPlaces, num_top: int, piece: Piece, *, hides_end: bool) -> None:
-        """places: finds the places of the answer's tokens. hides_end: the token that ends the answer has no text."""
+        """hides_end: the token that ends the answer has no text."""
         self._places = PlacedLogprobs(places)
         self._num_top = num_top
         self._piece = piece
         self._hides_end = hides_end
         self._tokens: deque[PlacedPosition] = deque()
-        self._is_told = False  # the first token is already returned: the last content ended within it
+        self._is_told = False  # the last content ended within the first token
 
     def add(self, completion: CompletionOutput) -> None:
-        """Add tokens. Does nothing if the request asked for no log probabilities."""
+        """Add tokens."""
         if completion.logprobs is None:
             return
         is_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
@@ -85,10 +84,7 @@ class ContentLogprobs:
         self._tokens += self._places.add(token_ids, positions, is_over=completion.finished)
 
     def take(self, part: Part) -> list[replies.TokenLogprob]:
-        """Return the tokens of the answer's next part; none if it is not content.
-
-        A token that began in the part before is not returned again.
-        """
+        """Return the tokens that begin in the answer's next part; none if it is not content."""
         while self._tokens and self._tokens[0][0].end <= part.start:
             self._tokens.popleft()
             self._is_told = False
@@ -116,10 +112,9 @@ def completion_logprobs(
     *,
     as_ids: bool = False,
 ) -> replies.CompletionLogprobs:
-    """Convert the positions of a completion choice; the first position of an echoed prompt is None.
+    """Convert the positions of a completion choice; an echoed prompt's first position is None.
 
-    as_ids: as in `chat_logprobs`. A prompt's positions are a `TokenLogprobs` each, because there may be 40,000
-    alternatives: an object for each would take too long.
+    A prompt's positions are `TokenLogprobs`: objects for up to 40,000 alternatives would take too long.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: spelled(piece(token_id)))
@@ -146,9 +141,9 @@ def _scores(position: Position | TokenLogprobs) -> dict[int, float]:
 
 
 def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenTexts[str]) -> dict[str, float]:
-    """Return text -> score for a position, its own token first. A token whose text is taken has its id as the key."""
+    """Return text -> score; if two tokens have the same text, the key of the second is its id."""
     texts = list(map(texts_by_id.__getitem__, scores))
-    is_start = texts[0] == " " + place.text  # at the start of a text a space is stripped
+    is_start = texts[0] == " " + place.text  # a space at the start of a text is stripped
     texts[0] = place.text
     if is_start:
         texts = [text.removeprefix(" ") for text in texts]
@@ -162,7 +157,7 @@ def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenText
 
 
 def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
-    """Convert to vLLM's prompt_logprobs: a list of positions, each token id -> entry."""
+    """Convert to vLLM's prompt_logprobs."""
     text_of = positions.texts.__getitem__
     result: replies.PromptLogprobs = [None]
     for entry in positions.entries:
@@ -170,13 +165,12 @@ def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
         told = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
         names = list(map(str, entry.token_ids))
         by_id = dict(zip(names, told, strict=True))
-        by_id[names[0]] = told[0]  # if it is among the best as well, its rank there may differ: ties
+        by_id[names[0]] = told[0]  # its rank among the best may differ: ties
         result.append(by_id)
     return result
 
 
 def _id_name(token_id: int) -> str:
-    """Name a token by its id, as vLLM does."""
     return f"token_id:{token_id}"
 
 
@@ -190,7 +184,7 @@ def _all_finite(entry: TokenLogprobs) -> list[float]:
 
 
 def _chat_token(token_id: int, entry: Logprob, piece: Piece, as_ids: bool) -> tuple[str, float, list[int]]:
-    r"""Return a token's text, log probability and bytes. Part of a character is `\xf0\x9f`, as in OpenAI's API."""
+    r"""Part of a character is `\xf0\x9f`, as in OpenAI's API."""
     own = piece(token_id)
     text = own if isinstance(own, str) else spelled(own).removeprefix(BYTES)
     data = own.encode() if isinstance(own, str) else own

@@ -1,4 +1,4 @@
-"""Requests: OpenAI's fields and vLLM's additional ones. Types are strict; None means "the default"."""
+"""Requests: OpenAI's fields and vLLM's. None means "the default"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from octavo.server.api.extra_fields import ExtraFields
 
-# The check of a list stops at its first bad element: millions of bad elements must not become millions of errors.
+# The check of a list stops at its first bad element: millions of them must not become millions of errors.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -84,13 +84,13 @@ class OtherNames(BaseModel):
 
 
 class Aliased(BaseModel):
-    """Base of requests that accept other servers' names of fields. aliases: the names that the class accepts."""
+    """Base of requests that accept other servers' names of fields."""
 
     aliases: ClassVar[dict[str, As]]
     _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def take_aliases(self) -> None:
-        """Write each alias into the field that it names. Raises `RequestError` if that field has another value."""
+        """Write each alias into its field. Raises `RequestError` if the field has another value."""
         for name, told in self.aliases.items():
             value = getattr(self, name, None)
             if value in (None, *told.nothing):
@@ -111,7 +111,7 @@ class TruncationFields(BaseModel):
     truncation_side: Literal["left", "right"] | None = None
 
     def check_truncation(self) -> None:
-        """Raise `RequestError` for a number of tokens that is neither at least 1 nor -1."""
+        """Raise `RequestError` unless the number of tokens is at least 1 or -1."""
         num_kept = self.truncate_prompt_tokens
         if num_kept is not None and num_kept != -1 and num_kept < 1:
             message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
@@ -136,14 +136,10 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
     return_tokens_as_token_ids: bool | None = None
 
     aliases: ClassVar[dict[str, As]] = ALIASES
-    # Fields that would change the answer and that nothing here serves yet, with the values that change nothing.
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
 
     def settle(self, extra_fields: ExtraFields) -> None:
-        """Apply aliases, log unknown fields, and check the fields that depend on each other.
-
-        Raises `RequestError` for invalid fields, and for an unsupported field that would change the answer.
-        """
+        """Check the fields, after applying aliases."""
         extra_fields.check(self.model_extra, self.unsupported, HARMLESS)
         self.take_aliases()
         self._check_penalties()
@@ -154,7 +150,7 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
         self.check_truncation()
 
     def _check_penalties(self) -> None:
-        """Refuse llama.cpp's penalties that cover only the last tokens: here a penalty covers all tokens."""
+        """Refuse penalties of the last tokens: here they cover all tokens."""
         if self.repeat_penalty not in (None, 1) and self.repeat_last_n != -1:
             message = "repeat_penalty needs repeat_last_n: -1, because penalties cover all tokens"
             raise RequestError(message, parameter="repeat_penalty")
@@ -163,11 +159,11 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
             refuse({name: getattr(self, name) for name in PENALTY_RANGE}, PENALTY_RANGE)
 
     def named_as_sent(self) -> AbstractContextManager[None]:
-        """Return a context in which errors name a field as the client sent it."""
+        """Return a context in which errors name fields as the client sent them."""
         return spelling(self._sent_as, in_text=True)
 
     def spelled(self, **names: str) -> dict[str, str]:
-        """Return the engine's name of a parameter -> the client's. names: engine's name -> the route's name."""
+        """Return engine's name -> the client's. names: engine's name -> the route's."""
         return {**self._sent_as, **{own: self._sent_as.get(name, name) for own, name in names.items()}}
 
 
@@ -222,7 +218,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     }
 
     def settle(self, extra_fields: ExtraFields) -> None:
-        """Check the fields and apply aliases, as the base class does. n_probs also sets logprobs, which it needs."""
+        """Check the fields. n_probs also sets logprobs, which it needs."""
         super().settle(extra_fields)
         if self.n_probs:
             self.logprobs = True

@@ -1,4 +1,4 @@
-"""Checks the items of conversations in OpenAI's Responses API, and converts them to messages."""
+"""Converts the items of OpenAI's Responses API to messages."""
 
 from __future__ import annotations
 
@@ -52,10 +52,9 @@ SUMMARIES = BlockTypes({"summary_text": fields("text")})
 
 
 def read_items(instructions: str | None, given: Any) -> list[dict[str, Any]]:
-    """Return the messages in the form that chat templates read. Raises `RequestError` with the place.
+    """Return the messages. given: a text or a list of items.
 
-    instructions: the first system message, if any. given: a text or a list of items. Consecutive items of the
-    assistant or of the system become one message.
+    Consecutive items of the assistant or of the system become one message.
     """
     turns: list[_Turn] = []
     if instructions is not None:
@@ -85,7 +84,6 @@ class _Turn:
     call_id: str | None = None
 
     def add(self, other: _Turn) -> None:
-        """Append the texts, thoughts and calls of the next item."""
         self.texts += other.texts
         self.thoughts += other.thoughts
         self.calls += other.calls
@@ -136,7 +134,7 @@ def _texts(content: str | list[dict[str, str]]) -> list[str]:
 
 
 def _read_thoughts(item: dict[str, Any], place: str) -> list[str]:
-    """Return the thoughts of a reasoning item; if there are none, its summary, as other servers send it."""
+    """Return a reasoning item's thoughts, or its summary, as other servers send it."""
     for name, types in (("content", THOUGHTS), ("summary", SUMMARIES)):
         parts = item.get(name)
         texts = []

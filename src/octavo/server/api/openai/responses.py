@@ -1,7 +1,4 @@
-"""POST /v1/responses and /v1/responses/input_tokens: OpenAI's newer API.
-
-Nothing is stored: each request contains its whole conversation.
-"""
+"""OpenAI's Responses API. Nothing is stored: each request contains its whole conversation."""
 
 from __future__ import annotations
 
@@ -59,7 +56,6 @@ _SPELLED = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
 }
-# Fields that would change the answer, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off(), "access_programs", "background_options", "chat_template", "conversation", "max_completion_tokens"),
     **each(Off(), "max_tokens", "moderation", "personality", "previous_input_messages", "previous_response_id"),
@@ -74,11 +70,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncation": Off("disabled"),
     **UNSUPPORTED_OR_ALIAS,
 }
-# Fields of the objects within a request.
 _NESTED = {
     "prompt_cache_options": fields(
         harmless=each(CACHE, "comparison_response_id", "mode", "ttl"),
-        prewarm=(None, False),  # true asks for no answer at all
+        prewarm=(None, False),  # true asks for no answer
     ),
     "reasoning": fields(
         "effort",
@@ -107,7 +102,7 @@ class ResponsesRequest(SamplingControls):
     parallel_tool_calls: bool | None = None
     reasoning: Annotated[dict[str, Any], Shown(types.Reasoning)] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None  # about padding only, which is never sent here
+    stream_options: dict[str, Any] | None = None  # about padding only, which is never sent
     text: Annotated[dict[str, Any], Shown(types.TextConfig)] | None = None
     tool_choice: Annotated[Any, Shown(types.ResponsesChoice | None)] = None
     tools: Annotated[list[Any], Shown(types.Tools[types.ResponsesTool])] | None = None
@@ -161,10 +156,6 @@ def _refuse_unsupported(request: ResponsesRequest, extra_fields: ExtraFields) ->
 
 
 def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
-    """Return the sampling parameters. Raises `RequestError`.
-
-    Without max_output_tokens the checkpoint's limit applies, or that of the context if the checkpoint has none.
-    """
     wanted = (request.text or {}).get("format")
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         wanted = {"type": "json_schema", "json_schema": wanted}
@@ -201,7 +192,7 @@ _ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "fun
 
 
 class ResponseReply:
-    """Converts outputs to responses: a sequence of items of reasoning, messages and calls."""
+    """Converts outputs to responses."""
 
     def __init__(self, outputs: OutputProcessor, request: ResponsesRequest, job: Job, form: AnswerForm) -> None:
         self._form = form
@@ -212,10 +203,10 @@ class ResponseReply:
         )
         hides_end = not params.include_stop_str_in_output
         self._logprobs = ContentLogprobs(places, request.top_logprobs or 0, outputs.piece, hides_end=hides_end)
-        self._tells = job.stream  # a whole answer has no events
+        self._tells = job.stream
         self._num_events = 0
         self._events = b""
-        self._is_open = False  # the last item of the output continues
+        self._is_open = False
         self._ending: CompletionOutput | None = None
         self._response = ResponseObject(
             id=job.request_id,
@@ -250,7 +241,7 @@ class ResponseReply:
         return self._told()
 
     def error(self, error: HttpError) -> bytes:
-        """Return the event of an error: the answer with status "failed"."""
+        """Return the answer with status "failed" as an event."""
         if not self._num_events:
             self._tell("response.created", response=self._response)
         self._response.status = "failed"

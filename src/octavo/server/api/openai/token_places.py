@@ -1,4 +1,4 @@
-"""The text of each token of a completion, and its place in the completion's text."""
+"""The places of tokens in a completion's text."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
     from octavo.engine.tokenizer_interface import DetokenizerFactory
 
-BYTES = "bytes:"  # prefix of bytes that are not text
-_MOST_SKIPPED_BYTES = 32  # of a prompt, that no token represents: for example white space next to a special token
-_CONTINUING = frozenset(range(0x80, 0xC0))  # continuation bytes of UTF-8
+BYTES = "bytes:"  # of bytes that are not text
+_MOST_SKIPPED_BYTES = 32  # of a prompt, without a token: for example white space next to a special token
+_CONTINUING = frozenset(range(0x80, 0xC0))  # of UTF-8
 
 
 class TokenPlace(NamedTuple):
-    """A token's place in a text. offset: characters before the token's text. text: its text, or a hidden token's name.
+    """A token's place in a text. offset: in characters. text: its text, or a hidden token's name.
 
-    num_chars: number of characters that the token has, or has a part of; 0 for a hidden token.
+    num_chars: characters that the token has, or has a part of; 0 for a hidden token.
     """
 
     offset: int
@@ -28,12 +28,12 @@ class TokenPlace(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The offset of the end of its text, in characters."""
+        """The end of its text."""
         return self.offset + self.num_chars
 
 
 def spelled(piece: str | bytes) -> str:
-    r"""Return a single token as text, or as `bytes:\xf0\x9f`, OpenAI's form of a part of a character."""
+    r"""Return a token as text, or as `bytes:\xf0\x9f`, OpenAI's form of a part of a character."""
     if isinstance(piece, str):
         return piece
     try:
@@ -47,24 +47,24 @@ def _spelled_bytes(data: bytes) -> str:
 
 
 class TokenPlaces:
-    """Finds the places of tokens as a text grows. A part of a character has the character's offset.
+    """Finds the places of tokens as a text grows.
 
-    The places of tokens in a run of bytes (`octavo.engine.detokenizer`) are certain only after the run.
+    Places in a run of bytes (`octavo.engine.detokenizer`) are certain only after the run.
     """
 
     def __init__(
         self, tokenizer: DetokenizerFactory, prompt_token_ids: list[int], offset: int, *, skip_special_tokens: bool
     ) -> None:
-        """Start after a prompt. offset: characters of the text before the first token."""
+        """offset: of the first token."""
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._detokenizer = tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
         self._offset = offset  # the end of all text that is certain
-        self._run = b""  # includes the run's bytes in the prompt
+        self._run = b""  # includes the prompt's bytes
         self._num_prompt_bytes = 0
         self._waiting: list[tuple[int, int]] = []  # tokens of the run, and the number of bytes before each
 
     def add(self, token_ids: Iterable[int]) -> list[TokenPlace]:
-        """Add tokens; return the places that are certain now, in the order of the tokens."""
+        """Add tokens; return the places that are certain now."""
         places: list[TokenPlace] = []
         for token_id in token_ids:
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
@@ -85,14 +85,13 @@ class TokenPlaces:
 
     def _place_text(self, token_id: int, piece: str) -> list[TokenPlace]:
         text = self._detokenizer.add([token_id])
-        num_chars_before = max(len(text) - len(piece), 0)  # at the start of a text, the piece's space may be stripped
+        num_chars_before = max(len(text) - len(piece), 0)  # at the start of a text, a space may be stripped
         places = self._end_run(text[:num_chars_before])
         places.append(TokenPlace(self._offset, text[num_chars_before:], token_id, len(text) - num_chars_before))
         self._offset += len(text) - num_chars_before
         return places
 
     def _place_bytes(self, token_id: int, piece: bytes) -> TokenPlace:
-        """Find the character that the first byte is part of: one that has begun, or the next one."""
         held = self._detokenizer.held
         index = len((held + piece[:1]).decode(errors="replace")) - 1
         num_chars = len((held + piece).decode(errors="replace")) - index
@@ -110,13 +109,12 @@ class TokenPlaces:
         self._detokenizer.add([token_id])
 
     def _end_run(self, text: str) -> list[TokenPlace]:
-        """Return the places of the tokens of a run, now that its text is known."""
         run, waiting, start = self._run, self._waiting, self._offset
         self._run, self._waiting, self._offset = b"", [], self._offset + len(text)
         if not waiting:
             return []
         try:
-            num_stripped = len(run.decode()) - len(text)  # characters stripped at the start of a text
+            num_stripped = len(run.decode()) - len(text)
         except UnicodeDecodeError:
             num_before, is_text = list(range(len(run) + 1)), False
             num_stripped = self._num_prompt_bytes
@@ -125,7 +123,7 @@ class TokenPlaces:
         places = []
         for token_id, position in waiting:
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
-            # A byte that continues a character has the character's offset.
+            # A part of a character has the character's offset.
             index = num_before[position] - (is_text and _goes_on(run, position))
             offset = start + max(index - num_stripped, 0)
             if not isinstance(piece, bytes):
@@ -140,14 +138,13 @@ class TokenPlaces:
 
 
 def _goes_on(data: bytes, position: int) -> bool:
-    """Return True if the byte at a position continues a character."""
     return position < len(data) and data[position] in _CONTINUING
 
 
 def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[TokenPlace]:
-    """Find the places of a prompt's tokens in its text. A token that is not found has no characters.
+    """Find the places of a prompt's tokens. A token that is not found has no characters.
 
-    The tokens' text may differ from the prompt: a tokenizer may add a space before the first word, for example.
+    The tokens' text may differ from the prompt: a tokenizer may add a space, for example.
     """
     data, places, position = prompt.encode(), [], 0
     num_chars = [0, *accumulate(byte not in _CONTINUING for byte in data)]

@@ -1,4 +1,4 @@
-"""Frames for one viewer of the dashboard: only the changes since the previous frame are sent."""
+"""The dashboard's frames for one viewer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class Cursor:
         self._epoch = self._view.epoch
 
     def frame(self) -> dict[str, Any]:
-        """Return the news for the page: seconds (changed ones again), steps, names and blocks, and the current state.
+        """Return the changes since the previous frame, and the current state.
 
-        is_first: the page must drop its state. steps: the newest ones. steps_left_out: the number of new steps that
-        are not kept any more.
+        is_first: the page must drop its state. steps_left_out: new steps that are no longer kept.
         """
         view = self._view
         if self._epoch != view.epoch:
@@ -56,7 +55,6 @@ class Cursor:
         }
 
     def _changed_blocks(self) -> dict[str, Any] | None:
-        """Return the blocks with a new state (at first all), and the changes of block tables; None without news."""
         blocks = self._view.blocks
         if blocks is None or blocks is self._blocks:
             return None
@@ -85,7 +83,7 @@ _DIGITS = bytes.maketrans(bytes(range(10)), b"0123456789")
 
 
 def _changes(old: bytes, new: bytes) -> Iterator[list[int]]:
-    """Yield [index, new value] for each difference of two texts of equal length. Equal pieces are skipped."""
+    """Yield [index, new value] for each difference of two texts of equal length."""
     for start in range(0, len(new), _PIECE):
         piece = new[start : start + _PIECE]
         if old[start : start + _PIECE] != piece:

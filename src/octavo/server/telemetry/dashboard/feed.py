@@ -1,4 +1,4 @@
-"""The dashboard's feed. The engine sends snapshots only while a viewer is connected."""
+"""The dashboard's feed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 MAX_WATCHERS = 16
-LINGER_S = 10.0  # after the last viewer; a page that is reloaded in this time keeps its history
+LINGER_S = 10.0  # a page that is reloaded keeps its history
 _encode = msgspec.json.Encoder().encode
 
 
 class Dashboard:
-    """One view of one engine, shared by all viewers. Used on the server's event loop only."""
+    """One view of one engine, shared by all viewers. Used on the server's event loop only.
+
+    The engine sends snapshots only while a viewer is connected, and `LINGER_S` longer.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -41,22 +44,22 @@ class Dashboard:
         self._closing: asyncio.TimerHandle | None = None
 
     def enter(self) -> None:
-        """Take a viewer's place; `leave` gives it back. Raises `QueueFullError` if no place is free."""
+        """Take a viewer's place. Raises `QueueFullError` if none is free."""
         if self._num_watchers >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} dashboard pages are open, which is the limit; close one")
         self._num_watchers += 1
 
     def leave(self) -> None:
-        """Give a place back. `LINGER_S` after the last viewer the engine stops sending snapshots."""
+        """Release a viewer's place."""
         self._num_watchers -= 1
         if not self._num_watchers and self._closing is None:
             self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)
 
     async def frames(self, tenant: Tenant) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events: `hello` once, then a `frame` a few times a second, at the end `bye`.
+        """Yield server-sent events: `hello`, then a `frame` a few times a second, at last `bye`.
 
-        The end is when the server closes, or when the viewer's key is removed or loses `read_metrics`. A slow reader
-        gets fewer frames; frames never accumulate.
+        It ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. Frames never
+        accumulate for a slow reader.
         """
         cursor = Cursor(await self._open())
         yield _event("hello", self._hello())
@@ -66,7 +69,7 @@ class Dashboard:
         yield _event("bye", {})
 
     async def explain(self, request_id: str) -> dict[str, Any]:
-        """Return how a request spent its time. Raises `NotFoundError` if it is not known, or not known any more."""
+        """Return how a request spent its time. Raises `NotFoundError`."""
         view = self._view
         if view is None:
             raise NotFoundError("requests are recorded only while a dashboard is open: open /dashboard first")
@@ -105,21 +108,20 @@ class Dashboard:
         }
 
     async def _open(self) -> LiveView:
-        """Return the view; for the first viewer, make it and let the engine send snapshots."""
         async with self._door:
             if self._closing is not None:
                 self._closing.cancel()
                 self._closing = None
             if self._view is None:
-                # Set before the engine is asked: if the viewer disconnects meanwhile, `_close` finds a view to close.
+                # Set first: if the viewer disconnects during `watch`, `_close` finds a view to close.
                 view = self._view = LiveView(self._service.engine.clock)
                 loop = asyncio.get_running_loop()
 
                 def listen(snapshot: Snapshot) -> None:
-                    with contextlib.suppress(RuntimeError):  # the event loop is closed: there are no viewers
+                    with contextlib.suppress(RuntimeError):  # the event loop is closed: no viewers remain
                         loop.call_soon_threadsafe(view.take, snapshot)
 
-                with contextlib.suppress(EngineDeadError):  # the page shows that the engine is dead
+                with contextlib.suppress(EngineDeadError):  # the page shows it
                     await self._service.engine.watch(listen)
             return self._view
 
@@ -137,7 +139,7 @@ class Dashboard:
 
 
 def read_static() -> dict[str, tuple[bytes, str]]:
-    """Return the content and media type of each file of the page, by name."""
+    """Return each file's content and media type."""
     types = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
     folder = Path(__file__).parent / "static"
     return {

@@ -1,4 +1,4 @@
-"""The dashboard's routes: the page, its feed, and the explanation of a request."""
+"""The dashboard's routes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Frames(StreamingResponse):
-    """A stream of frames for one viewer. It gives the viewer's place back when it ends in any way.
-
-    Raises `QueueFullError` if no place is free.
-    """
+    """A stream of frames for one viewer, whose place it releases. Raises `QueueFullError`."""
 
     def __init__(self, dashboard: Dashboard, tenant: Tenant) -> None:
         dashboard.enter()
@@ -35,7 +32,6 @@ class _Frames(StreamingResponse):
         self._dashboard, self._frames = dashboard, frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send frames until the client disconnects or the server closes."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -44,7 +40,7 @@ class _Frames(StreamingResponse):
 
 
 def dashboard_routes(service: Service) -> dict[str, Handler]:
-    """Return the GET handler of each path. Seeing requests, which are of all keys, needs `read_metrics`."""
+    """Return the GET handler of each path. The feed shows requests of all keys, so it needs `read_metrics`."""
     dashboard = Dashboard(service)
     files = read_static()
 

@@ -1,4 +1,4 @@
-"""The tiers of the KV cache, as rows of the dashboard."""
+"""The dashboard's rows of the KV cache's tiers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def tier_rows(stats: EngineStats, capacity: EngineCapacity) -> list[dict[str, Any]]:
-    """Return the figures of each tier since the engine's start; None if a figure is unknown or has no meaning.
+    """Return the figures of each tier; None if unknown or without meaning.
 
-    hit_rate: share of the prompts' tokens. loads_per_s, saves_per_s: bytes per second of transfers. spared: seconds of
-    computing saved, less the waiting time.
+    hit_rate: share of the prompts' tokens. loads_per_s, saves_per_s: in bytes. spared: seconds of computing saved, less
+    the waiting time.
     """
     return [
         {
@@ -39,7 +39,6 @@ def _rate(amount: float, of: float) -> float | None:
 
 
 def _store(stats: EngineStats, name: str) -> dict[str, Any]:
-    """Return the bytes that an external store holds, and whether the store is usable."""
     store = stats.kv_stores.get(name)
     return (
         {"holds": None, "usable": True}

@@ -1,4 +1,4 @@
-"""The state that the dashboard shows, computed from the engine's snapshots."""
+"""The state that the dashboard shows."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from octavo.data.snapshot import BlockMap, Snapshot
 
 HISTORY_S = 600
-_RECENT_S = 10  # period of the current percentiles
+_RECENT_S = 10  # for current percentiles
 _MOST_OPEN_STEPS = 2
 _NUM_STEPS = 240
 _NUM_ENDED = 200
 _NUM_ROWS = 100
 _NUM_ROWS_ENDED = 30
-_MAX_TIMES = 512  # kept for one second
+_MAX_TIMES = 512  # in one second
 WAITING, PROMPT, GENERATING, PREEMPTED = "waiting", "prompt", "generating", "preempted"
 _LIVE_ORDER = {GENERATING: 0, PROMPT: 1, PREEMPTED: 2, WAITING: 3}
 
 
 class Times:
-    """Durations in seconds, for percentiles: all of them up to `_MAX_TIMES`, beyond it an even selection."""
+    """Durations in seconds, for percentiles: above `_MAX_TIMES` an even selection."""
 
     __slots__ = ("_every", "_num_seen", "values")
 
@@ -53,9 +53,8 @@ class Times:
 class Second:
     """One second of the engine's clock.
 
-    revision: the view's revision at the last change. prefill: computed prompt tokens. generated: generated tokens.
-    running, waiting, usage: as of the last step in it. loaded_bytes, saved_bytes: KV loaded from and saved to the tiers
-    outside the device. ttft, itl: times in seconds.
+    prefill, generated: tokens. running, waiting, usage: as of its last step. loaded_bytes, saved_bytes: of KV outside
+    the device. ttft, itl: in seconds.
     """
 
     revision: int
@@ -66,17 +65,17 @@ class Second:
     usage: float = 0.0
     loaded_bytes: int = 0
     saved_bytes: int = 0
-    ttft: Times | None = field(default_factory=Times)  # None after `settle`, which keeps the percentiles only
+    ttft: Times | None = field(default_factory=Times)  # None after `settle`
     itl: Times | None = field(default_factory=Times)
     percentiles: tuple[float | None, ...] = ()
 
     def settle(self) -> None:
-        """Replace the times by their percentiles, which a chart shows."""
+        """Replace the times by their percentiles."""
         if self.ttft is not None:
             self.percentiles, self.ttft, self.itl = self._percentiles(), None, None
 
     def row(self, second: int) -> list[float | None]:
-        """Return the chart's values: the second, then a value for each line."""
+        """Return the values of the chart's lines."""
         times, moved = self._percentiles(), (self.loaded_bytes, self.saved_bytes)
         return [second, self.prefill, self.generated, self.running, self.waiting, round(self.usage, 4), *times, *moved]
 
@@ -90,8 +89,8 @@ class Second:
 class Step:
     """A step that ended.
 
-    parts: (request's number, number of its tokens, True if they are of its prompt), in the order of the batch.
-    drafts: (request's number, number of draft tokens, number of accepted ones).
+    parts: (request's number, tokens, True if they are of its prompt), in the order of the batch. drafts: (request's
+    number, draft tokens, accepted ones).
     """
 
     number: int
@@ -101,13 +100,13 @@ class Step:
     drafts: list[tuple[int, int, int]]
 
     def row(self) -> list[Any]:
-        """Return the step in the page's format."""
+        """Return the page's row."""
         return [self.number, round(self.start, 4), round(self.seconds, 5), self.parts, self.drafts]
 
 
 @dataclass(slots=True)
 class Shown:
-    """A request as the page lists it. num_left: tokens to compute before it generates; set again after a preemption."""
+    """A request on the page. num_left: tokens to compute before it generates."""
 
     number: int
     request_id: str
@@ -124,7 +123,7 @@ class Shown:
     ended: float | None = None
 
     def row(self, now: float) -> dict[str, Any]:
-        """Return the request in the page's format; times in seconds."""
+        """Return the page's row; times in seconds."""
         return {
             "number": self.number,
             "id": self.request_id,
@@ -140,14 +139,11 @@ class Shown:
 
 
 class LiveView:
-    """Follows an engine snapshot by snapshot, in bounded memory. Used in one thread only.
-
-    clock: the engine's, in seconds.
-    """
+    """Follows an engine by its snapshots, in bounded memory. Used in one thread only."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.epoch = 0  # grows whenever all state is dropped
+        self.epoch = 0  # grows when all state is dropped
         self._forget()
 
     def _forget(self) -> None:
@@ -170,7 +166,7 @@ class LiveView:
         self._draft_stats = DraftStats()
 
     def take(self, snapshot: Snapshot) -> None:
-        """Update the state by a snapshot; the first one of an engine drops all earlier state."""
+        """Update the state; the first snapshot of an engine drops all earlier state."""
         if snapshot.is_first:
             self._forget()
         self.revision += 1
@@ -186,22 +182,21 @@ class LiveView:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def numbers(self) -> dict[str, int]:
-        """Return the short number of each known request, by its id."""
+        """Return id -> number of all known requests."""
         return {name: shown.number for name, shown in self._shown.items()}
 
     def names_since(self, number: int) -> list[tuple[int, str]]:
-        """Return numbers and ids of the requests with larger numbers than `number`."""
+        """Return the requests above `number`."""
         return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
 
     def live_numbers(self) -> list[int]:
-        """Return the numbers of the requests that have begun and have not ended."""
+        """Return the numbers of requests that have begun and not ended."""
         return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
 
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
-        """Return the rows of the seconds before `now` that changed after a revision or are not before `second`.
+        """Return rows before `now` that changed after a revision or are not before `second`.
 
-        Past seconds can change, because a long step is reported when it ends, but counts in the second in which it
-        began. There are no gaps.
+        Past seconds can change: a long step is reported when it ends, but counts in the second in which it began.
         """
         self._fill(now)
         return [
@@ -211,7 +206,6 @@ class LiveView:
         ]
 
     def _fill(self, now: int) -> None:
-        """Add the seconds without events."""
         last = max(self._seconds, default=now)
         before = self._seconds.get(last)
         for second in range(max(last + 1, now - HISTORY_S), now):
@@ -219,12 +213,12 @@ class LiveView:
             self._seconds[second] = Second(0, 0, 0, self.num_running, self.num_waiting, usage)
 
     def steps_since(self, number: int) -> list[Step]:
-        """Return the steps from the `number`-th seen one on, as far as they are kept."""
+        """Return the kept steps from the `number`-th seen one on."""
         first = self.num_steps - len(self.steps)
         return list(islice(self.steps, max(number - first, 0), None))
 
     def moment(self) -> dict[str, Any]:
-        """Return the figures of the last seconds; computed once for all viewers."""
+        """Return the figures of the last seconds, computed once for all viewers."""
         now = int(self.clock())
         if self._moment[0] != (now, self.revision):
             self._moment = ((now, self.revision), self._make_moment(now))
@@ -249,7 +243,6 @@ class LiveView:
         }
 
     def _draft_figures(self) -> dict[str, Any] | None:
-        """Return the figures of all drafts that were seen; None if there was none."""
         stats = self._draft_stats
         if not stats.num_drafts:
             return None
@@ -261,14 +254,13 @@ class LiveView:
         }
 
     def _usage(self) -> float:
-        """Return the share of blocks that requests hold."""
         if self.blocks is None:
             return 0.0
         states = self.blocks.states
         return round(1 - (states.count(BlockState.FREE) + states.count(BlockState.CACHED)) / len(states), 4)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return requests as the page lists them: running ones, waiting ones, and the last ones that ended."""
+        """Return the listed requests."""
         now = self.clock()
         live = [shown for shown in self._shown.values() if shown.ended is None]
         live.sort(key=lambda shown: (_LIVE_ORDER[shown.state], shown.number))
@@ -342,7 +334,6 @@ class LiveView:
                 self._ended.append(event.request_id)
 
     def _move(self, shown: Shown, state: str) -> None:
-        """Change a request's state, and update the numbers of running and waiting requests."""
         for each, step in ((shown.state, -1), (state, 1)):
             if each in {PROMPT, GENERATING}:
                 self.num_running += step
@@ -361,7 +352,7 @@ class LiveView:
             shown.num_left -= count
             parts.append((shown.number, count, is_prompt))
         self._open_steps[event.step] = event, parts
-        if len(self._open_steps) > _MOST_OPEN_STEPS:  # the end of one was missed
+        if len(self._open_steps) > _MOST_OPEN_STEPS:  # its end was missed
             del self._open_steps[min(self._open_steps)]
         self.num_running, self.num_waiting = event.num_running, event.num_waiting
         second = self._second(event.time)
@@ -369,7 +360,7 @@ class LiveView:
         second.running, second.waiting, second.usage = event.num_running, event.num_waiting, event.kv_cache_usage
 
     def _close_step(self, end: events.StepCompleted | events.StepFailed) -> None:
-        """Record a step. If it was scheduled ahead, it begins when the previous step ends."""
+        """A step that was scheduled ahead begins when the previous step ends."""
         opened = self._open_steps.pop(end.step, None)
         if opened is not None:
             event, parts = opened
@@ -381,7 +372,7 @@ class LiveView:
 
     def _take_tokens(self, event: events.StepCompleted) -> None:
         second, now = self._second(event.time), event.time
-        ttft, itl = second.ttft or Times(), second.itl or Times()  # never None: no event is so old
+        ttft, itl = second.ttft or Times(), second.itl or Times()  # no event is old enough for None
         for request_id, count in event.num_new_tokens.items():
             second.generated += count
             shown = self._shown.get(request_id)
