@@ -575,7 +575,7 @@ def test_bench(fake_model: FakeExecutor, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["results"]
     assert [row["workload"] for row in rows] == [
-        "B 16 at once",
+        "B 16 together",
         "D shared prefix, cache off",
         "D shared prefix, cache on",
     ]

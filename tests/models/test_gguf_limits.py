@@ -126,15 +126,15 @@ def test_the_bytes_of_a_tensor_are_those_of_its_blocks(read):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_keys": (1 << 16) + 1}, "it has 65537 keys; the limit is 65536"),
+        ({"num_keys": (1 << 16) + 1}, "the file has 65537 keys; the limit is 65536"),
         ({"num_keys": 1 << 16}, "the file ends within|key 0 has 1 strings, more than the file can hold"),
-        ({"num_tensors": (1 << 20) + 1}, "it has 1048577 tensors; the limit is 1048576"),
+        ({"num_tensors": (1 << 20) + 1}, "the file has 1048577 tensors; the limit is 1048576"),
         ({"num_tensors": 1 << 20}, "the name of tensor 0 has 1 strings, more than the file can hold"),
         ({"tensors": [tensor("t", ())]}, "tensor t has 0 dimensions; 1 to 4 are allowed"),
         ({"tensors": [tensor("t", (1,) * 5)]}, "tensor t has 5 dimensions; 1 to 4 are allowed"),
         ({"tensors": [tensor("t", (1 << 40,))]}, r"tensor t has the shape \[1099511627776\]"),
         ({"tensors": [tensor("t", ((1 << 40) - 1,))]}, "is not within"),
-        ({"tensors": [tensor("n" * ((1 << 16) + 1))]}, "of 65537 characters is the name of tensor 0; the limit is"),
+        ({"tensors": [tensor("n" * ((1 << 16) + 1))]}, "the name of tensor 0 has 65537 characters; the limit is"),
         ({"tensors": [tensor("t", (31, 2), code=8)]}, "tensor t has rows of 31 values, which is no multiple"),
         ({"tensors": [tensor("t")[:-1]]}, "the file ends within t; the download is incomplete"),
     ],
@@ -148,7 +148,7 @@ def test_what_is_at_its_limit_is_read(read):
     name = "n" * (1 << 16)
     found = read(number(name, 7), tensors=[tensor("t", (1,) * 4)], end=bytes(100))
     assert (found.metadata[name], found.tensors["t"].shape) == (7, (1,) * 4)
-    with pytest.raises(ModelError, match=r"a string of 65537 characters is key 0; the limit is 65536"):
+    with pytest.raises(ModelError, match=r"key 0 has 65537 characters; the limit is 65536"):
         read(number(name + "n", 7))
 
 

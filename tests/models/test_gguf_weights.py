@@ -236,7 +236,7 @@ def test_another_rotary_embedding_than_llama_3s_is_refused(tmp_path):
         (b"blk.1.attn_k.weight", b"blk.1.attn_z.weight", "self_attn.k_proj.weight, which this architecture needs"),
         (b"output_norm.weight", b"output_morn.weight", "model.norm.weight, which this architecture needs"),
         (b"token_embd.weight", b"token_embs.weight", "no tensor token_embd.weight"),
-        (b"\0output.weight", b"\0outbut.weight", "would ignore outbut.weight"),
+        (b"\0output.weight", b"\0outbut.weight", "has outbut.weight, which this architecture does not use"),
     ],
 )
 def test_tensors_must_be_those_of_the_architecture(renamed, name, message, tmp_path):

@@ -241,13 +241,13 @@ class _Reader:
     def limited(self, what: str, most: int) -> int:
         count = self.number("Q", f"the number of {what}")
         if count > most:
-            self.fail(f"it has {count} {what}; the limit is {most}")
+            self.fail(f"the file has {count} {what}; the limit is {most}")
         return count
 
     def text(self, key: str, most: int | None = None) -> str:
         text = self.texts(key, 1)[0]
         if most is not None and len(text) > most:
-            self.fail(f"a string of {len(text)} characters is {key}; the limit is {most}")
+            self.fail(f"{key} has {len(text)} characters; the limit is {most}")
         return text
 
     def texts(self, key: str, count: int) -> list[str]:

@@ -59,7 +59,9 @@ class GGUFTensors:
                 f"{path}: the file lacks {some(missing)}, which this architecture needs; download it again"
             )
         if unknown := [stored for name, stored in self._names.items() if name not in expected]:
-            raise ModelError(f"{path}: octavo would ignore {some(unknown)} and generate wrong tokens")
+            raise ModelError(
+                f"{path} has {some(unknown)}, which this architecture does not use; octavo would generate wrong tokens"
+            )
         for name, (shape, _, _) in expected.items():
             if name not in self._names:
                 continue

@@ -191,9 +191,9 @@ def _describe(different: Iterable[str], found: EngineFingerprint, kept: EngineFi
 
 def _refusal(values: str, path: Path) -> str:
     return (
-        f"this start computed different numbers from an earlier one with the same files, kernels and processor: {values}. "
-        "Restart. If the next start agrees with the earlier one, this start was faulty: check the memory and the "
-        "processor with `octavo doctor`. If it agrees with this one, it is accepted and logs an error: "
+        "this start computed different numbers from an earlier one with the same files, kernels and processor: "
+        f"{values}. Restart. If the next start agrees with the earlier one, this start was faulty: check the memory "
+        "and the processor with `octavo doctor`. If it agrees with this one, it is accepted and logs an error: "
         "the earlier start was faulty, or files were damaged since. Then compare the checkpoint with its source and "
         f"remove {path.parent.parent / 'packed'} and {path}"
     )

@@ -39,7 +39,7 @@ def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
     if fields is None:
         return wanted
     if wanted is not None:
-        raise RequestError("response_format and structured_outputs exclude each other", parameter="response_format")
+        raise RequestError("give response_format or structured_outputs, not both", parameter="response_format")
     if unknown := fields.keys() - _STRUCTURES:
         name = f"structured_outputs.{min(unknown)}"[:100]
         raise RequestError(f"{name} is not supported by this server", parameter="structured_outputs")

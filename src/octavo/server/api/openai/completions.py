@@ -54,7 +54,9 @@ async def create_completion(service: Service, http_request: Request, request: Co
     prompts, params = await look_at(http_request, read)
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(
-            f"{len(prompts)} prompts, n = {params.n} times each: the limit is {MAX_CHOICES}", parameter="n"
+            f"{len(prompts)} prompts with n = {params.n} are {len(prompts) * params.n} choices; the limit is "
+            f"{MAX_CHOICES}: send fewer prompts or a smaller n",
+            parameter="n",
         )
     texts = service.engine.output_processor
     echo = Echo(bool(request.echo), bool(request.echo) and request.max_tokens == 0, texts, params.skip_special_tokens)
