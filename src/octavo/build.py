@@ -159,7 +159,6 @@ def _make_worker(
     *,
     has_store: bool,
 ) -> Worker:
-    """Return a worker without weights."""
     model_config = config.model
     return Worker(
         served.checkpoint.weights,
@@ -212,7 +211,6 @@ def _stats(store: TieredStore | None) -> EngineStats:
 
 
 def _store_bytes(config: KVTransferConfig, block_bytes: int, *, has_store: bool) -> int:
-    """Return the bytes for stores and their transfers in flight."""
     return staging_bytes(block_bytes, num_load_threads(config)) + host_bytes(config, block_bytes) if has_store else 0
 
 
@@ -234,7 +232,6 @@ def _connect(
 
 
 def _resolve_speculative(config: EngineConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:
-    """Return the method of speculation."""
     if config.scheduler.async_scheduling:
         return None
     return config.speculative.resolved(is_exact=are_exact(resolve_device(device_config.device), device_config.kernels))
@@ -249,7 +246,6 @@ def _capacity(
     keys: tuple[str, ...],
     fingerprint: EngineFingerprint,
 ) -> EngineCapacity:
-    """Return and log the capacity."""
     capacity = EngineCapacity.of(
         scheduler_config,
         config.cache,
@@ -272,7 +268,6 @@ def _capacity(
 
 
 def _log_capacity(info: WorkerInfo, capacity: EngineCapacity) -> None:
-    """Log the KV cache and speculation."""
     logger.info("KV cache: %s, %d bytes; %s", info.kv_cache_summary, info.kv_cache_bytes, capacity.summary)
     method, num_drafts = capacity.speculative_method, capacity.num_speculative_tokens
     logger.info("speculation: %s", f"{method}, up to {num_drafts} tokens a step" if num_drafts else method)
@@ -343,7 +338,6 @@ def _instruction_set(config: DeviceConfig, dtype: str) -> str | None:
 
 
 def _device_config(config: EngineConfig) -> DeviceConfig:
-    """Return the device options. OCTAVO_REQUIRE_KERNELS replaces "auto" by compiled kernels on CPUs."""
     on_cpu = resolve_device(config.device.device).type == "cpu"
     if on_cpu and kernels_required() and config.device.kernels == "auto":
         return replace(config.device, kernels="cpu")

@@ -120,7 +120,6 @@ class AsyncLLM(_AsyncLLM):
 
 
 def _shut_down(loading: asyncio.Future[Engine]) -> None:
-    """Shut down an engine that loaded after its caller was cancelled."""
     if not loading.cancelled() and loading.exception() is None:
         threading.Thread(target=loading.result().shutdown, name="octavo-shutdown").start()
 
@@ -349,6 +348,5 @@ def final_only(params: SamplingParams) -> SamplingParams:
 def _take_fields(
     arguments: dict[str, Any], config: type[SchedulerConfig | CacheConfig | DeviceConfig]
 ) -> dict[str, Any]:
-    """Take fields of a configuration that are no parameters here."""
     names = {each.name for each in fields(config)} - {"policy", "num_gpu_blocks"}
     return {name: arguments.pop(name) for name in sorted(names & arguments.keys())}

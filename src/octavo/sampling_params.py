@@ -284,7 +284,6 @@ def plain_number(value: Any) -> Any:
 
 
 def _plain_flag(value: Any) -> Any:
-    """Convert 0, 1 and other libraries' truth values."""
     is_flag = isinstance(value, Integral) or type(value).__name__ in ("bool", "bool_")  # numpy's are not Integral
     return bool(value) if is_flag and value in (0, 1) else value
 

@@ -233,7 +233,6 @@ class AsyncLLM:
             _call_soon(loop, _put_all, batch)
 
     def _end_slow(self, output: RequestOutput, stream: OutputStream, limit: int) -> None:
-        """End a request and drop its outputs, to free memory."""
         stream.is_left = True
         if not output.finished:
             self.engine.abort_request(output.request_id)
@@ -256,7 +255,6 @@ class AsyncLLM:
 
     @staticmethod
     def _run_last(command: Callable[[], None]) -> None:
-        """Answer the caller of a command, although the engine is dead."""
         try:
             command()
         except Exception:
@@ -264,7 +262,6 @@ class AsyncLLM:
 
 
 def _num_chars(prompt: Any, params: SamplingParams | None) -> int:
-    """Return a request's size."""
     if hasattr(prompt, "keys"):
         ids = prompt.get("prompt_token_ids")
         prompt = prompt.get("prompt") if ids is None else ids

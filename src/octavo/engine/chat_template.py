@@ -235,7 +235,6 @@ def _read_config_templates(path: Path) -> dict[str, str]:
 
 
 def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copy messages into plain data, with the roles, arguments and reasoning keys that templates read."""
     if not messages or isinstance(messages, str | Mapping):
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     chat = []
@@ -296,7 +295,6 @@ def _rebuilt(value: Any) -> Any:
 
 
 def _tag_final_message(chat: list[dict[str, Any]]) -> None:
-    """Mark the end of the last message's text, where the prompt is cut."""
     content = chat[-1].get("content")
     if isinstance(content, str):
         chat[-1]["content"] = content + _CONTINUE_TAG

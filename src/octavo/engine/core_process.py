@@ -206,7 +206,6 @@ def _wake_when_parent_dies() -> None:
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Clean up and exit when standard input ends."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)

@@ -151,7 +151,6 @@ class IncrementalDetokenizer:
         return text
 
     def _release(self) -> str:
-        """Flush the held bytes at the end of a character or run."""
         if not self._pieces.has_byte_runs:
             return self._decode_held(final=True)
         data, num_prompt_bytes = bytes(self._held), self._num_prompt_bytes
@@ -163,7 +162,6 @@ class IncrementalDetokenizer:
             return REPLACEMENT * (len(data) - num_prompt_bytes)
 
     def _decode_held(self, *, final: bool) -> str:
-        """Decode the held bytes, up to an incomplete character unless final."""
         text, num_bytes = utf_8_decode(self._held, "replace", final)
         if num_bytes and self._num_prompt_bytes:
             self._num_prompt_bytes = 0
@@ -193,7 +191,6 @@ class IncrementalDetokenizer:
 
 
 def _kinds(decoder: Any) -> Iterable[str]:
-    """Yield a decoder's types."""
     if isinstance(decoder, dict):
         yield str(decoder.get("type"))
         for each in decoder.get("decoders", ()):

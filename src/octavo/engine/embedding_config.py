@@ -56,7 +56,6 @@ def read_embedding_config(directory: Path) -> EmbeddingConfig:
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:
-    """Return the modules' classes and folders."""
     modules = read_json(path)
     if modules is None:
         return []

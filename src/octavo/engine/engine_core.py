@@ -58,7 +58,6 @@ class EngineCore:
         return self._take_undelivered() + scheduler.update_from_output(scheduled, result)
 
     def _submit_next(self) -> None:
-        """Schedule a step and submit it unless it is empty."""
         scheduled = self.scheduler.schedule()
         if not scheduled.is_empty:
             self.executor.submit(scheduled)
@@ -90,6 +89,5 @@ class EngineCore:
             self._undelivered += news
 
     def _take_undelivered(self) -> list[EngineCoreOutput]:
-        """Return outputs that an earlier call could not."""
         outputs, self._undelivered = self._undelivered, []
         return outputs

@@ -131,7 +131,6 @@ class GGUFVocabulary:
         return backend
 
     def _merging_pieces(self, merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
-        """Return a SentencePiece tokenizer, with byte tokens for unknown characters."""
         unknown = self._id("unknown")
         model = models.BPE(
             self._vocabulary(),
@@ -185,7 +184,6 @@ class GGUFVocabulary:
         return [(left, right) for _, _, _, left, right in found]
 
     def _add_tokens(self, backend: tokenizers.Tokenizer) -> None:
-        """Add tokens that are matched before the text is split."""
         strips = self._strips_behind()
         for is_special, kinds in ((True, {_CONTROL, _UNKNOWN}), (False, {_USER_DEFINED})):
             added = [

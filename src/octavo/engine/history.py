@@ -117,7 +117,6 @@ def begun_by_user(chat: Sequence[Message]) -> list[Message]:
 
 
 def _rounds(chat: Sequence[Message]) -> list[tuple[Message, list[Message]]]:
-    """Group messages with the results after each."""
     rounds: list[tuple[Message, list[Message]]] = []
     for message in chat:
         if message["role"] == "tool" and rounds:

@@ -218,7 +218,6 @@ class InputProcessor:
         return ProcessedInput(request_id, text, token_ids, params, streams)
 
     def _check_structure(self, params: SamplingParams) -> None:
-        """Refuse structured outputs without a tokenizer."""
         if params.structured_outputs is None:
             return
         if self._tokenizer is None:

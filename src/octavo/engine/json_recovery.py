@@ -172,7 +172,6 @@ def recover_object(
 
 
 def _breaks(text: str, ends: re.Pattern[str], opener: re.Pattern[str] | None) -> list[int]:
-    """Return positions at which the object may have ended, or a call begins."""
     places = [] if opener is None else [found.start() for found in opener.finditer(text)]
     for bracket in re.finditer("}", text):
         found = ends.match(text, bracket.end())

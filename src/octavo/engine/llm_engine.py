@@ -142,7 +142,6 @@ class Engine:
             self.client.finish_requests(stream_ids, RequestStatus.FINISHED_ABORTED)
 
     def _give_up(self, request_ids: Iterable[str]) -> None:
-        """Abort requests and drop their outputs."""
         self.abort_request(request_ids)
         self._given_up.update(name for name in request_ids if name in self.output_processor)
 
@@ -155,7 +154,6 @@ class Engine:
         return put_by + self._step()
 
     def _step(self) -> list[RequestOutput]:
-        """Do one step without outputs of failed batches."""
         processed = self.output_processor.process(self.client.step())
         if processed.streams_to_stop:
             self.client.finish_requests(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)

@@ -123,7 +123,6 @@ class LongTextEncoder:
         return None
 
     def _cut_before(self, text: str, place: int) -> int:
-        """Return the position of a cut shortly before a position, or 0."""
         if place == 0 or self._cut is None:
             return place
         back = 64
@@ -143,7 +142,6 @@ class LongTextEncoder:
         return [id_ for piece in pieces for id_ in piece] == self._encode(text, add_special_tokens=False)
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
-        """Return the ids added before and after texts."""
         bare, dressed = (self._encode("a", add_special_tokens=add) for add in (False, True))
         for start in range(len(dressed) - len(bare) + 1):
             if dressed[start : start + len(bare)] == bare:

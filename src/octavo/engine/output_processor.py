@@ -288,7 +288,6 @@ class OutputProcessor:
         return False
 
     def _begin(self, state: _RequestState, stream: _Stream) -> Detokenizer:
-        """Create a stream's stop search and detokenizer."""
         params = state.params
         if params.stop_strings:
             state.stop_strings = state.stop_strings or StopStrings(params.stop_strings)

@@ -116,7 +116,6 @@ class RemoteCore:
             self._die(f"cannot be started: {error}")
 
     def _tend(self) -> None:
-        """Process messages, detect the process's end, and start the next one when it is due."""
         life, now = self._life, time.monotonic()
         if life is None:
             if now >= self._starts_at and self._is_gone(now):
@@ -146,7 +145,6 @@ class RemoteCore:
         return True
 
     def _die(self, reason: str) -> None:
-        """End all requests of a dead or failing process, and schedule the next start."""
         life, self._life = self._life, None
         failure, served_s, now = None, None, time.monotonic()
         if life is not None:

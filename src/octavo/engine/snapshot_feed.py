@@ -50,7 +50,6 @@ class SnapshotFeed:
 
 
 def _parts(events: list[Event]) -> Iterator[list[Event]]:
-    """Cut events into parts of limited weight. The last part may be empty."""
     part: list[Event] = []
     weight = 0
     for event in events:

@@ -70,7 +70,6 @@ class StopStrings:
             node = self._fallbacks[node]
 
     def _reach(self, node: int, character: str, child: int) -> None:
-        """Compute a child's fields, and those of its fallbacks."""
         fallback = self.next(self._fallbacks[node], character) if node else 0
         is_end = child in self._string_at
         self._fallbacks[child] = fallback
@@ -121,7 +120,6 @@ class StopSearch:
 
 
 def _shared_length(first: str, second: str) -> int:
-    """Return the common prefix's length."""
     return bisect_left(range(min(len(first), len(second))), True, key=lambda n: first[: n + 1] != second[: n + 1])
 
 

@@ -120,7 +120,6 @@ class TemplateTraits:
             before = variant
 
     def _variants(self, chat: list[Message]) -> Iterator[list[Message]]:
-        """Yield the history, then stricter forms."""
         yield chat
         yield self._joined(chat)
         strict = begun_by_user(_with_calls_joined(chat))
@@ -128,7 +127,6 @@ class TemplateTraits:
         yield self._joined(with_systems_as_users(strict, keeps_first=self.system != "never"))
 
     def _without_losses(self, chat: Sequence[Message]) -> list[Message]:
-        """Return the history without forms that the template refuses or loses."""
         history = [*chat]
         if self.system != "anywhere":
             history = with_one_system_message(history, _join)
@@ -212,7 +210,6 @@ def _wants_single_calls(render: Render, content: EmptyContent, *, as_text: bool)
 
 
 def _find_system_places(render: Render) -> SystemPlaces:
-    """Return which system messages a template shows."""
     answer = {"role": "assistant", "content": "Answer"}
     first, second = _message("system", _FIRST), _message("system", _SECOND)
     text = render([first, _USER, answer, second, _USER])
@@ -266,7 +263,6 @@ def _with_text_arguments(call: Any) -> Any:
 
 
 def _with_calls_joined(chat: Sequence[Message]) -> list[Message]:
-    """Join an assistant's text with its following calls."""
     found: list[Message] = []
     for message in chat:
         before = found[-1] if found else {"role": ""}
@@ -278,7 +274,6 @@ def _with_calls_joined(chat: Sequence[Message]) -> list[Message]:
 
 
 def _join(run: list[Message]) -> Message:
-    """Join messages."""
     joined = dict(run[0])
     for name in ("content", "reasoning_content", "thinking") if len(run) > 1 else ():
         texts = [message[name] for message in run if message.get(name)]

@@ -180,7 +180,6 @@ class Tokenizer:
 
 
 def _check_unicode(text: str) -> None:
-    """Refuse lone surrogates, which Python makes of invalid bytes in a command line."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

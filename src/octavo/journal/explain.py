@@ -194,7 +194,6 @@ class _Teller:
         self.phase, self.since = phase, time
 
     def _note_blocked(self, event: Event) -> None:
-        """Record why the head of the queue cannot start."""
         now_blocked: tuple[events.RequestBlocked, float] | None = None
         if isinstance(event, (events.RequestAdmitted, events.RequestParked, events.RequestFinished)):
             if self.blocked is None or event.request_id != self.blocked[0].request_id:

@@ -237,12 +237,10 @@ class RecordingScheduler:
             self._write(["g", ended.number, ended.generated()])
 
     def _note_answers(self) -> None:
-        """Write new answers, before the line of their call."""
         if self._store is not None and (answers := self._store.take_answers()):
             self._write(["k", answers])
 
     def _elapsed(self) -> int:
-        """Return microseconds since the previous line with a time."""
         elapsed = self._clock.microseconds - self._last_time
         self._last_time = self._clock.microseconds
         return elapsed
@@ -256,7 +254,6 @@ class RecordingScheduler:
             self._flush()
 
     def _flush(self) -> None:
-        """Write many lines together, which costs less."""
         self._last_flush = self._clock.microseconds
         if not self._is_broken:
             try:
@@ -274,7 +271,6 @@ def _write_out(file: IO[str], lines: list[str]) -> None:
 
 
 def _finish(file: IO[str], lines: list[str]) -> None:
-    """Write the lines of an unclosed recorder."""
     if not file.closed:
         with contextlib.suppress(OSError):
             _write_out(file, lines)

@@ -195,7 +195,6 @@ class Player:
 
 
 def _kv_groups(groups: Sequence[dict[str, Any]]) -> list[KVGroupSpec]:
-    """Return a header's KV groups."""
     try:
         return [KVGroupSpec.from_json(group) for group in groups]
     except (KeyError, TypeError):

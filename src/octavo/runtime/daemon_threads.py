@@ -66,7 +66,6 @@ class DaemonThreads:
 
 
 def _end(tasks: Tasks, threads: list[threading.Thread]) -> None:
-    """Discard queued tasks and end the threads."""
     with contextlib.suppress(queue.Empty):
         while True:
             tasks.get_nowait()

@@ -67,7 +67,6 @@ def returning_free_memory(period_s: float = RETURN_PERIOD_S) -> Iterator[None]:
 
 
 def _mappings(path: Path) -> list[tuple[int, int]]:
-    """Return (begin, end) of a file's mappings."""
     name = str(path.resolve())
     found = []
     for line in _MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():

@@ -85,7 +85,6 @@ class RequestProgress:
 
 
 def _bar(*columns: ProgressColumn, enabled: bool = True) -> Progress:
-    """Return a bar on stderr."""
     return Progress(
         *columns, console=Console(file=sys.stderr), transient=True, disable=not (enabled and sys.stderr.isatty())
     )

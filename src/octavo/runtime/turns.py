@@ -53,7 +53,6 @@ class Turns:
         return future
 
     def _take(self) -> _Task | None:
-        """Pop the next tenant's task and move the tenant to the end. Cancelled tasks take no turn."""
         with self._lock:
             while self._waiting:
                 tenant, tasks = self._waiting.popitem(last=False)

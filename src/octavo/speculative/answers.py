@@ -70,5 +70,4 @@ class Answers:
 
 
 def _digest(cache_salt: str | None) -> bytes:
-    """Return a short key."""
     return b"" if cache_salt is None else hashlib.sha256(cache_salt.encode()).digest()

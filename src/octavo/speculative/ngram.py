@@ -67,7 +67,6 @@ class NgramProposer(LookupProposer[_Index]):
         return [found[i % period] for i in range(num_drafts)]
 
     def _extend(self, index: _Index, token_ids: NDArray[np.int32]) -> int | None:
-        """Index new tokens. Return where the longest suffix last ended before."""
         ends, newest, masks = index.ends, index.newest, self._masks
         whole, end = masks[0][0], index.num_tokens
         for token_id in token_ids[index.num_tokens :].tolist():

@@ -154,7 +154,6 @@ class SuffixIndex:
 
 
 def _most_frequent(runs: list[list[int]], num_tokens: int, min_probability: float) -> tuple[list[int], float]:
-    """Return the most frequent tokens among runs that agree so far, and the score."""
     draft: list[int] = []
     score, probability = 0.0, 1.0
     for depth in range(num_tokens):

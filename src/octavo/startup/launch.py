@@ -168,7 +168,6 @@ def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Token
 
 
 def _eos_token_ids(served: ServedModel, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return all valid ids that end an answer."""
     checkpoint, architecture = served.checkpoint, served.architecture
     eos = set(architecture.eos_token_ids) | set(checkpoint.read_generation_defaults().eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -182,7 +181,6 @@ def _eos_token_ids(served: ServedModel, tokenizer: Tokenizer | None) -> frozense
 
 
 def _chat_template(config: ModelConfig, served: ServedModel, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Read the user's template (a file or a text), the tokenizer's or the checkpoint's."""
     chosen = config.chat_template
     if chosen is None:
         own = served.text.read_chat_template(tokenizer.special_tokens)
