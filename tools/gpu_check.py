@@ -1,13 +1,14 @@
-"""Check a GPU in one command: exactness and correctness of kernels, speed, engine and server, compared with nano-vllm.
+"""Check a GPU in one command: kernels, speed, engine and server, compared with vLLM and nano-vllm.
 
     python tools/gpu_check.py [--state gpu_check.json] [--seconds 480] [--soak-seconds 60]
     TRITON_INTERPRET=1 python tools/gpu_check.py --dry-run
 
 Prints one JSON object. Each stage runs in a process of its own, so a stage that breaks the device's state fails alone.
-A stage reports each operation when it is measured, so a later failure does not lose earlier results. The state file
-keeps all results: the same command again runs the stages that are missing or have failures. It starts from the
-beginning if the device, torch, Triton, the kernels or these checks have changed. Stages that do not fit into --seconds
-remain for the next call. --dry-run runs everything at tiny sizes in Triton's interpreter.
+A stage reports each operation before and after it is measured. If an operation ends the process, the stage continues
+with the next operation in a new process. The state file keeps all results: the same command again measures what is
+missing or has failed. It starts from the beginning if the device, torch, Triton, the kernels or these checks have
+changed. Stages that do not fit into --seconds remain for the next call. --dry-run runs everything at tiny sizes in
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,29 +28,62 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from contextlib import AbstractContextManager
 
 STAGES = (
-    "peaks", "correctness", "exactness", "carried", "tokens", "transformers", "graphs", "memory", "swap", "restart",
-    "shares", "workloads", "nano_vllm", "soak",
+    "compiled", "peaks", "exactness", "correctness", "shares", "tokens", "workloads", "peers", "graphs", "transformers",
+    "memory", "swap", "restart", "carried", "soak",
 )  # fmt: skip
 RESULT = "gpu_check: "  # begins a line with an entry in JSON
 LEAST_S = 20.0  # a stage does not start with less time
 SOAK_S = 60.0
 
 
-def run_stage(name: str, folder: Path, seconds: float, *, is_dry: bool, soak_s: float = SOAK_S) -> dict[str, Any]:
-    """Run a stage in a process; return its entries by name, and as `error` the reason if it ended early."""
+def run_stage(
+    name: str, folder: Path, seconds: float, *, is_dry: bool, soak_s: float = SOAK_S, skip: Collection[str] = ()
+) -> dict[str, Any]:
+    """Run a stage in a process; return its entries by name, and as `error` the reason if it ended early.
+
+    skip: names of entries that are not measured. At the time-out the processes that the stage started end, too.
+    """
     if is_dry:
-        return measured(name, folder, is_dry=True, soak_s=soak_s)
+        return measured(name, folder, is_dry=True, soak_s=soak_s, skip=skip)
     command = [sys.executable, __file__, "--stage", name, "--folder", str(folder), "--soak-seconds", str(soak_s)]
-    try:
-        ended = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired as expired:
-        return read_entries(expired.stdout or b"") | {"error": f"not done after {seconds:.0f} s"}
-    found = read_entries(ended.stdout)
-    return found | {"error": ended.stderr.decode(errors="replace")[-2000:]} if ended.returncode else found
+    with tempfile.TemporaryFile("w+") as skipped:  # the names may be too long for a command line
+        json.dump(sorted(skip), skipped)
+        skipped.seek(0)
+        process = subprocess.Popen(
+            command, stdin=skipped, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return read_entries(process.communicate()[0]) | {"error": f"not done after {seconds:.0f} s"}
+    found = read_entries(output)
+    return found | {"error": errors.decode(errors="replace")[-2000:]} if process.returncode else found
+
+
+def run_past_crashes(
+    name: str, folder: Path, end: float, known: dict[str, Any], *, is_dry: bool, soak_s: float
+) -> dict[str, Any]:
+    """Run a stage, and again without the operations already tried each time that one ends the process or the device.
+
+    known: entries of an earlier call; those without failures are not measured again. end: on the clock of
+    `time.monotonic`. Returns all entries, with the `error` of the last process that ended early.
+    """
+    from gpu_stages import failures  # noqa: PLC0415  loads torch
+
+    failed = {"error", "device", *failures(known)}
+    found = {key: entry for key, entry in known.items() if key not in failed}
+    while True:
+        new = run_stage(name, folder, end - time.monotonic(), is_dry=is_dry, soak_s=soak_s, skip=found.keys())
+        is_broken = "error" in new or "device" in new
+        has_progress = bool(new.keys() - {"error", "device"})
+        found |= new
+        if not (is_broken and has_progress) or end - time.monotonic() < LEAST_S:
+            return found
 
 
 def read_entries(output: bytes) -> dict[str, Any]:
@@ -71,14 +106,16 @@ def measured(
     *,
     is_dry: bool,
     soak_s: float = SOAK_S,
-    tell: Callable[[dict[str, Any]], None] = lambda _entry: None,
+    skip: Collection[str] = (),
+    part: tuple[int, int] = (0, 1),
+    report: Callable[[dict[str, Any]], None] = lambda _entry: None,
 ) -> dict[str, Any]:
-    """Run a stage in this process. tell: called with each entry as soon as it is measured."""
+    """Run a stage in this process; see `gpu_device.Entries` for skip, part and report."""
     import gpu_stages  # noqa: PLC0415  loads torch, and triton
     from gpu_device import Entries, open_check  # noqa: PLC0415
 
     check = replace(open_check(folder, is_dry=is_dry), soak_s=soak_s)
-    entries = Entries(check.device, tell)
+    entries = Entries(check.device, report, frozenset(skip), part)
     (gpu_stages.STAGES | {"identity": gpu_stages.identity})[name](check, entries)
     return entries.found
 
@@ -104,7 +141,7 @@ def check(
         is_done = found is not None and "error" not in found and not failures(found)
         if is_done or left < LEAST_S:
             continue
-        results[name] = run_stage(name, folder, left, is_dry=is_dry, soak_s=soak_s)
+        results[name] = run_past_crashes(name, folder, end, found or {}, is_dry=is_dry, soak_s=soak_s)
         written = state.with_suffix(".partial")
         written.write_text(json.dumps({"identity": identity["identity"], "results": results}, indent=1), "utf-8")
         written.replace(state)
@@ -136,6 +173,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=STAGES, help="default: all stages")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, in Triton's interpreter")
     parser.add_argument("--stage", choices=("identity", *STAGES), help=argparse.SUPPRESS)
+    parser.add_argument("--part", default="0/1", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help="for the weights that are made; default: a temporary one")
     arguments = parser.parse_args()
     if arguments.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
@@ -144,7 +182,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary, interpreted() if arguments.dry_run else nullcontext():
         folder = arguments.folder or Path(temporary)
         if arguments.stage:
-            measured(arguments.stage, folder, is_dry=arguments.dry_run, soak_s=soak_s, tell=print_entry)
+            skip = () if sys.stdin is None or sys.stdin.isatty() else json.loads(sys.stdin.read() or "[]")
+            part = tuple(map(int, arguments.part.split("/")))
+            measured(
+                arguments.stage, folder, is_dry=arguments.dry_run, soak_s=soak_s, skip=skip, part=part,
+                report=print_entry,
+            )  # fmt: skip
             return 0
         stages = tuple(arguments.only or STAGES)
         report = check(

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from octavo.kernels.block_weight import BlockKind, BlockWeight
 
 BLOCK_SIZE = 16
+BEGUN = {"error": "the process ended, or ran out of time, while this was measured"}
+DEVICE = "device"  # the entry of a device that was lost
 _WARM_MS, _MEASURED_MS = 20, 80  # of each operation that is timed
 
 
@@ -54,7 +56,8 @@ class Sizes:
     rows: row counts of timed steps. exact_rows: row counts of steps that must give a row the same bits. layers:
     (in_features, out_features) of products. decodes: (sequences, positions of each). prefills: (tokens, positions).
     prompt: tokens of a prompt that is cut into chunks. attention, dtypes: the cases tried with it. requests,
-    longest_prompt, new_tokens: for the engine's stages. requests_at_once: for nano-vllm's benchmark.
+    longest_prompt, new_tokens: for the engine's stages. stream_tokens: of the single stream. requests_at_once:
+    for nano-vllm's benchmark.
     """
 
     rows: tuple[int, ...]
@@ -71,6 +74,7 @@ class Sizes:
     requests: int
     longest_prompt: int
     new_tokens: int
+    stream_tokens: int
     requests_at_once: int
 
 
@@ -96,6 +100,7 @@ ON_GPU = Sizes(
     requests=20,
     longest_prompt=700,
     new_tokens=32,
+    stream_tokens=256,
     requests_at_once=256,
 )
 DRY = Sizes(
@@ -113,23 +118,36 @@ DRY = Sizes(
     requests=2,
     longest_prompt=8,
     new_tokens=2,
+    stream_tokens=4,
     requests_at_once=2,
 )
 
 
 @dataclass(slots=True)
 class Entries:
-    """The entries of a stage by operation. Each one is reported as soon as it is measured."""
+    """The entries of a stage by operation. Each one is reported before and after it is measured.
+
+    report: called with each entry. skip: names of entries that are not measured again. part: (index, count): of `count`
+    processes that divide the stage among them, this one measures every `count`-th entry.
+    """
 
     device: torch.device
-    tell: Callable[[dict[str, Any]], None]
+    report: Callable[[dict[str, Any]], None]
+    skip: frozenset[str] = frozenset()
+    part: tuple[int, int] = (0, 1)
     found: dict[str, Any] = field(default_factory=dict)
     is_lost: bool = False
+    _num_added: int = 0
 
     def add(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
-        """Measure one operation. An error becomes its entry. After the loss of the device no more is measured."""
-        if self.is_lost:
+        """Measure one operation. An error becomes its entry. After the loss of the device no more is measured.
+
+        The entry is `BEGUN` while it is measured, so an operation that ends the process is known by name.
+        """
+        index, self._num_added = self._num_added, self._num_added + 1
+        if self.is_lost or name in self.skip or index % self.part[1] != self.part[0]:
             return
+        self._put(name, BEGUN)
         try:
             self._put(name, measure())
             wait(self.device)
@@ -142,11 +160,11 @@ class Entries:
             wait(self.device)
         except RuntimeError as error:  # an illegal access: every later call of this process fails
             self.is_lost = True
-            self._put("device", {"error": f"lost, nothing more was measured: {error}"})
+            self._put(DEVICE, {"error": f"lost, nothing more was measured: {error}"})
 
     def _put(self, name: str, entry: dict[str, Any]) -> None:
         self.found[name] = entry
-        self.tell({name: entry})
+        self.report({name: entry})
 
 
 def wait(device: torch.device) -> None:

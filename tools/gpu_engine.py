@@ -1,4 +1,4 @@
-"""The engine on a device: equal tokens with and without other requests, throughput, comparison with nano-vllm."""
+"""The engine on a device: equal tokens with and without other requests, throughput, comparison with its peers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfi
 from octavo.models.random_weights import tiny_config, write_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from gpu_device import Check, Entries
@@ -37,27 +37,32 @@ def tokens(check: Check, entries: Entries) -> None:
 
 
 def workloads(check: Check, entries: Entries) -> None:
-    """Measure tokens per second of one stream and of many concurrent requests, with random weights of a real shape."""
+    """Measure tokens per second of one stream and of many concurrent requests, with random weights of a real shape.
+
+    Of one stream the prompt is measured apart from the tokens after it.
+    """
     rng = random.Random(0)
-    for name, count in (("one stream", 1), ("at once", check.sizes.requests_at_once)):
-        high = 8 if check.is_dry else 512
-        prompts = [[rng.randrange(5, 50) for _ in range(rng.randrange(4, high))] for _ in range(count)]
-        entries.add(name, partial(_octavo, check, prompts, [check.sizes.new_tokens] * count))
+    high = 8 if check.is_dry else 512
+    prompts = [
+        [rng.randrange(5, 50) for _ in range(rng.randrange(4, high))] for _ in range(check.sizes.requests_at_once)
+    ]
+    entries.add("one stream", partial(_one_stream, check, [rng.randrange(5, 50) for _ in range(high)]))
+    entries.add("many streams", partial(_octavo, check, prompts, [check.sizes.new_tokens] * len(prompts)))
 
 
-def nano_vllm(check: Check, entries: Entries) -> None:
-    """Measure tokens per second in nano-vllm's benchmark: octavo and, if installed, nano-vllm, in turns."""
+def peers(check: Check, entries: Entries) -> None:
+    """Measure tokens per second in nano-vllm's benchmark: octavo and the installed ones of its peers, in turns."""
     rng = random.Random(0)
     count, (low, high) = check.sizes.requests_at_once, ((2, 5) if check.is_dry else (100, 1024))
     prompts = [[rng.randrange(5, 50) for _ in range(rng.randint(low, high))] for _ in range(count)]
     lengths = [rng.randint(low, high) for _ in range(count)]
-    has_peer = importlib.util.find_spec("nanovllm") is not None
-    for turn in range(1, _TURNS + 1) if has_peer else (1,):
+    found = {name: run for name, (module, run) in _PEERS.items() if importlib.util.find_spec(module) is not None}
+    for turn in range(1, _TURNS + 1) if found else (1,):
         entries.add(f"octavo {turn}", partial(_octavo, check, prompts, lengths))
-        if has_peer:
-            entries.add(f"nano-vllm {turn}", partial(_peer, check.folder / "weights", prompts, lengths))
-    if not has_peer:
-        entries.add("nano-vllm", lambda: {"left_out": "it is not installed"})
+        for name, run in found.items():
+            entries.add(f"{name} {turn}", partial(_peer, run, check.folder / "weights", prompts, lengths))
+    for name in _PEERS.keys() - found.keys():
+        entries.add(name, lambda: {"left_out": "it is not installed"})
 
 
 def _same_tokens(check: Check) -> dict[str, Any]:
@@ -152,8 +157,7 @@ def random_model(check: Check) -> ModelConfig:
     folder = check.folder / "shape"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    longest = min(4096, config["max_position_embeddings"])
-    return ModelConfig(model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=longest)
+    return ModelConfig(model=str(folder), load_format="dummy", skip_tokenizer_init=True)
 
 
 def _octavo(check: Check, prompts: list[list[int]], lengths: list[int]) -> dict[str, float]:
@@ -172,13 +176,61 @@ def _octavo(check: Check, prompts: list[list[int]], lengths: list[int]) -> dict[
     return {"wall_s": seconds, "output_tok_per_s": num_tokens / seconds}
 
 
-def _peer(folder: Path, prompts: list[list[int]], lengths: list[int]) -> dict[str, float]:
-    from nanovllm import LLM, SamplingParams as NanoParams  # type: ignore[import-not-found]  # noqa: I001, PLC0415
+def _one_stream(check: Check, prompt: list[int]) -> dict[str, float]:
+    """Return the seconds of a prompt until its first token, and the rate of the tokens after it."""
+    free()
+    engine = make_engine(check, random_model(check))
+    generated(engine, [prompt[::-1]], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False))
+    num_tokens = check.sizes.stream_tokens
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    engine.add_request("stream", {"prompt_token_ids": prompt}, params)
+    first, last = None, None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            last = output
+            if first is None and output.outputs[0].token_ids:
+                first, num_first = time.perf_counter(), len(output.outputs[0].token_ids)
+    end = time.perf_counter()
+    engine.shutdown()
+    if first is None or last is None or (found := fault(last, num_tokens)):
+        raise RuntimeError(found if first and last else "the request returned no token")
+    rate = (num_tokens - num_first) / (end - first)
+    return {"num_prompt_tokens": len(prompt), "first_token_s": first - start, "output_tok_per_s": rate}
 
+
+def _peer(
+    run: Callable[[Path, list[list[int]], list[int]], tuple[float, int]],
+    folder: Path,
+    prompts: list[list[int]],
+    lengths: list[int],
+) -> dict[str, float]:
+    """Return a peer's throughput. run: returns its seconds and the number of tokens that it generated."""
     free()
     if not (folder / "tokenizer.json").exists():
         write_checkpoint(folder, SHAPES["qwen3-0.6b"])
         write_tokenizer(folder, train_tokenizer(TOKENIZER_SIZE))
+    seconds, num_tokens = run(folder, prompts, lengths)
+    if num_tokens != sum(lengths):
+        raise RuntimeError(f"it generated {num_tokens} of {sum(lengths)} tokens")
+    return {"wall_s": seconds, "output_tok_per_s": num_tokens / seconds}
+
+
+def _vllm(folder: Path, prompts: list[list[int]], lengths: list[int]) -> tuple[float, int]:
+    import vllm  # type: ignore[import-not-found]  # noqa: PLC0415
+
+    peer = vllm.LLM(str(folder), max_model_len=4096, gpu_memory_utilization=0.8)
+    params = [vllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in lengths]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    peer.generate(inputs[:1], params[:1], use_tqdm=False)
+    start = time.perf_counter()
+    outputs = peer.generate(inputs, params, use_tqdm=False)
+    return time.perf_counter() - start, sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def _nano_vllm(folder: Path, prompts: list[list[int]], lengths: list[int]) -> tuple[float, int]:
+    from nanovllm import LLM, SamplingParams as NanoParams  # type: ignore[import-not-found]  # noqa: I001, PLC0415
+
     peer = LLM(str(folder), enforce_eager=False, max_model_len=4096)
     try:
         params = [NanoParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in lengths]
@@ -189,9 +241,10 @@ def _peer(folder: Path, prompts: list[list[int]], lengths: list[int]) -> dict[st
     finally:
         atexit.unregister(peer.exit)  # it has been called already
         peer.exit()
-    if num_tokens != sum(lengths):
-        raise RuntimeError(f"nano-vllm answered with {num_tokens} of {sum(lengths)} tokens")
-    return {"wall_s": seconds, "output_tok_per_s": num_tokens / seconds}
+    return seconds, num_tokens
+
+
+_PEERS = {"vllm": ("vllm", _vllm), "nano-vllm": ("nanovllm", _nano_vllm)}  # name -> module, how to run it
 
 
 def free() -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+from gpu_compile import compiled
 from gpu_correctness import correctness
-from gpu_engine import nano_vllm, tokens, workloads
+from gpu_engine import peers, tokens, workloads
 from gpu_exactness import exactness
 from gpu_graphs import graphs
 from gpu_memory import carried, memory, swap
@@ -27,19 +28,20 @@ if TYPE_CHECKING:
 MOST_UNITS_OFF = 8.0
 
 STAGES: dict[str, Callable[[Check, Entries], None]] = {
+    "compiled": compiled,
     "peaks": peaks,
-    "correctness": correctness,
     "exactness": exactness,
-    "carried": carried,
+    "correctness": correctness,
+    "shares": shares,
     "tokens": tokens,
-    "transformers": transformers,
+    "workloads": workloads,
+    "peers": peers,
     "graphs": graphs,
+    "transformers": transformers,
     "memory": memory,
     "swap": swap,
     "restart": restart,
-    "shares": shares,
-    "workloads": workloads,
-    "nano_vllm": nano_vllm,
+    "carried": carried,
     "soak": soak,
 }
 

@@ -86,7 +86,7 @@ def stages(monkeypatch):
     """Fake stages. Return the list of those that ran, and the dictionary of their results."""
     ran, find = [], {"identity": {"identity": {"code": "1"}}}
 
-    def run_stage(name, folder, seconds, *, is_dry, soak_s=None):
+    def run_stage(name, folder, seconds, *, is_dry, soak_s=None, skip=()):
         ran.extend([name] * (name != "identity"))
         return find.get(name, {"linear": {"is_equal": True}})
 
@@ -141,13 +141,16 @@ def test_what_is_wrong_is_named():
 
 
 def test_an_operation_that_fails_costs_no_other(monkeypatch):
-    told = []
-    entries = gpu_device.Entries(torch.device("cpu"), told.append)
+    reported = []
+    entries = gpu_device.Entries(torch.device("cpu"), reported.append)
     entries.add("first", lambda: {"us": 1.0})
     entries.add("second", lambda: {"us": 1 / 0})
     entries.add("third", lambda: {"us": 3.0})
-    assert told == [{"first": {"us": 1.0}}, {"second": {"error": "ZeroDivisionError: division by zero"}},
-                    {"third": {"us": 3.0}}]  # fmt: skip
+    assert reported == [
+        {"first": gpu_device.BEGUN}, {"first": {"us": 1.0}},
+        {"second": gpu_device.BEGUN}, {"second": {"error": "ZeroDivisionError: division by zero"}},
+        {"third": gpu_device.BEGUN}, {"third": {"us": 3.0}},
+    ]  # fmt: skip
 
     def lost(device):
         raise RuntimeError("an illegal memory access was encountered")
@@ -176,48 +179,89 @@ def test_attention_that_hangs_on_the_chunk_is_found(tmp_path, monkeypatch):
 
 STAGE = """if True:
     import sys, gpu_check
-    def measured(name, folder, *, is_dry, soak_s, tell):
+    def measured(name, folder, *, is_dry, soak_s, skip, part, report):
         print("a library says something")
-        tell({"linear": {"us": 1.0}})
-        sys.stdout.write("gpu_check: {'cut")
-        sys.exit("CUDA error: an illegal memory access was encountered")
+        for number in range(5):
+            if f"linear {number}" in skip:
+                continue
+            report({f"linear {number}": {"error": "begun"}})
+            if number in (1, 3):
+                sys.stdout.write("gpu_check: {'cut")
+                sys.exit(f"CUDA error in {number}: an illegal memory access was encountered")
+            report({f"linear {number}": {"us": float(number)}})
     gpu_check.measured = measured
     sys.argv = ["gpu_check", *sys.argv[1:]]
     sys.exit(gpu_check.main())
     """
 
 
-def test_what_a_stage_has_found_outlives_it(tmp_path, monkeypatch):
-    run = subprocess.run
+@pytest.fixture
+def stage_processes(monkeypatch):
+    """Let processes of stages run the script above, or another one that is returned by the fixture's list."""
+    popen, script = subprocess.Popen, [STAGE]
 
-    def run_with_stage(command, **options):
-        return run([command[0], "-c", STAGE, *command[2:]], cwd=TOOLS, **options)
+    def start(command, **options):
+        return popen([command[0], "-c", script[0], *command[2:]], cwd=TOOLS, **options)
 
-    monkeypatch.setattr(subprocess, "run", run_with_stage)
+    monkeypatch.setattr(gpu_check.subprocess, "Popen", start)
+    return script
+
+
+def test_entries_of_a_process_that_crashed_are_kept(tmp_path, stage_processes):
     found = gpu_check.run_stage("shares", tmp_path, 100.0, is_dry=False)
-    assert found.pop("error").strip() == "CUDA error: an illegal memory access was encountered"
-    assert found == {"linear": {"us": 1.0}}
+    assert found.pop("error").strip() == "CUDA error in 1: an illegal memory access was encountered"
+    assert found == {"linear 0": {"us": 0.0}, "linear 1": {"error": "begun"}}
 
 
-def test_what_a_stage_has_found_outlives_the_time(tmp_path, monkeypatch):
-    def over(command, **options):
-        raise subprocess.TimeoutExpired(command, 3.0, b'noise\ngpu_check: {"linear": {"us": 1.0}}\ngpu_check: {"ga')
+def test_stage_continues_after_each_operation_that_crashes(tmp_path, stage_processes):
+    """A later call of the command measures only the operations that failed."""
+    end = gpu_check.time.monotonic() + 100.0
+    found = gpu_check.run_past_crashes("shares", tmp_path, end, {}, is_dry=False, soak_s=1.0)
+    assert found.pop("error").strip() == "CUDA error in 3: an illegal memory access was encountered"
+    broken = {"error": "begun"}
+    assert found == {"linear 0": {"us": 0.0}, "linear 1": broken, "linear 2": {"us": 2.0}, "linear 3": broken,
+                     "linear 4": {"us": 4.0}}  # fmt: skip
+    stage_processes[0] = STAGE.replace("(1, 3)", "()").replace("float(number)", "10.0")
+    again = gpu_check.run_past_crashes("shares", tmp_path, end, found | {"error": "x"}, is_dry=False, soak_s=1.0)
+    assert again == {"linear 0": {"us": 0.0}, "linear 1": {"us": 10.0}, "linear 2": {"us": 2.0},
+                     "linear 3": {"us": 10.0}, "linear 4": {"us": 4.0}}  # fmt: skip
 
-    monkeypatch.setattr(subprocess, "run", over)
+
+def test_time_out_keeps_entries_and_ends_the_processes_of_the_stage(tmp_path, stage_processes):
+    child = tmp_path / "child"
+    stage_processes[0] = f"""if True:
+        import os, pathlib, subprocess, time
+        child = subprocess.Popen(["sleep", "100"])
+        print('gpu_check: {{"linear": {{"us": 1.0}}}}', flush=True)
+        pathlib.Path({str(child)!r}).write_text(str(child.pid))
+        time.sleep(100)
+        """
     found = gpu_check.run_stage("shares", tmp_path, 3.0, is_dry=False)
     assert found == {"linear": {"us": 1.0}, "error": "not done after 3 s"}
+    state = Path(f"/proc/{child.read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_processes_divide_a_stage(tmp_path):
+    found = []
+    for index in range(3):
+        entries = gpu_device.Entries(torch.device("cpu"), lambda _entry: None, part=(index, 3))
+        for number in range(7):
+            entries.add(str(number), lambda: {"us": 1.0})
+        found += entries.found
+    assert sorted(found) == list("0123456")
 
 
 def test_an_error_of_the_peer_keeps_what_octavo_did(tmp_path, monkeypatch):
     def fails(*_arguments):
         raise OSError("no tokenizer")
 
-    monkeypatch.setattr(gpu_engine.importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setattr(gpu_engine.importlib.util, "find_spec", lambda name: object() if name == "nanovllm" else None)
     monkeypatch.setattr(gpu_engine, "_octavo", lambda *_arguments: {"output_tok_per_s": 5.0})
     monkeypatch.setattr(gpu_engine, "_peer", fails)
     check = gpu_device.Check(torch.device("cpu"), gpu_device.DRY, tmp_path, None)
     entries = gpu_device.Entries(check.device, lambda _entry: None)
-    gpu_engine.nano_vllm(check, entries)
-    assert list(entries.found) == ["octavo 1", "nano-vllm 1", "octavo 2", "nano-vllm 2"]
+    gpu_engine.peers(check, entries)
+    assert list(entries.found) == ["octavo 1", "nano-vllm 1", "octavo 2", "nano-vllm 2", "vllm"]
     assert entries.found["nano-vllm 1"] == {"error": "OSError: no tokenizer"}
     assert entries.found["octavo 2"] == {"output_tok_per_s": 5.0}

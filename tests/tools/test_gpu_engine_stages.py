@@ -151,6 +151,14 @@ def test_memory_is_as_planned(check):
     assert not gpu_memory.is_near(97, 100)
 
 
+@pytest.mark.parametrize(
+    ("taken", "planned", "is_right"),
+    [(3 << 30, 3 << 30, True), (3 << 30, 5 << 30, True), (3 << 30, 7 << 30, False), (4 << 30, 3 << 30, False)],
+)
+def test_memory_of_steps_is_compared_with_its_own_plan(taken, planned, is_right):
+    assert gpu_memory.is_step_right(taken, planned) is is_right
+
+
 def test_what_is_carried_is_little(check):
     entry = found(check, gpu_memory.carried)["bytes"]
     assert entry["is_right"], entry
@@ -196,7 +204,7 @@ ENGINE_STAGES = {
     "memory": gpu_memory.memory,
     "swap": gpu_memory.swap,
     "workloads": gpu_engine.workloads,
-    "nano_vllm": gpu_engine.nano_vllm,
+    "peers": gpu_engine.peers,
     "soak": gpu_service.soak,
 }
 
