@@ -183,9 +183,9 @@ def main() -> int:
         folder = arguments.folder or Path(temporary)
         if arguments.stage:
             skip = () if sys.stdin is None or sys.stdin.isatty() else json.loads(sys.stdin.read() or "[]")
-            part = tuple(map(int, arguments.part.split("/")))
+            index, count = map(int, arguments.part.split("/"))
             measured(
-                arguments.stage, folder, is_dry=arguments.dry_run, soak_s=soak_s, skip=skip, part=part,
+                arguments.stage, folder, is_dry=arguments.dry_run, soak_s=soak_s, skip=skip, part=(index, count),
                 report=print_entry,
             )  # fmt: skip
             return 0
