@@ -150,8 +150,8 @@ class LLM:
 
     The KV cache
       block_size: tokens in a block. enable_prefix_caching: compute a shared prefix once.
-      kv_cache_memory_bytes: its size; None: half of the free memory, at most 4 GiB. num_gpu_blocks_override: its size in
-      blocks, regardless of memory. kv_cache_dtype: "auto", "int8" or "fp8".
+      kv_cache_memory_bytes: its size; None: half of the free memory, at most 4 GiB. num_gpu_blocks_override: its size
+      in blocks, regardless of memory. kv_cache_dtype: "auto", "int8" or "fp8".
       kv_disk_dir: directory of a store on disk, which other processes may share; kv_disk_bytes: its maximum size.
       kv_mooncake: address of a Mooncake master. kv_transfer_config: these options as a `KVTransferConfig` or a mapping.
 
