@@ -175,7 +175,7 @@ class _Exchange:
             pairing = pair(self._service, self._flight, engine, self._scope, self._body, known)
             try:
                 async with self._flight.guarded():
-                    scope = await pairing.scope()
+                    scope = self._scope if pairing is None else await pairing.scope()
                     answer = await self._service.upstream.ask(engine, scope, self._body, _request_id())
                 async with answer:
                     if answer.status in _REFUSED:
@@ -198,7 +198,8 @@ class _Exchange:
             finally:
                 pool.told(asked, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
                 self._service.charge(self._flight, usage.num_tokens)
-                pairing.close(usage if self._is_complete else None)
+                if pairing is not None:
+                    pairing.close(usage if self._is_complete else None)
         return None
 
     async def _relay_json(self, answer: Answer) -> Usage:
