@@ -47,8 +47,6 @@ class ChatTemplate:
     special_tokens: by key ("bos_token", ...), variables of the templates.
     """
 
-    __slots__ = ("_compiled", "_environment", "_special_tokens", "templates")
-
     def __init__(
         self,
         templates: str | Mapping[str, str],
@@ -138,8 +136,6 @@ class _Compiled:
 
     no_tools: None as in transformers, or [] if the template fails with None.
     """
-
-    __slots__ = ("no_tools", "template", "traits")
 
     def __init__(self, environment: ImmutableSandboxedEnvironment, source: str, special: Mapping[str, str]) -> None:
         self.template = environment.from_string(source)

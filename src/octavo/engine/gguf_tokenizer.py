@@ -54,8 +54,6 @@ class GGUFVocabulary:
     size: number of tokens; 0 if the file needs another checkpoint's tokenizer.
     """
 
-    __slots__ = ("_metadata", "_path", "_tokens", "_types", "size")
-
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._path = path
         self._metadata = metadata
