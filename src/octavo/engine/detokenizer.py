@@ -91,7 +91,7 @@ class IncrementalDetokenizer:
     start. A character that begins in the prompt is part of it; the prompt's other incomplete bytes are not.
     """
 
-    __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_num_prompt_bytes", "_pieces", "_skip")
+    __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_pieces", "_skip", "num_prompt_bytes")
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class IncrementalDetokenizer:
         self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
         self._kept = pieces.kept(skip_special_tokens=skip_special_tokens)
         self._held = bytearray()  # the first bytes may be the prompt's
-        self._num_prompt_bytes = 0
+        self.num_prompt_bytes = 0  # see `Detokenizer`
         self._first_ids: list[int] | None = None  # tokens without text so far; then None
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
@@ -114,11 +114,6 @@ class IncrementalDetokenizer:
     def held(self) -> bytes:
         """See `Detokenizer`."""
         return bytes(self._held)
-
-    @property
-    def num_prompt_bytes(self) -> int:
-        """See `Detokenizer`."""
-        return self._num_prompt_bytes
 
     def add(self, token_ids: Iterable[int]) -> str:
         """Append tokens and return the text that no later token can change."""
@@ -154,9 +149,9 @@ class IncrementalDetokenizer:
         """Flush the held bytes at the end of a character or run."""
         if not self._pieces.has_byte_runs:
             return self._decode_held(final=True)
-        data, num_prompt_bytes = bytes(self._held), self._num_prompt_bytes
+        data, num_prompt_bytes = bytes(self._held), self.num_prompt_bytes
         self._held.clear()
-        self._num_prompt_bytes = 0
+        self.num_prompt_bytes = 0
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -165,8 +160,8 @@ class IncrementalDetokenizer:
     def _decode_held(self, *, final: bool) -> str:
         """Decode the held bytes, up to an incomplete character unless final."""
         text, num_bytes = utf_8_decode(self._held, "replace", final)
-        if num_bytes and self._num_prompt_bytes:
-            self._num_prompt_bytes = 0
+        if num_bytes and self.num_prompt_bytes:
+            self.num_prompt_bytes = 0
             if text[0] == REPLACEMENT and not self._held.startswith(_REPLACEMENT_BYTES):
                 text = text[1:]  # the incomplete character is the prompt's
         del self._held[:num_bytes]
@@ -188,7 +183,7 @@ class IncrementalDetokenizer:
             self._held += data[utf_8_decode(data, "strict" if has_runs else "replace", False)[1] :]
         except UnicodeDecodeError:
             self._held += _NO_UTF8  # makes the whole run invalid
-        self._num_prompt_bytes = len(self._held)
+        self.num_prompt_bytes = len(self._held)
         return has_text
 
 
