@@ -39,10 +39,8 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
     """Read generation_config.json and config.json. Raises `ModelError`."""
     path = directory / "generation_config.json"
     values = read_json_object(path)
-    sampling: dict[str, float | int] = {}
-    for key, name in _SAMPLING_KEYS.items():
-        if (value := values.get(key)) is not None:
-            sampling[name] = _number(path, key, value)
+    given = [key for key in _SAMPLING_KEYS if values.get(key) is not None]
+    sampling = {_SAMPLING_KEYS[key]: _number(path, key, values[key]) for key in given}
     eos = _token_ids(path, values.get("eos_token_id"))
     config_path = directory / "config.json"
     return GenerationDefaults(
