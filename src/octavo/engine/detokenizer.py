@@ -34,7 +34,7 @@ class TokenPieces:
     (sentencepiece's byte fallback). strips_start: the decoder may change a text's beginning.
     """
 
-    __slots__ = ("_decoder", "_decodes_bytes", "_kept", "_special_ids", "_spell", "has_byte_runs", "strips_start")
+    __slots__ = ("_decoder", "_decodes_bytes", "_special_ids", "_spell", "has_byte_runs", "kept", "strips_start")
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
         """Raises `ModelError` if a token's text depends on its neighbours."""
@@ -48,15 +48,11 @@ class TokenPieces:
         self._decoder = backend.decoder
         self._spell: Callable[[int], str | None] = backend.id_to_token
         self._special_ids = special_ids
-        self._kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}
-
-    def kept(self, *, skip_special_tokens: bool) -> dict[int, str | bytes]:
-        """Return the cache of pieces, which `piece` fills."""
-        return self._kept[skip_special_tokens]
+        self.kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}  # filled by `piece`
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
         """Return a token's text, or bytes if they are not valid UTF-8 alone; "" if it is skipped."""
-        kept = self._kept[skip_special_tokens]
+        kept = self.kept[skip_special_tokens]
         piece = kept.get(token_id)
         if piece is None:
             if len(kept) >= _NUM_REMEMBERED:
@@ -103,7 +99,7 @@ class IncrementalDetokenizer:
     ) -> None:
         """Start after a prompt. decode: returns the text of a complete sequence."""
         self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
-        self._kept = pieces.kept(skip_special_tokens=skip_special_tokens)
+        self._kept = pieces.kept[skip_special_tokens]
         self._held = bytearray()  # the first bytes may be the prompt's
         self.num_prompt_bytes = 0  # see `Detokenizer`
         self._first_ids: list[int] | None = None  # tokens without text so far; then None
