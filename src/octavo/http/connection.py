@@ -107,7 +107,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers and end the answered request."""
         self._stop_waiting()
-        self._stop_watching_reader()
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
         super().connection_lost(exc)
         if self._answered is not None:  # uvicorn marks only the newest
             self._answered.disconnected = True
@@ -283,11 +285,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _abort(self) -> None:
         reset_when_closed(self.transport.get_extra_info("socket"))
         self.transport.abort()
-
-    def _stop_watching_reader(self) -> None:
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
-            self._reader_timer = None
 
 
 class PacedAnswers:
