@@ -265,8 +265,7 @@ def _part_text(part: Any, index: int) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        return text
+        return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise RequestError(
         f"messages[{index}].content holds a part of type {kind!r}; octavo reads text", parameter="messages"

@@ -13,7 +13,6 @@ from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from typing import TypeAlias
 
     from octavo.data.capacity import EngineCapacity
     from octavo.data.metrics import EngineStats
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from octavo.engine.output_processor import OutputProcessor
     from octavo.errors import EngineDeadError
     from octavo.outputs import RequestOutput
-
-    Lose: TypeAlias = Callable[[str, OctavoError], None]
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +62,7 @@ class Engine:
         """Counters of the core since its start."""
         return self.client.stats
 
-    def on_lost(self, lose: Lose) -> None:
+    def on_lost(self, lose: Callable[[str, OctavoError], None]) -> None:
         """Call lose(request_id, error) for each open request of a core that dies."""
 
         def lose_all(error: EngineDeadError) -> None:

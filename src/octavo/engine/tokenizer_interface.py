@@ -84,9 +84,8 @@ class NoTokenizer:
         """No text."""
         return NoDetokenizer()
 
-    def decode_token(self, token_id: int) -> None:  # noqa: ARG002
+    def decode_token(self, token_id: int) -> None:
         """No text."""
-        return
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str:  # noqa: ARG002
         """No text."""
