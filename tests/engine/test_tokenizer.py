@@ -262,7 +262,7 @@ def test_special_tokens(tokenizer):
 def test_few_texts_of_single_tokens_are_remembered(tokenizer, monkeypatch):
     monkeypatch.setattr("octavo.engine.detokenizer._NUM_REMEMBERED", 3)
     anew = Tokenizer(tokenizer.backend, CONFIG)
-    kept = anew._pieces.kept(skip_special_tokens=False)
+    kept = anew._pieces.kept[False]
     for token_id in [*range(10), *range(5), 3, 3]:
         assert anew.piece(token_id) == tokenizer.piece(token_id)
         assert 0 < len(kept) <= 3

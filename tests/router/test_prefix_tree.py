@@ -47,7 +47,7 @@ def test_tree_keeps_exactly_as_many_entries_as_it_may():
     for max_entries, num_kept in ((num_pieces, num_pieces), (num_pieces - 1, num_pieces - 1)):
         tree = PrefixTree(max_entries)
         tree.add(asked, ENGINE)
-        assert len(tree) == num_kept
+        assert len(tree._nodes) == num_kept
 
 
 def test_unknown_prompt_is_nobodys_and_no_branch():

@@ -16,17 +16,21 @@ from octavo.router.app import _cards
 from octavo.router.asked import Asked
 from octavo.router.engines import Engine, EnginePool
 from octavo.router.flight import Flight
-from octavo.router.launcher import NoLauncher
+from octavo.router.launcher import Launcher
 from octavo.router.metrics import RouterCollector
 from octavo.router.policies import LeastLoaded
 from octavo.router.service import RouterService
 
 
-class HearingLauncher(NoLauncher):
+class HearingLauncher(Launcher):
     num_reloads = 0
 
     def reload(self):
         self.num_reloads += 1
+
+
+class FailedLauncher(Launcher):
+    has_failed = True
 
 
 class Watch:
@@ -78,11 +82,8 @@ def test_limits_of_a_file_hold_and_without_keys_nobody_has_any(tmp_path):
 
 
 def test_router_whose_launcher_has_failed_is_dead():
-    launcher = NoLauncher()
-    service = RouterService(RouterConfig(engines=URLS), launcher)
-    assert not service.is_dead
-    launcher.has_failed = True
-    assert service.is_dead
+    assert not RouterService(RouterConfig(engines=URLS), Launcher()).is_dead
+    assert RouterService(RouterConfig(engines=URLS), FailedLauncher()).is_dead
 
 
 def test_requests_are_taken_while_an_engine_is_ready_and_the_router_stays():

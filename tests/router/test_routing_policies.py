@@ -169,7 +169,7 @@ def test_nothing_is_learned_from_a_prompt_that_another_is_still_computing(engine
 def test_the_tree_is_bounded_and_keeps_what_was_used_last(engines):
     aware = CacheAware(balance_tokens=4096, balance_ratio=1.5, max_entries=100)
     homes = [serve(aware, ask(prompt=f"{index} " * 500), engines) for index in range(30)]
-    assert len(aware._tree) == 100
+    assert len(aware._tree._nodes) == 100
     assert aware.choose(ask(prompt="29 " * 500), engines) is homes[29]
 
 

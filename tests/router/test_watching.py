@@ -10,11 +10,11 @@ from router.virtual_time import run_virtually
 
 from octavo.config import RouterConfig
 from octavo.router.engines import EnginePool
-from octavo.router.launcher import NoLauncher
+from octavo.router.launcher import Launcher
 from octavo.router.policies import create_policy
 from octavo.router.watching import EngineWatch
 
-NO_LAUNCHER = NoLauncher()
+NO_LAUNCHER = Launcher()
 URL = "http://10.0.0.1:8000"
 CONFIG = RouterConfig(engines=(URL,))
 ENDS_WITHIN_S = 7.5  # of a request's 10 s; the rest is for another engine
@@ -85,7 +85,7 @@ def test_engine_that_never_answers_is_known_after_two_questions():
     run_virtually(work)
 
 
-class HearingLauncher(NoLauncher):
+class HearingLauncher(Launcher):
     def __init__(self):
         self.heard = []
 

@@ -75,10 +75,10 @@ def run_router(
     max_connections = allow_open_files(files_each=3)  # the client's connection, and one to each engine of a pair
     with hearing_signals(), bind(listen.host, listen.port) as sock:
         from octavo.router.app import make_router
-        from octavo.router.launcher import NoLauncher
+        from octavo.router.launcher import Launcher
         from octavo.router.service import RouterService
 
-        with launcher or NoLauncher() as running:
+        with launcher or Launcher() as running:
             with permanent_generation():
                 http = make_router(RouterService(config, running), max_connections=max_connections)
             open_door(sock)

@@ -205,9 +205,8 @@ class AsyncLLM:
 
     def _abort(self, request_id: str, stream: OutputStream) -> None:
         stream.is_left = True
-        if stream in self._submitted and request_id not in self._streams:  # its preparation can be cancelled
-            self.engine.abort_request(request_id)
-        if self._streams.get(request_id) is stream:
+        is_new = stream in self._submitted and request_id not in self._streams  # its preparation can be cancelled
+        if is_new or self._streams.get(request_id) is stream:
             self.engine.abort_request(request_id)  # its last output is still delivered
 
     def _lose(self, request_id: str, error: OctavoError) -> None:
@@ -247,18 +246,14 @@ class AsyncLLM:
         while not self._inbox.empty():
             command = self._inbox.get()
             if command is not None:
-                self._run_last(command)
+                try:  # its caller needs an answer, although the engine is dead
+                    command()
+                except Exception:
+                    logger.exception("a command to the dead engine failed")
         for stream in self._streams.values():
             _call_soon(stream.loop, stream.put, error)
         for stream in self._submitted:
             _call_soon(stream.loop, _set_exception, stream.accepted, error)
-
-    @staticmethod
-    def _run_last(command: Callable[[], None]) -> None:
-        try:
-            command()
-        except Exception:
-            logger.exception("a command to the dead engine failed")
 
 
 def _num_chars(prompt: Any, params: SamplingParams | None) -> int:

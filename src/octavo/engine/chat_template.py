@@ -47,8 +47,6 @@ class ChatTemplate:
     special_tokens: by key ("bos_token", ...), variables of the templates.
     """
 
-    __slots__ = ("_compiled", "_environment", "_special_tokens", "templates")
-
     def __init__(
         self,
         templates: str | Mapping[str, str],
@@ -138,8 +136,6 @@ class _Compiled:
 
     no_tools: None as in transformers, or [] if the template fails with None.
     """
-
-    __slots__ = ("no_tools", "template", "traits")
 
     def __init__(self, environment: ImmutableSandboxedEnvironment, source: str, special: Mapping[str, str]) -> None:
         self.template = environment.from_string(source)
@@ -268,8 +264,7 @@ def _part_text(part: Any, index: int) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        return text
+        return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise RequestError(
         f"messages[{index}].content holds a part of type {kind!r}; octavo reads text", parameter="messages"

@@ -114,7 +114,6 @@ class CoreServer:
     """Turns messages into calls of a `LocalCore`, and outputs into messages."""
 
     def __init__(self, core: EngineCore, requests: zmq.Socket[bytes], news: zmq.Socket[bytes], pulse: Pulse) -> None:
-        self._engine_core = core
         self._core = LocalCore(core, prepare_s=PREPARE_S, turn_s=TURN_S)
         self._requests, self._news, self._pulse = requests, news, pulse
         self._is_over = False
@@ -132,7 +131,7 @@ class CoreServer:
             if time.monotonic() > self._next_report:
                 self._report()
         until = time.monotonic() + _SAVING_S
-        self._engine_core.finish_transfers(lambda: time.monotonic() < until)
+        self._core.core.finish_transfers(lambda: time.monotonic() < until)
 
     def _step(self) -> None:
         stats = self._core.stats

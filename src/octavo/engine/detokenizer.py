@@ -34,7 +34,7 @@ class TokenPieces:
     (sentencepiece's byte fallback). strips_start: the decoder may change a text's beginning.
     """
 
-    __slots__ = ("_decoder", "_decodes_bytes", "_kept", "_special_ids", "_spell", "has_byte_runs", "strips_start")
+    __slots__ = ("_decoder", "_decodes_bytes", "_special_ids", "_spell", "has_byte_runs", "kept", "strips_start")
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
         """Raises `ModelError` if a token's text depends on its neighbours."""
@@ -48,15 +48,11 @@ class TokenPieces:
         self._decoder = backend.decoder
         self._spell: Callable[[int], str | None] = backend.id_to_token
         self._special_ids = special_ids
-        self._kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}
-
-    def kept(self, *, skip_special_tokens: bool) -> dict[int, str | bytes]:
-        """Return the cache of pieces, which `piece` fills."""
-        return self._kept[skip_special_tokens]
+        self.kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}  # filled by `piece`
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
         """Return a token's text, or bytes if they are not valid UTF-8 alone; "" if it is skipped."""
-        kept = self._kept[skip_special_tokens]
+        kept = self.kept[skip_special_tokens]
         piece = kept.get(token_id)
         if piece is None:
             if len(kept) >= _NUM_REMEMBERED:
@@ -91,7 +87,7 @@ class IncrementalDetokenizer:
     start. A character that begins in the prompt is part of it; the prompt's other incomplete bytes are not.
     """
 
-    __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_num_prompt_bytes", "_pieces", "_skip")
+    __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_pieces", "_skip", "num_prompt_bytes")
 
     def __init__(
         self,
@@ -103,9 +99,9 @@ class IncrementalDetokenizer:
     ) -> None:
         """Start after a prompt. decode: returns the text of a complete sequence."""
         self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
-        self._kept = pieces.kept(skip_special_tokens=skip_special_tokens)
+        self._kept = pieces.kept[skip_special_tokens]
         self._held = bytearray()  # the first bytes may be the prompt's
-        self._num_prompt_bytes = 0
+        self.num_prompt_bytes = 0  # see `Detokenizer`
         self._first_ids: list[int] | None = None  # tokens without text so far; then None
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
@@ -114,11 +110,6 @@ class IncrementalDetokenizer:
     def held(self) -> bytes:
         """See `Detokenizer`."""
         return bytes(self._held)
-
-    @property
-    def num_prompt_bytes(self) -> int:
-        """See `Detokenizer`."""
-        return self._num_prompt_bytes
 
     def add(self, token_ids: Iterable[int]) -> str:
         """Append tokens and return the text that no later token can change."""
@@ -153,9 +144,9 @@ class IncrementalDetokenizer:
     def _release(self) -> str:
         if not self._pieces.has_byte_runs:
             return self._decode_held(final=True)
-        data, num_prompt_bytes = bytes(self._held), self._num_prompt_bytes
+        data, num_prompt_bytes = bytes(self._held), self.num_prompt_bytes
         self._held.clear()
-        self._num_prompt_bytes = 0
+        self.num_prompt_bytes = 0
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -163,8 +154,8 @@ class IncrementalDetokenizer:
 
     def _decode_held(self, *, final: bool) -> str:
         text, num_bytes = utf_8_decode(self._held, "replace", final)
-        if num_bytes and self._num_prompt_bytes:
-            self._num_prompt_bytes = 0
+        if num_bytes and self.num_prompt_bytes:
+            self.num_prompt_bytes = 0
             if text[0] == REPLACEMENT and not self._held.startswith(_REPLACEMENT_BYTES):
                 text = text[1:]  # the incomplete character is the prompt's
         del self._held[:num_bytes]
@@ -186,7 +177,7 @@ class IncrementalDetokenizer:
             self._held += data[utf_8_decode(data, "strict" if has_runs else "replace", False)[1] :]
         except UnicodeDecodeError:
             self._held += _NO_UTF8  # makes the whole run invalid
-        self._num_prompt_bytes = len(self._held)
+        self.num_prompt_bytes = len(self._held)
         return has_text
 
 

@@ -12,14 +12,8 @@ from octavo.errors import ModelError
 if TYPE_CHECKING:
     from pathlib import Path
 
-_SAMPLING_KEYS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+_OWN_NAMES = {"max_new_tokens": "max_tokens"}  # of keys that octavo names differently
 _WHOLE_KEYS = frozenset({"top_k", "max_new_tokens"})
 
 
@@ -39,10 +33,8 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
     """Read generation_config.json and config.json. Raises `ModelError`."""
     path = directory / "generation_config.json"
     values = read_json_object(path)
-    sampling: dict[str, float | int] = {}
-    for key, name in _SAMPLING_KEYS.items():
-        if (value := values.get(key)) is not None:
-            sampling[name] = _number(path, key, value)
+    given = [key for key in _SAMPLING_KEYS if values.get(key) is not None]
+    sampling = {_OWN_NAMES.get(key, key): _number(path, key, values[key]) for key in given}
     eos = _token_ids(path, values.get("eos_token_id"))
     config_path = directory / "config.json"
     return GenerationDefaults(

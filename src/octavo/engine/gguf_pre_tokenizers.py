@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_DIGITS_GPT2 = (r"\p{N}", _GPT2)
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD, _END = r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -76,7 +75,7 @@ _OF_KINDS: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")), "deepseek-coder"),
     (PreTokenizer(_DEEPSEEK3), "deepseek-v3 hunyuan-dense hy_v4 joyai-llm"),
     (PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")), "falcon"),
-    (PreTokenizer(_DIGITS_GPT2), "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2"),
+    (PreTokenizer((r"\p{N}", _GPT2)), "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2"),
     (
         PreTokenizer((_GPT2,)),
         "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4 modern-bert roberta-bpe",

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _Item = TypeVar("_Item", str, int, float)
 _PREFIX = "tokenizer.ggml."
 _BYTES, _SCORES, _SPACED = "gpt2", "llama", "gemma4"  # of tokenizer.ggml.model
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # of tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of tokenizer.ggml.token_type
 _SPACE = "\u2581"
 _IDS = {
     "bos_token": "bos",
@@ -53,8 +53,6 @@ class GGUFVocabulary:
 
     size: number of tokens; 0 if the file needs another checkpoint's tokenizer.
     """
-
-    __slots__ = ("_metadata", "_path", "_tokens", "_types", "size")
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._path = path

@@ -57,9 +57,8 @@ class Health:
         """Record a message."""
         self._heard_at = self._looked_at
         match message:
-            case ipc.Alive():
-                if message.progress != self._progress:
-                    self._progress, self._moved_at = message.progress, self._looked_at
+            case ipc.Alive() if message.progress != self._progress:
+                self._progress, self._moved_at = message.progress, self._looked_at
             case ipc.Loading():
                 self._moved_at = self._looked_at
             case ipc.Ready():

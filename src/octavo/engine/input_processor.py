@@ -218,9 +218,8 @@ class InputProcessor:
         return ProcessedInput(request_id, text, token_ids, params, streams)
 
     def _check_structure(self, params: SamplingParams) -> None:
-        if params.structured_outputs is None:
-            return
-        if self._tokenizer is None:
+        """Refuse structured outputs without a tokenizer."""
+        if params.structured_outputs is not None and self._tokenizer is None:
             raise RequestError(
                 "structured_outputs need a tokenizer, and this engine has none", parameter="structured_outputs"
             )

@@ -87,8 +87,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     @classmethod
     def of(cls, request_id: str, requests: Sequence[Request]) -> Add:
         """Encode the core requests of a user's request."""
-        fields = [name for name in Stream.__struct_fields__ if name != "request_id"]
-        streams = [Stream(r.request_id, *(getattr(r, name) for name in fields)) for r in requests]
+        streams = [Stream(*(getattr(each, name) for name in Stream.__struct_fields__)) for each in requests]
         first = requests[0]
         return cls(request_id, first.sequence.prompt_token_ids, first.predicted_token_ids, streams)
 
@@ -98,9 +97,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
         wanted = self.streams[0].sampling_params.structured_outputs
         for stream in self.streams:
             stream.sampling_params.structured_outputs = wanted
-            fields = {name: getattr(stream, name) for name in Stream.__struct_fields__}
-            fields["predicted_token_ids"] = self.predicted_token_ids
-            requests.append(Request(fields.pop("request_id"), self.prompt_token_ids, **fields))
+            fields = {**msgspec.structs.asdict(stream), "predicted_token_ids": self.predicted_token_ids}
+            requests.append(Request(prompt_token_ids=self.prompt_token_ids, **fields))
         return requests
 
 

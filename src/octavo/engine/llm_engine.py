@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import TYPE_CHECKING, Unpack
 
@@ -12,7 +13,6 @@ from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from typing import TypeAlias
 
     from octavo.data.capacity import EngineCapacity
     from octavo.data.metrics import EngineStats
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from octavo.engine.output_processor import OutputProcessor
     from octavo.errors import EngineDeadError
     from octavo.outputs import RequestOutput
-
-    Lose: TypeAlias = Callable[[str, OctavoError], None]
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +44,7 @@ class Engine:
         self._submitted: dict[str, ProcessedInput] = {}  # not answered yet
         self._put_by: list[RequestOutput] = []  # outputs outside of a batch, for the next `step`
         self._given_up: set[str] = set()  # of failed batches: their outputs are dropped
-        self._num_generated_ids = 0
+        self._new_ids = map(str, itertools.count())
         self._is_shut_down = False
 
     @property
@@ -64,7 +62,7 @@ class Engine:
         """Counters of the core since its start."""
         return self.client.stats
 
-    def on_lost(self, lose: Lose) -> None:
+    def on_lost(self, lose: Callable[[str, OctavoError], None]) -> None:
         """Call lose(request_id, error) for each open request of a core that dies."""
 
         def lose_all(error: EngineDeadError) -> None:
@@ -209,7 +207,7 @@ class Engine:
         results: dict[str, RequestOutput | None] = {}
         try:
             for prompt, prompt_params, priority in zip(prompts, params, priorities, strict=True):
-                request_id = self._next_request_id()
+                request_id = next(each for each in self._new_ids if each not in self.output_processor)
                 self.add_request(request_id, prompt, prompt_params, priority=priority)
                 results[request_id] = None
             self._run(results, on_output)
@@ -232,11 +230,6 @@ class Engine:
                 if output.finished:
                     results[output.request_id] = output
                     num_open -= 1
-
-    def _next_request_id(self) -> str:
-        request_id = str(self._num_generated_ids)
-        self._num_generated_ids += 1
-        return request_id if request_id not in self.output_processor else self._next_request_id()
 
     def finish_transfers(self) -> None:
         """Step until the KV of ended requests is saved, if no request is unfinished.

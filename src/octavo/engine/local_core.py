@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from octavo.data.snapshot import Snapshot
     from octavo.engine.core_client import Answer
     from octavo.engine.engine_core import EngineCore
-    from octavo.errors import OctavoError
 
 logger = logging.getLogger(__name__)
 HELD_CHECK_S = 0.005
@@ -57,7 +56,7 @@ class LocalCore:
     is_ready = True
 
     def __init__(self, core: EngineCore, *, prepare_s: float = math.inf, turn_s: float = math.inf) -> None:
-        self._core = core
+        self.core = core
         self._prepare_s, self._turn_s = prepare_s, turn_s
         self._held: list[_Held] = []
         self._undelivered: list[EngineCoreOutput] = []
@@ -66,19 +65,14 @@ class LocalCore:
         self._listener: Callable[[Snapshot], None] = lambda _snapshot: None
 
     @property
-    def core(self) -> EngineCore:
-        """See `CoreClient`."""
-        return self._core
-
-    @property
     def capacity(self) -> EngineCapacity:
         """See `CoreClient`."""
-        return self._core.capacity
+        return self.core.capacity
 
     @property
     def stats(self) -> EngineStats:
         """See `CoreClient`."""
-        return self._core.metrics.stats
+        return self.core.metrics.stats
 
     @property
     def is_holding(self) -> bool:
@@ -91,9 +85,9 @@ class LocalCore:
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
         """Add a request, or hold it until it is prepared."""
         try:
-            prepared = self._core.executor.prepare(streams[0].sampling_params, streams[0].tenant)
+            prepared = self.core.executor.prepare(streams[0].sampling_params, streams[0].tenant)
         except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
-            answer(_preparation_error(request_id, error))
+            answer(error_for(request_id, "it was prepared", error))
             return
         if prepared is None:
             self._add(streams, answer)
@@ -102,7 +96,7 @@ class LocalCore:
         prepared.add_done_callback(lambda _: self.wake())
 
     def _add(self, streams: Sequence[Request], answer: Answer) -> None:
-        scheduler, added = self._core.scheduler, list[str]()
+        scheduler, added = self.core.scheduler, list[str]()
         try:
             for stream in streams:
                 scheduler.add_request(stream)
@@ -115,8 +109,6 @@ class LocalCore:
 
     def _take_prepared(self) -> None:
         """Add prepared requests; refuse failed or late ones."""
-        if not self._held:
-            return
         held, self._held = self._held, []
         now = time.monotonic()
         for each in held:
@@ -131,7 +123,7 @@ class LocalCore:
                 each.prepared.cancel()
                 each.answer(self._lateness(each))
             except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
-                each.answer(_preparation_error(each.request_id, error))
+                each.answer(error_for(each.request_id, "it was prepared", error))
             else:
                 self._add(each.streams, each.answer)
 
@@ -149,13 +141,13 @@ class LocalCore:
             each.prepared.cancel()
             each.answer(None)
             self._undelivered += [EngineCoreOutput(s.request_id, finish_reason=_ABORTED) for s in each.streams]
-        outputs = self._core.scheduler.finish_requests(stream_ids, status)
+        outputs = self.core.scheduler.finish_requests(stream_ids, status)
         if status is RequestStatus.FINISHED_ABORTED:  # the engine decided on any other end
             self._undelivered += outputs
 
     def has_work(self) -> bool:
         """See `CoreClient`."""
-        return bool(self._undelivered) or self._core.has_work()
+        return bool(self._undelivered) or self.core.has_work()
 
     def step(self) -> list[EngineCoreOutput]:
         """Add prepared requests; return the outputs of aborts if there are any, else compute a step."""
@@ -163,19 +155,19 @@ class LocalCore:
         if self._undelivered:  # do not delay these by a step
             outputs, self._undelivered = self._undelivered, []
         else:
-            outputs = self._core.step() if self._core.has_work() else []
-        if self._feed is not None and (self._feed.is_due or not self._core.has_work()):
+            outputs = self.core.step() if self.core.has_work() else []
+        if self._feed is not None and (self._feed.is_due or not self.core.has_work()):
             self._show()
         return outputs
 
     def check_when_idle(self) -> None:
         """Check the core's invariants; blocks that violate one are not used again."""
-        for breach in self._core.scheduler.check_when_idle():
+        for breach in self.core.scheduler.check_when_idle():
             logger.error("%s; the blocks concerned are not used any more", breach)
 
     def wait(self) -> None:
         """Block until `wake`, the end of a preparation, or a short timeout; add prepared requests."""
-        if not self._core.has_work():
+        if not self.core.has_work():
             self.check_when_idle()
         self._woken.wait(HELD_CHECK_S if self._held else IDLE_CHECK_S)
         self._woken.clear()
@@ -187,7 +179,7 @@ class LocalCore:
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
         """Report events to a listener, kept ones first; None: stop."""
-        self._feed = None if listener is None else SnapshotFeed(self._core)
+        self._feed = None if listener is None else SnapshotFeed(self.core)
         self._listener = listener or self._listener
         self._show()
 
@@ -198,7 +190,7 @@ class LocalCore:
 
     def finish_transfers(self) -> None:
         """See `Engine.finish_transfers`."""
-        scheduler = self._core.scheduler
+        scheduler = self.core.scheduler
         if not scheduler.get_num_transfers():
             return
         num_left, until = -1, 0.0
@@ -210,7 +202,7 @@ class LocalCore:
                 num_left, until = num_now, now + _SAVING_S
             return now < until
 
-        self._core.finish_transfers(is_progressing)
+        self.core.finish_transfers(is_progressing)
         self._show()
         if scheduler.get_num_transfers() and not scheduler.get_num_unfinished_requests():
             logger.warning("no transfer of KV ended within %g s; later steps continue %d of them", _SAVING_S, num_left)
@@ -220,8 +212,4 @@ class LocalCore:
         held, self._held = self._held, []
         for each in held:
             each.answer(EngineDeadError("the engine was shut down"))
-        self._core.executor.shutdown()
-
-
-def _preparation_error(request_id: str, error: BaseException) -> OctavoError:
-    return error_for(request_id, "it was prepared", error)
+        self.core.executor.shutdown()

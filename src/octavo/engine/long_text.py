@@ -63,7 +63,6 @@ class LongTextEncoder:
         ids = list(self._front) if add_special_tokens else []
         for piece in self._pieces(text, 0):
             ids += piece
-            progress(len(piece))
             if most is not None and len(ids) > most:
                 return ids
         if add_special_tokens:
@@ -80,10 +79,7 @@ class LongTextEncoder:
             first = self._next_cut(text, len(text) - num_chars)
             if first is None:
                 break
-            ids: list[int] = []
-            for piece in self._pieces(text, first):
-                ids += piece
-                progress(len(piece))
+            ids = [id_ for piece in self._pieces(text, first) for id_ in piece]
             if len(ids) + len(back) >= num_tokens:
                 return [*ids, *back][-num_tokens:]
             num_chars *= 4
@@ -100,7 +96,9 @@ class LongTextEncoder:
                     f"tokenizer would split at, and no blank between two words; the limit is {MAX_UNCUT_CHARS}",
                     parameter="prompt",
                 )
-            yield self._ids(text, start, end)
+            piece = self._ids(text, start, end)
+            progress(len(piece))
+            yield piece
             start = end
 
     def _ids(self, text: str, start: int, end: int) -> list[int]:

@@ -124,8 +124,7 @@ class OutputProcessor:
         """Expect a request's outputs."""
         streams = {}
         for index, stream_id in enumerate(stream_ids):
-            streams[stream_id] = _Stream(index)
-            streams[stream_id].logprobs = None if params.logprobs is None else []
+            streams[stream_id] = _Stream(index, logprobs=None if params.logprobs is None else [])
             self._owner[stream_id] = request_id
         self._states[request_id] = _RequestState(
             request_id,

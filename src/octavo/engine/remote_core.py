@@ -187,9 +187,8 @@ class RemoteCore:
                 self._answer(message.request_id, ipc.error_of(message))
             case ipc.Report():
                 self.stats = message.stats
-            case ipc.Seen():
-                if self._listener is not None:
-                    self._listener(message.to_snapshot())
+            case ipc.Seen() if self._listener is not None:
+                self._listener(message.to_snapshot())
             case ipc.Loading():
                 self._progress(message.done, message.total)
             case ipc.Failed():

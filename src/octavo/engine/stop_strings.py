@@ -40,7 +40,8 @@ class StopStrings:
         num_nodes = len(self._characters)
         self._fallbacks = array("i", [_UNKNOWN]) * num_nodes  # by node: the longest other node that is a suffix of it
         self._stops = array("i", [0]) * num_nodes  # by node: the end of the longest string that is a suffix of it
-        self._num_held_back = array("h", [0]) * num_nodes
+        # by node: the length of the longest suffix that begins a longer stop string
+        self.num_held_back_chars = array("h", [0]) * num_nodes
         self.first_characters = frozenset({self._characters[0], *self._branches.get(0, ())})
 
     def _branch_off(self, strings: list[str]) -> None:
@@ -75,18 +76,14 @@ class StopStrings:
         self._fallbacks[child] = fallback
         self._stops[child] = child if is_end else self._stops[fallback]
         if is_end and child not in self._branches:
-            self._num_held_back[child] = self._num_held_back[fallback]
+            self.num_held_back_chars[child] = self.num_held_back_chars[fallback]
         else:
-            self._num_held_back[child] = child - self._first_nodes[bisect_right(self._first_nodes, child) - 1]
+            self.num_held_back_chars[child] = child - self._first_nodes[bisect_right(self._first_nodes, child) - 1]
 
     def stop_at(self, node: int) -> str | None:
         """Return the longest stop string that ends at a node."""
         end = self._stops[node]
         return self._string_at[end] if end else None
-
-    def num_held_back_chars(self, node: int) -> int:
-        """Length of the longest suffix that begins a longer stop string."""
-        return self._num_held_back[node]
 
 
 class StopSearch:
@@ -101,7 +98,7 @@ class StopSearch:
     @property
     def num_held_back_chars(self) -> int:
         """Number of characters that may begin a stop string."""
-        return self._stops.num_held_back_chars(self._node)
+        return self._stops.num_held_back_chars[self._node]
 
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
         """Add a piece of text; return the stop string that ends first in it, and stop reading there.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.engine.history import (
@@ -113,11 +114,8 @@ class TemplateTraits:
 
         chat: content is text, text parts, null or absent; arguments of calls are objects.
         """
-        before: list[Message] | None = None
-        for variant in self._variants(self._without_losses(chat)):
-            if variant != before:
-                yield [self._adapted(message) for message in variant]
-            before = variant
+        for variant, _ in groupby(self._variants(self._without_losses(chat))):  # equal ones only once
+            yield [self._adapted(message) for message in variant]
 
     def _variants(self, chat: list[Message]) -> Iterator[list[Message]]:
         yield chat
@@ -174,17 +172,14 @@ def _find_call_form(
 
     It shows the arguments, then prints the fewest of "None", "null" and Python dictionaries.
     """
-    best: tuple[EmptyContent, bool] = ("empty", False)
-    best_faults: tuple[bool, int] | None = None
+    faults: dict[tuple[EmptyContent, bool], tuple[bool, int]] = {}
     for as_text in forms:
         for content in contents:
             text = render([_USER, _calling(content, as_text=as_text), _message("tool", "Result")])
-            if text is None:
-                continue
-            faults = (_FIRST not in text, sum(text.count(fault) for fault in ("None", "null", "{'")))
-            if best_faults is None or faults < best_faults:
-                best, best_faults = (content, as_text), faults
-    return best
+            if text is not None:
+                num_printed = sum(text.count(fault) for fault in ("None", "null", "{'"))
+                faults[content, as_text] = (_FIRST not in text, num_printed)
+    return min(faults, key=faults.__getitem__, default=("empty", False))
 
 
 def _wants_short_ids(render: Render, content: EmptyContent, *, as_text: bool) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -28,24 +28,8 @@ class Tokenizer:
     eos_token_id: other files may name more.
     """
 
-    __slots__ = (
-        "_adds_bos",
-        "_long_text",
-        "_longest_token_chars",
-        "_pieces",
-        "_special_ids",
-        "backend",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "special_tokens",
-        "vocab_size",
-    )
-
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
         """Wrap and modify a tokenizer. config: content of tokenizer_config.json."""
-        self._longest_token_chars: int | None = None
-        self._long_text: LongTextEncoder | None = None
         config = config or {}
         backend.no_padding()  # set by some training runs
         backend.no_truncation()
@@ -105,13 +89,11 @@ class Tokenizer:
             return self._long_texts.encode_end(text, num_tokens, add_special_tokens=add_special_tokens)
         return self.encode(text, add_special_tokens=add_special_tokens)[-num_tokens:]
 
-    @property
+    @cached_property
     def _long_texts(self) -> LongTextEncoder:
         """Created at first use, because it reads the whole vocabulary."""
-        if self._long_text is None:
-            bos = self.bos_token_id if self._adds_bos else None
-            self._long_text = LongTextEncoder(self.backend, self._encode_at_once, bos)
-        return self._long_text
+        bos = self.bos_token_id if self._adds_bos else None
+        return LongTextEncoder(self.backend, self._encode_at_once, bos)
 
     def _encode_at_once(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= _SHORT_CHARS:
@@ -128,12 +110,10 @@ class Tokenizer:
             return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
         return str(self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
 
-    @property
+    @cached_property
     def longest_token_chars(self) -> int:
         """See `TextCodec`."""
-        if self._longest_token_chars is None:
-            self._longest_token_chars = max(map(len, self.backend.get_vocab()))
-        return self._longest_token_chars
+        return max(map(len, self.backend.get_vocab()))
 
     def is_special(self, token_id: int) -> bool:
         """See `TextCodec`."""

@@ -84,9 +84,8 @@ class NoTokenizer:
         """No text."""
         return NoDetokenizer()
 
-    def decode_token(self, token_id: int) -> None:  # noqa: ARG002
+    def decode_token(self, token_id: int) -> None:
         """No text."""
-        return
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str:  # noqa: ARG002
         """No text."""
@@ -113,7 +112,7 @@ class SomeSpecialTokens:
         """See `DetokenizerFactory`; also hides tokens of the prompt."""
         if not skip_special_tokens:
             return self._tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=False)
-        return _SomeHidden(self._tokenizer, prompt_token_ids, self._is_hidden)
+        return _SomeHidden(self._tokenizer, prompt_token_ids, self.is_special)
 
     def decode_token(self, token_id: int) -> str | None:
         """Return a token's text, even if it is hidden."""
@@ -121,14 +120,11 @@ class SomeSpecialTokens:
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
         """Return "" for a hidden token."""
-        is_hidden = skip_special_tokens and self._is_hidden(token_id)
+        is_hidden = skip_special_tokens and self.is_special(token_id)
         return "" if is_hidden else self._tokenizer.piece(token_id, skip_special_tokens=False)
 
     def is_special(self, token_id: int) -> bool:
         """Return True for a hidden token."""
-        return self._is_hidden(token_id)
-
-    def _is_hidden(self, token_id: int) -> bool:
         return token_id not in self._shown and self._tokenizer.is_special(token_id)
 
 

@@ -33,17 +33,15 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        tenant = self._tenant(scope)
-        if tenant is None:
-            error = AuthenticationError(
-                "a valid API key is needed: send the header 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
-            )
-            await error_response(to_http(error), scope["path"])(scope, receive, send)
-            return
-        scope.setdefault("state", {})["tenant"] = tenant
+        if scope["type"] == "http":
+            tenant = self._tenant(scope)
+            if tenant is None:
+                error = AuthenticationError(
+                    "a valid API key is needed: send the header 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
+                )
+                await error_response(to_http(error), scope["path"])(scope, receive, send)
+                return
+            scope.setdefault("state", {})["tenant"] = tenant
         await self.app(scope, receive, send)
 
     def _tenant(self, scope: Scope) -> Tenant | None:

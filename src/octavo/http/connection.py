@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 << 10
 _PROBES = frozenset(path.encode() for path in OPEN_PATHS)
 _PROBE_TIMEOUT_S = 2.0
+_TOO_MANY_CONNECTIONS = HttpError(503, "too many connections", "server_error", code="too_many_connections")
+_HEADERS_TOO_LARGE = HttpError(431, f"the request's headers exceed the limit of {MAX_HEADER_BYTES} bytes")
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -99,13 +101,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def give_way(self) -> None:
         """Refuse this connection."""
-        self._refuse(_too_many_connections())
+        self._refuse(_TOO_MANY_CONNECTIONS)
         self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers and end the answered request."""
         self._stop_waiting()
-        self._stop_watching_reader()
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
         super().connection_lost(exc)
         if self._answered is not None:  # uvicorn marks only the newest
             self._answered.disconnected = True
@@ -125,7 +129,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._wait(self._header_timeout_s)  # these are the first bytes of the headers
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
-                self._refusal = _headers_too_large()
+                self._refusal = _HEADERS_TOO_LARGE
                 self.send_400_response("")
 
     def _parse(self, data: bytes) -> None:
@@ -169,9 +173,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_waiting()
         self._is_in_body = self._came_further = True
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
-            self._refusal = _headers_too_large()
+            self._refusal = _HEADERS_TOO_LARGE
         elif self._is_for_probes and self.url.partition(b"?")[0] not in _PROBES:
-            self._refusal = _too_many_connections()
+            self._refusal = _TOO_MANY_CONNECTIONS
         if self._refusal is not None:
             raise ValueError("refused")  # makes the parser fail: `_parse` answers
         super().on_headers_complete()
@@ -281,19 +285,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _abort(self) -> None:
         reset_when_closed(self.transport.get_extra_info("socket"))
         self.transport.abort()
-
-    def _stop_watching_reader(self) -> None:
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
-            self._reader_timer = None
-
-
-def _too_many_connections() -> HttpError:
-    return HttpError(503, "too many connections", "server_error", code="too_many_connections")
-
-
-def _headers_too_large() -> HttpError:
-    return HttpError(431, f"the request's headers exceed the limit of {MAX_HEADER_BYTES} bytes")
 
 
 class PacedAnswers:

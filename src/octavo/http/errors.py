@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import re
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-logger = logging.getLogger(__name__)
 CLIENT_LEFT = 499  # nginx's number for a disconnected client
 PAGES = ("/dashboard", "/router")  # of browsers
 

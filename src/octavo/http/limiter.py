@@ -210,8 +210,8 @@ class Line:
 class _Account:
     """Rate limits; None: unlimited."""
 
-    requests: Bucket | None
-    tokens: Bucket | None
+    requests: Bucket | None = None
+    tokens: Bucket | None = None
 
 
 @dataclass(slots=True)
@@ -343,17 +343,18 @@ class RequestLimiter:
             pool.is_shared = len(tenants) > 1
         self.line.serve()
         for tenant in tenants:
-            account = self._account(tenant)
-            account.requests = self._bucket(account.requests, tenant.requests_per_minute)
-            account.tokens = self._bucket(account.tokens, tenant.tokens_per_minute)
+            self._renew(self._account(tenant), tenant)
 
     def _account(self, tenant: Tenant) -> _Account:
         account = self._accounts.get(tenant.name)
         if account is None:
-            requests, tokens = tenant.requests_per_minute, tenant.tokens_per_minute
-            account = _Account(self._bucket(None, requests), self._bucket(None, tokens))
-            self._accounts[tenant.name] = account
+            account = self._accounts[tenant.name] = _Account()
+            self._renew(account, tenant)
         return account
+
+    def _renew(self, account: _Account, tenant: Tenant) -> None:
+        account.requests = self._bucket(account.requests, tenant.requests_per_minute)
+        account.tokens = self._bucket(account.tokens, tenant.tokens_per_minute)
 
     def _bucket(self, present: Bucket | None, per_minute: float | None) -> Bucket | None:
         if per_minute is None:

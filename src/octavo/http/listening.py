@@ -165,24 +165,20 @@ def bytes_taken(sock: socket.socket | None) -> int | None:
     Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h): TLS has buffers, so the bytes that wait here show
     nothing.
     """
-    if sys.platform != "linux" or sock is None:
-        return None
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    except _GONE:
-        return None
-    return int.from_bytes(info[-8:], sys.byteorder) if len(info) == _TCP_INFO_BYTES else None
+    if sys.platform == "linux" and sock is not None:
+        with contextlib.suppress(*_GONE):
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            return int.from_bytes(info[-8:], sys.byteorder) if len(info) == _TCP_INFO_BYTES else None
+    return None
 
 
 def bytes_under_way(sock: socket.socket | None) -> int:
     """Return the sent bytes that have not arrived (SIOCOUTQ of tcp(7)); 0 if unknown."""
-    if sys.platform != "linux" or sock is None:
-        return 0
-    try:
-        queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT_BYTES))
-    except _GONE:
-        return 0
-    return int.from_bytes(queued, sys.byteorder)
+    if sys.platform == "linux" and sock is not None:
+        with contextlib.suppress(*_GONE):
+            queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT_BYTES))
+            return int.from_bytes(queued, sys.byteorder)
+    return 0
 
 
 def reset_when_closed(sock: socket.socket | None) -> None:

@@ -122,8 +122,7 @@ def _digest(key: bytes) -> bytes:
 
 def _read(path: Path) -> list[tuple[bytes, Tenant]]:
     try:
-        text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text)
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"the file of API keys {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

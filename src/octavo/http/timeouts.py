@@ -16,20 +16,16 @@ SPACING_S = 0.002  # several times the cost of one timeout and its client's next
 class Timeout:
     """A call at a later time."""
 
-    __slots__ = ("_act", "_queue", "_timer")
+    __slots__ = ("_queue", "_timer", "act")
 
     def __init__(self, timeouts: TimeoutQueue, seconds: float, act: Callable[[], object]) -> None:
-        self._queue, self._act = timeouts, act
+        self._queue, self.act = timeouts, act
         self._timer = asyncio.get_running_loop().call_later(seconds, timeouts.take_in, self)
 
     def cancel(self) -> None:
         """Prevent the call, even if it already waits for its turn."""
         self._timer.cancel()
         self._queue.leave_out(self)
-
-    def act(self) -> None:
-        """Make the call."""
-        self._act()
 
 
 class TimeoutQueue:

@@ -5,15 +5,21 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-# RFC 9110, section 7.6.1, and headers that this server sets itself.
-_NOT_PASSED_BACK = frozenset(
+_OF_CONNECTION = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"te", b"trailer"),
-        *(b"transfer-encoding", b"upgrade", b"x-request-id", b"date", b"server"),
+        *(b"transfer-encoding", b"upgrade"),
     }
 )
+_OWN = frozenset({b"x-request-id", b"date", b"server"})  # this server sets them itself
 _MAX_DIGITS = 9  # of seconds: 31 years
 _MAX_DATE_BYTES = 64
+
+
+def of_connection(headers: list[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    """Return the names of headers of one connection (RFC 9110, section 7.6.1)."""
+    named = {each.strip().lower() for name, value in headers if name == b"connection" for each in value.split(b",")}
+    return _OF_CONNECTION | named
 
 
 def headers_for_client(
@@ -24,8 +30,7 @@ def headers_for_client(
     headers: names in lower case. has_length: keep `Content-Length`. An invalid `Retry-After` is dropped.
     """
     origin = engine_url.encode()
-    named = {each.strip().lower() for name, value in headers if name == b"connection" for each in value.split(b",")}
-    dropped = _NOT_PASSED_BACK | named | (set() if has_length else {b"content-length"})
+    dropped = of_connection(headers) | _OWN | (set() if has_length else {b"content-length"})
     return [
         (name, value.removeprefix(origin) if name == b"location" else value)
         for name, value in headers

@@ -45,7 +45,7 @@ def create_app(service: RouterService, routes: Routes = ROUTES) -> Starlette:
         Route("/api/ps", partial(_models, service, "models", "name", {})),
         *page_routes(service),
     ]
-    proxy = Proxy(service, [route.path for route in own if isinstance(route, Route)], routes)
+    proxy = Proxy(service, [route.path for route in own], routes)
     app = Starlette(routes=[*own, Route("/{path:path}", proxy)])
     add_guards(app, service, routes)
     return app

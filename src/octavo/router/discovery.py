@@ -26,17 +26,6 @@ class Source(Protocol):
         ...
 
 
-class NamedEngines:
-    """The addresses of the command line."""
-
-    def __init__(self, urls: tuple[str, ...]) -> None:
-        self._urls = list(urls)
-
-    async def urls(self) -> list[str]:
-        """Return the addresses."""
-        return self._urls
-
-
 class EnginesFile:
     """A file with an address on each line, read again after a change.
 
@@ -98,8 +87,8 @@ class EnginesOfName:
 
 
 def make_sources(config: RouterConfig) -> list[Source]:
-    """Make configured sources."""
-    sources: list[Source] = [NamedEngines(config.engines)]
+    """Make configured sources besides `config.engines`."""
+    sources: list[Source] = []
     if config.engines_file is not None:
         sources.append(EnginesFile(config.engines_file))
     if config.engines_dns is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import socket
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,46 +22,28 @@ _STOP_S = 15.0
 _FROZEN_TIMES = 8  # unanswered checks in a row: half a minute by default
 
 
-class Launcher(Protocol):
-    """Runs engines during its `with` block."""
+class Launcher:
+    """Runs engines during its `with` block. This one runs none: they are started elsewhere."""
 
     @property
     def has_failed(self) -> bool:
         """True if no engine will ever run."""
-        ...
+        return False
 
     def reload(self) -> None:
         """Reload API keys."""
-        ...
 
     def silent(self, url: str, num_times: int) -> None:
         """Report an engine that accepts connections but does not answer."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class NoLauncher:
-    """Engines are started elsewhere."""
-
-    has_failed = False
-
-    def reload(self) -> None:
-        """Do nothing."""
-
-    def silent(self, url: str, num_times: int) -> None:
-        """Do nothing."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Do nothing."""
+        """Stop the engines."""
 
 
-class LocalReplicas:
+class LocalReplicas(Launcher):
     """Child processes, restarted if they die or freeze. They end when this process ends, in any way.
 
     commands: by address. A replica's standard input closes when this process ends.
@@ -176,11 +159,8 @@ class _Replica:
 
 def free_ports(count: int) -> list[int]:
     """Return free ports of the loopback address."""
-    socks = [socket.socket() for _ in range(count)]
-    try:
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in socks:
             sock.bind(("127.0.0.1", 0))
         return [sock.getsockname()[1] for sock in socks]
-    finally:
-        for sock in socks:
-            sock.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from octavo.data.kv_transfer_params import KVTransferParams
@@ -33,33 +33,9 @@ _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a failed prefill: without `Retry
 _FULL, _SERVERS = 429, 500  # from the second on, the engine's fault
 
 
-class Pairing(Protocol):
-    """Prepares a request."""
-
-    async def scope(self) -> Scope:
-        """Return the request when it may be sent. Another engine's failure is not raised."""
-        ...
-
-    def close(self, usage: Usage | None) -> None:
-        """Cancel the other half. usage: None if the answer is incomplete."""
-        ...
-
-
-class Alone:
-    """A request of one engine."""
-
-    def __init__(self, scope: Scope) -> None:
-        self._scope = scope
-
-    async def scope(self) -> Scope:
-        """Return it unchanged."""
-        return self._scope
-
-    def close(self, usage: Usage | None) -> None:
-        """Do nothing."""
-
-
-def pair(service: RouterService, flight: Flight, engine: Engine, scope: Scope, body: bytes, known: float) -> Pairing:
+def pair(
+    service: RouterService, flight: Flight, engine: Engine, scope: Scope, body: bytes, known: float
+) -> Pair | None:
     """Let another engine compute the prompt if it is worth it.
 
     known: the share of the prompt that is expected in the cache of `engine`.
@@ -74,7 +50,7 @@ def pair(service: RouterService, flight: Flight, engine: Engine, scope: Scope, b
         or num_new < service.config.min_prefill_tokens
         or (prefill := service.pool.choose_prefill(asked, engine, asyncio.get_running_loop().time())) is None
     ):
-        return Alone(scope)
+        return None
     return Pair(service, flight, scope, body, prefill, engine, known)
 
 
@@ -115,7 +91,7 @@ class Pair:
         self._task.add_done_callback(share.__exit__)
 
     async def scope(self) -> Scope:
-        """Return the request for `decode`; unchanged if the prefill failed."""
+        """Return the request for `decode` when it may be sent; unchanged if the prefill failed."""
         if self._params.source is None and not await self._is_computed():
             return self._scope
         self._decode.num_paired += 1
@@ -123,7 +99,7 @@ class Pair:
         return _with_headers(self._scope, kv_transfer_headers(self._params))
 
     def close(self, usage: Usage | None) -> None:
-        """Cancel the prefill, and record whether its KV came.
+        """Cancel the prefill, and record whether its KV came. usage: None if the answer is incomplete.
 
         A failed prefill is recorded already. With fewer than `min_prefill_tokens` new tokens, the decode engine may
         have had them in its cache.

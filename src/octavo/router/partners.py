@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,12 +67,12 @@ class Partners:
     `_VAIN_IN_A_ROW` requests without KV, and for twice as long after each further one.
     """
 
-    _pairs: dict[tuple[Engine, Engine], _Pair] = field(default_factory=dict)
+    _pairs: defaultdict[tuple[Engine, Engine], _Pair] = field(default_factory=lambda: defaultdict(_Pair))
     _unknown: dict[Engine, list[_Unknown]] = field(default_factory=dict)  # by decode engine
 
     def may_pair(self, prefill: Engine, decode: Engine, now: float) -> bool:
         """Return True if `prefill` may compute a prompt for `decode`."""
-        pair = self._pair(prefill, decode)
+        pair = self._pairs[prefill, decode]
         differences = _differences(prefill.kv_format, decode.kv_format)
         if differences and differences != pair.differences:
             logger.warning(
@@ -125,11 +126,8 @@ class Partners:
         for decode, unknown in self._unknown.items():
             self._unknown[decode] = [each for each in unknown if each.prefill is not engine]
 
-    def _pair(self, prefill: Engine, decode: Engine) -> _Pair:
-        return self._pairs.setdefault((prefill, decode), _Pair())
-
     def _note(self, prefill: Engine, decode: Engine, now: float, *, came: bool) -> None:
-        pair = self._pair(prefill, decode)
+        pair = self._pairs[prefill, decode]
         if came:
             if pair.pause_s:
                 logger.info("%s computes prompts for %s again: KV arrives", prefill.url, decode.url)

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _OK, _FULL, _NOT_SERVING = 200, 429, 503  # an engine also answers 503 to requests that were open when it restarted
 _REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may take the request
-_NO_USAGE = Usage(None, None, 0)
 _MAX_FAILURES = 2  # so a request is retried once
 _END_BYTES = 2 * COUNTS_BYTES  # of a large answer, for the token counts
 _UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; the idle limit applies to it
@@ -169,14 +168,14 @@ class _Exchange:
         Raises `EngineLostError` if the engine fails before the client has received anything.
         """
         pool, asked = self._service.pool, self._flight.asked
-        usage = _NO_USAGE
+        usage = Usage()
         with Share(self._flight, engine) as share:
             known = pool.sent(asked, engine)
             pairing = pair(self._service, self._flight, engine, self._scope, self._body, known)
             try:
                 async with self._flight.guarded():
-                    scope = await pairing.scope()
-                    answer = await self._service.upstream.ask(engine, scope, self._body, _request_id())
+                    scope = self._scope if pairing is None else await pairing.scope()
+                    answer = await self._service.upstream.ask(engine, scope, self._body, logs.request_id.get() or "")
                 async with answer:
                     if answer.status in _REFUSED:
                         async with self._flight.guarded():
@@ -198,7 +197,8 @@ class _Exchange:
             finally:
                 pool.told(asked, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
                 self._service.charge(self._flight, usage.num_tokens)
-                pairing.close(usage if self._is_complete else None)
+                if pairing is not None:
+                    pairing.close(usage if self._is_complete else None)
         return None
 
     async def _relay_json(self, answer: Answer) -> Usage:
@@ -302,7 +302,3 @@ def _is_json(text: bytes) -> bool:
     except msgspec.DecodeError:
         return False
     return True
-
-
-def _request_id() -> str:
-    return logs.request_id.get() or ""

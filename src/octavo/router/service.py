@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from octavo.http.errors import NoEngineError
 from octavo.http.service import HttpService, key_removed
 from octavo.router.engines import EnginePool
-from octavo.router.launcher import Launcher, NoLauncher
+from octavo.router.launcher import Launcher
 from octavo.router.metrics import RouterCollector
 from octavo.router.policies import create_policy
 from octavo.router.upstream import Upstream
@@ -41,7 +41,7 @@ class RouterService(HttpService):
     def __init__(self, config: RouterConfig, launcher: Launcher | None = None) -> None:
         self.pool = EnginePool(create_policy(config))
         super().__init__(config, RouterCollector(self.pool), num_bodies=_BODIES)
-        self._launcher = launcher or NoLauncher()
+        self._launcher = launcher or Launcher()
         self._flights: set[Flight] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()

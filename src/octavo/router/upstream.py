@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from octavo.router.answer import AnswerLimits, NoAnswerError
+from octavo.router.answer_headers import of_connection
 from octavo.router.connection import EngineConnection
 
 if TYPE_CHECKING:
@@ -23,13 +24,9 @@ FAILURES = (OSError,)  # `TimeoutError` included
 _MAX_OWN_BYTES = 16 << 20  # of an answer to the router itself
 _OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _IDLE_S = 30.0  # octavo's servers keep connections longer
-# Of one connection (RFC 9110, section 7.6.1), or checked or set by the router.
+# Checked or set by the router.
 _NOT_PASSED = frozenset(
-    {
-        *(b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization"),
-        *(b"te", b"trailer", b"transfer-encoding", b"upgrade", b"host", b"origin", b"content-length", b"expect"),
-        *(b"x-request-id", b"x-forwarded-for"),
-    }
+    (b"proxy-authorization", b"host", b"origin", b"content-length", b"expect", b"x-request-id", b"x-forwarded-for")
 )
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _MAY_BE_REPEATED = frozenset({"GET", "HEAD"})
@@ -155,10 +152,8 @@ class Upstream:
 
 
 def _headers(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
-    named = {
-        each.strip().lower() for name, value in scope["headers"] if name == b"connection" for each in value.split(b",")
-    }
-    headers = [(name, value) for name, value in scope["headers"] if name not in _NOT_PASSED and name not in named]
+    dropped = of_connection(scope["headers"]) | _NOT_PASSED
+    headers = [(name, value) for name, value in scope["headers"] if name not in dropped]
     headers.append((b"x-request-id", request_id.encode()))
     if client := scope.get("client"):
         headers.append((b"x-forwarded-for", client[0].encode("latin-1")))

@@ -23,9 +23,9 @@ COUNTS_BYTES = 2048  # the token counts fit into them
 class Usage(NamedTuple):
     """num_tokens: of prompt and answer. None: not reported."""
 
-    num_prompt_tokens: int | None
-    num_cached_tokens: int | None
-    num_tokens: int
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_tokens: int = 0
 
 
 def read_usage(first: bytes, last: bytes) -> Usage:
@@ -36,7 +36,7 @@ def read_usage(first: bytes, last: bytes) -> Usage:
     counts = first[:COUNTS_BYTES] + _told_last(last)
     prompt, cached, read = _last(_PROMPT, counts), _last(_CACHED, counts), _last(_READ, counts)
     if prompt is None:
-        return Usage(None, None, 0)
+        return Usage()
     if cached is None:  # Anthropic's prompt count excludes them
         cached = read
         prompt += read or 0

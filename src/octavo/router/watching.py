@@ -85,11 +85,11 @@ class EngineWatch:
     async def _discover(self) -> None:
         while True:
             try:
-                urls = [url for source in self._sources for url in await source.urls()]
+                found = [url for source in self._sources for url in await source.urls()]
             except Exception:  # one failure must not end the task
                 logger.exception("the engines could not be discovered")
             else:
-                self._change(urls)
+                self._change([*self._config.engines, *found])
             await asyncio.sleep(self._config.health_interval_s)
 
     def _change(self, urls: list[str]) -> None:

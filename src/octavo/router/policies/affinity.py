@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from octavo.router.policies.interface import Memoryless
+from octavo.router.policies.interface import Policy
 from octavo.router.policies.least_loaded import least_loaded
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.router.engines import Engine
 
 
-class SessionAffinity(Memoryless):
+class SessionAffinity(Policy):
     """Keeps a session at one engine; other requests go to the least loaded one.
 
     Rendezvous hashing (Thaler and Ravishankar 1998): a removed engine moves only its own sessions.

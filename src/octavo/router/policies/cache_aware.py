@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from octavo.router.policies.interface import Policy
 from octavo.router.policies.least_loaded import least_loaded
 from octavo.router.policies.prefix_tree import PrefixTree
 
@@ -21,7 +22,7 @@ _MISSED_TOKENS = 64  # fewer may be missing due to rounding and the chat templat
 _REMEMBERED = 64  # times balance_tokens: above it, all work is halved
 
 
-class CacheAware:
+class CacheAware(Policy):
     """Predicts caches from the prompts that each engine got, corrected by the hits that it reports.
 
     A prompt goes to the engine with its longest prefix. If there is none, or other prompts share it, the prompt is new
@@ -58,9 +59,7 @@ class CacheAware:
 
     def _work_of(self, engine: Engine) -> float:
         """A new engine starts with the smallest amount, so as not to get all prompts."""
-        if engine not in self._work:
-            self._work[engine] = min(self._work.values(), default=0.0)
-        return self._work[engine]
+        return self._work.setdefault(engine, min(self._work.values(), default=0.0))
 
     def sent(self, asked: Asked, engine: Engine) -> float:
         """See `Policy.sent`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.router.policies.interface import Memoryless
+from octavo.router.policies.interface import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.router.engines import Engine
 
 
-class LeastLoaded(Memoryless):
+class LeastLoaded(Policy):
     """Chooses the engine with the fewest open, then the fewest sent tokens."""
 
     def choose(self, _asked: Asked, engines: Sequence[Engine]) -> Engine:

@@ -60,9 +60,6 @@ class PrefixTree:
         self._open: dict[int, set[int]] = {}  # of open requests
         self._now = 0
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
     def find(self, asked: Asked, engines: Sequence[Engine]) -> Found:
         """Return each engine's prefix."""
         num_bytes, left, is_branch = dict.fromkeys(engines, 0), list(engines), False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.router.policies.interface import Memoryless
+from octavo.router.policies.interface import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.router.engines import Engine
 
 
-class RoundRobin(Memoryless):
+class RoundRobin(Policy):
     """Chooses engines in turn; removing one changes no other's turn."""
 
     def __init__(self) -> None:
