@@ -99,9 +99,9 @@ function takeFrame(frame) {
 
 at("theme").addEventListener("click", toggleTheme);
 follow("dashboard/events", {
-  hello(told) {
-    at("model").textContent = `${told.model} · ${count(told.max_model_len)} tokens of context · octavo ${told.version}`;
-    setModel(told.model, told.has_chat);
+  hello(data) {
+    at("model").textContent = `${data.model} · ${count(data.max_model_len)} tokens of context · octavo ${data.version}`;
+    setModel(data.model, data.has_chat);
   },
   frame: takeFrame,
   state(state, text) {

@@ -130,29 +130,29 @@ export async function explain(id) {
   ending.textContent = "asking…";
   for (const each of [phases, sums, reasons]) each.replaceChildren();
   if (!dialog.open) dialog.showModal();
-  let told;
+  let data;
   try {
     const response = await fetch(`dashboard/requests/${encodeURIComponent(id)}`);
-    told = await response.json();
-    if (!response.ok) throw new Error(told.error.message);
+    data = await response.json();
+    if (!response.ok) throw new Error(data.error.message);
   } catch (error) {
     ending.textContent = error.message;
     return;
   }
-  ending.textContent = `${duration(told.seconds)} in all; ${told.ending}`;
-  for (const { phase, start, end } of told.phases) {
+  ending.textContent = `${duration(data.seconds)} in all; ${data.ending}`;
+  for (const { phase, start, end } of data.phases) {
     const part = element("div");
     part.style.flexGrow = 1e6 * (end - start); // with a sum below 1 the parts would not fill the row
     part.style.background = PHASE_COLORS[phase];
     part.title = `${phase}: ${duration(end - start)}`;
     phases.append(part);
   }
-  for (const { phase, seconds } of told.sums) {
-    const share = told.seconds ? `${Math.round((100 * seconds) / told.seconds)} %` : "";
+  for (const { phase, seconds } of data.sums) {
+    const share = data.seconds ? `${Math.round((100 * seconds) / data.seconds)} %` : "";
     const name = element("dt", phase);
     name.style.borderLeft = `4px solid ${PHASE_COLORS[phase]}`;
     name.style.paddingLeft = "8px";
     sums.append(name, element("dd", duration(seconds)), element("dd", share));
   }
-  reasons.append(...told.reasons.map((reason) => element("li", reason)));
+  reasons.append(...data.reasons.map((reason) => element("li", reason)));
 }
