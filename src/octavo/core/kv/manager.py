@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from octavo.core.event_emitter import emit_nothing
 from octavo.core.kv.block_chains import BlockChains
-from octavo.core.kv.block_hash import hash_block_tokens
 from octavo.core.kv.block_pool import Block, BlockLink, BlockPool
 from octavo.core.kv.cache_history import MOST_REMEMBERED, CacheHistory
 from octavo.core.kv.groups import BoundedGroup, FullAttentionGroup, num_covered
@@ -23,7 +22,6 @@ from octavo.data.scheduler_output import BlockCopies
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from octavo.core.kv.block_hash import BlockHash
     from octavo.core.kv.groups import Claim, KVGroup
     from octavo.data.kv_groups import KVGroupSpec
     from octavo.data.request import Request
@@ -48,7 +46,7 @@ class KVCacheManager:
     num_blocks: number of blocks of the first group. bounded_groups: the other groups.
     max_step_tokens: the largest number of tokens of one request that a step computes.
     num_host_blocks: number of host blocks, for preempted requests and for cached blocks that the device evicts.
-    extra_keys, hash_function: see `BlockChains`. cache_decoded_blocks: see `PrefixCache`.
+    extra_keys: see `BlockChains`. cache_decoded_blocks: see `PrefixCache`.
     emit: `octavo.core.event_emitter.EventEmitter.emit`, for events about blocks.
     """
 
@@ -64,7 +62,6 @@ class KVCacheManager:
         max_step_tokens: int = 1,
         extra_keys: tuple[str, ...] = (),
         emit: Callable[..., None] = emit_nothing,
-        hash_function: Callable[..., BlockHash] = hash_block_tokens,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, self._evicted, self._forgotten)
@@ -85,7 +82,7 @@ class KVCacheManager:
             self.pool,
             self.host,
             self.bounded,
-            BlockChains(block_size, extra_keys, hash_function),
+            BlockChains(block_size, extra_keys),
             CacheHistory(min(max(4 * num_blocks, 1024), MOST_REMEMBERED)),
             block_size,
             is_enabled=enable_prefix_caching,
@@ -201,7 +198,9 @@ class KVCacheManager:
         if is_any_found:
             self._adopt(request, computed, source_ids)
         if not num_held:
-            self._lend_saved(request)
+            saved = self._saved.pop(request.request_id, None)
+            if saved is not None:
+                self.host.lend(saved.host_blocks)  # it is swapped in, or no longer needed
             self.prefix_cache.announce(request, len(computed.blocks))
         return sequence.block_table[num_held:]
 
@@ -258,12 +257,6 @@ class KVCacheManager:
     def num_swapped_in(self, request: Request, computed: ComputedBlocks) -> list[int]:
         """Return how many blocks of each group are swapped in for a request that was just allocated blocks."""
         return [len(self._read_in_host(request.sequence, computed, group)) for group in self.groups]
-
-    def _lend_saved(self, request: Request) -> None:
-        """Lend the saved KV of a request that has blocks again: it is swapped in, or no longer needed."""
-        saved = self._saved.pop(request.request_id, None)
-        if saved is not None:
-            self.host.lend(saved.host_blocks)
 
     def take_copies(self) -> BlockCopies:
         """Return the copies that the next step begins with, and clear them."""
