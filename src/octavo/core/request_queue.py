@@ -38,8 +38,6 @@ class RequestQueue(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __bool__(self) -> bool: ...
-
     def __iter__(self) -> Iterator[Request]: ...
 
 
@@ -87,9 +85,6 @@ class FCFSRequestQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __bool__(self) -> bool:
-        return bool(self._requests)
-
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
 
@@ -136,9 +131,6 @@ class PriorityRequestQueue:
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    def __bool__(self) -> bool:
-        return bool(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(sorted(self._requests.values(), key=lambda request: (self._rank(request), request.arrival_index)))
