@@ -95,12 +95,10 @@ def create_policy(config: SchedulerConfig) -> Policy:
         SchedulingPolicy.DEADLINE: lambda r: rank_by_deadline(r, config.ageing_s),
         SchedulingPolicy.FAIR: lambda r: (counters.served(r.tenant), *rank_by_priority(r, config.ageing_s)),
     }
-    rank = ranks[config.policy]
-    if config.policy is SchedulingPolicy.FAIR:
-        queue = create_request_queue(config.policy, ranks[SchedulingPolicy.PRIORITY], counters)
-    else:
-        queue = create_request_queue(config.policy, rank)
-    return Policy(queue, rank, counters, ranks_are_fixed=config.policy is not SchedulingPolicy.FAIR)
+    is_fair = config.policy is SchedulingPolicy.FAIR
+    rank_in_queue = ranks[SchedulingPolicy.PRIORITY if is_fair else config.policy]
+    queue = create_request_queue(config.policy, rank_in_queue, counters)
+    return Policy(queue, ranks[config.policy], counters, ranks_are_fixed=not is_fair)
 
 
 def create_request_queue(
@@ -223,9 +221,8 @@ class MixedBatching:
         decoded: list[int] = []
         if self._limit:
             decoded = [request.num_tokens - request.num_computed_tokens for request in running if is_decode(request)]
-            if (
-                decoded
-            ):  # at least one token for each running prompt: otherwise prompts would take the tokens of later decodes
+            # At least one token for each running prompt: otherwise prompts would take the tokens of later decodes.
+            if decoded:
                 num_prompts = len(running) - len(decoded)
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)

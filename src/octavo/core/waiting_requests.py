@@ -106,9 +106,8 @@ class WaitingRequests:
         Returns each of them, with True if it waited in vain.
         """
         returned = []
-        for deferred in reversed(
-            list(self._deferred.values())
-        ):  # the last one first, because each is inserted before the later ones
+        # The last one first, because each is inserted before the later ones.
+        for deferred in reversed(list(self._deferred.values())):
             is_coming = deferred.is_pending()
             if is_coming and step < deferred.until_step:
                 continue
