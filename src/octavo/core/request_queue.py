@@ -41,17 +41,6 @@ class RequestQueue(Protocol):
     def __iter__(self) -> Iterator[Request]: ...
 
 
-def insert_at_front(requests: OrderedDict[str, Request], request: Request) -> None:
-    """Put a request back at the front of its queue (mutates `requests`).
-
-    Requests at the front that arrived earlier, which were put back as well, stay before it.
-    """
-    ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, requests.values()))
-    requests[request.request_id] = request
-    for each in (request, *reversed(ahead)):
-        requests.move_to_end(each.request_id, last=False)
-
-
 class FCFSRequestQueue:
     """First come, first served. Every operation is O(1)."""
 
@@ -64,7 +53,10 @@ class FCFSRequestQueue:
 
     def prepend_request(self, request: Request) -> None:
         """Put a request back at the front. Only requests at the front that arrived earlier stay before it."""
-        insert_at_front(self._requests, request)
+        ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, self._requests.values()))
+        self._requests[request.request_id] = request
+        for each in (request, *reversed(ahead)):
+            self._requests.move_to_end(each.request_id, last=False)
 
     def peek_request(self) -> Request:
         """Return the first request without taking it."""
