@@ -1,9 +1,4 @@
-"""Decides whether the next waiting request may start.
-
-Optimistic: it starts if its known tokens fit. Reservation: it starts if all memory that it may ever need can be
-reserved. Then no request is preempted for lack of memory, except for blocks that saves hold (`ReservationAdmission`).
-The second is the rule of Hugging Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`).
-"""
+"""Decides whether the next waiting request may start."""
 
 from __future__ import annotations
 
@@ -23,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class Admission(Protocol):
-    """A rule of admission. The caller notifies it of each request that starts, ends or is preempted."""
+    """A rule of admission."""
 
     def check_fits(self, request: Request) -> None:
         """Raise `PromptTooLongError` if a request could never start."""
         ...
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Begin a step. A reason means that no request is admitted in it."""
+        """Begin a step. Returns why it admits no request."""
         ...
 
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
-        """Return why a request cannot start now, or None."""
+        """Return why a request cannot start now."""
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return for how many tokens a request gets blocks when it starts; 0: only for those of its first step."""
+        """Return for how many tokens to allocate blocks; 0: only for the first step."""
         ...
 
     def admitted(self, request: Request) -> None:
@@ -51,11 +46,10 @@ class Admission(Protocol):
 
 
 class OptimisticAdmission:
-    """Starts a request if it fits now. If memory runs out later, a request is preempted.
+    """Starts a request if its known tokens fit. If memory runs out later, a request is preempted.
 
-    It keeps one block free for each running request; otherwise the new request would soon be preempted. A request that
-    was preempted `max_num_preemptions` times starts only with all memory that it may ever need, and is never preempted
-    again.
+    One block stays free for each running request; otherwise the new one would soon be preempted. After
+    `max_num_preemptions` a request starts only with all memory that it may need, and is never preempted again.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
@@ -63,7 +57,7 @@ class OptimisticAdmission:
         self._max_preemptions = config.max_num_preemptions
 
     def check_fits(self, request: Request) -> None:
-        """Raise `PromptTooLongError` unless the prompt fits an empty cache, with one more token if it is not pooled."""
+        """See `Admission`."""
         num_prompt, capacity = request.num_prompt_tokens, self._manager.capacity_tokens
         least = request.sampling_params.least_output_tokens
         if num_prompt + least > capacity:
@@ -75,38 +69,36 @@ class OptimisticAdmission:
             )
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Return None: requests are admitted in every step."""
+        """See `Admission`."""
         del num_running, num_waiting
         return None
 
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
-        """Return NO_BLOCKS unless all known tokens fit."""
+        """See `Admission`."""
         num_tokens = max(request.num_tokens, self.num_reserved_tokens(request))
         fits = self._manager.can_hold(num_tokens, computed, num_running)
         return None if fits else WaitReason.NO_BLOCKS
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return all tokens that a request may ever need if it was preempted often enough, else 0.
-
-        The last token needs no slot.
-        """
+        """Return all tokens of a request that was preempted too often, else 0. The last token needs no slot."""
         if request.num_preemptions < self._max_preemptions:
             return 0
         return max(request.max_total_tokens - 1, request.num_tokens)
 
     def admitted(self, request: Request) -> None:
-        """Do nothing: no memory is reserved."""
+        """See `Admission`."""
 
     def left(self, request: Request) -> None:
-        """Do nothing: no memory was reserved."""
+        """See `Admission`."""
 
 
 class ReservationAdmission:
-    """Reserves prompt + max_tokens of each running request under a limit; no request is preempted for lack of memory.
+    """Reserves prompt + max_tokens of each running request; none is preempted for lack of memory.
 
-    most_saved_blocks: number of blocks of each bounded group that saves to a store may pin in addition to those of
-    requests. Two kinds of pinned blocks are not counted and may cause a preemption: blocks of requests that ended, and
-    blocks that are handed over to another engine.
+    The rule of Hugging Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`).
+
+    most_saved_blocks: blocks of each bounded group that saves may pin in addition. Pinned blocks of ended requests, and
+    blocks that are handed over, may still cause a preemption.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:
@@ -120,12 +112,12 @@ class ReservationAdmission:
 
     @property
     def max_total_tokens(self) -> int:
-        """The limit on the sum of prompt + max_tokens over all running requests, in tokens."""
+        """Limit on the sum of reservations."""
         limit = self._config.max_batch_total_tokens
         return self._manager.capacity_tokens if limit is None else limit
 
     def check_fits(self, request: Request) -> None:
-        """Raise `PromptTooLongError` unless prompt + max_tokens fit the limit and an empty cache."""
+        """See `Admission`."""
         limit = min(self.max_total_tokens, self._manager.capacity_tokens)
         if request.max_total_tokens > limit:
             raise PromptTooLongError(
@@ -135,7 +127,7 @@ class ReservationAdmission:
             )
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Return GATHERING while few requests wait, for at most `max_waiting_tokens` steps, else None.
+        """Return GATHERING while few requests wait, for at most `max_waiting_tokens` steps.
 
         Admitting requests together delays the running ones less often.
         """
@@ -146,7 +138,7 @@ class ReservationAdmission:
         return None
 
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
-        """Return NO_RESERVATION unless the request's reservation fits the limit and all KV groups."""
+        """See `Admission`."""
         del computed, num_running
         if self.num_reserved_total + request.max_total_tokens > self.max_total_tokens:
             return WaitReason.NO_RESERVATION
@@ -157,31 +149,30 @@ class ReservationAdmission:
         return None
 
     def _share(self, request: Request) -> tuple[int, list[int]]:
-        """Return the tokens, and the blocks of each group, to reserve for a request."""
         num_blocks = self._manager.num_blocks_for(request.max_total_tokens)
         return request.max_total_tokens, [group.num_reserved(num_blocks) for group in self._manager.groups]
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return 0: a reservation only counts blocks. They are allocated step by step."""
+        """Return 0: blocks are only counted."""
         del request
         return 0
 
     def admitted(self, request: Request) -> None:
-        """Reserve the request's share."""
+        """See `Admission`."""
         num_tokens, shares = self._reserved[request.request_id] = self._share(request)
         self.num_reserved_total += num_tokens
         self._num_blocks = list(map(operator.add, self._num_blocks, shares))
         self._steps_since_admission = 0
 
     def left(self, request: Request) -> None:
-        """Release the whole reservation, used or not."""
+        """See `Admission`."""
         num_tokens, shares = self._reserved.pop(request.request_id, (0, [0] * len(self._num_blocks)))
         self.num_reserved_total -= num_tokens
         self._num_blocks = list(map(operator.sub, self._num_blocks, shares))
 
 
 def create_admission(config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> Admission:
-    """Create the rule that `config.admission` names. most_saved_blocks: as of `ReservationAdmission`."""
+    """Create the rule that `config.admission` names."""
     if config.admission is AdmissionRule.RESERVATION:
         return ReservationAdmission(config, kv_cache_manager, most_saved_blocks)
     return OptimisticAdmission(config, kv_cache_manager)

@@ -1,7 +1,4 @@
-"""Admits waiting requests: with a prefix hit, with a load from a store, or deferred until KV is available.
-
-`admission` decides whether a request may start, the queue in which order requests wait.
-"""
+"""Admits waiting requests."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ if TYPE_CHECKING:
 
 
 class Admitter:
-    """Admits requests from the queue into a step.
-
-    num_busy_steps: number of steps so far that had tokens to compute. The scheduler counts them.
-    """
+    """Admits requests from the queue. num_busy_steps: steps with tokens to compute; the scheduler counts them."""
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
         self.num_busy_steps = 0
@@ -34,17 +28,17 @@ class Admitter:
         self._blocked: tuple[str, WaitReason] | None = None
 
     def resume_deferred(self) -> None:
-        """Put deferred requests back into the queue if the KV that they wait for is available, or takes too long."""
+        """Requeue deferred requests that waited long enough."""
         for request, timed_out in self._room.resume_deferred(self.num_busy_steps):
             self._emitter.emit(events.RequestUnparked, request.request_id, timed_out)
 
     def has_seat(self) -> bool:
-        """Return whether one more request may run. Loading and deferred requests count as running."""
+        """Return whether one more request may run. Loading and deferred ones count."""
         num_seated = len(self._state.running) + len(self._state.transfers) + self._room.num_deferred
         return num_seated < self._state.config.max_num_seqs
 
     def admit(self, plan: StepPlan, before: Request | None) -> None:
-        """Admit requests from the head of the queue until one does not fit. No request overtakes that one.
+        """Admit requests until one does not fit; no request overtakes it.
 
         before: only requests that are more important than this running one are admitted.
         """
@@ -66,7 +60,7 @@ class Admitter:
             self._note_blocked(self._room.queue.peek_request(), reason)
 
     def _admit_next(self, plan: StepPlan) -> WaitReason | None:
-        """Admit or defer the head of the queue. Returns the reason if neither is possible, else None."""
+        """Admit or defer the head of the queue, or return why not."""
         request = self._room.queue.peek_request()
         computed = self._state.transfers.hand_over_hit(request, self._state.manager.get_computed_blocks(request))
         awaited = self._state.manager.prefix_cache.awaited_block(request, computed)
@@ -86,7 +80,6 @@ class Admitter:
         return self._start_computing(request, computed, plan)
 
     def _start_computing(self, request: Request, computed: ComputedBlocks, plan: StepPlan) -> WaitReason | None:
-        """Give the head of the queue blocks and its first tokens. Returns the reason if that is impossible."""
         cost, budget, config = self._state.prompt_cost, plan.budget, self._state.config
         num_remaining, threshold = request.num_tokens - computed.num_tokens, config.long_prefill_token_threshold
         room, of_prompt = cost.num_tokens_within(budget, computed.num_tokens), is_prefill(request, computed.num_tokens)
@@ -112,20 +105,13 @@ class Admitter:
         return None
 
     def _park(self, is_pending: Callable[[], bool], owner: str | None) -> None:
-        """Defer the head of the queue while `is_pending()` is True. It does not block the requests after it.
-
-        owner: id of the request that computes the awaited block; None for a lookup in a store.
-        """
+        """Defer the head of the queue. owner: None for a lookup."""
         request = self._room.defer(is_pending, self.num_busy_steps)
         self._emitter.emit(events.RequestParked, request.request_id, owner)
 
     def _start_load(
         self, request: Request, computed: ComputedBlocks, num_external: int, plan: StepPlan
     ) -> WaitReason | None:
-        """Give the head of the queue blocks, and start a load of its KV from a store.
-
-        Returns the reason if that is impossible, else None.
-        """
         num_reserved = self._state.admission.num_reserved_tokens(request)
         block_ids = self._state.manager.allocate_slots(
             request, num_external, computed, num_reserved_tokens=num_reserved, is_loaded=True
@@ -138,7 +124,7 @@ class Admitter:
         return None
 
     def _may_wait_for(self, owner_id: str, request: Request) -> bool:
-        """Return whether a request may wait for a block of request `owner_id`: not if that is less important."""
+        """Return False if the block's owner is known to be less important."""
         rank = self._state.policy.rank
         return not self._state.policy.ranks_are_fixed or rank(self._state.requests[owner_id]) < rank(request)
 

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 class CoreState:
     """The requests that have not ended, and the objects that decide about them.
 
-    The scheduler makes one, and every part of the core keeps it. docs/architecture.md names the writer of each state.
-
-    requests: by id, in the order of arrival. running: in the order in which they are served.
+    docs/architecture.md names the writer of each state. requests: by arrival. running: in the order of service.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Events of the core, stamped with the step and the time of the call that causes them."""
+"""Stamps the core's events with step and time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 def emit_nothing(_kind: Callable[..., Event], *_args: object) -> None:
-    """Do nothing. Replaces `EventEmitter.emit` if no events are wanted."""
+    """Do nothing."""
 
 
 class EventEmitter:
-    """Makes events and passes them to a sink. The scheduler sets `step` and `now` when it is called."""
+    """Passes events to a sink, with the scheduler's `step` and `now`."""
 
     def __init__(self, sink: EventSink) -> None:
         self.step = 0
@@ -23,5 +23,5 @@ class EventEmitter:
         self._sink = sink
 
     def emit(self, kind: Callable[..., Event], *args: object) -> None:
-        """Emit an event of a kind. args: its fields after step and time."""
+        """Emit an event. args: its fields after step and time."""
         self._sink.emit(kind(self.step, self.now, *args))

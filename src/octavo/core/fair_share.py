@@ -1,8 +1,7 @@
 """Fair share between tenants: virtual token counters.
 
-After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. Each tenant has a counter of
-the service that it received. The waiting tenant with the smallest counter is served next. The counter of a tenant that
-starts to wait is raised to the smallest counter of the waiting tenants, so that idle time earns no credit.
+After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. When a tenant starts to wait,
+its counter is raised to the smallest waiting one, so that idle time earns no credit.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ if TYPE_CHECKING:
 
 
 class ServiceCounters:
-    """The service of each tenant: weighted prompt tokens, charged on admission, and generated tokens, as they come.
+    """The service of each tenant: weighted prompt tokens, charged on admission, and generated tokens.
 
-    Prefix hits, and tokens that are computed again after a preemption, cost nothing. The caller divides the tokens of a
-    tenant by its weight: while all tenants wait, each is served in proportion to its weight.
+    Prefix hits and repeated computation cost nothing.
     """
 
     def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
@@ -36,34 +34,33 @@ class ServiceCounters:
         return self._served.get(tenant, 0.0)
 
     def charge_input(self, tenant: str, num_tokens: float) -> None:
-        """Charge a tenant for prompt tokens. num_tokens: divided by the tenant's weight."""
+        """Charge prompt tokens, divided by the tenant's weight."""
         self._served[tenant] = self._served.get(tenant, 0.0) + self.input_weight * num_tokens
 
     def charge_output(self, tenant: str, num_tokens: float) -> None:
-        """Charge a tenant for generated tokens. num_tokens: divided by the tenant's weight."""
+        """Charge generated tokens, divided by the tenant's weight."""
         self._served[tenant] = self._served.get(tenant, 0.0) + self.output_weight * num_tokens
 
     def lift(self, tenant: str, level: float) -> None:
-        """Raise a tenant's counter to at least `level`."""
+        """Raise a counter to at least `level`."""
         self._served[tenant] = max(self.served(tenant), level)
 
     def forget_all(self) -> None:
-        """Reset all counters. Call it when no request waits or runs: then no tenant is owed service."""
+        """Reset all counters. Call it without requests: then no tenant is owed service."""
         self._served.clear()
         self.num_restarts += 1
 
     def bound(self, longest_prompt: int, longest_output: int, max_num_seqs: int, least_weight: float = 1.0) -> float:
-        """Return the largest possible difference between the counters of two waiting tenants.
+        """Return the largest possible difference between two waiting tenants' counters.
 
-        longest_prompt, longest_output: in tokens. A counter exceeds another one at most by one admission, made while it
-        was the smaller one, and by the tokens that running requests still generate.
+        It is at most one admission, made with the smaller counter, and the tokens that running requests still generate.
         """
         longest = self.input_weight * longest_prompt + self.output_weight * longest_output * max_num_seqs
         return longest / least_weight
 
 
 class FairRequestQueue:
-    """The tenant with the smallest counter first. `rank` orders the requests of one tenant. O(log n)."""
+    """The tenant with the smallest counter first; `rank` orders its requests. O(log n)."""
 
     def __init__(
         self, counters: ServiceCounters | None = None, rank: Callable[[Request], tuple[float, ...]] | None = None
@@ -78,17 +75,17 @@ class FairRequestQueue:
         self._size = 0
 
     def add_request(self, request: Request) -> None:
-        """Insert a request among the other requests of its tenant."""
+        """Insert a request."""
         self._queue_of(request.tenant).add_request(request)
         self._size += 1
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back in its place among the other requests of its tenant."""
+        """Put a request back."""
         self._queue_of(request.tenant).prepend_request(request)
         self._size += 1
 
     def peek_request(self) -> Request:
-        """Return the next request without taking it."""
+        """Return the next request."""
         if not self._size:
             raise IndexError("peek into an empty queue")
         return self._tenants[self._next_tenant()].peek_request()
@@ -100,7 +97,7 @@ class FairRequestQueue:
         return request
 
     def remove_request(self, request: Request) -> None:
-        """Remove a request from any place in the queue."""
+        """Remove a request."""
         queue = self._tenants[request.tenant]
         queue.remove_request(request)
         self._size -= 1
@@ -129,7 +126,7 @@ class FairRequestQueue:
         return queue
 
     def _restart(self) -> None:
-        """Clear the heap when no request waits, because the counters may have been reset since."""
+        """Clear the heap: the counters may have been reset."""
         self._heap.clear()
         self._in_heap.clear()
         if self._num_restarts != self.counters.num_restarts:
@@ -137,7 +134,6 @@ class FairRequestQueue:
             self._last_level = 0.0
 
     def _next_tenant(self) -> str:
-        """Return the waiting tenant with the smallest counter. Corrects outdated heap entries that reach the top."""
         while True:
             level, tenant = self._heap[0]
             if tenant not in self._tenants:

@@ -1,4 +1,4 @@
-"""Faults that a simulation injects into the core. No user can cause them, and none of them changes a token."""
+"""Faults that simulations inject into the core. They never change a token."""
 
 from __future__ import annotations
 
@@ -12,26 +12,20 @@ if TYPE_CHECKING:
 
 
 class Faults:
-    """Injects faults into a scheduler and its KV cache between two steps.
-
-    to_preempt: ids of requests that the next step preempts, if no step is in flight then. Journals record them.
-    """
+    """Injects faults between two steps. to_preempt: requests that the next step preempts; journals record them."""
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
         self.to_preempt: list[str] = []
         self._manager = kv_cache_manager
 
     def preempt(self, request_ids: Iterable[str]) -> None:
-        """Preempt these requests with the next step; they resume by themselves.
-
-        Requests that do not run then are skipped.
-        """
+        """Preempt these requests with the next step, if they run."""
         self.to_preempt += request_ids
 
     def evict(self, block: Block) -> None:
-        """Evict a cached block, which must not be held."""
+        """Evict an unheld cached block."""
         self._manager.pool.evict(block)
 
     def replace_weights(self) -> bool:
-        """Discard all KV of the weights so far. Returns False with nothing changed while a block is held."""
+        """See `KVCacheManager.advance_weights_epoch`."""
         return self._manager.advance_weights_epoch()

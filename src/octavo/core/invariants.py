@@ -1,7 +1,4 @@
-"""Invariants of the core, which hold between any two calls into it, and checks of them.
-
-docs/reliability.md numbers them. Simulations check them after every step, an engine when it is idle.
-"""
+"""Invariants of the core, which hold between any two calls into it; numbered in docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """An invariant that does not hold, and the blocks of a KV group whose bookkeeping is wrong, if any."""
+    """An invariant that does not hold, and the blocks with wrong bookkeeping."""
 
     invariant: int
     message: str
@@ -33,7 +30,7 @@ class Breach:
 
 
 def check(scheduler: Scheduler) -> list[Breach]:
-    """Return all breaches; an empty list if every invariant holds. Changes nothing. O(blocks + requests)."""
+    """Return all breaches. O(blocks + requests)."""
     manager = scheduler.kv_cache_manager
     return [
         *(breach for group in manager.groups for breach in _check_group(scheduler, group)),
@@ -48,7 +45,7 @@ def check(scheduler: Scheduler) -> list[Breach]:
 
 
 def quarantine(scheduler: Scheduler, breach: Breach) -> tuple[int, ...]:
-    """Quarantine a breach's blocks. Returns the newly quarantined ids if they are of the first group, else ()."""
+    """Quarantine a breach's blocks. Returns the new ids of the first group."""
     group = scheduler.kv_cache_manager.groups[breach.group]
     fresh = tuple(block_id for block_id in breach.block_ids if block_id not in group.quarantined)
     for block_id in fresh:
@@ -57,7 +54,6 @@ def quarantine(scheduler: Scheduler, breach: Breach) -> tuple[int, ...]:
 
 
 def _check_group(scheduler: Scheduler, group: KVGroup) -> Iterator[Breach]:
-    """1: each block is either free, cached, held or quarantined. 2: its reference count equals its tables and pins."""
     every, index = range(group.num_blocks), group.index
     holders = Counter(scheduler.kv_cache_manager.pinned_ids(index))
     for request in scheduler.requests.values():
@@ -75,7 +71,6 @@ def _check_group(scheduler: Scheduler, group: KVGroup) -> Iterator[Breach]:
 
 
 def _check_index(manager: KVCacheManager) -> Iterator[Breach]:
-    """5: the index has exactly the blocks with a hash, and these are full."""
     hashed = [block for block in manager.pool.blocks if block.hash is not None]
     wrong = tuple(block.block_id for block in hashed if manager.pool.indexed(block.hash) is not block)
     if wrong or len(hashed) != manager.pool.num_cached_blocks:
@@ -86,7 +81,6 @@ def _check_index(manager: KVCacheManager) -> Iterator[Breach]:
 
 
 def _check_tables(scheduler: Scheduler) -> Iterator[Breach]:
-    """3: tables are as long as their tokens need, without duplicates. 4: blocks that will be written are private."""
     manager = scheduler.kv_cache_manager
     size = manager.block_size
     for request in scheduler.requests.values():
@@ -105,7 +99,6 @@ def _check_tables(scheduler: Scheduler) -> Iterator[Breach]:
 
 
 def _check_bounded(scheduler: Scheduler, group: BoundedGroup) -> Iterator[Breach]:
-    """3: a request holds the blocks that it reads. 5: a block is part of at most one block; cached ones are found."""
     every, free, cached = range(group.num_blocks), group.free_ids(), group.cached_ids()
     blocks = scheduler.kv_cache_manager.pool.blocks
     for request in scheduler.requests.values():
@@ -128,7 +121,6 @@ def _check_bounded(scheduler: Scheduler, group: BoundedGroup) -> Iterator[Breach
 
 
 def _check_bounded_table(scheduler: Scheduler, group: BoundedGroup, request: Request) -> Iterator[Breach]:
-    """3, for one request."""
     sequence, name, size = request.sequence, request.request_id, scheduler.kv_cache_manager.block_size
     table, first = sequence.block_tables[group.index], sequence.first_held[group.index]
     is_running = request.status is RequestStatus.RUNNING
@@ -147,10 +139,6 @@ def _check_bounded_table(scheduler: Scheduler, group: BoundedGroup, request: Req
 
 
 def _check_host(scheduler: Scheduler) -> Iterator[Breach]:
-    """1: each host block is free, cached, or saved for one preempted request. 5: the index has exactly the cached ones.
-
-    6: content with the same name is equal in host memory and on the device. 10: only preempted requests have saved KV.
-    """
     manager = scheduler.kv_cache_manager
     host, saved = manager.host, manager.saved_blocks()
     held, cached = [block for blocks in saved.values() for block in blocks], host.cached_blocks()
@@ -173,11 +161,6 @@ def _check_host(scheduler: Scheduler) -> Iterator[Breach]:
 
 
 def _check_states(scheduler: Scheduler) -> Iterator[Breach]:
-    """Check the states of requests.
-
-    9: a running request has tokens left to compute. 10: a waiting request holds no blocks, computed tokens or drafts.
-    12: each request is in one place.
-    """
     places: Counter[str] = Counter()
     for request in scheduler.room:
         places[request.request_id] += 1
@@ -202,7 +185,6 @@ def _check_states(scheduler: Scheduler) -> Iterator[Breach]:
 
 
 def _check_limits(scheduler: Scheduler) -> Iterator[Breach]:
-    """13: limits hold, and running totals equal their sums. 14: each waiting request fits the empty cache."""
     config, room = scheduler.config, scheduler.room
     num_running, num_loading = len(scheduler.running), len(scheduler.transfers)
     if num_running + num_loading > config.max_num_seqs:
@@ -223,7 +205,6 @@ def _check_limits(scheduler: Scheduler) -> Iterator[Breach]:
 
 
 def _check_idle(scheduler: Scheduler) -> Iterator[Breach]:
-    """18: without requests and transfers no block is held, and no record of a request remains."""
     manager = scheduler.kv_cache_manager
     if scheduler.requests or manager.num_transfers:
         return

@@ -1,7 +1,7 @@
 """The scheduler's half of KV transfer: which blocks an external store has, and which it wants.
 
-Names and division follow vLLM's KVConnector: this half decides, the worker's half moves bytes. Neither half is trusted:
-blocks that a store reports may be missing, late or wrong. That costs time but never changes a token.
+Names and division follow vLLM's KVConnector. Neither half is trusted: reported blocks may be missing, late or wrong,
+which costs time but never changes a token.
 """
 
 from __future__ import annotations
@@ -17,66 +17,51 @@ if TYPE_CHECKING:
 
 
 class KVConnector(Protocol):
-    """An external store of KV blocks by key. `request.block_hashes` are the keys of a request's blocks.
-
-    No method blocks: slow queries run in the background. name: the store's name for people.
-    """
+    """An external store of KV blocks by hash. No method blocks: slow queries run in the background."""
 
     name: str
 
     def request_added(self, request: Request) -> None:
-        """Notify the store of a new request, possibly long before its first lookup."""
+        """Report a new request, possibly long before its first lookup."""
         ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return how many tokens after `num_computed_tokens` the store has; None if it is not known yet.
+        """Return how many tokens after `num_computed_tokens` the store has; None: not known yet, ask again.
 
-        The result is a multiple of the block size. The store then has, in all KV groups, the blocks that the row after
-        these tokens reads. After None the caller asks again, until the result is known or a timeout has passed.
+        A multiple of the block size. The store then has, in all KV groups, the blocks that the next row reads.
         """
         ...
 
     def lookup_given_up(self, request: Request) -> None:
-        """Notify the store that no request waits for this lookup any longer."""
+        """Report that no request waits for this lookup any longer."""
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Notify the store that the external tokens have blocks, and that the transfer is ordered with this step.
-
-        block_ids: the request's block table in the first group.
-        """
+        """Report that external tokens have blocks, and that their transfer begins with this step."""
         ...
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
         """Return the keys of the blocks that the store lacks and wants.
 
-        only_first_group: the blocks have lost parts in other groups. The store then wants only blocks of which it lacks
-        even the first group's content.
+        only_first_group: parts are lost, so only blocks are wanted of which it lacks even the first group's content.
         """
         ...
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Notify the store of a transfer, which begins with this step unless it is cancelled before.
-
-        `transfer_ended` reports the end in either case.
-        """
+        """Report a transfer, which begins with this step unless it is cancelled before."""
         ...
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Notify the store of a transfer's end.
-
-        num_blocks: number of leading blocks that were moved; the rest failed. None if the transfer was cancelled, which
-        makes the number unknown.
-        """
+        """Report a transfer's end. num_blocks: leading blocks that were moved; None if it was cancelled."""
         ...
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Notify the store that a request ended. block_ids: its block table in the first group until now."""
+        """Report an ended request, and its block table in the first group."""
         ...
 
 
 class NullConnector:
-    """A connector without a store: it has nothing and wants nothing."""
+    """A connector without a store."""
 
     name = ""
 

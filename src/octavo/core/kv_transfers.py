@@ -1,7 +1,7 @@
-"""Transfers of KV between this engine and an external store: lookups, loads, saves, and their cancellation.
+"""Transfers of KV between this engine and an external store.
 
-The blocks of a transfer are pinned until it has ended or the worker has received its cancellation. So no other content
-is written to them while a load writes or a save reads them.
+A transfer's blocks are pinned until it has ended or the worker has received its cancellation. So no other content is
+written to them meanwhile.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ if TYPE_CHECKING:
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
-_PROMPT_SHARE = 16  # tokens per request; only steps with at least this average show the cost of prompts
-_EXPECTED_LOOKUP_S = 5.0  # shortest lookup timeout for KV that another engine computes
-_SAVED_TOGETHER = 8  # blocks of an answer per save: each save has a fixed cost for a store, on disk a file
+_PROMPT_SHARE = 16  # tokens per request; steps with fewer do not show the cost of prompts
+_EXPECTED_LOOKUP_S = 5.0  # shortest timeout for KV that another engine computes
+_SAVED_TOGETHER = 8  # blocks of an answer: each save has a fixed cost for a store
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTransfer:
     """A transfer that has not ended.
 
-    request: the request that waits for a load; None for a save. num_present: number of the request's blocks before the
-    first loaded one. started, deadline: seconds of the core's clock.
+    request: waits for a load; None for a save. num_present: its blocks before the first loaded one.
     """
 
     order: KVTransfer
@@ -51,22 +50,19 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """A lookup that the store has not answered yet. deadline: seconds of the core's clock."""
+    """A lookup without an answer."""
 
     num_computed_tokens: int
     deadline: float
 
 
 class KVTransfers:
-    """The only user of the connector, and of pins in the KV cache. The caller changes the state of requests.
+    """The only user of the connector, and of pins in the KV cache.
 
     Transfer ids are never reused, so a late or double completion finds no transfer.
-    store_name: "" without a store.
-    most_saved_blocks: largest number of blocks that saves pin at the same time with their parts in all KV groups;
-    blocks that are handed over to another engine are not counted.
-    learns_steps: whether computing times are learned. They matter if KV can come from a store or from host memory.
-    reports_dropped_saves: whether the store is asked about unsaved blocks when a request ends, to emit an event. A
-    replay sets it to False for journals of versions that did not ask.
+    most_saved_blocks: limit on blocks that saves pin in all KV groups, except blocks that are handed over.
+    reports_dropped_saves: replays set it to False for journals of versions that did not ask the store when a request
+    ended.
     """
 
     def __init__(
@@ -89,9 +85,9 @@ class KVTransfers:
         self._pending: dict[int, PendingTransfer] = {}
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
-        self._num_offered: dict[str, int] = {}  # blocks of a request that the store was asked about
-        self._saving: set[BlockHash] = set()  # blocks that saves pin with their parts in all groups
-        self._saving_in_part: set[BlockHash] = set()  # blocks that saves pin in the first group only: they lost a part
+        self._num_offered: dict[str, int] = {}  # blocks that the store was asked about
+        self._saving: set[BlockHash] = set()  # pinned in all groups
+        self._saving_in_part: set[BlockHash] = set()  # pinned in the first group only: they lost a part
         self.reports_dropped_saves = True
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
@@ -99,34 +95,34 @@ class KVTransfers:
         self._orders: list[KVTransfer] = []
         self._cancels: list[int] = []
         self._gave_up: set[str] = set()
-        self._most_loaded: dict[str, int] = {}  # limit in tokens for a request that asks again after an incomplete load
+        self._most_loaded: dict[str, int] = {}  # limit in tokens when a request asks again
 
     def __len__(self) -> int:
-        """Return the number of requests that wait for a load."""
+        """Return the number of loading requests."""
         return len(self._load_of)
 
     @property
     def has_work(self) -> bool:
-        """Whether the worker has transfers to compute or cancellations to receive."""
+        """Whether transfers or cancellations are pending."""
         return bool(self._cancels or self._pending)
 
     @property
     def num_pending(self) -> int:
-        """Number of transfers and lookups that have not ended."""
+        """Number of pending transfers and lookups."""
         return len(self._pending) + len(self._lookups)
 
     @property
     def num_records(self) -> int:
-        """Number of records of single requests; 0 when no request remains."""
+        """Number of records of requests."""
         kept = self._load_of, self._gave_up, self._lookups, self._num_offered, self._most_loaded
         return sum(map(len, kept))
 
     def requests(self) -> list[Request]:
-        """Return the requests that wait for a load."""
+        """Return the loading requests."""
         return [each.request for each in self._pending.values() if each.request is not None]
 
     def request_added(self, request: Request) -> None:
-        """Notify the store of a new request."""
+        """Report a new request to the store."""
         self._connector.request_added(request)
 
     # --- look up ------------------------------------------------------------------------------------------------------
@@ -134,8 +130,8 @@ class KVTransfers:
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
         """Return how many tokens after the computed ones to load; None if the store has not answered yet.
 
-        The result is a multiple of the block size. It is 0 if a load is not worth its time.
-        may_wait: whether the request can wait for the answer, until a timeout. Without an answer the result is then 0.
+        A multiple of the block size; 0 if a load is not worth its time. may_wait: if False, or after a timeout, a
+        missing answer counts as 0.
         """
         size = self._manager.block_size
         may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._gave_up
@@ -169,7 +165,7 @@ class KVTransfers:
         return 0
 
     def is_looking_up(self, request: Request) -> bool:
-        """Return whether the store has not answered the lookup of a request, and its deadline has not passed."""
+        """Return whether a lookup has no answer, before its deadline."""
         lookup = self._lookups.get(request.request_id)
         if lookup is None or self._emitter.now >= lookup.deadline:
             return False
@@ -178,7 +174,7 @@ class KVTransfers:
     # --- load ---------------------------------------------------------------------------------------------------------
 
     def start_load(self, request: Request, computed: ComputedBlocks, num_external_tokens: int) -> None:
-        """Order a load into a request's blocks. num_external_tokens: number of tokens to load, after the found ones."""
+        """Order a load into a request's blocks, after the found ones."""
         first, num_blocks = computed.num_blocks, num_external_tokens // self._manager.block_size
         loaded, sequence = slice(first, first + num_blocks), request.sequence
         block_ids = [table[loaded] for table in sequence.block_tables]
@@ -205,10 +201,9 @@ class KVTransfers:
         return order
 
     def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
-        """Return the number of a request's computed tokens after `num_blocks` blocks of its load have arrived.
+        """Return a request's number of computed tokens after `num_blocks` blocks of its load.
 
-        At least one token always remains to be computed. The result is 0 if the next row would lack a block that it
-        reads, because the load ended early.
+        At least one token remains to be computed. 0 if the next row would lack a block.
         """
         assert load.request is not None
         num_tokens = min((load.num_present + num_blocks) * self._manager.block_size, load.request.num_tokens - 1)
@@ -219,11 +214,10 @@ class KVTransfers:
     # --- save ---------------------------------------------------------------------------------------------------------
 
     def offer(self, request: Request) -> None:
-        """Order saves of a request's committed blocks that the store wants, as far as they may be pinned.
+        """Order saves of committed blocks that the store wants, as far as they may be pinned.
 
-        Blocks of the prompt are saved immediately, those of the answer several together or when the request ends. Until
-        then the request holds them in the first group; other groups may release their parts. If the request's KV is
-        handed over to another engine, all of its blocks are saved without that limit: no offer follows after its end.
+        The prompt is saved immediately, the answer several blocks together or at the end; until then bounded groups may
+        release parts. KV for another engine is saved completely: no offer follows.
         """
         if not self.has_store:
             return
@@ -238,7 +232,7 @@ class KVTransfers:
         if end <= first or end * self._manager.block_size < self._min_tokens:
             return
         if not request.hands_kv_over and not self._num_with_room([False]):
-            return  # no save may be pinned now, so the store is not asked
+            return
         wanted = self._connector.keys_to_save(block_hashes[first:end]) - self._saving
         if not request.hands_kv_over:
             wanted -= self._saving_in_part
@@ -250,20 +244,15 @@ class KVTransfers:
             self._save([block_hashes[index] for index in chosen[:count]], [ids[:count] for ids in block_ids])
 
     def _tell_dropped(self, request: Request) -> None:
-        """Emit the number of blocks that the store still wants of an ended request, which can no longer be saved."""
         first = self._num_offered.get(request.request_id, 0)
         end = self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
-            return  # the usual case. The store is not asked, so a journal has no record of it
+            return  # usual; the store is not asked, so a journal has no record of it
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving - self._saving_in_part
         if wanted:
             self._emitter.emit(events.KVSavesDropped, request.request_id, len(wanted))
 
     def _num_with_room(self, is_whole: list[bool]) -> int:
-        """Return how many leading blocks can be pinned for a save now.
-
-        is_whole: for each block, whether its parts in all groups are pinned.
-        """
         room = min(len(is_whole), max(self._most_pinned - len(self._saving) - len(self._saving_in_part), 0))
         room_for_whole = max(self.most_saved_blocks - len(self._saving), 0)
         whole = [index for index in range(room) if is_whole[index]]
@@ -277,11 +266,10 @@ class KVTransfers:
         self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(keys))
 
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
-        """Return the part of a hit that is used: all of it, unless the request's KV is handed over to another engine.
+        """Return the usable part of a hit: all of it, unless the KV is handed over to another engine.
 
-        The other engine needs every block. So a block that the store lacks, and that lost a part in some group, is
-        computed again. Other blocks that the store lacks are saved immediately, because they may lose a part before the
-        request runs.
+        That engine needs every block. So the hit ends before a block that the store lacks and that lost a part. Other
+        blocks that the store lacks are saved immediately, before they lose a part.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):
@@ -301,9 +289,8 @@ class KVTransfers:
     def end(self, ended: EndedTransfer) -> PendingTransfer | None:
         """Process the end of a transfer, of which the first `num_blocks` blocks were moved.
 
-        Returns the transfer if it is a load that a request waits for, else None. After an incomplete load a request
-        does not ask the store again, with one exception: if the row after the loaded blocks would lack a block that it
-        reads, the store is asked once more for fewer blocks, unless another engine hands them over.
+        Returns the transfer if it is a load. After an incomplete load a request does not ask the store again, except
+        once for fewer blocks, if the next row would lack a block and no other engine hands them over.
         """
         transfer_id, num_blocks, moves, evicted = ended
         for tier, count in evicted:
@@ -328,40 +315,37 @@ class KVTransfers:
         return pending
 
     def _learn_load(self, load: PendingTransfer, now: float) -> None:
-        """Learn from the duration of a load until now. Loads of KV that another engine was computing are ignored."""
+        """Learn a load's duration, unless another engine was computing its KV."""
         assert load.request is not None
         if not load.request.expects_kv:
             num_tokens = len(load.order.keys) * self._manager.block_size
             self._cost.learn_load(num_tokens, now - load.started)
 
     def computing_s(self, num_tokens: int) -> float:
-        """Return how many seconds computing `num_tokens` tokens takes, from recent steps; 0 if it is not known."""
+        """Return the estimated seconds to compute tokens; 0 if unknown."""
         return self._cost.computing_s(num_tokens)
 
     def learn_step(self, scheduled: SchedulerOutput, seconds: float) -> None:
-        """Learn from the duration of a step, if most of its tokens were of prompts."""
+        """Learn from a step's duration, if most of its tokens were of prompts."""
         num_tokens = scheduled.total_num_scheduled_tokens
         if num_tokens >= _PROMPT_SHARE * len(scheduled.num_scheduled_tokens) > 0:
             self._cost.learn_step(num_tokens, seconds)
 
     def expired(self, now: float) -> list[Request]:
-        """Cancel saves whose deadline has passed. Returns the requests of loads whose deadline has passed.
-
-        Deadlines increase with transfer ids.
-        """
+        """Cancel overdue saves, and return the requests of overdue loads. Deadlines increase with ids."""
         waiting: list[Request] = []
         for pending in list(takewhile(lambda each: each.deadline <= now, self._pending.values())):
             if pending.request is None:
                 self._cancel(pending, "expired")
             else:
-                self._learn_load(pending, now)  # a lower bound of its duration
+                self._learn_load(pending, now)  # a lower bound
                 waiting.append(pending.request)
         return waiting
 
     def cancel(self, request: Request, outcome: str) -> None:
-        """Cancel a request's load. The request asks no store again.
+        """Cancel a request's load; it asks no store again.
 
-        Its blocks stay pinned until the worker has received the cancellation. outcome: of the event.
+        The blocks stay pinned until the worker has received the cancellation.
         """
         self._gave_up.add(request.request_id)
         self._cancel(self._pending[self._load_of[request.request_id]], outcome)
@@ -396,22 +380,22 @@ class KVTransfers:
     # --- with the worker ----------------------------------------------------------------------------------------------
 
     def take_orders(self) -> list[KVTransfer]:
-        """Return the transfers that begin with the next step, and clear them."""
+        """Take the transfers of the next step."""
         orders, self._orders = self._orders, []
         return orders
 
     def take_cancels(self) -> list[int]:
-        """Return the ids of the transfers that were cancelled since the last step, and clear them."""
+        """Take the newly cancelled ids."""
         cancels, self._cancels = self._cancels, []
         return cancels
 
     def end_cancels(self, transfer_ids: Iterable[int]) -> None:
-        """Unpin the blocks of transfers that the worker has cancelled: it no longer reads or writes them."""
+        """Unpin blocks of cancelled transfers."""
         for transfer_id in transfer_ids:
             self._manager.unpin(transfer_id)
 
     def fail_step(self, orders: Iterable[KVTransfer], cancels: Iterable[int]) -> list[Request]:
-        """Cancel the orders of a failed step, and send its cancels again. Returns the requests of cancelled loads."""
+        """Cancel a failed step's orders, and repeat its cancels. Returns the requests of cancelled loads."""
         self._cancels += cancels
         failed = []
         for order in orders:
@@ -426,10 +410,7 @@ class KVTransfers:
         return failed
 
     def request_finished(self, request: Request) -> None:
-        """Order the last saves of an ended request, and drop all records of it. Call it before its blocks are freed.
-
-        Blocks beyond the limit on pinned blocks are not saved; an event counts them.
-        """
+        """Order an ended request's last saves, and drop its records, before its blocks are freed."""
         if self.has_store:
             self._offer_all(request)
             if self.reports_dropped_saves:
@@ -442,5 +423,4 @@ class KVTransfers:
 
 
 def _keys_in_part(order: KVTransfer) -> set[bytes]:
-    """Return the keys of the blocks that a save has without their parts in some group."""
     return {key for key, is_whole in zip(order.keys, are_whole(order.block_ids), strict=True) if not is_whole}

@@ -1,8 +1,7 @@
 """The lifecycle of a request: it arrives, starts, may be preempted, and ends.
 
-Its status says where a request is: in the waiting room (WAITING, PREEMPTED), in the running list (RUNNING), or with a
-transfer (WAITING_FOR_REMOTE_KVS). Status and place change together, with one exception: when a request ends, `finish`
-changes the status and `drop_finished` the running list.
+Status and place change together: waiting room (WAITING, PREEMPTED), running list (RUNNING), or transfers
+(WAITING_FOR_REMOTE_KVS). Only at the end `finish` changes the status and `drop_finished` the running list.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 class RequestLifecycle:
     """The only writer of a request's status, and of `requests` and `running` of `CoreState`.
 
-    It is also the only writer of the queue, except that `Admitter` defers the head and returns it.
+    Also the only writer of the queue, except that `Admitter` defers its head.
     """
 
     def __init__(self, state: CoreState) -> None:
@@ -36,7 +35,7 @@ class RequestLifecycle:
         self._deadlines: list[tuple[float, int, str]] = []
 
     def arrive(self, request: Request) -> None:
-        """Put a new request into the queue."""
+        """Queue a new request."""
         request.arrival_index = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.request_id] = request
@@ -57,7 +56,7 @@ class RequestLifecycle:
         )
 
     def _note_deadline(self, request: Request, deadline: float) -> None:
-        """Record a deadline. Deadlines of ended requests are dropped when they are the majority."""
+        """Record a deadline. Those of ended requests are dropped when they are the majority."""
         heapq.heappush(self._deadlines, (deadline, request.arrival_index, request.request_id))
         if len(self._deadlines) > 2 * len(self._requests) + 64:
             alive = {each.arrival_index for each in self._requests.values()}
@@ -65,7 +64,7 @@ class RequestLifecycle:
             heapq.heapify(self._deadlines)
 
     def expired(self, now: float) -> Iterator[Request]:
-        """Yield the requests whose deadline has passed, each once. now: seconds of the core's clock."""
+        """Yield overdue requests, each once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival_index, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
@@ -75,14 +74,14 @@ class RequestLifecycle:
     # --- start --------------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, computed: ComputedBlocks) -> None:
-        """Move the head of the queue into the running list."""
+        """Run the head of the queue."""
         self._room.take()
         self._run(request, computed.num_tokens)
         self._state.admission.admitted(request)
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
-        """Take the head of the queue, and let it wait for a load from a store. It counts as running."""
+        """Take the head of the queue, which waits for a load and counts as running."""
         self._room.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens
@@ -90,13 +89,13 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:
-        """Move a request whose first `num_tokens` tokens were loaded into the running list. Commits its blocks."""
+        """Run a request after a load of its first `num_tokens`, and commit its blocks."""
         self._run(request, num_tokens)
         self._state.manager.note_loaded(request)
         self._state.manager.commit(request)
 
     def give_up_loading(self, request: Request) -> None:
-        """Put a request whose KV did not arrive back into the queue. It computes the KV itself."""
+        """Requeue a request, to compute the KV that did not arrive."""
         self._state.admission.left(request)
         self._state.manager.release(request)
         request.num_computed_tokens = 0
@@ -104,7 +103,6 @@ class RequestLifecycle:
         self._room.put_back(request)
 
     def _run(self, request: Request, num_computed_tokens: int) -> None:
-        """Put a request into the running list: by rank if ranks are fixed, otherwise at the end."""
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed_tokens
         if self._state.policy.ranks_are_fixed:
@@ -137,7 +135,7 @@ class RequestLifecycle:
     # --- preempt ------------------------------------------------------------------------------------------------------
 
     def preempt(self, victim: Request) -> None:
-        """Release a running request's blocks, and put it back at the front of its class. Its tokens are kept.
+        """Release a running request's blocks, and put it back at the front of its class.
 
         No step may be in flight: a step is decided ahead only if no request loses blocks.
         """
@@ -180,12 +178,12 @@ class RequestLifecycle:
         self._emitter.emit(events.RequestFinished, request_id, reason, request.sequence.num_output_tokens)
 
     def end(self, request: Request, status: RequestStatus, error: str | None = None) -> EngineCoreOutput:
-        """End a request without further tokens. Returns its last output."""
+        """End a request without further tokens."""
         self.finish(request, status)
         return EngineCoreOutput(request.request_id, finish_reason=status.finish_reason, error=error)
 
     def fail(self, request: Request, message: str) -> EngineCoreOutput:
-        """End a request with an error. Returns its last output."""
+        """End a request with an error."""
         return self.end(request, RequestStatus.FINISHED_ERROR, message)
 
     def drop_finished(self) -> None:

@@ -1,4 +1,4 @@
-"""Builds a `SchedulerOutput` from a plan: whole requests that are new to the worker, and changes of known ones."""
+"""Builds a `SchedulerOutput` from a plan."""
 
 from __future__ import annotations
 
@@ -12,43 +12,40 @@ if TYPE_CHECKING:
     from octavo.core.step_plan import StepPlan
     from octavo.data.request import Request
 
-_NONE: list[int] = []  # for requests without new blocks; never changed
+_NONE: list[int] = []  # never changed
 
 
 class OutputBuilder:
-    """Tracks which requests the worker knows and which of them ended. The worker keeps the tokens that it samples."""
+    """Tracks which requests the worker knows."""
 
     def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransfers) -> None:
         self._manager = kv_cache_manager
         self._transfers = transfers
-        # Requests that the worker knows: the length of the block table that it was sent, for each group.
+        # Lengths of block tables at the worker, by request and group.
         self._num_sent: dict[str, list[int]] = {}
         self._finished_req_ids: set[str] = set()
         self.are_notices_due = True  # notices alone justify a step
 
     @property
     def has_endings(self) -> bool:
-        """Whether the next step must report ended requests to the worker."""
+        """Whether ended requests must be reported."""
         return bool(self._finished_req_ids)
 
     @property
     def num_records(self) -> int:
-        """Number of records of single requests; 0 when no request remains."""
+        """Number of records of requests."""
         return len(self._num_sent)
 
     def build(
         self, step: int, plan: StepPlan, requests: dict[str, Request], max_drafts: dict[str, int]
     ) -> SchedulerOutput:
-        """Return the work of a step, and the data that the worker lacks for it. Records that data as sent.
-
-        requests: all requests by id. max_drafts: see `SchedulerOutput`.
-        """
+        """Return the work of a step, with data that the worker lacks. Records it as sent."""
         new: list[NewRequestData] = []
         req_ids: list[str] = []
         num_computed: list[int] = []
         drafts: dict[str, list[int]] = {}
         known, grown = self._num_sent, self._manager.grown
-        places: list[int] = []  # in req_ids, of requests that got blocks
+        places: list[int] = []  # in req_ids, with new blocks
         for request_id, count in plan.num_tokens.items():
             request = requests[request_id]
             if request_id in known:
@@ -88,7 +85,6 @@ class OutputBuilder:
         )
 
     def _add_new_blocks(self, new_block_ids: list[list[list[int]]], place: int, request: Request) -> None:
-        """Write the new blocks of a known request to `new_block_ids[group][place]`, and record them as sent."""
         self._manager.grown.discard(request.request_id)
         tables, num_sent = request.sequence.block_tables, self._num_sent[request.request_id]
         for new, table, count in zip(new_block_ids, tables, num_sent, strict=True):
@@ -96,16 +92,16 @@ class OutputBuilder:
         num_sent[:] = map(len, tables)
 
     def preempted(self, request_id: str) -> None:
-        """Make `build` send the whole request again when it resumes."""
+        """Make `build` send the whole request again."""
         self._num_sent.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
-        """Make the next step report to the worker that a request ended."""
+        """Report an ended request with the next step."""
         self.preempted(request_id)
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """Report ended and preempted requests of a failed step again, and make the worker drop the step's requests.
+        """Repeat a failed step's notices, and make the worker drop all of its requests.
 
         It is unknown how much of that step the worker has received.
         """

@@ -1,7 +1,4 @@
-"""The scheduler's rules: number of tokens, order of requests, choice of a victim, and batching.
-
-They are pure functions and small objects, chosen once from the configuration.
-"""
+"""The scheduler's rules: number of tokens, order, choice of a victim, and batching."""
 
 from __future__ import annotations
 
@@ -30,11 +27,10 @@ Rank = tuple[float, ...]
 def num_tokens_to_schedule(
     num_remaining: int, budget: int, *, threshold: int, may_be_cut: bool, whole_budget: int
 ) -> int:
-    """Return how many of `num_remaining` tokens a request gets of a step's remaining budget; 0 if it has to wait.
+    """Return how many of `num_remaining` tokens a request gets of a step's budget; 0: it waits.
 
-    budget: in tokens of this request (`num_tokens_within`). threshold: the largest number of tokens of one request in a
-    step; 0 for no limit. may_be_cut: whether the request may get a part of its tokens. If not, it waits until all fit,
-    unless even an empty step (`whole_budget`) is too small.
+    threshold: limit for one request; 0: none. may_be_cut: if False, all tokens must fit, unless even an empty step
+    (`whole_budget`) is too small.
     """
     if threshold:
         num_remaining = min(num_remaining, threshold)
@@ -46,23 +42,23 @@ def num_tokens_to_schedule(
 
 
 class PromptCost:
-    """The budget that a prompt's tokens use. Later tokens cost more, because they attend to all earlier ones.
+    """The budget that a prompt's tokens use. Later ones cost more, because they attend to all earlier ones.
 
-    Each token of a chunk counts as 1 + attention_cost_tokens * position / 1000. position: of the chunk's first token.
-    So all steps of a long prompt take about the same time.
+    Each token counts as 1 + attention_cost_tokens * position / 1000, with the position of its chunk's first token. So
+    all steps of a long prompt take about the same time.
     """
 
     def __init__(self, attention_cost_tokens: float) -> None:
         self._per_position = attention_cost_tokens / 1000
 
     def num_tokens_within(self, budget: int, position: int) -> int:
-        """Return the largest number of tokens of a chunk at `position`: at least 1 if the budget is above 0."""
+        """Return the largest chunk at `position`: at least 1 if the budget is above 0."""
         if budget <= 0 or not self._per_position:
             return budget
         return max(int(budget / (1 + self._per_position * position)), 1)
 
     def surcharge(self, position: int, count: int, budget: int) -> int:
-        """Return the budget that a chunk of `count` tokens uses beyond `count`. budget: the one that it was cut for."""
+        """Return the budget that a chunk uses beyond `count`. budget: the one that it was cut for."""
         return min(math.ceil(count * self._per_position * position), budget - count)
 
 
@@ -74,10 +70,9 @@ PLAIN_COST = PromptCost(0.0)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The order in which requests wait, and their present ranks: a smaller rank is more important.
+    """The order of requests: a smaller rank is more important.
 
-    counters: service of each tenant; updated under every policy, read under `fair`. ranks_are_fixed: whether a request
-    keeps its rank; False if ranks depend on the counters.
+    counters: read only under `fair`. ranks_are_fixed: False if ranks depend on the counters.
     """
 
     waiting: RequestQueue
@@ -87,7 +82,7 @@ class Policy:
 
 
 def create_policy(config: SchedulerConfig) -> Policy:
-    """Create the order that `config.policy` names, with its queue."""
+    """Create the order that `config.policy` names."""
     counters = ServiceCounters(config.fair_input_weight, config.fair_output_weight)
     ranks: dict[SchedulingPolicy, Callable[[Request], Rank]] = {
         SchedulingPolicy.FCFS: lambda r: (r.arrival_index,),
@@ -106,11 +101,7 @@ def create_request_queue(
     rank: Callable[[Request], Rank] | None = None,
     counters: ServiceCounters | None = None,
 ) -> RequestQueue:
-    """Create the queue in which requests wait under `policy`.
-
-    rank: the order of requests under `priority` and `deadline`, and of one tenant's requests under `fair`.
-    counters: the order of tenants.
-    """
+    """Create a queue. rank: under `fair`, the order of one tenant's requests."""
     if policy is SchedulingPolicy.FAIR:
         return FairRequestQueue(counters, rank)
     if policy is SchedulingPolicy.FCFS:
@@ -121,9 +112,9 @@ def create_request_queue(
 def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
     """Rank lower priority numbers first, then earlier arrivals.
 
-    A priority number decreases by one every `ageing_s` seconds of waiting. None: never; 0: priorities are ignored. All
-    requests age at the same rate, so their ranks can be fixed: p - (now - arrival) / ageing_s equals
-    p + arrival / ageing_s, minus a number that is the same for all requests.
+    A number decreases by one every `ageing_s` seconds. None: never; 0: priorities are ignored. All requests age at the
+    same rate, so ranks are fixed: p - (now - arrival) / ageing_s equals p + arrival / ageing_s, minus the same number
+    for all.
     """
     if ageing_s is None:
         return (request.priority, request.arrival_index)
@@ -135,7 +126,7 @@ def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
 def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
     """Rank earlier deadlines first, then earlier arrivals.
 
-    A missing deadline, or one later than `ageing_s` seconds after the arrival, counts as that time. None: no limit.
+    A deadline is at most `ageing_s` seconds after the arrival; None: no limit.
     """
     deadline = math.inf if request.deadline is None else request.deadline
     horizon = math.inf if ageing_s is None else request.arrival_time + ageing_s
@@ -143,9 +134,9 @@ def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
 
 
 def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], max_preemptions: int) -> Request | None:
-    """Return the least important running request that may be preempted, or None.
+    """Return the least important running request that may be preempted.
 
-    The most important request is never preempted, and no request more than `max_preemptions` times.
+    Never the most important one, and none that was preempted `max_preemptions` times.
     """
     first = min(running, key=rank)
     candidates = [r for r in running if r is not first and r.num_preemptions < max_preemptions]
@@ -153,7 +144,7 @@ def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], m
 
 
 def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bool:
-    """Return whether to swap out a victim with `num_tokens` in `num_blocks`, instead of computing its KV again."""
+    """Return whether to swap out a victim instead of computing its KV again."""
     if config.preemption is PreemptionMode.AUTO:
         return num_blocks * config.swap_block_cost_tokens < num_tokens
     return config.preemption is PreemptionMode.SWAP and num_blocks > 0
@@ -163,49 +154,43 @@ def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bo
 
 
 def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool:
-    """Return whether more than the newest generated token of a request remains to be computed.
-
-    num_computed_tokens: overrides the request's own number of computed tokens.
-    """
+    """Return whether more than the newest generated token remains to be computed."""
     sequence = request.sequence
     num_computed = request.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
     return len(sequence.token_ids) - num_computed > 1 or not sequence.num_output_tokens
 
 
 def is_decode(request: Request) -> bool:
-    """Return whether only the newest generated token, and drafts after it, remain to be computed."""
+    """Return whether only the newest generated token, and drafts, remain to be computed."""
     return not is_prefill(request)
 
 
 class Batching(Protocol):
-    """The order in which a step is filled: grow(plan, requests) for running, admit(plan, before) for waiting ones."""
+    """The order in which a step is filled: `grow` serves running requests, `admit` waiting ones."""
 
     @property
     def prefill_limit(self) -> int:
-        """Largest number of budget tokens that prompts may take of the next step with decodes; 0 for no limit."""
+        """Budget limit for prompts in the next step with decodes; 0: none."""
         ...
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
-        """Fill the plan of one step.
-
-        outranked: running prompts that are less important than a waiting request, in order of rank.
-        """
+        """Fill a plan. outranked: running prompts less important than a waiting request, by rank."""
         ...
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from the duration of a step, in seconds."""
+        """Learn from the duration of a step."""
         ...
 
 
 class MixedBatching:
     """Serves running requests, then waiting ones: prompts and decodes share steps.
 
-    Decoding requests wait for the whole step. So prompts get at most `most` tokens of a step with decodes; 0: no limit.
-    step_s: target duration of such a step in seconds. The limit for prompts follows measured steps to reach it, between
-    `least` and `most`. 0: the limit is `most`. Sarathi-Serve (Agrawal et al. 2024) chooses such a budget by profiling.
+    Decodes wait for the whole step, so prompts get at most `most` tokens of it; 0: no limit. step_s: target duration,
+    to which the limit adapts between `least` and `most`; 0: none. Sarathi-Serve (Agrawal et al. 2024) chooses such a
+    budget by profiling.
     """
 
-    _SHRINK, _GROW = 0.5, 1.25  # limits of the change by one step, which may be slow or fast for other reasons
+    _SHRINK, _GROW = 0.5, 1.25  # for one step, which may be slow or fast for other reasons
 
     def __init__(self, most: int, least: int = 0, step_s: float = 0.0) -> None:
         self._most, self._least, self._step_s = float(most), float(least), step_s
@@ -213,16 +198,15 @@ class MixedBatching:
 
     @property
     def prefill_limit(self) -> int:
-        """Largest number of budget tokens that prompts may take of the next step with decodes; 0 for no limit."""
+        """See `Batching`."""
         return int(self._limit)
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
-        """Fill a step with running requests first."""
+        """See `Batching`."""
         decoded: list[int] = []
         if self._limit:
             decoded = [request.num_tokens - request.num_computed_tokens for request in running if is_decode(request)]
-            # At least one token for each running prompt: otherwise prompts would take the tokens of later decodes.
-            if decoded:
+            if decoded:  # one token for each running prompt: otherwise prompts would take those of later decodes
                 num_prompts = len(running) - len(decoded)
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
@@ -230,7 +214,7 @@ class MixedBatching:
         plan.beside_answers = plan.whole_budget - plan.budget - sum(decoded) if decoded else 0
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Adjust the limit after a step with prompts and decodes. It grows only if the prompts lacked budget."""
+        """Adjust the limit. It grows only if the prompts lacked budget."""
         if not self._step_s or plan.beside_answers <= 0:
             return
         change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
@@ -239,26 +223,26 @@ class MixedBatching:
 
 
 class PrefillFirstBatching:
-    """Serves only prompts while there are any, then only decodes. No step has both."""
+    """Serves only prompts while there are any, then only decodes."""
 
     prefill_limit = 0
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
-        """Fill a step with prompts, or with decodes if there is no prompt."""
+        """See `Batching`."""
         grow(plan, [request for request in running if is_prefill(request) and request not in outranked])
         admit_in_turn(plan, outranked, grow, admit)
         if not (plan.num_tokens or plan.has_admitted):
             grow(plan, [request for request in running if is_decode(request)])
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Do nothing: no decode waits for a prompt of the same step."""
+        """See `Batching`."""
 
 
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
-    """Admit waiting requests, but serve each outranked prompt before less important waiting requests.
+    """Admit waiting requests, but serve each outranked prompt before less important ones.
 
-    If an outranked prompt gets no tokens, no further request is admitted. The remaining running prompts continue,
-    because the first one may wait for their blocks.
+    If one gets no tokens, no request is admitted any more. Later running prompts continue, because the first one may
+    wait for their blocks.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

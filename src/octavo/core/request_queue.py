@@ -1,4 +1,4 @@
-"""Queues of waiting requests. Each operation is O(1) or O(log n), including removal from the middle (aborts)."""
+"""Queues of waiting requests. Each operation, including removal, is O(1) or O(log n)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class RequestQueue(Protocol):
     """A queue of requests with distinct ids."""
 
     def add_request(self, request: Request) -> None:
-        """Insert a new request after equally important earlier ones."""
+        """Insert a request after equally important earlier ones."""
         ...
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back at the front of its class, for example after a preemption."""
+        """Put a request back at the front of its class."""
         ...
 
     def peek_request(self) -> Request:
-        """Return the next request without taking it. Raises IndexError if the queue is empty."""
+        """Return the next request. Raises IndexError if the queue is empty."""
         ...
 
     def pop_request(self) -> Request:
@@ -33,7 +33,7 @@ class RequestQueue(Protocol):
         ...
 
     def remove_request(self, request: Request) -> None:
-        """Remove a request from any place in the queue. Raises KeyError if it is not in the queue."""
+        """Remove a request from any place. Raises KeyError if it is absent."""
         ...
 
     def __len__(self) -> int: ...
@@ -42,36 +42,36 @@ class RequestQueue(Protocol):
 
 
 class FCFSRequestQueue:
-    """First come, first served. Every operation is O(1)."""
+    """First come, first served. O(1)."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, Request] = OrderedDict()
 
     def add_request(self, request: Request) -> None:
-        """Append a request."""
+        """See `RequestQueue`."""
         self._requests[request.request_id] = request
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back at the front. Only requests at the front that arrived earlier stay before it."""
+        """Put a request back at the front, after earlier arrivals that were put back as well."""
         ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, self._requests.values()))
         self._requests[request.request_id] = request
         for each in (request, *reversed(ahead)):
             self._requests.move_to_end(each.request_id, last=False)
 
     def peek_request(self) -> Request:
-        """Return the first request without taking it."""
+        """See `RequestQueue`."""
         if not self._requests:
             raise IndexError("peek into an empty queue")
         return next(iter(self._requests.values()))
 
     def pop_request(self) -> Request:
-        """Take the first request."""
+        """See `RequestQueue`."""
         if not self._requests:
             raise IndexError("pop from an empty queue")
         return self._requests.popitem(last=False)[1]
 
     def remove_request(self, request: Request) -> None:
-        """Remove a request from any place in the queue."""
+        """See `RequestQueue`."""
         del self._requests[request.request_id]
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class FCFSRequestQueue:
 class PriorityRequestQueue:
     """The smallest rank first; by default the lower priority number, then the earlier arrival. O(log n).
 
-    Ranks never change, so the heap is never sorted again. A removed entry is skipped when it reaches the top.
+    Ranks never change. Removed entries are skipped at the top of the heap.
     """
 
     def __init__(self, rank: Callable[[Request], tuple[float, ...]] | None = None) -> None:
@@ -93,29 +93,29 @@ class PriorityRequestQueue:
         self._requests: dict[str, Request] = {}
 
     def add_request(self, request: Request) -> None:
-        """Insert a request by its rank."""
+        """See `RequestQueue`."""
         self._requests[request.request_id] = request
         heapq.heappush(self._heap, (self._rank(request), request.arrival_index, request.request_id))
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back. Its arrival index places it before all requests of its class that arrived later."""
+        """Insert a request, which its arrival index places."""
         self.add_request(request)
 
     def peek_request(self) -> Request:
-        """Return the most important request without taking it."""
+        """See `RequestQueue`."""
         self._drop_stale()
         if not self._heap:
             raise IndexError("peek into an empty queue")
         return self._requests[self._heap[0][2]]
 
     def pop_request(self) -> Request:
-        """Take the most important request."""
+        """See `RequestQueue`."""
         request = self.peek_request()
         heapq.heappop(self._heap)
         return self._requests.pop(request.request_id)
 
     def remove_request(self, request: Request) -> None:
-        """Remove a request from any place in the queue."""
+        """See `RequestQueue`."""
         del self._requests[request.request_id]
         if len(self._heap) > 2 * len(self._requests) + 64:
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
@@ -128,7 +128,6 @@ class PriorityRequestQueue:
         return iter(sorted(self._requests.values(), key=lambda request: (self._rank(request), request.arrival_index)))
 
     def _drop_stale(self) -> None:
-        """Drop entries of removed requests, and of ids that a later arrival reused, from the top of the heap."""
         while self._heap and not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
 

@@ -1,7 +1,4 @@
-"""Processes a step's result: appends tokens, checks stops, commits computed blocks, ends requests.
-
-The scheduler chooses which requests run next, and with how many tokens. Only the drafts for that step are chosen here.
-"""
+"""Processes a step's result."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class ResultProcessor:
-    """Advances requests by the result of a step. The only writer of output tokens.
+    """Advances requests by the result of a step. The only writer of output tokens, and of drafts.
 
-    It alone sets drafts; `RequestLifecycle` clears them when a request is preempted or ends.
+    `RequestLifecycle` clears drafts.
     """
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
@@ -34,7 +31,7 @@ class ResultProcessor:
         self._last_result = 0.0
 
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Process the result of a step, and learn from its duration. Returns the outputs of its requests.
+        """Process a step's result, and learn from its duration.
 
         A step that was decided ahead is timed from the end of the previous step.
         """
@@ -66,7 +63,7 @@ class ResultProcessor:
         num_requests = len(requests)
         for request_id, count in scheduled.num_scheduled_tokens.items():
             if request_id in left:
-                continue  # aborted while the step ran
+                continue  # aborted meanwhile
             request = requests[request_id]
             if errors and request_id in errors:
                 outputs.append(lifecycle.fail(request, errors[request_id]))
@@ -78,7 +75,7 @@ class ResultProcessor:
                 options = request.options
                 num_served[options.tenant] += num_new / options.tenant_weight
                 outputs.append(output)
-        if requests:  # otherwise the last request ended, and the counters were reset
+        if requests:  # otherwise the counters were reset
             for tenant, num_tokens in num_served.items():
                 self._state.policy.counters.charge_output(tenant, num_tokens)
         if len(requests) < num_requests:
@@ -88,7 +85,6 @@ class ResultProcessor:
         return outputs
 
     def _end_transfer(self, ended: EndedTransfer) -> None:
-        """Process the end of a transfer. A loading request then runs, or goes back to the queue if no KV arrived."""
         load = self._state.transfers.end(ended)
         if load is None:
             return
@@ -104,9 +100,8 @@ class ResultProcessor:
     ) -> EngineCoreOutput | None:
         """Advance a request by `count` computed tokens, the last `num_drafts` of them drafts.
 
-        sampled: the new tokens: accepted drafts, then one more. Returns an output if there is anything to deliver.
-        If the request's token is postponed, its newest known token counts as not computed: the next step computes that
-        one again, and samples again.
+        sampled: accepted drafts, then one more. If its token is postponed, the newest known token is computed again by
+        the next step, which samples again.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
         num_computed = request.num_computed_tokens + count
@@ -138,7 +133,7 @@ class ResultProcessor:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):
             return None
-        return EngineCoreOutput(  # all by position: keywords become a dict first, for each request of each step
+        return EngineCoreOutput(  # by position: keywords become a dict first, for each request of each step
             request_id,
             accepted,
             result.logprobs[request_id][: len(accepted)] if request_id in result.logprobs else [],
@@ -155,9 +150,9 @@ class ResultProcessor:
         )
 
     def fail(self, step: StepInFlight, message: str) -> list[EngineCoreOutput]:
-        """End every request of a failed step with an error, and return their outputs. Other requests continue.
+        """End every request of a failed step with an error.
 
-        Later steps in flight are not computed either: requests that are only in those are preempted.
+        Requests that are only in later steps in flight are preempted.
         """
         self._emitter.emit(events.StepFailed, message)
         self._undo(step.scheduled)
@@ -170,7 +165,6 @@ class ResultProcessor:
         return outputs
 
     def _give_back(self, step: StepInFlight) -> None:
-        """Preempt the requests of a step that will not be computed. They start again."""
         self._undo(step.scheduled)
         for request in step.requests(self._state.requests):
             num_lost = request.num_computed_tokens
@@ -178,10 +172,10 @@ class ResultProcessor:
             self._emitter.emit(events.RequestPreempted, request.request_id, request.request_id, num_lost, False, "")
 
     def _undo(self, scheduled: SchedulerOutput) -> None:
-        """Discard the copies and loads of a step that was not computed, and send its notices to the worker again."""
+        """Discard a failed step's copies and loads, and repeat its notices."""
         self._state.builder.fail_step(scheduled)
         for request_id in scheduled.preempted_req_ids:
-            self._state.manager.drop_saved(request_id)  # it is unknown whether the KV was copied
+            self._state.manager.drop_saved(request_id)  # perhaps it was not copied
         self._state.manager.fail_copies(scheduled.copies)
         for loading in self._state.transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
             self._lifecycle.give_up_loading(loading)
@@ -189,13 +183,13 @@ class ResultProcessor:
     def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
         """Keep the drafts that are worth a row of the next step.
 
-        Drops drafts of requests that do not decode, or that another step in flight is computing.
+        Drops those of requests that do not decode, or that another step in flight is computing.
         """
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
             request = self._state.requests.get(request_id)
             if request is None or not is_decode(request) or self._state.in_flight.has(request_id):
-                continue  # a request that does not run does not decode either
+                continue
             room = request.max_total_tokens - len(request.sequence.token_ids) - 1
             wanted.append((request, min(room, len(token_ids))))
         num_decoding = sum(map(is_decode, self._state.running))
@@ -204,9 +198,9 @@ class ResultProcessor:
 
 
 def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLogprobs]:
-    """Return the prompt logprobs that were not delivered yet, and count them as delivered.
+    """Take the prompt logprobs that were not delivered yet, before `num_computed_tokens` advances.
 
-    A request that was preempted computes some of them again. Call it before `num_computed_tokens` advances.
+    A preempted request computes some of them again.
     """
     entries = result.prompt_logprobs.get(request.request_id, [])
     new = entries[max(request.num_prompt_logprobs - request.num_computed_tokens, 0) :]
@@ -215,7 +209,7 @@ def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLog
 
 
 def _append_tokens(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """Append tokens until one of them ends the request. Returns the appended tokens, and the status if it ended."""
+    """Append tokens until one ends the request."""
     token_ids = request.sequence.token_ids
     for count, token_id in enumerate(sampled, 1):
         token_ids.append(token_id)

@@ -1,8 +1,7 @@
 """Chooses which blocks are saved, and with which parts.
 
-A store looks up the blocks of a sequence from its beginning on, so a block after a missing one is useless. Therefore a
-block that lost its part in some KV group is saved with the first group's content alone. That suffices for a request
-that continues so far after it that no row reads the other parts.
+A store looks up blocks from the beginning of a sequence, so a block after a missing one is useless. Therefore a block
+that lost a part is saved with the first group's content alone: it suffices if the next row no longer reads the part.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
     from octavo.core.kv_connector import KVConnector
     from octavo.data.request import Request
 
-_SAVE_SHARE = 8  # saves pin at most one block in so many at a time; the other blocks are offered again later
+_SAVE_SHARE = 8  # saves pin at most one block in so many
 
 
 def most_pinned_blocks(manager: KVCacheManager) -> int:
-    """Return how many blocks of the first group saves may pin at the same time."""
+    """Return how many blocks of the first group saves may pin."""
     return max(manager.pool.num_blocks // _SAVE_SHARE, 1)
 
 
 def most_saved_blocks(manager: KVCacheManager, config: SchedulerConfig) -> int:
-    """Return how many blocks saves may pin at the same time together with their parts in all groups.
+    """Return how many blocks saves may pin with their parts in all groups.
 
-    In the bounded groups these are all blocks that running requests and a step do not need: a block that is saved later
-    may lose a part meanwhile, and then serves fewer requests.
+    In bounded groups: all blocks that running requests and a step do not need, because parts may be lost before a later
+    save.
     """
     most = most_pinned_blocks(manager)
     num_all, num_for_step = manager.pool.num_usable_blocks, manager.num_blocks_for(config.max_num_batched_tokens)
@@ -47,10 +46,10 @@ def most_saved_blocks(manager: KVCacheManager, config: SchedulerConfig) -> int:
 def blocks_to_save(
     manager: KVCacheManager, request: Request, indices: Sequence[int], connector: KVConnector
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the indices of a request's blocks to save, and their block ids for each group.
+    """Return which of a request's blocks to save, and their block ids for each group.
 
-    indices: of blocks that the store lacks, in whole or in part. A block that lost a part in some group is saved with
-    the first group's content alone, if the store lacks even that; its ids in the other groups are then `NO_BLOCK`.
+    indices: of blocks that the store lacks, in whole or in part. A block that lost a part has `NO_BLOCK` in the other
+    groups, and is only saved if the store lacks the first group's content.
     """
     table = request.sequence.block_table
     parts = {index: _parts_of(manager, request, index) for index in indices}
@@ -63,7 +62,6 @@ def blocks_to_save(
 
 
 def _parts_of(manager: KVCacheManager, request: Request, index: int) -> list[int] | None:
-    """Return the ids of a block's parts in all bounded groups; None if it has lost one."""
     ids = [group.id_at(request.sequence, index) for group in manager.bounded]
     there = [block_id for block_id in ids if block_id is not None]
     return there if len(there) == len(ids) else None
@@ -72,10 +70,7 @@ def _parts_of(manager: KVCacheManager, request: Request, index: int) -> list[int
 def whole_hit(
     manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: set[BlockHash]
 ) -> ComputedBlocks:
-    """Cut a prefix hit to blocks that the store has or that can be saved now.
-
-    lacking: hashes of the blocks that the store lacks. Only whole blocks on the device can be saved.
-    """
+    """Cut a hit before the first block that the store lacks and that cannot be saved whole."""
     bounded, blocks = manager.bounded, computed.blocks
     for index, block_hash in enumerate(request.block_hashes[: computed.num_blocks]):
         if block_hash not in lacking:

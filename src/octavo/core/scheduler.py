@@ -1,11 +1,6 @@
-"""Grows running requests and admits waiting ones. There is no prefill phase and no decode phase.
+"""Decides how many tokens of a step each request gets. There is no prefill phase and no decode phase.
 
-A request has `num_tokens` (prompt, output and drafts) and `num_computed_tokens`. Each step computes some more tokens,
-until both are equal. A decode is a chunk of one token, a prefix hit a head start, a preemption a step back.
-
-This module decides how many tokens of a step each request gets. `admitter` decides which waiting requests start;
-`lifecycle` starts, preempts and ends requests; `result_processor` processes a step's result; `kv_transfers` handles
-transfers with stores.
+Steps compute tokens until `num_computed_tokens` equals `num_tokens` (prompt, output and drafts).
 """
 
 from __future__ import annotations
@@ -50,12 +45,10 @@ IDLE_CHECK_INTERVAL_S = 10.0
 
 
 class Scheduler:
-    """Decides each step, and joins the parts of the core. Blocks belong to its `KVCacheManager`.
+    """Decides each step, and joins the parts of the core.
 
-    num_blocks: number of blocks of the first KV group. bounded_groups: the other KV groups.
-    max_model_len: largest length of a sequence, in tokens. clock: returns seconds. sink: receives all events.
-    cache_keys: extra keys of all block hashes. num_host_blocks: number of host blocks, for KV of preempted requests and
-    of evicted blocks. connector: to a store, if any. The attribute `faults` is for simulations.
+    num_blocks: of the first KV group. max_model_len: in tokens. clock: returns seconds. cache_keys: extra keys of all
+    block hashes. `faults` is for simulations.
     """
 
     def __init__(
@@ -103,17 +96,16 @@ class Scheduler:
 
     @property
     def waiting(self) -> RequestQueue:
-        """The queue, without deferred requests, which wait for a block or for a lookup in a store."""
+        """The queue, without deferred requests."""
         return self.room.queue
 
     # --- arrivals and ends --------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Add a request to the queue. May lower its `max_total_tokens` to the limits of the model and the cache.
+        """Queue a request. May lower its `max_total_tokens` to the limits of the model and the cache.
 
-        Raises `RequestError`, with nothing changed, for an id in use, an empty prompt, a full queue, or a request that
-        could never fit: its prompt, and one more token unless it is pooled, must fit the model's length and an empty
-        cache.
+        Raises `RequestError`, with nothing changed, for an id in use, an empty prompt, a full queue, or a prompt that
+        could never fit, with one more token unless it is pooled.
         """
         self._emitter.now = self._clock()
         if request.request_id in self.requests:
@@ -123,7 +115,7 @@ class Scheduler:
         least = request.sampling_params.least_output_tokens
         PromptTooLongError.check(request.num_prompt_tokens, self.max_model_len, least_output_tokens=least)
         longest = min(request.max_total_tokens, self.max_model_len)
-        # The newest token needs no slot until it is computed: one token more than the capacity can be generated.
+        # The newest token needs no slot until it is computed: one more than the capacity can be generated.
         asked, request.max_total_tokens = request.max_total_tokens, longest
         try:
             self.admission.check_fits(request)
@@ -135,15 +127,11 @@ class Scheduler:
         self._lifecycle.arrive(request)
 
     def abort_request(self, request_id: str) -> list[EngineCoreOutput]:
-        """Abort a request in any state. Unknown and finished ids are ignored."""
+        """Abort a request in any state. Unknown ids are ignored."""
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """End requests from outside. Unknown and finished ids are ignored.
-
-        Their blocks are released immediately, and the next step notifies the worker. status: a finished one. Returns
-        the last output of each request.
-        """
+        """End requests, and return their last outputs. Unknown and finished ids are ignored."""
         assert status.is_finished
         self._emitter.now = self._clock()
         outputs = [self._lifecycle.end(self.requests[each], status) for each in request_ids if each in self.requests]
@@ -153,11 +141,11 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step: how many tokens each request gets, first running requests, then waiting ones in order.
+        """Decide the next step: first running requests, then waiting ones in order.
 
-        If ranks are fixed, a running prompt comes after waiting requests that are more important.
-        A step that preempted a request admits none, and a step that admitted one preempts none. A step that is decided
-        ahead, before the last result is known, preempts none either. Decide one ahead only if `may_look_ahead()`.
+        If ranks are fixed, a running prompt comes after more important waiting requests. A step that preempted a
+        request admits none, and a step that admitted one preempts none. A step that is decided ahead preempts none
+        either: see `may_look_ahead()`.
         """
         in_flight = self._state.in_flight
         assert self.config.async_scheduling or not in_flight.steps, "the result of the last step has not arrived"
@@ -189,9 +177,9 @@ class Scheduler:
         return steps[0].scheduled if steps else None
 
     def may_look_ahead(self) -> bool:
-        """Return whether a step can be decided while another one is computed, independently of that one's result.
+        """Return whether a step can be decided before the one in flight has a result.
 
-        All blocks that running requests may take must be free, because such a step preempts no request.
+        All blocks that running requests may take must be free, because such a step preempts none.
         """
         is_allowed = self.config.async_scheduling and not self.faults.to_preempt
         if not (is_allowed and self._state.in_flight.is_foreseeable(self.requests)):
@@ -202,7 +190,6 @@ class Scheduler:
         return manager.has_free(len(running) + manager.num_blocks_for(num_tokens))
 
     def _decide(self, plan: StepPlan, running: list[Request]) -> SchedulerOutput:
-        """Fill the plan of a step, and return it for the worker. running: running requests that will not end before."""
         plan.held_up = self.admission.open_step(len(self.running), len(self.waiting))
         outranked = self._outranked()
         self._state.batching.fill(plan, running, outranked, self._grow_running, self._admitter.admit)
@@ -214,7 +201,6 @@ class Scheduler:
         return output
 
     def _expire(self) -> None:
-        """End requests whose deadline has passed, and cancel transfers that take too long."""
         now, lifecycle = self._emitter.now, self._lifecycle
         for request in lifecycle.expired(now):
             self._news.append(lifecycle.fail(request, ErrorCode.DEADLINE_PASSED))
@@ -231,7 +217,6 @@ class Scheduler:
         self.faults.to_preempt = []
 
     def _outranked(self) -> list[Request]:
-        """Return the running prompts that are less important than the head of the queue, in order of rank."""
         if not self.policy.ranks_are_fixed or not self.waiting or not self._admitter.has_seat():
             return []
         rank = self.policy.rank
@@ -239,9 +224,9 @@ class Scheduler:
         return [request for request in self.running[first:] if is_prefill(request)]
 
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """Give each running request its next tokens, and keep one token of the budget for each later request.
+        """Give running requests tokens, and keep one token of the budget for each later request.
 
-        No token is kept for a later prompt if the step already has all prompt tokens that it may have.
+        None is kept for a later prompt if the step already has all prompt tokens that it may have.
         """
         num_after, running = len(requests), RequestStatus.RUNNING
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
@@ -251,22 +236,18 @@ class Scheduler:
             if num_prompts_after:
                 num_prompts_after -= is_prefill(request)
             if request.status is not running or plan.budget <= 0:
-                continue  # it was preempted for a request before it
+                continue  # preempted for a request before it
             sequence, num_computed = request.sequence, request.num_computed_tokens
             num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
             is_limited = are_prompts_limited and not sequence.num_output_tokens
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
-                plan.give(request, 1)  # the usual case: one more token, into a block that it has
+                plan.give(request, 1)  # usual: one more token, into a block that it has
             else:
                 num_kept = num_after if plan.prompt_room > 0 else num_after - num_prompts_after
                 self._grow(plan, request, num_remaining, num_kept)
 
     def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_kept: int) -> None:
-        """Give a running request its next tokens, and blocks for them. Preempts requests if blocks are lacking.
-
-        num_kept: tokens of the budget that are kept for later requests. A prompt gets no tokens if earlier prompts used
-        all that `max_batch_prefill_tokens` allows.
-        """
+        """Give a running request tokens and blocks. Preempts requests if blocks are lacking."""
         of_prompt, num_computed = is_prefill(request), request.num_computed_tokens
         cost = self._state.prompt_cost if of_prompt else PLAIN_COST
         most = min(num_remaining, self.config.long_prefill_token_threshold or num_remaining)
@@ -288,7 +269,7 @@ class Scheduler:
                 plan.is_short |= fitting < most
                 return
             if plan.has_admitted:
-                return  # an admitted request took the blocks, and a step that admits preempts none
+                return  # an admitted request took the blocks
             if self._state.in_flight.steps:
                 self._note_stalled(request, plan)
                 return
@@ -301,11 +282,7 @@ class Scheduler:
                 return
 
     def _preempt(self, victim: Request, beneficiary: Request, plan: StepPlan, *, forced: bool = False) -> None:
-        """Preempt a request: release its blocks, and give its tokens of this step back to the budget.
-
-        It returns to the front of its class and keeps its tokens. When it resumes, their KV is swapped in, found in the
-        prefix cache, or computed again. beneficiary: the request that needs the blocks. forced: by a simulation.
-        """
+        """Preempt a request, and return its tokens to the budget. forced: by a simulation."""
         plan.take_back(victim)
         manager, num_lost = self.kv_cache_manager, victim.num_computed_tokens
         swaps = should_swap(self.config, num_lost, manager.num_blocks_for(num_lost)) and manager.swap_out(victim)
@@ -315,7 +292,7 @@ class Scheduler:
         self._emit(events.RequestPreempted, victim.request_id, beneficiary.request_id, num_lost, swaps, policy)
 
     def _stall(self, request: Request, plan: StepPlan) -> None:
-        """Let a running request wait for blocks. If it runs alone and no transfer pins blocks, it ends by length."""
+        """Let a request wait for blocks. If it runs alone and no block is pinned, it ends by length."""
         self._note_stalled(request, plan)
         if len(self.running) == 1 and not self.kv_cache_manager.num_transfers:
             self._news.append(self._lifecycle.end(request, RequestStatus.FINISHED_LENGTH_CAPPED))
@@ -347,10 +324,7 @@ class Scheduler:
     # --- results ------------------------------------------------------------------------------------------------------
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Append sampled tokens, check stops, commit computed blocks, end requests. Returns the outputs.
-
-        A result of any step but the oldest in flight is ignored: it came late or twice.
-        """
+        """Process a step's result. Late and double results are ignored."""
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step) if result.step == scheduled.step else None
         if step is None:
@@ -360,10 +334,10 @@ class Scheduler:
         return self._take_news() + self._results.process(step, result)
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End every request of the oldest step in flight, which failed, with an error. Other requests continue.
+        """End every request of the oldest step in flight, which failed, with an error.
 
-        It is unknown whether the worker received that step's notices of ended requests, so the next step repeats them.
-        A later step in flight is not computed either: requests that are only in that one start again.
+        The next step repeats its notices, which the worker may have missed. Requests that are only in a later step in
+        flight start again.
         """
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step)
@@ -373,32 +347,30 @@ class Scheduler:
         return self._take_news() + self._results.fail(step, message)
 
     def _take_news(self) -> list[EngineCoreOutput]:
-        """Return the outputs of requests that ended while the step was decided."""
         outputs, self._news = self._news, []
         return outputs
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Return whether a step has anything to compute, or must notify the worker of an ended request."""
+        """Return whether a step has anything to do. Notices alone are none after a step of notices failed."""
         state, transfers = self._state, self.transfers
         if self.requests or state.in_flight.steps or self._news or transfers.num_pending:
             return True
         return state.builder.are_notices_due and (state.builder.has_endings or transfers.has_work)
 
     def get_num_transfers(self) -> int:
-        """Return the number of transfers of KV, and of lookups in stores, that have not ended."""
+        """Return the number of pending transfers and lookups."""
         return self.transfers.num_pending
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests that wait or run."""
+        """Return the number of requests."""
         return len(self.requests)
 
     def check_when_idle(self) -> list[invariants.Breach]:
-        """Check all invariants if the core is idle and the last check was `IDLE_CHECK_INTERVAL_S` ago.
+        """Check all invariants if the core is idle, every `IDLE_CHECK_INTERVAL_S`. Returns the breaches.
 
-        Returns the breaches. Blocks with wrong bookkeeping are quarantined, with an event: a leak must not stop the
-        engine.
+        Blocks with wrong bookkeeping are quarantined: a leak must not stop the engine.
         """
         self._emitter.now = now = self._clock()
         if self.has_work() or now < self._next_check:
@@ -412,7 +384,7 @@ class Scheduler:
 
     @property
     def num_kept_records(self) -> int:
-        """Number of records of single requests; 0 when no request remains."""
+        """Number of records of requests."""
         num_at_worker = self._state.builder.num_records + self.transfers.num_records
         return num_at_worker + self.room.num_records + self.kv_cache_manager.num_tracked_requests
 
@@ -421,11 +393,11 @@ class Scheduler:
         return len(self.running), len(self.room) + len(self.transfers)
 
     def get_stats(self) -> SchedulerStats:
-        """Return totals since the start, read from the event stream, and the present state."""
+        """Return totals and the present state."""
         return SchedulerStats.of(self, self._state.batching.prefill_limit)
 
     def block_map(self) -> BlockMap:
-        """Return which request holds which block. Blocks that only transfers pin have no request."""
+        """Return which request holds which block."""
         return map_blocks(self)
 
     def reset_prefix_cache(self) -> bool:

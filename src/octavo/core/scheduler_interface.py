@@ -1,4 +1,4 @@
-"""The interface of the scheduler, and its statistics."""
+"""The scheduler's interface and statistics."""
 
 from __future__ import annotations
 
@@ -19,72 +19,69 @@ if TYPE_CHECKING:
 
 
 class SchedulerInterface(Protocol):
-    """The methods of the scheduler that the engine core uses."""
+    """The methods that the engine core uses."""
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step."""
+        """See `Scheduler`."""
         ...
 
     @property
     def in_flight(self) -> SchedulerOutput | None:
-        """The oldest step without a result, or None."""
+        """See `Scheduler`."""
         ...
 
     def may_look_ahead(self) -> bool:
-        """Return whether one more step can be decided before the step in flight has a result."""
+        """See `Scheduler`."""
         ...
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Process a step's result, which includes drafts for the next step. Returns the outputs of its requests."""
+        """See `Scheduler`."""
         ...
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End the requests of the oldest step in flight, which failed, with an error. Later steps are discarded."""
+        """See `Scheduler`."""
         ...
 
     def add_request(self, request: Request) -> None:
-        """Accept a request, or raise `RequestError`."""
+        """See `Scheduler`."""
         ...
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """End requests from outside. Unknown and finished ids are ignored."""
+        """See `Scheduler`."""
         ...
 
     def has_work(self) -> bool:
-        """Return whether a step has anything to compute, or to report to the worker."""
+        """See `Scheduler`."""
         ...
 
     def get_num_transfers(self) -> int:
-        """Return the number of transfers of KV, and of lookups in stores, that have not ended."""
+        """See `Scheduler`."""
         ...
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests that wait or run."""
+        """See `Scheduler`."""
         ...
 
     def check_when_idle(self) -> Iterable[object]:
-        """Check the invariants if the core is idle. Returns the breaches."""
+        """See `Scheduler`."""
         ...
 
     def get_stats(self) -> SchedulerStats:
-        """Return totals since the start, and the present state."""
+        """See `Scheduler`."""
         ...
 
     def block_map(self) -> BlockMap:
-        """Return which request holds which block."""
+        """See `Scheduler`."""
         ...
 
     def reset_prefix_cache(self) -> bool:
-        """Discard all cached KV. Returns False with nothing changed while a block is held."""
+        """See `Scheduler`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Totals since the start, and the present state.
-
-    prefill_limit: largest number of budget tokens that prompts may take of the next step with decodes; 0 for no limit.
-    """
+    """Totals since the start, and the present state. prefill_limit: see `Batching`."""
 
     total_scheduled: int
     total_preempted: int
@@ -102,7 +99,7 @@ class SchedulerStats:
 
     @classmethod
     def of(cls, scheduler: Scheduler, prefill_limit: int) -> SchedulerStats:
-        """Return the statistics of a scheduler, from its state and its event stream."""
+        """Return the statistics of a scheduler."""
         counters, manager = scheduler.counters, scheduler.kv_cache_manager
         num_running, num_waiting = scheduler.get_request_counts()
         return cls(

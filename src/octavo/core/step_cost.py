@@ -1,4 +1,4 @@
-"""Estimates the duration of a step from its size, learned from measured steps."""
+"""Estimates the duration of a step from its size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate
 
 @dataclass(slots=True)
 class _Measured:
-    """Measured steps of similar size. rows, seconds: their averages. last: the number of the newest one."""
+    """Averages of similar steps. last: number of the newest one."""
 
     rows: float
     seconds: float
@@ -17,15 +17,15 @@ class _Measured:
 
 
 class StepCost:
-    """Recent durations of steps, or of passes of a draft model, by number of rows.
+    """Recent durations of steps, or of a draft model's passes, by number of rows.
 
-    Beyond the measured sizes, more rows count as free, and fewer rows as proportionally faster. These estimates are
-    optimistic, so that such sizes are tried.
+    Estimates beyond the measured sizes are optimistic, so that such sizes are tried: more rows are free, fewer rows
+    proportionally faster.
     """
 
     _WEIGHT = 0.2  # of the newest step of its size
-    _LARGEST = 2.0  # a slower step counts as so many times the average: it may be slow for other reasons
-    _NUM_STEPS_KEPT = 1000  # older measurements are dropped
+    _LARGEST = 2.0  # times the average, at most: a step may be slow for other reasons
+    _NUM_STEPS_KEPT = 1000
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -33,7 +33,7 @@ class StepCost:
         self._curve: list[tuple[float, float]] = []  # (rows, seconds), rising in both
 
     def learn(self, rows: int, seconds: float) -> None:
-        """Learn that a step of `rows` rows took `seconds` seconds."""
+        """Learn the duration of a step."""
         self._num_steps += 1
         shift = max(rows.bit_length() - 3, 0)  # 1 to 8, then four sizes up to each power of two
         known = self._measured.get(rows >> shift << shift)
@@ -46,7 +46,7 @@ class StepCost:
         self._forget_old()
 
     def skip(self) -> None:
-        """Count a step without a measurement, so that older measurements age."""
+        """Count a step without a measurement, to age older ones."""
         self._num_steps += 1
         self._forget_old()
 
@@ -57,11 +57,11 @@ class StepCost:
         self._curve = [(each.rows, most) for each, most in zip(self._measured.values(), slowest, strict=True)]
 
     def is_measured(self, rows: int) -> bool:
-        """Return whether a step of `rows` rows, or of fewer, was measured. Call `learn` at least once before."""
+        """Return whether a step of at most `rows` rows was measured. Call `learn` before."""
         return self._curve[0][0] <= rows
 
     def seconds(self, rows: int) -> float:
-        """Return the estimated seconds of a step of `rows` rows; 0 if nothing was measured."""
+        """Return the estimated seconds of a step; 0 if nothing was measured."""
         curve = self._curve
         if not curve:
             return 0.0

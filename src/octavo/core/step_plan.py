@@ -1,4 +1,4 @@
-"""A step while it is decided: the remaining budget, the tokens of each request, and preempted requests."""
+"""A step while it is decided."""
 
 from __future__ import annotations
 
@@ -12,17 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step while it is decided. Budgets are in tokens.
+    """The remaining budget of a step, and the tokens of each request in the order of scheduling.
 
-    whole_budget: the budget at the beginning. budget: the remaining budget.
-    num_tokens: number of tokens of each request, in the order in which they were scheduled.
-    prompt_room: number of prompt tokens that the step may still take (`max_batch_prefill_tokens`).
-    of_prompts: ids of the requests that used prompt_room.
-    surcharge: budget that each prompt used beyond its number of tokens.
-    is_short: whether a request got no token, or fewer than it has to compute, because the budget was used up.
-    beside_answers: budget that prompts used, if the step also has decodes; otherwise 0.
-    held_up: why no further request may be admitted in this step; None if one may.
-    has_admitted: whether the step admitted a request. Then it may preempt none.
+    prompt_room: remaining limit on prompt tokens (`max_batch_prefill_tokens`). of_prompts: requests that used it.
+    surcharge: budget that a prompt used beyond its tokens. is_short: whether the budget cut a request's tokens.
+    beside_answers: budget that prompts used next to decodes. held_up: why no further request may be admitted.
+    has_admitted: then the step may preempt none.
     """
 
     whole_budget: int
@@ -41,24 +36,20 @@ class StepPlan:
         self.budget = self.whole_budget
 
     def lower_budget(self, whole_budget: int) -> None:
-        """Lower the budget of a step. Call it before any tokens are given."""
+        """Lower the budget, before any tokens are given."""
         self.whole_budget = self.budget = min(whole_budget, self.whole_budget)
 
     @property
     def is_balanced(self) -> bool:
-        """Whether given tokens, surcharges and the remaining budget add up to the whole budget."""
+        """Whether tokens, surcharges and the remaining budget add up."""
         return self.budget + sum(self.num_tokens.values()) + sum(self.surcharge.values()) == self.whole_budget
 
     def within_room(self, count: int, *, of_prompt: bool) -> int:
-        """Return how many of `count` tokens the step may take under the limit on prompt tokens."""
+        """Return how many of `count` tokens fit the limit on prompt tokens."""
         return min(count, self.prompt_room) if of_prompt else count
 
     def give(self, request: Request, count: int, surcharge: int = 0, *, of_prompt: bool = False) -> None:
-        """Schedule `count` tokens of a request.
-
-        surcharge: budget that they use beyond `count`. of_prompt: whether they are of a prompt, or are computed again
-        after a preemption.
-        """
+        """Schedule tokens of a request. of_prompt: also if they are computed again."""
         if of_prompt:
             self.prompt_room -= count
             self.of_prompts.add(request.request_id)
@@ -69,7 +60,7 @@ class StepPlan:
             self.budget -= surcharge
 
     def take_back(self, request: Request) -> None:
-        """Give a victim's tokens and surcharge back to the budget."""
+        """Give a victim's tokens back to the budget."""
         count = self.num_tokens.pop(request.request_id, 0)
         self.budget += count
         if request.request_id in self.of_prompts:

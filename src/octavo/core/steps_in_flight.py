@@ -1,11 +1,11 @@
 """Steps that were decided and have no result yet.
 
-The worker computes them in the order in which they were decided. So a later step reads and writes blocks after an
-earlier one, even if the blocks changed their owner in between.
+The worker computes steps in order. So a later step reads and writes blocks after an earlier one, even if the blocks
+changed their owner.
 
-Usually there is one. With `async_scheduling` the next step is decided while that one is computed, as if its result were
-known: each request that is due a token gets a placeholder for it. This requires a predictable step: no request loses
-blocks, and no request may get no token or several. If a request ends by an unpredicted stop, one row is wasted.
+With `async_scheduling` the next step is decided before the result, with placeholders for tokens. This requires that no
+request loses blocks, and that each request that is due gets exactly one token. If a request ends by an unpredicted
+stop, one row is wasted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ UNKNOWN_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step that was decided at time `start`, in seconds of the core's clock.
+    """A step that was decided at time `start`.
 
-    left: ids of its requests that ended since. Their results are dropped, even if other requests have the ids now.
+    left: requests that ended since. Their results are dropped, even if other requests have the ids now.
     """
 
     scheduled: SchedulerOutput
@@ -37,13 +37,13 @@ class StepInFlight:
     left: set[str] = field(default_factory=set)
 
     def requests(self, requests: Mapping[str, Request]) -> list[Request]:
-        """Return the requests of the step that have not ended since."""
+        """Return the requests that have not ended since."""
         return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.left]
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return True if the outcome is predictable except for the token values, and at least one request continues.
+        """Return True if only the token values are unpredictable, and a request continues.
 
-        Drafts make it unpredictable, even those that the step did not verify: they are useless after an unknown token.
+        Drafts make it unpredictable: even unverified ones are useless after an unknown token.
         """
         goes_on, counts = False, self.scheduled.num_scheduled_tokens
         for request in self.requests(requests):
@@ -56,20 +56,20 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """At most two steps, the oldest first. `steps` is read-only for callers, except that the scheduler appends."""
+    """At most two steps, the oldest first. Only the scheduler appends to `steps`."""
 
     def __init__(self) -> None:
         self.steps: deque[StepInFlight] = deque()
         self._expected: list[tuple[Request, int, bool]] = []
 
     def take(self, number: int) -> StepInFlight | None:
-        """Remove and return the oldest step if it has this number; otherwise None: the result is late or double."""
+        """Take the oldest step if it has this number; otherwise the result is late or double."""
         if self.steps and self.steps[0].scheduled.step == number:
             return self.steps.popleft()
         return None
 
     def take_all(self) -> list[StepInFlight]:
-        """Remove and return all steps. Call it if they will not be computed."""
+        """Take all steps, which will not be computed."""
         steps = list(self.steps)
         self.steps.clear()
         return steps
@@ -80,17 +80,17 @@ class StepsInFlight:
             step.left.add(request_id)
 
     def has(self, request_id: str) -> bool:
-        """Return whether a step computes a request with this id."""
+        """Return whether a step computes this request."""
         return any(request_id in step.scheduled.num_scheduled_tokens for step in self.steps)
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return whether exactly one step is in flight and its outcome is predictable: then the next can be decided."""
+        """Return whether exactly one step is in flight and its outcome is predictable."""
         return len(self.steps) == 1 and self.steps[0].is_foreseeable(requests)
 
     def expect(self, requests: Mapping[str, Request]) -> set[str]:
-        """Advance requests as if all results were known. Returns the ids of those that end then. `forget` undoes it.
+        """Advance requests as if all results were known. Returns the ids of those that end. `forget` undoes it.
 
-        Mutates their `num_computed_tokens` and token ids: `UNKNOWN_TOKEN` replaces a token that is not known yet.
+        Appends `UNKNOWN_TOKEN` for unknown tokens.
         """
         ending: set[str] = set()
         for step in self.steps:

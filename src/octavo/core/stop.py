@@ -1,4 +1,4 @@
-"""Checks whether its newest token ends a request."""
+"""Checks whether a request stops."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 def check_stop(request: Request) -> RequestStatus | None:
     """Return how the newest token ends the request, or None. Writes `request.stop_reason` for a stop token.
 
-    EOS and stop tokens end a request only after `min_tokens` tokens (the sampler excludes them before). Stop strings
-    are text, so the output processor finds them.
+    EOS and stop tokens count only after `min_tokens`. The output processor finds stop strings.
     """
     sequence = request.sequence
     last_token = sequence.token_ids[-1]

@@ -1,4 +1,4 @@
-"""Requests that wait without blocks: in the queue, or deferred until another request or a store provides KV."""
+"""Requests that wait without blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.core.request_queue import RequestQueue
     from octavo.data.request import Request
 
-MAX_DEFERRED_STEPS = 16  # after this number of busy steps a deferred request computes the awaited KV itself
+MAX_DEFERRED_STEPS = 16  # busy steps; then a deferred request computes the awaited KV itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,7 @@ class _Deferred:
 
 
 class WaitingRequests:
-    """The queue, the deferred requests, and the number of waiting tokens of both.
-
-    A deferred request was the head of the queue and returns to the head: it keeps its place.
-    """
+    """The queue, and deferred requests, which return to its head. num_tokens: of both."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self.queue = queue
@@ -49,11 +46,11 @@ class WaitingRequests:
 
     @property
     def num_records(self) -> int:
-        """Number of records of single requests; 0 when no request remains."""
+        """Number of records of requests."""
         return len(self) + len(self._impatient)
 
     def check_limits(self, request: Request, max_num_waiting: int | None, max_num_tokens: int | None) -> None:
-        """Raise `QueueFullError` if adding the request would exceed a limit. None means no limit."""
+        """Raise `QueueFullError` if the request would exceed a limit. None: no limit."""
         if max_num_waiting is not None and len(self) >= max_num_waiting:
             raise QueueFullError(
                 f"the queue is full: {max_num_waiting} requests are waiting, which is the limit (max_num_waiting)"
@@ -65,12 +62,12 @@ class WaitingRequests:
             )
 
     def add(self, request: Request) -> None:
-        """Add a new request to the queue."""
+        """Add a new request."""
         self.queue.add_request(request)
         self.num_tokens += request.num_tokens
 
     def put_back(self, request: Request) -> None:
-        """Put a request back at the front of its class."""
+        """Requeue a request at the front of its class."""
         self.queue.prepend_request(request)
         self.num_tokens += request.num_tokens
 
@@ -87,24 +84,21 @@ class WaitingRequests:
         self.num_tokens -= request.num_tokens
 
     def forget(self, request: Request) -> None:
-        """Drop the records of a request that ended."""
+        """Drop the records of an ended request."""
         self._impatient.discard(request.request_id)
 
     def may_defer(self, request: Request) -> bool:
-        """Return whether a request may be deferred: not if it was deferred in vain before."""
+        """Return False if a request was deferred in vain before."""
         return request.request_id not in self._impatient
 
     def defer(self, is_pending: Callable[[], bool], step: int) -> Request:
-        """Defer the head of the queue while `is_pending()` is True, for at most `MAX_DEFERRED_STEPS`. Returns it."""
+        """Defer the head of the queue while `is_pending()`, for at most `MAX_DEFERRED_STEPS`."""
         request = self.queue.pop_request()
         self._deferred[request.request_id] = _Deferred(request, is_pending, step + MAX_DEFERRED_STEPS)
         return request
 
     def resume_deferred(self, step: int) -> list[tuple[Request, bool]]:
-        """Put deferred requests back into the queue if their wait is over or too long.
-
-        Returns each of them, with True if it waited in vain.
-        """
+        """Requeue deferred requests that waited long enough. Returns them, with True if they waited in vain."""
         returned = []
         # The last one first, because each is inserted before the later ones.
         for deferred in reversed(list(self._deferred.values())):

@@ -1,1 +1,1 @@
-"""Plain data that packages exchange: requests, steps and their results, events, figures. Standard library only."""
+"""Plain data that packages exchange. Standard library only."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupCapacity:
-    """A KV group: the name of its kind, its number of blocks, and the bytes of one block."""
+    """A KV group's kind, number of blocks, and bytes of a block."""
 
     kind: str
     num_blocks: int
@@ -25,17 +25,10 @@ class KVGroupCapacity:
 class EngineCapacity:
     """The limits in effect, which may be lower than the configured ones. Names are from vLLM and TGI.
 
-    max_num_seqs: requests of a step. max_num_batched_tokens: tokens of a step. max_batch_prefill_tokens: prompt tokens
-    of a step. max_batch_total_tokens: prompt and output tokens of all running requests.
-    num_gpu_blocks: blocks of `block_size` tokens in the first KV group. num_cpu_blocks: host blocks, for preempted
-    requests and evicted blocks. kv_cache_dtype: format of keys and values. kv_block_bytes: bytes of one block of the
-    first group, with a draft model's keys and values. bounded_groups: all other KV groups.
-    speculative_method: how drafts are proposed; "none" if they are not. num_speculative_tokens: largest number of
-    drafts of a request in a step.
-    role: the phase that this engine computes: prefill, decode or both. kv_transfer_port: port at which a prefill engine
-    hands KV over directly; None if it does not. kv_format: for a prefill or decode engine, the values that its KV
-    depends on in addition to tokens, by name. Engines with different values cannot use each other's KV.
-    fingerprint: checksums of weights, tables and logits.
+    max_batch_total_tokens: prompt and output of all running requests. num_gpu_blocks: of the first KV group.
+    num_cpu_blocks: host blocks. kv_block_bytes: of the first group, with a draft model's KV.
+    kv_transfer_port: port at which a prefill engine hands KV over. kv_format: for a prefill or decode engine, the
+    values that its KV depends on in addition to tokens. Only engines with equal values can share KV.
     """
 
     max_num_seqs: int
@@ -73,7 +66,7 @@ class EngineCapacity:
         kv_format: dict[str, str] | None = None,
         fingerprint: EngineFingerprint | None = None,
     ) -> EngineCapacity:
-        """Return the limits that follow from these configurations and `num_blocks` blocks of the first KV group."""
+        """Return the limits of these configurations."""
         num_tokens = num_blocks * cache.block_size
         largest_step = min(scheduler.max_num_batched_tokens, num_tokens)
         prefill, total = scheduler.max_batch_prefill_tokens, scheduler.max_batch_total_tokens
@@ -99,7 +92,7 @@ class EngineCapacity:
 
     @property
     def num_window_blocks(self) -> int:
-        """Number of blocks of KV groups with a sliding window."""
+        """Number of blocks with a sliding window."""
         return sum(each.num_blocks for each in self.bounded_groups if each.kind == SlidingWindow.name)
 
     @property

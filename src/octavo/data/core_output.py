@@ -1,4 +1,4 @@
-"""The core's output for a request after a step. It is sent between processes."""
+"""The core's output for a request after a step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from octavo.data.model_output import TokenLogprobs  # noqa: TC001  msgspec reads
 
 @dataclass(slots=True)
 class EngineCoreOutput:
-    """The new tokens of one output stream, and the finish reason if it ended. Exactly one output ends each stream.
+    """The new tokens of one output stream. Exactly one output, with a finish reason, ends each stream.
 
-    num_computed_tokens: positions computed for the request so far, including repeated ones.
-    admitted_time: when the request first left the queue, in seconds of the engine's clock.
-    error: an `ErrorCode`, or the message of a failed step.
-    pooled: the vector of a pooled prompt, float32 in the machine's byte order.
-    num_draft_tokens, num_accepted_tokens: numbers of verified and of accepted drafts in this step.
+    num_computed_tokens: so far, including repeated ones. admitted_time: of the first admission, in seconds of the
+    engine's clock. error: an `ErrorCode`, or the message of a failed step. pooled: float32 in the machine's byte order.
+    num_draft_tokens, num_accepted_tokens: in this step.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""Acceptance of drafts, of one request or of all requests of an engine."""
+"""Acceptance of drafts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _FADING = 0.98  # factor on the weight of observations in `fade`
 
 @dataclass(slots=True)
 class DraftStats:
-    """Counts of verified drafts. Here a draft is all tokens that were guessed for one request in one step.
+    """Counts of verified drafts. A draft is all tokens that were guessed for one request in one step.
 
-    num_draft_tokens_per_pos, num_accepted_tokens_per_pos: counts by position in the draft, from 0.
-    seconds: total duration of steps with drafts, drafting included. seconds_without: estimated total duration of the
-    same tokens without drafts. Both count only steps with such an estimate.
+    seconds: of steps with drafts, drafting included. seconds_without: estimate for the same tokens without drafts. Both
+    count only steps with an estimate.
     """
 
     num_drafts: int = 0
@@ -34,7 +33,7 @@ class DraftStats:
     seconds_without: float = 0.0
 
     def add(self, event: DraftsVerified | DraftsTimed) -> None:
-        """Count a draft, or the duration of a step with drafts."""
+        """Count a draft, or the duration of a step."""
         if isinstance(event, DraftsTimed):
             self.seconds += event.seconds
             self.seconds_without += event.seconds_without
@@ -53,30 +52,30 @@ class DraftStats:
 
     @property
     def speed_up(self) -> float | None:
-        """Speed of steps with drafts relative to steps without, as measured; None if it is not known."""
+        """Speed of steps with drafts relative to steps without; None if unknown."""
         return self.seconds_without / self.seconds if self.seconds else None
 
     @property
     def acceptance_rate_per_pos(self) -> list[float]:
-        """Share of correct drafted tokens by position in the draft. Tokens after a wrong one count as wrong."""
+        """Share of right tokens by position. Tokens after a wrong one count as wrong."""
         pairs = zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)
         return [num_accepted / num_drafted for num_accepted, num_drafted in pairs]
 
     @property
     def mean_accepted_length(self) -> float:
-        """Average number of accepted tokens of a draft; 0 if there was no draft."""
+        """Average number of accepted tokens of a draft."""
         return self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """Average number of tokens that a request gets from a step with a draft: accepted ones, and one more."""
+        """Average number of accepted tokens plus one."""
         return 1 + self.mean_accepted_length
 
 
 class AcceptanceRates:
-    """Acceptance rate of each draft position, given that all earlier ones were accepted. Recent drafts count more.
+    """Acceptance rate of each draft position, given that all earlier ones were accepted.
 
-    decay: weight of an observation relative to the next one at its position.
+    decay: weight of an observation relative to the next one.
     """
 
     __slots__ = ("_decay", "_right", "_tried")
@@ -98,12 +97,12 @@ class AcceptanceRates:
             self._tried[place] = self._decay * self._tried[place] + 1
 
     def fade(self) -> None:
-        """Lower the weight of all observations, so that the rates approach the priors."""
+        """Move all rates towards their priors."""
         self._right = [_FADING * each for each in self._right]
         self._tried = [_FADING * each for each in self._tried]
 
     def rates(self, priors: Sequence[float]) -> list[float]:
-        """Return the rate of each position. priors: rates without any observation, one for each position."""
+        """Return the rate of each position. priors: rates without observations."""
         known = len(self._tried)
         return [
             (_PRIOR_WEIGHT * prior + self._right[place]) / (_PRIOR_WEIGHT + self._tried[place])

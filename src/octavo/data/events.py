@@ -1,7 +1,6 @@
-"""Typed events for every transition of the core, with step, time and request id.
+"""Typed events for every transition of the core.
 
-The core emits events to an `EventSink`; metrics, traces, snapshots and `explain` read them. All figures are counted
-from events, so nothing is counted twice.
+All figures are counted from events, so nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class WaitReason(StrEnum):
-    """Why the request at the head of the queue could not start in a step."""
+    """Why the head of the queue could not start."""
 
     NO_SEAT = "max_num_seqs requests run already"
     NO_BUDGET = "the step's tokens were given away"
@@ -46,10 +45,7 @@ class RequestEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestQueued(RequestEvent):
-    """The request was accepted and waits after `num_ahead` other requests.
-
-    arrival_time: when it arrived at the engine, before the core accepted it.
-    """
+    """The request waits. arrival_time: at the engine, before the core accepted it."""
 
     num_prompt_tokens: int
     priority: int
@@ -60,38 +56,38 @@ class RequestQueued(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestBlocked(RequestEvent):
-    """The request is the head of the queue and cannot start. Emitted again only if the reason changes."""
+    """The head of the queue cannot start. Emitted again only if the reason changes."""
 
     reason: WaitReason
 
 
 @dataclass(frozen=True, slots=True)
 class RequestParked(RequestEvent):
-    """The request was deferred: it waits for a block that request `owner` computes; None: for a lookup in a store."""
+    """The request was deferred: for a block that `owner` computes, or, if None, for a lookup in a store."""
 
     owner: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUnparked(RequestEvent):
-    """The deferred request is back in its place in the queue. timed_out: the block or answer did not come in time."""
+    """The deferred request is queued again. timed_out: it waited in vain."""
 
     timed_out: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStalled(RequestEvent):
-    """The request runs but got no tokens in this step: blocks are lacking, and no request may be preempted for it."""
+    """The running request got no tokens, because blocks are lacking."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutranked(RequestEvent):
-    """The request's prompt is partly computed and got no tokens in this step, because more important requests wait."""
+    """The running prompt got no tokens, because more important requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLoadStarted(RequestEvent):
-    """A load of the KV of `num_tokens` tokens from an external store was ordered for the request."""
+    """A load was ordered."""
 
     transfer_id: int
     num_tokens: int
@@ -101,9 +97,8 @@ class KVLoadStarted(RequestEvent):
 class KVLoadEnded(RequestEvent):
     """The load ended. outcome: done, failed, expired or cancelled.
 
-    num_tokens: number of tokens whose KV arrived. seconds: since the order. computing_s: estimated seconds to compute
-    these tokens, from recent steps; 0 if it is not known. store: name of the store with all its tiers. moves: number of
-    blocks from each tier. resumed: whether the request had run before.
+    num_tokens: with KV that arrived. seconds: since the order. computing_s: estimate of computing them; 0 if unknown.
+    moves: from each tier. resumed: whether the request had run before.
     """
 
     transfer_id: int
@@ -118,7 +113,7 @@ class KVLoadEnded(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KVSaveStarted(Event):
-    """A save of `num_blocks` committed blocks to the external store was ordered."""
+    """A save was ordered."""
 
     transfer_id: int
     num_blocks: int
@@ -126,9 +121,9 @@ class KVSaveStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVSaveEnded(Event):
-    """The save ended, and `num_blocks` of its blocks are in the store. outcome: done, failed or expired.
+    """The save ended. outcome: done, failed or expired.
 
-    moves: number of blocks that each tier took. A tier does not take a block that it has already.
+    num_blocks: now in the store. moves: blocks that each tier took; it takes none that it has already.
     """
 
     transfer_id: int
@@ -139,14 +134,14 @@ class KVSaveEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVSavesDropped(RequestEvent):
-    """The request ended, and `num_blocks` blocks that the store wants are not saved: too many saves are pending."""
+    """An ended request's blocks are not saved: too many saves are pending."""
 
     num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoreBlocksEvicted(Event):
-    """A tier of the store evicted `num_blocks` blocks. Reported with the next transfer that ends."""
+    """A tier of the store evicted blocks. Reported with the next transfer that ends."""
 
     tier: str
     num_blocks: int
@@ -154,12 +149,12 @@ class StoreBlocksEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class TokenPostponed(RequestEvent):
-    """The request got no token of a step in which one was due: its grammar was not walked in time."""
+    """The request's token was postponed: its grammar was not walked in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftsVerified(RequestEvent):
-    """Drafts of the request were verified: `num_drafted` tokens, of which the first `num_accepted` were right."""
+    """The first `num_accepted` drafts were right."""
 
     num_drafted: int
     num_accepted: int
@@ -167,9 +162,9 @@ class DraftsVerified(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class DraftsTimed(Event):
-    """The duration of a step with drafts, drafting included, and that of the same number of tokens without drafts.
+    """Seconds of a step with drafts, drafting included, and of as many tokens without drafts.
 
-    In seconds. Emitted only for steps without prompts, once steps without drafts were measured.
+    Emitted only for steps without prompts, once steps without drafts were measured.
     """
 
     seconds: float
@@ -178,7 +173,7 @@ class DraftsTimed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted(RequestEvent):
-    """The request left the queue and runs. num_cached_tokens: found in the prefix cache."""
+    """The request runs from now on."""
 
     num_cached_tokens: int
     num_tokens: int
@@ -187,11 +182,10 @@ class RequestAdmitted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestPreempted(RequestEvent):
-    """The request was preempted: its blocks were released for request `beneficiary`, possibly itself.
+    """The request's blocks were released for `beneficiary`, possibly itself.
 
-    num_lost_tokens: number of its computed tokens. swapped: whether their KV was swapped out; otherwise it is computed
-    again, unless it is still cached. policy: the policy under which the request was the least important; "" if the
-    preemption was injected or followed a failed step.
+    num_lost_tokens: computed ones. swapped: otherwise their KV is computed again, unless it is still cached. policy: ""
+    if the preemption was injected or followed a failed step.
     """
 
     beneficiary: str
@@ -202,7 +196,7 @@ class RequestPreempted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished(RequestEvent):
-    """The request ended. reason: as of `RequestStatus`. Emitted exactly once for each queued request."""
+    """The request ended. Emitted exactly once for each queued request."""
 
     reason: str
     num_output_tokens: int
@@ -210,11 +204,10 @@ class RequestFinished(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheQueried(RequestEvent):
-    """The request looked up its prefix when it was first admitted. Emitted at most once per request.
+    """The request looked up its prefix when it was first admitted.
 
-    num_query_tokens: all its tokens. num_hit_tokens: found on the device or in host memory. num_host_tokens: found in
-    host memory. miss: why it found no more; None if it found all that could be used. position: of the first token that
-    differs from the cached ones, if known.
+    num_host_tokens: hits in host memory. miss: why no more were found, if more were useful. position: of the first
+    differing token, if known.
     """
 
     num_query_tokens: int
@@ -240,10 +233,7 @@ class BlockEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlockOffloaded(Event):
-    """The content of a block goes to host memory, because one of its KV groups evicts it. Lookups can find it there.
-
-    groups: indices of the KV groups whose blocks are copied, always including the first.
-    """
+    """A block's content goes to host memory, because one of its KV groups evicts it. groups: which are copied."""
 
     block_id: int
     host_block_id: int
@@ -252,17 +242,16 @@ class BlockOffloaded(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostBlockEvicted(Event):
-    """The content of a cached host block was evicted."""
+    """A cached host block was evicted."""
 
     host_block_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class HostBlocksFound(RequestEvent):
-    """The request starts or resumes with the KV of `num_tokens` tokens, found in `num_blocks` host blocks.
+    """The request starts or resumes with KV from host memory, copied in this step.
 
-    They are copied in this step. computing_s: estimated seconds to compute these tokens, from recent steps; 0 if it is
-    not known. num_copied: number of copied blocks of each KV group.
+    computing_s: estimate of computing it; 0 if unknown. num_copied: blocks of each KV group.
     """
 
     num_blocks: int
@@ -283,10 +272,8 @@ class HostBlocksCopied(Event):
 class StepScheduled(Event):
     """A step with tokens to compute was decided.
 
-    num_scheduled_tokens: number of tokens of each request, in the order of scheduling. num_tokens: their sum.
-    num_running, num_waiting: numbers of requests. kv_cache_usage: share of held blocks of the first KV group, 0 to 1.
-    prefill_limit: largest number of budget tokens for prompts in a step with decodes; 0 for no limit.
-    bounded_usage: share of held blocks in the fullest bounded KV group; 0 if there is none.
+    num_scheduled_tokens: in the order of scheduling. kv_cache_usage: share of held blocks of the first KV group, 0 to
+    1; bounded_usage: of the fullest bounded group. prefill_limit: see `octavo.core.policy.Batching`.
     """
 
     num_scheduled_tokens: Mapping[str, int]
@@ -300,7 +287,7 @@ class StepScheduled(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepCompleted(Event):
-    """The result of a step was processed. num_new_tokens: of each request that has an output."""
+    """A step's result was processed. num_new_tokens: of requests with an output."""
 
     num_new_tokens: Mapping[str, int]
 
@@ -309,7 +296,7 @@ class StepCompleted(Event):
 class StepFailed(Event):
     """The step was not computed.
 
-    If the worker failed in it, each of its requests ends with an error. If an earlier step failed, they start again.
+    If the worker failed in it, its requests end with an error. If an earlier step failed, they start again.
     """
 
     message: str
@@ -317,10 +304,7 @@ class StepFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksQuarantined(Event):
-    """Blocks were quarantined, because an invariant of the core did not hold. The engine continues without them.
-
-    block_ids: of the first KV group.
-    """
+    """Blocks of the first KV group were quarantined, because an invariant did not hold."""
 
     block_ids: tuple[int, ...]
     reason: str
@@ -328,12 +312,12 @@ class BlocksQuarantined(Event):
 
 @dataclass(frozen=True, slots=True)
 class StaleResultDropped(Event):
-    """The result of a step or of a transfer was ignored, because it came late, twice, or for an unknown one."""
+    """A late, repeated or unknown result was ignored."""
 
     detail: str
 
 
-# All events that can be emitted. `Event.__subclasses__()` also has the original classes that `slots=True` replaces.
+# `Event.__subclasses__()` would also have the original classes that `slots=True` replaces.
 EVENT_TYPES: tuple[type[Event], ...] = tuple(
     kind
     for kind in list(globals().values())
@@ -358,7 +342,7 @@ class NullSink:
 
 
 class EventLog:
-    """Keeps every event, for tests and tools."""
+    """Keeps every event."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -368,15 +352,12 @@ class EventLog:
         self.events.append(event)
 
     def of_type(self, kind: type[EventT]) -> list[EventT]:
-        """Return all events of one type, in order."""
+        """Return all events of a type."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
 class EventCounters:
-    """The running totals that `Scheduler.get_stats` reports.
-
-    count: number of events by type. num_scheduled: number of requests with tokens, summed over all steps.
-    """
+    """The totals that `Scheduler.get_stats` reports. num_scheduled: requests, summed over all steps."""
 
     def __init__(self) -> None:
         self.count: Counter[type[Event]] = Counter()
@@ -403,12 +384,12 @@ class EventCounters:
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of looked-up tokens that were found, 0 to 1. Each request counts once, at its first admission."""
+        """Share of looked-up tokens that were found, 0 to 1."""
         return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
 
 
 class FanOut:
-    """Passes every event to several sinks, in order."""
+    """Passes every event to several sinks."""
 
     def __init__(self, sinks: Iterable[EventSink]) -> None:
         self._sinks = tuple(sinks)

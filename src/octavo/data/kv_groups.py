@@ -1,11 +1,8 @@
 """KV groups: layers that keep their keys and values of the same positions, in blocks of their own.
 
-The layers of a model are divided into groups. A group has its own blocks, numbered from 0, and a request has one block
-table for each group. The first group keeps every position of a request; its blocks carry the names by which prefixes
-are found. Every other group keeps only the positions that a later row can still read. Its kind says which these are.
-
-A new kind is a class like `SlidingWindow` that is decorated with `register`, and an attention kernel that reads the
-group's blocks.
+The first group keeps every position; its blocks carry the names by which prefixes are found. Other groups keep only
+positions that a later row can still read. A new kind is a class that is decorated with `register`, and an attention
+kernel that reads its blocks.
 """
 
 from __future__ import annotations
@@ -17,20 +14,17 @@ NO_BLOCK = -1  # in a block table, instead of a block that the request does not 
 
 
 class KVGroupKind(Protocol):
-    """Defines the positions that the rows of a group's layers read.
-
-    name: name of the kind in journals and messages.
-    """
+    """Defines the positions that a group's rows read. name: in journals and messages."""
 
     name: ClassVar[str]
 
     @property
     def most_positions(self) -> int | None:
-        """The largest number of positions that one row reads, its own included; None for no limit."""
+        """Limit on the positions that one row reads, its own included; None: no limit."""
         ...
 
     def first_position(self, num_tokens: int) -> int:
-        """Return the first position that the row after `num_tokens` computed tokens reads.
+        """Return the first position that the row after `num_tokens` tokens reads.
 
         It never decreases as `num_tokens` grows, so a request never needs the positions before it again.
         """
@@ -42,13 +36,13 @@ _KINDS: dict[str, type[KVGroupKind]] = {}
 
 
 def register(kind: _Kind) -> _Kind:
-    """Register a kind of group under its name. A class decorator."""
+    """Register a kind of group. A class decorator."""
     _KINDS[kind.name] = kind
     return kind
 
 
 def kind_named(name: str) -> type[KVGroupKind]:
-    """Return the kind of group with this name. Raises KeyError if it is unknown."""
+    """Return the kind of group with this name. Raises KeyError."""
     return _KINDS[name]
 
 
@@ -75,7 +69,7 @@ class FullAttention:
 class SlidingWindow:
     """The row at position p reads the positions max(0, p - window + 1) to p.
 
-    window: the largest window of the group's layers, in tokens.
+    window: the largest one of the group's layers.
     """
 
     name: ClassVar[str] = "sliding_window"
@@ -87,7 +81,7 @@ class SlidingWindow:
         return self.window
 
     def first_position(self, num_tokens: int) -> int:
-        """Return the first position in the window of the row at position `num_tokens`."""
+        """Return the first position in the window of position `num_tokens`."""
         return max(num_tokens - self.window + 1, 0)
 
     def __str__(self) -> str:
@@ -96,13 +90,13 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:
-    """A group of a KV cache: its kind and its number of blocks."""
+    """A group's kind and number of blocks."""
 
     kind: KVGroupKind
     num_blocks: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the group as a JSON object."""
+        """Return a JSON object."""
         return {"kind": self.kind.name, "num_blocks": self.num_blocks, **asdict(self.kind)}  # type: ignore[call-overload]
 
     @classmethod
@@ -114,7 +108,7 @@ class KVGroupSpec:
 
 
 def num_blocks_read(kind: KVGroupKind, block_size: int) -> int | None:
-    """Return the largest number of blocks that one row reads, wherever it is in its block; None for no limit."""
+    """Return the largest number of blocks that one row reads; None: no limit."""
     most = kind.most_positions
     return None if most is None else -(-(most - 1) // block_size) + 1
 
@@ -128,11 +122,10 @@ def longest_hit(
     first_block: int = 0,
     limit: int | None = None,
 ) -> int:
-    """Return the largest number of blocks after which a request can continue: its next row finds all that it reads.
+    """Return the largest number of blocks after which a request's next row finds all that it reads.
 
-    The count begins at `first_block`. is_there: for each block of the sequence from `first_block` on, whether the
-    group has it; the group has all earlier ones. num_tokens: number of tokens of the sequence; at least the last one
-    is computed. limit: the largest count to return.
+    is_there: for each block from `first_block` on, whether the group has it; it has all earlier ones. num_tokens: of
+    the sequence; the last one is always computed. limit: of the count, which begins at `first_block`.
     """
     run = longest = 0
     for count, has_block in enumerate(is_there[:limit], 1):

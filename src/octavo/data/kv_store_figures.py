@@ -1,4 +1,4 @@
-"""Figures of an external KV store, counted by its client in this engine."""
+"""Figures of an external KV store."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class KVStoreFigures:
-    """Figures of one store.
+    """Figures of one store, counted by its client in this engine.
 
-    num_blocks, num_bytes: its content as of the last call. num_corrupt: blocks that differed from their saved content,
-    since the start. num_errors: failed calls since the start.
-    is_usable: 1 if the store is open and its last call succeeded; 0 before it is open, after a failed call, and while a
-    call hangs.
+    num_blocks, num_bytes: as of the last call. num_corrupt: blocks that differed from their saved content. is_usable: 1
+    if the store is open, its last call succeeded, and no call hangs.
     """
 
     num_blocks: int = 0

@@ -1,4 +1,4 @@
-"""Figures of each tier of the KV cache: hits, loads, saves and evictions, counted from the events of an engine."""
+"""Figures of each tier of the KV cache, counted from events."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class KVTierFigures:
-    """Figures of one tier. All are totals.
+    """Totals of one tier. Those of host memory include copies of preempted requests.
 
-    num_hit_tokens: prompt tokens found in the tier when a request was first admitted. load_seconds, save_seconds: time
-    that the tier took for its blocks, from which bandwidths follow. The figures of host memory include copies of
-    preempted requests.
-    num_evicted: evicted blocks. wait_seconds: time that requests waited for blocks from the tier; computing_seconds:
-    estimated time to compute their tokens. Both count only loads with such an estimate.
+    num_hit_tokens: found when a request was first admitted. load_seconds, save_seconds: the tier's own time.
+    wait_seconds: time that requests waited for its blocks; computing_seconds: estimate of computing instead. Both count
+    only loads with an estimate.
     """
 
     num_hit_tokens: int = 0
@@ -39,7 +37,7 @@ class KVTierFigures:
 
 
 class TierShare(NamedTuple):
-    """The share of a tier in one load: of the tokens, of the wait, and of the estimated computing time, in seconds."""
+    """The share of a tier in one load."""
 
     move: TierMove
     num_tokens: int
@@ -50,8 +48,7 @@ class TierShare(NamedTuple):
 def shares_of(load: events.KVLoadEnded) -> Iterator[TierShare]:
     """Yield the share of each tier in a load.
 
-    The wait is divided in proportion to the tiers' own times, so that the shares add up to it. Tokens and computing
-    time are divided by number of blocks.
+    The wait is divided by the tiers' own times, the rest by number of blocks.
     """
     num_blocks = sum(move.num_blocks for move in load.moves)
     seconds = sum(move.seconds for move in load.moves)
@@ -62,7 +59,7 @@ def shares_of(load: events.KVLoadEnded) -> Iterator[TierShare]:
 
 
 class KVTierCounter:
-    """An event sink that counts the figures of each tier, by name. The device is a tier, too."""
+    """An event sink that counts the figures of each tier, including the device."""
 
     def __init__(self, figures: dict[str, KVTierFigures]) -> None:
         self.figures = figures

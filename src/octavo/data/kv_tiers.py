@@ -1,4 +1,4 @@
-"""Moves of blocks between the tiers of the KV cache: the device, host memory, and external stores."""
+"""Moves of blocks between the tiers of the KV cache."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ DEVICE, HOST = "device", "host"  # each store has its own name
 
 
 class TierMove(NamedTuple):
-    """Blocks moved between the device and one tier: by one transfer, or by the copies of one step.
-
-    seconds: time that the tier took.
-    """
+    """Blocks moved between the device and one tier. seconds: that the tier took."""
 
     tier: str
     num_blocks: int
@@ -20,9 +17,9 @@ class TierMove(NamedTuple):
 
 
 class EndedTransfer(NamedTuple):
-    """A transfer that ended, with the number of its leading blocks that were moved.
+    """A transfer that ended, with its number of moved leading blocks.
 
-    moves: blocks that each tier gave or took. evicted: (tier, number of blocks evicted from it since the last report).
+    evicted: (tier, blocks evicted since the last report).
     """
 
     transfer_id: int

@@ -1,4 +1,4 @@
-"""Parameters of a request of which one engine computes the prompt and another engine the answer."""
+"""Parameters of a request that two engines compute."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@\s]+):(\d{1,5})")
 
 @dataclass(frozen=True, slots=True)
 class KVTransferParams:
-    """A request's part in a prefill/decode pair. It changes only times: no token depends on it.
+    """A request's part in a prefill/decode pair. No token depends on it.
 
-    transfer_id: 1 to 256 printable characters, equal on both sides and for all requests made of one client's request.
-    is_prefill: True if this engine computes the prompt for another one; False if it expects the prompt's KV from there.
-    source: HOST:PORT at which the prefill engine hands KV over; None: through a store that both engines use.
-    Raises `RequestError` with the name of the field.
+    transfer_id: 1 to 256 printable characters, equal on both sides and for all outputs of one client's request.
+    is_prefill: True if this engine computes the prompt; False if it expects the prompt's KV.
+    source: HOST:PORT of the prefill engine; None: through a shared store.
+    Raises `RequestError`.
     """
 
     transfer_id: str

@@ -1,8 +1,4 @@
-"""Figures of an engine, counted from its event stream.
-
-Figures with a name from vLLM have the same meaning; `octavo.server.telemetry.metrics` names them for Prometheus. They
-are plain data, so that they can be sent between processes.
-"""
+"""Figures of an engine, counted from its event stream. Those with a name from vLLM have the same meaning."""
 
 from __future__ import annotations
 
@@ -60,10 +56,7 @@ _STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 
 @dataclass(slots=True)
 class Histogram:
-    """Observations in buckets: counts[i] of them are above bounds[i - 1] and at most bounds[i].
-
-    counts has one more entry than bounds, for values above the last bound. total: sum of all values.
-    """
+    """Observations in buckets: counts[i] of them are above bounds[i - 1] and at most bounds[i]."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -81,24 +74,18 @@ class Histogram:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Figures of one engine since its start. Times are in seconds. A request is one output stream: n of them for n.
+    """Figures of one engine. Times are in seconds. A request is one output stream.
 
     num_requests_running, num_requests_waiting, kv_cache_usage, bounded_usage and prefill_limit are as of the last
-    event. All other figures are totals.
-    prompt_tokens: of requests that have got their first token, cached tokens included. request_success: number of
-    ended requests by reason. tenant_tokens: [prompt tokens, generated tokens] of each tenant.
-    time_to_first_token, queue_time and e2e_latency begin with the request's arrival. inter_token_latency: between two
-    steps with tokens for a request. prefill_time: from the first admission to the first token. decode_time: from the
-    first to the last token.
-    host_cache_hits: tokens whose KV was found in host memory. host_cache_hit_blocks, num_offloaded_blocks: blocks of
-    the first KV group that came back from host memory, and that went there after eviction. host_cache_hit_parts,
-    num_offloaded_parts: the same for the bounded groups, by index.
-    tiers: figures of each tier of the KV cache, by name.
-    kv_load_tokens: tokens whose KV came from external stores. kv_load_seconds, kv_computing_seconds: waiting time for
-    these loads, and the estimated time to compute the tokens, for loads with an estimate. kv_loads: loads by outcome.
-    kv_saves: saves by outcome. kv_dropped_save_blocks: blocks that a store wanted but did not get, because too many
-    saves were pending when their request ended.
-    kv_stores: figures of each store, by name; the client of the store writes them.
+    event; other figures are totals since the start.
+    prompt_tokens: of requests with a first token, cached ones included. tenant_tokens: [prompt tokens, generated
+    tokens].
+    time_to_first_token, queue_time and e2e_latency begin with the arrival, prefill_time with the first admission,
+    decode_time with the first token. inter_token_latency: between two steps with tokens.
+    host_cache_hit_blocks, num_offloaded_blocks: of the first KV group, from and to host memory. host_cache_hit_parts,
+    num_offloaded_parts: of bounded groups, by index.
+    kv_load_seconds, kv_computing_seconds: waiting time, and the estimate of computing instead, for loads with an
+    estimate. kv_dropped_save_blocks: wanted by a store, but not saved. kv_stores: written by their clients.
     """
 
     num_requests_running: int = 0
@@ -145,7 +132,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class _Life:
-    """Times and counts of one request that has not ended. Times are in seconds of the engine's clock."""
+    """A request that has not ended."""
 
     arrival: float
     num_prompt_tokens: int
@@ -160,8 +147,7 @@ class _Life:
 class EngineMetrics:
     """The event sink that updates an `EngineStats`.
 
-    The `RequestFinished` of a request precedes the `StepCompleted` with its last tokens. So the figures of an ended
-    request are counted after that.
+    A request's figures are counted after the `StepCompleted` with its last tokens, which follows its `RequestFinished`.
     """
 
     def __init__(self, stats: EngineStats | None = None) -> None:
@@ -213,7 +199,6 @@ class EngineMetrics:
                 self._count_seldom(event)
 
     def _count_seldom(self, event: Event) -> None:
-        """Count rare events: hits in caches and stores, saves, and evictions."""
         stats = self.stats
         self._tiers.emit(event)
         match event:
@@ -239,7 +224,6 @@ class EngineMetrics:
                 stats.kv_dropped_save_blocks += event.num_blocks
 
     def _move(self, life: _Life, *, runs: bool) -> None:
-        """Count a request as running or as waiting."""
         if life.is_running != runs:
             life.is_running = runs
             step = 1 if runs else -1
@@ -278,7 +262,7 @@ class EngineMetrics:
         self._settle()
 
     def _settle(self) -> None:
-        """Count the figures of ended requests, and drop their records."""
+        """Count ended requests."""
         stats = self.stats
         for request_id, event in self._ended:
             life = self._lives.pop(request_id)

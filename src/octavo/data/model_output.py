@@ -1,4 +1,4 @@
-"""The worker's result of a step: plain data."""
+"""The worker's result of a step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one position: first the chosen token, then the most probable tokens in order.
-
-    rank: rank of the chosen token, 1 for the most probable.
-    """
+    """Log probabilities at one position: the chosen token, then the most probable ones. rank: from 1."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -27,16 +24,13 @@ class TokenLogprobs:
 class ModelOutput:
     """Result of one step, by request id.
 
-    sampled_token_ids: the new tokens: accepted drafts, then one more. A request whose prompt is not computed completely
-    has no entry. logprobs: of the same tokens.
-    prompt_logprobs: of the prompt positions computed in this step, in order; position 0 has none and is omitted.
-    errors: messages of requests that failed alone, for example because their logits were not numbers.
-    pooled: vectors of completely computed prompts of embedding requests, float32 in the machine's byte order.
-    postponed: requests that get no token in this step although one is due, because their grammar is not walked yet.
-    kv_transfers: transfers that ended. host_moves: the moves to host memory and back by the step's copies, or empty.
-    draft_token_ids: drafts to verify in the next step.
-    drafting_s: seconds of the step that drafting took. num_drafting_passes: number of forward passes of a draft model;
-    0 if all drafts were looked up. computed_drafts: requests whose drafts a model computed.
+    sampled_token_ids: accepted drafts, then one more; no entry before the whole prompt is computed.
+    prompt_logprobs: of the positions computed in this step; position 0 has none and is omitted.
+    errors: of requests that failed alone. pooled: float32 in the machine's byte order.
+    postponed: requests that are due a token, but have a grammar that is not walked yet.
+    host_moves: to host memory and back, or empty.
+    drafting_s: included in the step. num_drafting_passes: of a draft model; 0 if all drafts were looked up.
+    computed_drafts: requests with drafts that a model computed.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""The newest events of an engine, for clients that begin to watch it."""
+"""The newest events of an engine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class RecentEvents:
-    """Keeps the newest events, up to a total weight of `max_weight`. See `weight_of`.
+    """Keeps the newest events, up to a total weight, for clients that begin to watch.
 
-    Events are numbered from 0. num_seen: the number of the next event. weight: total weight of the kept events.
+    Events are numbered from 0; `num_seen` is the number of the next one.
     """
 
     def __init__(self, max_weight: int = 200_000) -> None:
@@ -33,16 +33,16 @@ class RecentEvents:
 
     @property
     def first_kept(self) -> int:
-        """The number of the oldest kept event; of the next event if none is kept."""
+        """The number of the oldest kept event."""
         return self.num_seen - len(self._events)
 
     def since(self, number: int) -> list[Event]:
-        """Return the kept events with this number or a higher one."""
+        """Return the kept events from this number on."""
         return list(islice(self._events, max(number - self.first_kept, 0), None))
 
 
 def weight_of(event: Event) -> int:
-    """Return the weight of an event: 1, plus 1 for each request in an event of a step. It is a measure of memory."""
+    """Return a measure of an event's memory: 1, plus 1 for each request of a step."""
     if isinstance(event, StepScheduled):
         return 1 + len(event.num_scheduled_tokens)
     return 1 + len(event.num_new_tokens) if isinstance(event, StepCompleted) else 1

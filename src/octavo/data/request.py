@@ -1,7 +1,4 @@
-"""A request of the core: one output stream, its tokens, and how many of them are computed.
-
-A user's request with n outputs becomes n of these before it reaches the core.
-"""
+"""A request of the core."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class RequestStatus(Enum):
 
     @property
     def finish_reason(self) -> str | None:
-        """The finish reason as in the OpenAI API; None while the request has not ended."""
+        """The finish reason as in the OpenAI API; None before the end."""
         return self.value if self.is_finished else None
 
 
@@ -45,9 +42,9 @@ _FINISHED = frozenset(status for status in RequestStatus if status.name.startswi
 
 @dataclass(frozen=True, slots=True)
 class ContentSpan:
-    """Positions `first` to `end` - 1 of a prompt, whose tokens are placeholders for other content, such as an image.
+    """Positions `first` to `end` - 1 of a prompt, placeholders for other content such as an image.
 
-    key: identity of that content. The KV of these positions and of all later ones depends on it.
+    key: identity of that content. The KV from these positions on depends on it.
     """
 
     first: int
@@ -61,12 +58,10 @@ class Sequence:
 
     `ResultProcessor` writes `token_ids`, the KV cache manager all other fields.
 
-    num_cached_tokens: number of prompt tokens that were found in a cache.
-    next_commit: number of computed tokens from which on the request has new blocks to commit.
-    block_tables: for each KV group the ids of the blocks with the KV, in order. `NO_BLOCK` replaces blocks that no
-    later row of the request reads.
-    first_held: for each KV group the index of the first held block in the table.
-    num_slots: number of tokens that fit into the blocks of every group.
+    num_cached_tokens: prompt tokens that were found. next_commit: number of computed tokens from which on there are new
+    blocks to commit.
+    block_tables: for each KV group, with `NO_BLOCK` for blocks that no later row reads. first_held: index of the first
+    held block. num_slots: number of tokens that fit into the blocks of every group.
     """
 
     token_ids: list[int]
@@ -79,17 +74,17 @@ class Sequence:
 
     @property
     def block_table(self) -> list[int]:
-        """The block table of the first group, which has every block of the sequence."""
+        """The block table of the first group, which has every block."""
         return self.block_tables[0]
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The tokens of the prompt."""
+        """The prompt's tokens."""
         return self.token_ids[: self.num_prompt_tokens]
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens that were generated so far."""
+        """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
@@ -99,34 +94,25 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of tokens that were generated so far."""
+        """Number of generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
 
 class Request:
-    """A request of the core, which schedules it. Only the core changes it.
+    """One output stream of a user's request. Only the core changes it: see docs/architecture.md.
 
-    docs/architecture.md names the writer of each field. Times are seconds on the engine's clock.
-
-    options, fields: options of the request; `fields` override those of `options`.
-    seed: 64-bit seed of its sampling noise. sample_index: which of the n outputs of the user's request it is.
-    stop_token_ids: all ids that end it, including EOS unless that is ignored.
-    max_total_tokens: limit on prompt and output together. For a prompt that is pooled into a vector it is the prompt
-    alone: the token that ends the request does not count.
-    num_computed_in_all: positions computed for it, including those that a preemption lost and rejected drafts.
-    num_prompt_logprobs: number of delivered ones. A preempted prompt is computed twice, but delivered once.
+    Times are seconds on the engine's clock. fields: override those of `options`. seed: 64 bits. sample_index: which of
+    the n outputs it is. stop_token_ids: including EOS unless that is ignored.
+    max_total_tokens: limit on prompt and output together; for a pooled prompt the prompt alone.
+    num_computed_in_all: positions, including those that a preemption lost and rejected drafts. num_prompt_logprobs:
+    delivered ones. A preempted prompt is computed twice, but delivered once.
     reads_prefix_cache: False for prompt logprobs and for mean pooling, which need every prompt position computed.
-    awaits_results: whether its next step depends on the result of the previous one: a grammar may postpone its token.
-    adapter: name of the adapter of weights (LoRA), part of block hashes; nothing sets it yet.
-    spans: parts of the prompt that are placeholders for other content, in order and without overlap.
-    rotary_positions: for each dimension the positions of the prompt's tokens; None for models with one dimension. Never
-    changed.
-    deadline: time at which the request ends with an error; None for no limit.
-    acceptance, computed_acceptance: acceptance rates of its drafts that were looked up, and that a model computed; None
-    before any was verified.
-    block_hashes: keys of its full blocks, written by the KV cache manager.
-    predicted_token_ids: the output that the client expects, from which drafts are made; never changed.
-    Raises ValueError if `rotary_positions` do not have one position of each dimension for each token of the prompt.
+    awaits_results: whether its next step depends on the previous result: a grammar may postpone its token.
+    adapter: name of a LoRA adapter, part of block hashes; nothing sets it yet. spans: in order and without overlap.
+    rotary_positions: for each dimension the positions of the prompt's tokens; None for one dimension. Never changed.
+    deadline: time at which the request ends with an error. computed_acceptance: of drafts that a model computed.
+    predicted_token_ids: expected output, for drafts; never changed.
+    Raises ValueError for `rotary_positions` of another length than the prompt.
     """
 
     __slots__ = (
@@ -212,7 +198,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of prompt, output and drafts. `num_computed_tokens` grows until it reaches this number."""
+        """Number of tokens of prompt, output and drafts."""
         return len(self.sequence.token_ids) + len(self.spec_token_ids)
 
     @property
@@ -222,37 +208,37 @@ class Request:
 
     @property
     def priority(self) -> int:
-        """The option of this name."""
+        """See `RequestOptions`."""
         return self.options.priority
 
     @property
     def cache_salt(self) -> str | None:
-        """The option of this name."""
+        """See `RequestOptions`."""
         return self.options.cache_salt
 
     @property
     def tenant(self) -> str:
-        """The option of this name."""
+        """See `RequestOptions`."""
         return self.options.tenant
 
     @property
     def tenant_weight(self) -> float:
-        """The option of this name."""
+        """See `RequestOptions`."""
         return self.options.tenant_weight
 
     @property
     def kv_transfer_params(self) -> KVTransferParams | None:
-        """The option of this name."""
+        """See `RequestOptions`."""
         return self.options.kv_transfer_params
 
     @property
     def expects_kv(self) -> bool:
-        """Whether another engine has the KV of its prompt, or is computing it."""
+        """Whether another engine has or computes the KV of its prompt."""
         return self.kv_transfer_params is not None and not self.kv_transfer_params.is_prefill
 
     @property
     def hands_kv_over(self) -> bool:
-        """Whether the request only computes the KV of its prompt for another engine."""
+        """Whether only the KV of its prompt is computed, for another engine."""
         return self.kv_transfer_params is not None and self.kv_transfer_params.is_prefill
 
     @property

@@ -1,4 +1,4 @@
-"""The options of a request other than its prompt and its sampling parameters, from the API to the core."""
+"""Options of a request other than its prompt and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class RequestOptions:
     Attributes:
         priority: lower goes first, under the priority policy. A whole number of 64 bits.
         cache_salt: only requests with the same salt share cached KV.
-        tenant: name of the tenant that sent the request, for the fair policy.
-        tenant_weight: a tenant of weight 2 gets twice the share of one of weight 1. Above 0.
+        tenant: for the fair policy.
+        tenant_weight: weight 2 gets twice the share of weight 1. Above 0.
         timeout_s: seconds after the arrival at which the request ends with an error; None for no limit.
-        kv_transfer_params: the request's part in a prefill/decode pair; None if this engine does both.
+        kv_transfer_params: None if this engine computes prompt and answer.
     """
 
     priority: int = 0
@@ -63,10 +63,7 @@ class RequestOptions:
 
 
 def check_salt(salt: object) -> None:
-    """Raise `RequestError` unless the salt is None, or a text of 1 to 1024 characters that can be encoded as UTF-8.
-
-    It becomes part of every block hash.
-    """
+    """Raise `RequestError` unless the salt is None, or 1 to 1024 characters that UTF-8 can encode."""
     if salt is None:
         return
     if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:
@@ -79,7 +76,6 @@ def check_salt(salt: object) -> None:
 
 
 def _whole_priority(priority: Any) -> int:
-    """Return a priority as an int; numpy's integers are accepted."""
     try:
         value = operator.index(priority)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The scheduler's message to the worker for each step: plain data with everything that the step must do."""
+"""The scheduler's message to the worker for each step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 class NewRequestData:
     """A whole request, sent when it starts, and again when it resumes after a preemption.
 
-    token_ids: prompt and, after a preemption, the output so far. Tokens below `num_computed_tokens` are in the cache.
-    block_ids: the request's block table for each KV group. `NO_BLOCK` replaces a block that no later row reads.
-    cache_salt: only requests with the same salt share KV. predicted_token_ids: the output that the client expects.
-    rotary_positions: see `Request`.
+    token_ids: prompt and output so far. block_ids: for each KV group, with `NO_BLOCK` for a block that no later row
+    reads.
     """
 
     request_id: str
@@ -38,7 +36,7 @@ class NewRequestData:
 
     @classmethod
     def from_request(cls, request: Request) -> NewRequestData:
-        """Copy the data that the worker needs. Later changes of the request do not change the copy."""
+        """Copy the data that the worker needs."""
         sequence = request.sequence
         return cls(
             request_id=request.request_id,
@@ -60,12 +58,10 @@ class NewRequestData:
 class CachedRequestData:
     """Changes of the requests that the worker knows already, as parallel lists.
 
-    It has no tokens: the worker appends those that it samples, and no other tokens are added.
+    The worker itself appends the tokens that it samples; no other tokens are added.
 
-    new_block_ids: for each KV group a list parallel to `req_ids`: the ids to append to each request's block table. A
-    group may get its block of a position in a later step than another group. The worker's table keeps blocks that the
-    request has released; no row reads them.
-    num_computed_tokens: after all earlier steps.
+    new_block_ids: for each KV group, the ids to append to each request's block table. Groups may get their blocks of a
+    position in different steps. The worker's table keeps released blocks; no row reads them.
     """
 
     req_ids: list[str]
@@ -80,14 +76,13 @@ class CachedRequestData:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks that a step begins with, before it writes anything else. The order is that of the fields.
+    """Copies of whole blocks that a step begins with, before it writes anything, in the order of the fields.
 
-    swap_out: (group, block, host block), for preempted requests and for evicted cached blocks. The step may write to
-    these blocks after the copy. If a host block occurs twice, the last content counts.
-    block_copies: (group, source block, target block), copy on write. A source may be the target of a later copy.
-    swap_in: (group, host block, block), for resumed requests and for prefixes found in host memory.
+    swap_out: (group, block, host block). If a host block occurs twice, the last content counts.
+    block_copies: (group, source, target), copy on write. A source may be the target of a later copy.
+    swap_in: (group, host block, block).
 
-    A host block can hold the block of every group. Each of these is copied separately.
+    A host block can hold the block of every group, each copied separately.
     """
 
     swap_out: list[tuple[int, int, int]] = field(default_factory=list)
@@ -104,7 +99,7 @@ class BlockCopies:
 
 
 class TransferDirection(Enum):
-    """The direction of a transfer: LOAD into this engine's blocks, SAVE from them."""
+    """LOAD into this engine's blocks, SAVE from them."""
 
     LOAD = "load"
     SAVE = "save"
@@ -114,14 +109,13 @@ class TransferDirection(Enum):
 class KVTransfer:
     """An order to move whole blocks between this engine and a store, in the background of the steps.
 
-    The blocks are pinned until the transfer has ended, or until the worker has received its cancellation.
+    The blocks are pinned until it has ended, or the worker has received its cancellation.
 
-    keys: one for each block, a hash of everything that its KV depends on (`core.kv.block_hash`). A load gives a block
-    the content that was saved under its key, or fails for this block. A store keeps the content of all groups under one
+    keys: for each block, a hash of everything that its KV depends on (`core.kv.block_hash`). A load gives a block the
+    content that was saved under its key, or fails for this block. A store keeps the content of all groups under one
     key.
-    block_ids: for each KV group a list parallel to `keys`. `NO_BLOCK`: the group's content is not moved, because no row
-    reads the block (a load), or because the content was evicted (a save). The first group has every block.
-    request_id: the request that waits for the load; None for a save.
+    block_ids: for each KV group, parallel to `keys`. `NO_BLOCK`: no row reads the block (a load), or it was evicted (a
+    save). The first group has every block. request_id: waits for the load; None for a save.
     """
 
     transfer_id: int
@@ -132,27 +126,26 @@ class KVTransfer:
 
 
 def are_whole(block_ids: list[list[int]]) -> list[bool]:
-    """Return for each block of a transfer whether the content of every group is moved. block_ids: of a `KVTransfer`."""
+    """Return for each block of a transfer whether every group's content is moved."""
     return [NO_BLOCK not in ids for ids in zip(*block_ids, strict=True)]
 
 
 def need_parts(block_ids: list[list[int]]) -> list[bool]:
-    """Return for each block of a load whether any bounded group needs its content. block_ids: of a `KVTransfer`."""
+    """Return for each block of a load whether a bounded group needs its content."""
     return [any(block_id != NO_BLOCK for block_id in ids[1:]) for ids in zip(*block_ids, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: copies to begin with, the tokens of each request, transfers, and requests that ended.
+    """One step: copies to begin with, the tokens of each request, transfers, and ended requests.
 
-    num_scheduled_tokens: number of tokens by request id, in the order of scheduling; the worker orders its rows itself.
-    finished_req_ids, preempted_req_ids: requests that the worker must drop.
-    scheduled_spec_decode_tokens: the drafts to verify for each request; the last of its scheduled tokens.
-    kv_transfers: transfers to start after `copies`. kv_cancels: ids of transfers to cancel; their blocks are neither
-    read nor written after this step.
-    num_pending_transfers: number of transfers and lookups that have not ended: the worker must be asked for results.
-    max_drafts: largest number of drafts to guess for each request, 0 for none. A request that is not named has only the
-    proposer's limit. If a model drafts, this bounds the drafts that it computes, but not those that are looked up.
+    num_scheduled_tokens: in the order of scheduling; the worker orders its rows itself. finished_req_ids,
+    preempted_req_ids: which the worker must drop. scheduled_spec_decode_tokens: drafts to verify, the last of a
+    request's scheduled tokens.
+    kv_transfers: to start after `copies`. kv_cancels: ids; their blocks are neither read nor written after this step.
+    num_pending_transfers: including lookups: the worker must be asked for results.
+    max_drafts: limits for guessing, in addition to the proposer's; 0 for none. If a model drafts, drafts that are
+    looked up are not limited.
     """
 
     step: int
@@ -171,7 +164,7 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the step need not be sent: the worker has nothing to compute, to move, to cancel or to drop."""
+        """Whether the step need not be sent."""
         return not (
             self.num_scheduled_tokens
             or self.finished_req_ids
@@ -183,12 +176,12 @@ class SchedulerOutput:
 
     @property
     def only_waits_for_transfers(self) -> bool:
-        """Whether the step has nothing to compute while transfers or lookups are pending."""
+        """Whether transfers or lookups are pending and nothing is to be computed."""
         return bool(self.num_pending_transfers) and not self.num_scheduled_tokens
 
     @property
     def block_ids(self) -> dict[str, list[int]]:
-        """The blocks of the first KV group that each request got in this step; all of them for a new request."""
+        """New blocks of the first KV group, by request."""
         cached = self.scheduled_cached_reqs
         new_block_ids = cached.new_block_ids[0] if cached.req_ids else []
         return {new.request_id: new.block_ids[0] for new in self.scheduled_new_reqs} | dict(

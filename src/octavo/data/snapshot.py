@@ -1,4 +1,4 @@
-"""Snapshots of an engine for a watching client, a few per second: new events, and the blocks of each request."""
+"""Snapshots of an engine for a watching client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class BlockState(IntEnum):
-    """The state of a block of the KV cache. OWNED: its reference count is 1. SHARED: its reference count is above 1."""
+    """The state of a KV block. OWNED: its reference count is 1. SHARED: above 1."""
 
     FREE = 0
     CACHED = 1
@@ -24,7 +24,7 @@ class BlockState(IntEnum):
 class BlockMap:
     """The first KV group at one moment.
 
-    block_size: in tokens. states: one byte for each block, a `BlockState`. holders: the block table of each request.
+    states: a `BlockState` byte for each block. holders: block tables by request.
     """
 
     block_size: int
@@ -34,10 +34,10 @@ class BlockMap:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """New events in order, without a gap since the previous snapshot, and the cache after them.
+    """New events without a gap since the previous snapshot, and the cache after them.
 
-    is_first: whether the client must discard its state: this is the first snapshot, or events before it were lost.
-    blocks: None if more snapshots of the same moment follow, because many events are sent in several snapshots.
+    is_first: the client must discard its state, because earlier events are unknown.
+    blocks: None if more snapshots of the same moment follow.
     """
 
     events: list[Event]

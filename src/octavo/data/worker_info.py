@@ -1,4 +1,4 @@
-"""The report of a worker after it has loaded its weights and planned its memory."""
+"""A worker's report after its start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupInfo:
-    """A KV group, and the bytes of one of its blocks."""
+    """A KV group, and the bytes of one block."""
 
     spec: KVGroupSpec
     block_bytes: int
@@ -20,16 +20,13 @@ class KVGroupInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """The formats and the sizes of one worker, for the core, the server and the log. Plain data.
+    """The formats and the sizes of one worker.
 
-    device: "cpu" or "cuda". machine: name of the GPU, or the instruction sets of the processor as torch names them.
-    kernels, kernel_layout: identity of the kernels, and the layout into which they pack weights; None if it has none.
-    dtype, kv_dtype: of activations, and of keys and values. scheduler_config: the configured one, with steps limited to
-    those that fit into memory. kv_groups: the KV groups of the cache. num_host_blocks: number of host blocks.
-    draft_block_bytes: bytes of a draft model's keys and values for one block of the first group. kv_cache_bytes: bytes
-    that the KV cache reserves on the device. kv_layout_version: version of the bytes that stores keep under a key.
-    num_warm_up_tokens: length of the prompt that is computed at the start. draft_summary: one line about the draft
-    model for the log; None if there is none.
+    device: "cpu" or "cuda". machine: name of the GPU, or the processor's instruction sets as torch names them.
+    kernel_layout: of packed weights, if any. dtype: of activations. scheduler_config: with steps limited to those that
+    fit into memory.
+    draft_block_bytes: of a draft model's KV for one block of the first group. kv_layout_version: of the bytes that
+    stores keep. num_warm_up_tokens: computed at the start.
     """
 
     device: str
@@ -70,11 +67,11 @@ class WorkerInfo:
 
     @property
     def stored_block_bytes(self) -> int:
-        """Bytes of one block in host memory and in stores: a block of every group, one after the other."""
+        """Bytes of one block in host memory and in stores: a block of every group."""
         return sum(group.block_bytes for group in self.kv_groups)
 
     @property
     def kv_cache_summary(self) -> str:
-        """The blocks of the KV cache, for the log."""
+        """The KV cache's blocks, for the log."""
         others = (f", {spec.num_blocks} of {spec.kind}" for spec in self.bounded_groups)
         return f"{self.num_blocks} blocks{''.join(others)}"

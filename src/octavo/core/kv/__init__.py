@@ -1,1 +1,1 @@
-"""The KV cache of the scheduler: blocks, the requests that hold them, and the prefixes that can be found."""
+"""The scheduler's KV cache: blocks, the requests that hold them, and findable prefixes."""

@@ -1,4 +1,4 @@
-"""The chain of each request's blocks: the names of its full blocks, and how many of them can be found."""
+"""The chains of requests' blocks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ class BlockChain:
     """A request's block hashes, and how far its blocks are committed.
 
     extra_keys: values that the KV of all its blocks depends on in addition to their tokens.
-    spans, positions: see `Request`; positions are its `rotary_positions`.
-    hashes: of its full blocks so far; the same list as `Request.block_hashes`.
-    num_committed: number of committed blocks. name: the name of the last committed one.
-    partial: hash under which other requests can copy the last, partly filled block of its prompt; None if they cannot.
+    name: of the last committed block. partial: hash by which the partly filled block of the prompt can be copied.
     """
 
     extra_keys: tuple[str, ...]
@@ -37,7 +34,7 @@ class BlockChain:
     partial: BlockHash | None = None
 
     def keys(self, index: int) -> tuple[str, ...]:
-        """Return the values that the KV of a block depends on in addition to its tokens and the block before it."""
+        """Return the values that a block's KV depends on in addition to its chain of tokens."""
         if not self.spans and self.positions is None:
             return self.extra_keys
         start, end = index * self.block_size, (index + 1) * self.block_size
@@ -51,7 +48,7 @@ class BlockChain:
 class BlockChains:
     """The chains by request id. The only writer of `Request.block_hashes`.
 
-    extra_keys: properties of the engine that the KV depends on (model, KV dtype, ...). They are part of every hash.
+    extra_keys: properties of the engine that the KV depends on.
     """
 
     def __init__(self, block_size: int, extra_keys: tuple[str, ...] = ()) -> None:
@@ -63,15 +60,15 @@ class BlockChains:
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Ids of the requests that have a chain."""
+        """Ids of requests with a chain."""
         return self._chains.keys()
 
     def get(self, request_id: str) -> BlockChain | None:
-        """Return the chain of a request, or None."""
+        """Return a request's chain, or None."""
         return self._chains.get(request_id)
 
     def of(self, request: Request) -> BlockChain:
-        """Return the chain of a request without extending it. Creates an empty one if it has none."""
+        """Return a request's chain, created if necessary."""
         chain = self._chains.get(request.request_id)
         if chain is None:
             own = {"salt": request.cache_salt, "adapter": request.adapter, "weights": self._weights_epoch or None}
@@ -83,17 +80,17 @@ class BlockChains:
         return chain
 
     def extended(self, request: Request) -> BlockChain:
-        """Return the chain of a request, extended to all full blocks of its known tokens."""
+        """Return a request's chain, extended to all full blocks."""
         chain = self.of(request)
         token_ids = request.sequence.token_ids
         extend_block_hashes(chain.hashes, token_ids, self._block_size, chain.keys, self.hash_function)
         return chain
 
     def forget(self, request_id: str) -> None:
-        """Drop the chain of a request that ended."""
+        """Drop the chain of an ended request."""
         self._chains.pop(request_id, None)
 
     def advance_weights_epoch(self) -> None:
-        """Drop all chains, because the weights have changed. Blocks that are computed from now on get other names."""
+        """Drop all chains. Blocks of the new weights get other names."""
         self._weights_epoch += 1
         self._chains.clear()

@@ -1,8 +1,7 @@
-"""The chain of hashes that names the content of a KV block by all inputs that it was computed from.
+"""Hashes that name the content of a KV block by all inputs that it was computed from.
 
-block hash = SHA-256(parent's hash, extra keys, token ids). SHA-256, because tenants and machines trust each other's
-names (CVE-2025-25183 describes an attack on a weaker hash). Token ids are packed as little-endian 64-bit numbers, so
-the value is the same on every machine and in every process.
+block hash = SHA-256(parent's hash, extra keys, token ids), because tenants and machines trust each other's names
+(CVE-2025-25183 describes an attack on a weaker hash). The packing makes the value equal on every machine.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ ROOT_HASH: BlockHash = hashlib.sha256(b"octavo kv block chain v1").digest()
 
 
 def hash_block_tokens(parent: BlockHash | None, tokens: Sequence[int], extra_keys: tuple[str, ...] = ()) -> BlockHash:
-    """Hash one full block of `tokens` that follows `parent` (None at a sequence's start).
+    """Hash one full block that follows `parent` (None at a sequence's start).
 
-    extra_keys: all other values that the KV depends on (cache salt, model, adapter, KV dtype, weights epoch, kernels
-    and their instruction set).
+    extra_keys: all other values that the KV depends on (salt, model, adapter, KV dtype, weights epoch, kernels).
     """
     digest = hashlib.sha256(parent or ROOT_HASH)
     for key in extra_keys:
@@ -40,10 +38,7 @@ def extend_block_hashes(
     keys_of: Callable[[int], tuple[str, ...]],
     hash_function: Callable[[BlockHash | None, Sequence[int], tuple[str, ...]], BlockHash] = hash_block_tokens,
 ) -> None:
-    """Append to `hashes` the hashes of the full blocks of `token_ids` that it lacks (mutates `hashes`).
-
-    keys_of(index): returns the extra keys of a block.
-    """
+    """Append the missing hashes of full blocks. keys_of(index): a block's extra keys."""
     for index in range(len(hashes), len(token_ids) // block_size):
         block_tokens = token_ids[index * block_size : (index + 1) * block_size]
         hashes.append(hash_function(hashes[-1] if hashes else None, block_tokens, keys_of(index)))

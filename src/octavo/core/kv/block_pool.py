@@ -1,8 +1,7 @@
 """The blocks of the paged KV cache and their reference counts.
 
-A block is in exactly one state: FREE (no content worth keeping), CACHED (not held, its content can be found by hash),
-OWNED (in at least one block table, or pinned by a load or a save) or QUARANTINED (its bookkeeping was wrong; it is
-never given out again). Taking, releasing, finding and evicting a block are O(1).
+A block is FREE, CACHED (unheld, its content can be found), OWNED (in block tables, or pinned) or QUARANTINED (its
+bookkeeping was wrong; it is never given out again). Operations on a block are O(1).
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class Block:
     """One block of the device.
 
     generation: grows by one with each new content.
-    token_ids, extra_keys, parent: stored with the hash, because a lookup is a hit only if all of them are equal.
-    name: the name of findable content, kept as long as the device or host memory has that content: the link of the
-    first block that had it. parent: the name of the content before it.
+    token_ids, extra_keys, parent: a lookup is a hit only if these are equal, too.
+    name: of findable content, kept as long as the device or host memory has it: the link of the first block that had
+    it.
     canonical: for a private block, the link of the indexed block with the same content.
     """
 
@@ -44,7 +43,7 @@ class Block:
 
     @property
     def link(self) -> BlockLink:
-        """Id and generation, which identify this block with its present content."""
+        """Identifies the block with its present content."""
         return (self.block_id, self.generation)
 
     def __repr__(self) -> str:
@@ -52,10 +51,10 @@ class Block:
 
 
 class BlockPool(ContentPool[Block, Block]):
-    """`num_blocks` blocks, their reference counts, the free list and the index of cached content.
+    """The blocks, the free list and the index of cached content.
 
-    on_evict: called with each cached block that gets new content, before its content is discarded.
-    on_forget: called with each block whose content can no longer be found, for any reason.
+    on_evict: called before a cached block's content is discarded. on_forget: called for content that can no longer be
+    found.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class BlockPool(ContentPool[Block, Block]):
         on_forget: Callable[[Block], None] | None = None,
     ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        super().__init__(self.blocks[::-1])  # last released, first taken: it may still be in the processor's cache
+        super().__init__(self.blocks[::-1])  # the last released one may still be in the processor's cache
         self._on_evict = on_evict or (lambda _block: None)
         self._on_forget = on_forget or (lambda _block: None)
         self.quarantined: set[int] = set()
@@ -82,11 +81,11 @@ class BlockPool(ContentPool[Block, Block]):
 
     @property
     def usage(self) -> float:
-        """Share of blocks that are held, 0 to 1."""
+        """Share of held blocks, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
 
     def states(self) -> bytes:
-        """Return the `BlockState` of each block, one byte per block."""
+        """Return each block's `BlockState` as a byte."""
         free, cached, owned, shared, quarantined = map(int, BlockState)
         states = bytearray(
             (owned if block.ref_count == 1 else shared) if block.ref_count else free if block.hash is None else cached
@@ -97,15 +96,14 @@ class BlockPool(ContentPool[Block, Block]):
         return bytes(states)
 
     def free_list(self) -> list[int]:
-        """Return the ids of the free blocks, for tests and invariants."""
+        """Return the free ids."""
         return [block.block_id for block in self._free]
 
     def free_block_ids(self) -> set[int]:
-        """Return the ids of the free and cached blocks, for tests and invariants."""
+        """Return the free and cached ids."""
         return {block.block_id for block in self._free} | set(self._cached)
 
     def _take_one(self) -> Block:
-        """Take a block with a reference count of 1."""
         if self._free:
             block = self._free.pop()
         else:
@@ -118,17 +116,17 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Add one reference to each block. It cannot be evicted while it is held."""
+        """Add one reference to each block."""
         for block in blocks:
             if block.ref_count == 0:
                 del self._cached[block.block_id]
             block.ref_count += 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Release one reference to each block. Pass the last block first: the first released is the first evicted.
+        """Release blocks. Pass the last block first: the first released is the first evicted.
 
-        Releasing a private block also renews the indexed block with the same content, which is the parent of the next
-        blocks. Raises AssertionError for a block that is not held.
+        Releasing a private block renews the indexed block with the same content, the parent of the next blocks. Raises
+        AssertionError for an unheld block.
         """
         for block in blocks:
             if block.ref_count <= 0:
@@ -143,7 +141,7 @@ class BlockPool(ContentPool[Block, Block]):
                     self._cached[block.block_id] = block
 
     def renew(self, link: BlockLink) -> None:
-        """Make a cached block the last one to be evicted. Does nothing if it is held or has other content."""
+        """Make a cached block the last one to be evicted."""
         block_id, generation = link
         if block_id in self._cached and self.blocks[block_id].generation == generation:
             self._cached.move_to_end(block_id)
@@ -157,10 +155,9 @@ class BlockPool(ContentPool[Block, Block]):
         extra_keys: tuple[str, ...] = (),
         name: BlockLink | None = None,
     ) -> Block:
-        """Make a full, computed block findable. Returns the block that lookups of this content find.
+        """Make a full, computed block findable. Returns the block that lookups find.
 
-        If another block with this content is indexed already, that one is returned and `block` remains private.
-        name: the name of the same content in host memory; None if host memory lacks it.
+        If the content is indexed already, `block` remains private. name: of the same content in host memory.
         """
         present = self._index.get(block_hash)
         if present is not None and self._is_orphan(present):
@@ -177,18 +174,17 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def _is_orphan(self, block: Block) -> bool:
-        """Return whether the device lacks the content before this block: then no lookup can reach the block."""
+        """Return whether the content before a block is missing: no lookup can reach it."""
         return block.parent is not None and block.parent not in self._names
 
     def _orphan(self, block: Block) -> None:
-        """Remove an unreachable block from the index. If it is held, it becomes private; otherwise it becomes free."""
         self._forget(block)
         if block.ref_count == 0:
             del self._cached[block.block_id]
             self._free.append(block)
 
     def reset(self) -> bool:
-        """Discard all cached content. Returns False with nothing changed while any block is held."""
+        """Discard all cached content. Returns False with nothing changed while a block is held."""
         if self.num_free_blocks + len(self.quarantined) != self.num_blocks:
             return False
         for block in self.cached_blocks():
@@ -203,13 +199,13 @@ class BlockPool(ContentPool[Block, Block]):
         self._on_forget(block)
 
     def evict(self, block: Block) -> None:
-        """Evict a cached block, which must not be held. It becomes free."""
+        """Evict an unheld cached block."""
         assert block.ref_count == 0
         self._on_evict(block)
         self._orphan(block)
 
     def quarantine(self, block: Block) -> None:
-        """Take a block out of use for good, in any state of its bookkeeping. It is never given out again."""
+        """Take a block out of use, in any state."""
         if block.hash is not None:
             self._index.pop(block.hash, None)
             self._names.discard(block.name)

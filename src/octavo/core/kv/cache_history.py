@@ -1,4 +1,4 @@
-"""Explains prefix cache misses, from a bounded memory of the blocks that were cached before."""
+"""Explains prefix cache misses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MissReason(StrEnum):
-    """Why a lookup missed the first block that it did not find."""
+    """Why a lookup missed the next block."""
 
     NEVER_SEEN = "never seen"
     EVICTED = "evicted"
@@ -25,7 +25,7 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """The reason of a miss. position: for `DIFFERENT_TOKEN`, the first position that differs from the cached tokens."""
+    """The reason of a miss. position: of the first differing token."""
 
     reason: MissReason
     position: int | None = None
@@ -35,7 +35,7 @@ MOST_REMEMBERED = 1 << 16  # blocks; each takes about 1.2 kB
 
 
 class CacheHistory:
-    """Remembers the last `capacity` blocks that became findable, evicted or not. O(1) per block."""
+    """Remembers the last `capacity` blocks that became findable. O(1) per block."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -51,7 +51,7 @@ class CacheHistory:
         parent: BlockHash | None,
         extra_keys: tuple[str, ...],
     ) -> None:
-        """Remember the block at `index` of a sequence, which follows the block with hash `parent`."""
+        """Remember the block at `index` of a sequence."""
         _remember(self._hashes, block_hash, None, self._capacity)
         _remember(self._keys, (index, token_ids), extra_keys, self._capacity)
         _remember(self._child, parent, token_ids, self._capacity)
@@ -64,7 +64,7 @@ class CacheHistory:
         parent: BlockHash | None,
         extra_keys: tuple[str, ...],
     ) -> Miss:
-        """Return why the full block at `index`, with these tokens after `parent`, was not found."""
+        """Return why the full block at `index` was not found."""
         if block_hash in self._hashes:
             return Miss(MissReason.EVICTED)
         if self._keys.get((index, tuple(token_ids)), extra_keys) != extra_keys:

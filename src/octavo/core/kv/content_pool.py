@@ -1,4 +1,4 @@
-"""Base class of the block pools of device and host memory: content is found by its hash until it is evicted."""
+"""Base class of the block pools of device and host memory."""
 
 from __future__ import annotations
 
@@ -15,25 +15,22 @@ Found = TypeVar("Found", "Block", "HostBlock")
 
 
 class ContentPool(Generic[Taken, Found]):
-    """Free blocks, and cached ones that can be found by hash and by name.
-
-    Taken: what `take` returns for each block. Found: what describes the content of a block.
-    """
+    """Free blocks, and cached ones that can be found."""
 
     def __init__(self, free: list[Taken]) -> None:
-        self._free = free  # a stack
-        self._cached: OrderedDict[int, Found] = OrderedDict()  # by block id, least recently used first
+        self._free = free
+        self._cached: OrderedDict[int, Found] = OrderedDict()  # least recently used first
         self._index: dict[BlockHash, Found] = {}
         self._names: set[BlockLink | None] = set()
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks that could be taken now, cached ones included."""
+        """Number of free and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Number of blocks whose content can be found, held or not."""
+        """Number of findable blocks, held or not."""
         return len(self._index)
 
     def find(
@@ -43,33 +40,29 @@ class ContentPool(Generic[Taken, Found]):
         parent: BlockLink | None,
         extra_keys: tuple[str, ...] = (),
     ) -> Found | None:
-        """Return the block with this content, or None. An equal hash with different content is a miss."""
+        """Return the block with this content. An equal hash with different content is a miss."""
         found = self._index.get(block_hash)
         if found is None or (found.token_ids, found.parent, found.extra_keys) != (token_ids, parent, extra_keys):
             return None
         return found
 
     def has_name(self, name: BlockLink | None) -> bool:
-        """Return whether content with this name can be found here."""
+        """Return whether content with this name is here."""
         return name in self._names
 
     def indexed(self, block_hash: BlockHash | None) -> Found | None:
-        """Return the indexed block with a hash, or None, for tests and invariants."""
+        """Return the block with a hash."""
         return None if block_hash is None else self._index.get(block_hash)
 
     def cached_blocks(self) -> list[Found]:
-        """Return the cached blocks, which are not held, the next to be evicted first."""
+        """Return the cached blocks, the next to be evicted first."""
         return list(self._cached.values())
 
     def take(self, count: int) -> list[Taken] | None:
-        """Take `count` blocks for new content. Returns None with nothing changed if fewer are available.
-
-        Free blocks are taken first, then the least recently used cached ones are evicted.
-        """
+        """Take free blocks, then the least recently used ones. Returns None with nothing changed if too few."""
         if count > self.num_free_blocks:
             return None
         return [self._take_one() for _ in range(count)]
 
     def _take_one(self) -> Taken:
-        """Take a free block, or evict a cached one."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Blocks of host memory: saved KV of preempted requests, and content that the device evicted.
+"""Blocks of host memory.
 
-A host block is in exactly one state: free, SAVED (it has KV of one preempted request), CACHED (its content can be found
-by hash), or LENT (the next step copies from it, and it must not be overwritten before).
+A host block is free, SAVED (KV of a preempted request), CACHED (evicted by the device; its content can be found), or
+LENT (the next step copies from it, and it must not be overwritten before).
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ _ONLY_FIRST_GROUP = frozenset({0})
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """The content of a cached host block, described as by `Block` on the device.
-
-    groups: indices of the KV groups whose block is in this host block. The first group always is.
-    """
+    """The content of a cached host block. See `Block`. groups: KV groups with a block in it."""
 
     block_id: int
     hash: BlockHash
@@ -41,22 +38,18 @@ class HostBlock:
 
 
 class HostBlockPool(ContentPool[int, HostBlock]):
-    """Host blocks 0 .. num_blocks - 1. Preempted requests evict cached content, never the other way round.
-
-    emit: called with `HostBlockEvicted` and the block id when cached content is evicted.
-    """
+    """The host blocks. Preempted requests evict cached content, never the other way round."""
 
     def __init__(self, num_blocks: int, emit: Callable[..., None] = emit_nothing) -> None:
         self.num_blocks = num_blocks
-        self.lent: dict[int, HostBlock | None] = {}  # None: the block becomes free after the copy
+        self.lent: dict[int, HostBlock | None] = {}  # None: free after the copy
         super().__init__(list(range(num_blocks - 1, -1, -1)))
-        self._num_followers: Counter[BlockLink | None] = Counter()  # number of cached contents by their parent's name
+        self._num_followers: Counter[BlockLink | None] = Counter()  # cached contents by their parent's name
         self._emit = emit
 
     # --- for preempted requests ---------------------------------------------------------------------------------------
 
     def _take_one(self) -> int:
-        """Take a free block, or evict a cached one. Returns its id."""
         if self._free:
             return self._free.pop()
         block_id, content = self._cached.popitem(last=False)
@@ -65,22 +58,21 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         return block_id
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Release blocks. They become free."""
+        """Make blocks free."""
         self._free.extend(block_ids)
 
     # --- for evicted content of the device ----------------------------------------------------------------------------
 
     def is_followed(self, name: BlockLink | None) -> bool:
-        """Return whether any content that directly follows the content with this name is here."""
+        """Return whether content directly after this name is here."""
         return name in self._num_followers
 
     def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
-        """Return a host block to which the content of a device block must be copied, or None.
+        """Return a host block to which a device block must be copied, or None.
 
-        groups: indices of the KV groups of which the device has the content. Returns None if host memory has all of it
-        already (the host block becomes the most recently used), or if no host block is available. The same content
-        under another name is replaced: it can no longer be found, because the start of its sequence was evicted. The
-        same content is also replaced if the device has more groups of it.
+        groups: KV groups of which the device has the content. None: host memory has it already (it becomes the most
+        recently used), or no host block is available. Content is replaced if it has another name, because it can no
+        longer be found, or if the device has more groups of it.
         """
         assert block.hash is not None
         assert block.name is not None
@@ -102,7 +94,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         return block_id
 
     def drop(self, block_id: int) -> None:
-        """Discard the content of a cached block. Does nothing for a block that is not cached."""
+        """Discard a cached block's content."""
         content = self._cached.pop(block_id, None)
         if content is not None:
             self._forget(content)
@@ -123,18 +115,18 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     # --- lend ---------------------------------------------------------------------------------------------------------
 
     def lend(self, block_ids: Iterable[int]) -> None:
-        """Protect blocks until the next step has copied from them: no other copy may overwrite them.
+        """Protect blocks until the next step has copied from them.
 
-        Cached blocks can still be found, and are cached again afterwards. Saved blocks become free afterwards.
+        Cached ones can still be found, and are cached again afterwards; saved ones become free.
         """
         for block_id in block_ids:
             if block_id not in self.lent:
                 self.lent[block_id] = self._cached.pop(block_id, None)
 
     def end_lending(self) -> None:
-        """Take back the lent blocks. Call it once the step is decided: later copies are part of later steps.
+        """Take back the lent blocks, once the step is decided.
 
-        The last lent block comes first, so that tails of chains are evicted before their heads.
+        The last one comes first, so that tails of chains are evicted before their heads.
         """
         for block_id, content in reversed(self.lent.items()):
             if content is None:
@@ -146,5 +138,5 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     # --- for tests and invariants -------------------------------------------------------------------------------------
 
     def free_block_ids(self) -> list[int]:
-        """Return the ids of the free blocks, for tests and invariants."""
+        """Return the ids of the free blocks."""
         return list(self._free)

@@ -1,7 +1,4 @@
-"""Assigns KV blocks to requests: looks them up, allocates, commits, swaps and frees them.
-
-Blocks change their states in the pools and in the KV groups. `prefix_cache` finds blocks that requests share.
-"""
+"""Assigns KV blocks to requests."""
 
 from __future__ import annotations
 
@@ -30,24 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """The KV of a preempted request's first `num_tokens` tokens, in host memory."""
+    """The KV of a preempted request."""
 
     host_blocks: list[int]
     num_tokens: int
 
 
 class KVCacheManager:
-    """Allocates blocks of `block_size` tokens. Allocation is all or nothing over all KV groups.
+    """Allocates blocks of `block_size` tokens: all or nothing over all KV groups.
 
-    Block tables change only by calls to it: each group writes its own. `groups` are the KV groups in the order of their
-    block tables, `bounded` all but the first. `grown` has the ids of the requests that got blocks which the worker does
-    not know yet; `OutputBuilder` removes an id when it sends the blocks.
+    Block tables change only by calls to it. `grown`: requests with blocks that the worker does not know.
 
-    num_blocks: number of blocks of the first group. bounded_groups: the other groups.
-    max_step_tokens: the largest number of tokens of one request that a step computes.
-    num_host_blocks: number of host blocks, for preempted requests and for cached blocks that the device evicts.
+    num_blocks: of the first KV group. max_step_tokens: the largest number of tokens of one request in a step.
     extra_keys: see `BlockChains`. cache_decoded_blocks: see `PrefixCache`.
-    emit: `octavo.core.event_emitter.EventEmitter.emit`, for events about blocks.
     """
 
     def __init__(
@@ -91,7 +83,7 @@ class KVCacheManager:
         )
         self._emit = emit
         self._saved: dict[str, _Saved] = {}
-        self._pins: dict[int, list[list[int]]] = {}  # block ids by group
+        self._pins: dict[int, list[list[int]]] = {}  # by group
         self.grown: set[str] = set()
         self._copies = BlockCopies()
 
@@ -102,30 +94,29 @@ class KVCacheManager:
 
     @property
     def bounded_usage(self) -> float:
-        """Share of held blocks, 0 to 1, in the fullest bounded group; 0 if there is no bounded group."""
+        """Share of held blocks in the fullest bounded group; 0 if there is none."""
         return max(group.usage for group in self.bounded) if self.bounded else 0.0
 
     @property
     def num_tracked_requests(self) -> int:
-        """Number of records of requests and partly filled blocks; 0 when no request remains."""
+        """Number of records of requests."""
         return len(self._saved.keys() | self.prefix_cache.request_ids) + self.prefix_cache.num_partial_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that `num_tokens` tokens need."""
+        """Return the number of blocks for `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
     def has_free(self, num_blocks: int) -> bool:
-        """Return whether `num_blocks` blocks of every group could be taken now."""
+        """Return whether `num_blocks` of every group could be taken now."""
         return all(group.num_free_blocks >= num_blocks for group in self.groups)
 
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """Look up the cached full blocks from a request's start, which need not be computed. Changes no block.
+        """Look up the cached blocks from a request's start. Changes nothing.
 
-        Blocks on the device come first, then those in host memory. Two alternatives are used if they give more tokens:
-        the KV that was saved when this request was preempted, and a block that another request filled in part. At most
-        num_tokens - 1 tokens are found: the last one is always computed, for its logits.
+        KV that was saved at its preemption, or another request's partly filled block, is used if it gives more tokens.
+        The last token is always computed, for its logits.
         """
         full = self.prefix_cache.find_full_blocks(request)
         saved = self._saved.get(request.request_id)
@@ -135,17 +126,17 @@ class KVCacheManager:
         return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
 
     def num_host_tokens(self, computed: ComputedBlocks) -> int:
-        """Return how many tokens were found in host blocks that any request may find; 0 for saved KV."""
+        """Return how many tokens were found in cached host blocks."""
         if computed.is_saved or not computed.host_blocks:
             return 0
         return computed.num_tokens - len(computed.blocks) * self.block_size
 
     def update_block_hashes(self, request: Request) -> None:
-        """Append the hashes of all full blocks of a request's known tokens to `request.block_hashes`."""
+        """Extend `request.block_hashes` to all full blocks."""
         self.prefix_cache.chains.extended(request)
 
     def add_tables(self, request: Request) -> None:
-        """Give a new request an empty block table for each KV group."""
+        """Give a new request empty block tables."""
         sequence = request.sequence
         sequence.block_tables = [[] for _ in self.groups]
         sequence.first_held = [0] * len(self.groups)
@@ -161,14 +152,12 @@ class KVCacheManager:
         num_reserved_tokens: int = 0,
         is_loaded: bool = False,
     ) -> list[int] | None:
-        """Allocate blocks for `num_new_tokens` tokens after the computed ones. Found blocks are held first.
+        """Allocate blocks for `num_new_tokens` after the computed ones.
 
-        computed: blocks that `get_computed_blocks` found.
-        num_reserved_tokens: if larger, the total number of tokens to allocate blocks for.
-        is_loaded: the new tokens are loaded from a store, not computed. So a group needs only the blocks that the row
-        after them reads.
-        Returns the ids that were appended to the table of the first group, found ones included, or None with nothing
-        changed if blocks are lacking.
+        num_reserved_tokens: total number of tokens to allocate for, if larger. is_loaded: a group needs only the blocks
+        that the row after the new tokens reads.
+        Returns the new ids in the first group's table, found ones included, or None with nothing changed if blocks are
+        lacking.
         """
         sequence = request.sequence
         num_computed = request.num_computed_tokens + computed.num_tokens
@@ -187,7 +176,6 @@ class KVCacheManager:
         return self._allocate(request, computed, claims)
 
     def _allocate(self, request: Request, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int]:
-        """Give a request the claimed blocks, which must be free; return the new ids in the first group's table."""
         sequence: TokenSequence = request.sequence
         num_held, is_any_found = len(sequence.block_table), computed is not NO_COMPUTED_BLOCKS
         self.grown.add(request.request_id)
@@ -205,10 +193,10 @@ class KVCacheManager:
         return sequence.block_table[num_held:]
 
     def _hold_found(self, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int | None]:
-        """Hold found blocks before other blocks are taken. Returns for each group the block to copy from, or None."""
+        """Hold found blocks before any other is taken. Returns the block of each group to copy from."""
         for group, claim in claims:
             group.hold(claim)
-        self.host.lend(computed.host_blocks)  # before any eviction, which may take host blocks
+        self.host.lend(computed.host_blocks)  # before evictions, which may take host blocks
         if computed.source is None:
             return [None] * len(claims)
         source_ids = [group.id_of(computed.source) for group in self.groups]
@@ -220,20 +208,16 @@ class KVCacheManager:
         sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
 
     def can_hold(self, num_tokens: int, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
-        """Return whether `num_tokens` of a new request fit now and `num_spare_blocks` blocks stay free.
-
-        This avoids starting a prompt that would soon be preempted.
-        """
+        """Return whether `num_tokens` of a new request fit and `num_spare_blocks` stay free."""
         num_blocks = self.num_blocks_for(num_tokens)
         return all(
             group.can_hold(computed.blocks, computed.num_tokens, num_blocks, num_spare_blocks) for group in self.groups
         )
 
     def _adopt(self, request: Request, computed: ComputedBlocks, source_ids: Sequence[int | None]) -> None:
-        """Record found blocks as the request's, and order the copies that the step begins with.
+        """Record found blocks as the request's, and order copies.
 
-        source_ids: for each group the block to copy from, or None. It is not held. If no other block was free, it may
-        have been taken meanwhile, even as the target of the copy.
+        source_ids: not held, so they may have been taken meanwhile, even as the target of the copy.
         """
         sequence = request.sequence
         if computed.blocks:
@@ -245,35 +229,34 @@ class KVCacheManager:
                 self._copies.block_copies.append((group.index, source_id, table[first]))
             for index in self._read_in_host(sequence, computed, group):
                 self._copies.swap_in.append((group.index, computed.host_blocks[index - first], table[index]))
-        if not request.num_preemptions:  # a resumed request finds its own blocks; these are no prefix hit of its prompt
+        if not request.num_preemptions:  # a resumed request finds its own blocks, which are no prefix hit
             sequence.num_cached_tokens = computed.num_tokens
 
     def _read_in_host(self, sequence: TokenSequence, computed: ComputedBlocks, group: KVGroup) -> range:
-        """Return the indices of the blocks in host memory that a group of a new request reads."""
         first = len(computed.blocks)
         end = min(first + len(computed.host_blocks), self.num_blocks_for(computed.num_tokens))
         return range(max(sequence.first_held[group.index], first), end)
 
     def num_swapped_in(self, request: Request, computed: ComputedBlocks) -> list[int]:
-        """Return how many blocks of each group are swapped in for a request that was just allocated blocks."""
+        """Return how many blocks of each group are swapped in."""
         return [len(self._read_in_host(request.sequence, computed, group)) for group in self.groups]
 
     def take_copies(self) -> BlockCopies:
-        """Return the copies that the next step begins with, and clear them."""
+        """Take the copies that the next step begins with."""
         copies, self._copies = self._copies, BlockCopies()
         if self.host.lent:
             self.host.end_lending()
         return copies
 
     def fail_copies(self, copies: BlockCopies) -> None:
-        """Discard the content of the host blocks that a failed step should have copied to."""
+        """Discard the host blocks that a failed step should have written."""
         for _, _, host_block in copies.swap_out:
             self.host.drop(host_block)
 
     # --- share --------------------------------------------------------------------------------------------------------
 
     def commit(self, request: Request) -> None:
-        """Make the computed full blocks findable for other requests. Call it after the step that wrote them is done."""
+        """Make computed full blocks findable. Call it after their step is done."""
         num_tokens = request.num_computed_tokens
         if num_tokens >= request.num_prompt_tokens or not self.prefix_cache.is_enabled:
             request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
@@ -281,17 +264,17 @@ class KVCacheManager:
             self.prefix_cache.commit(request)
 
     def release_unread(self, request: Request) -> None:
-        """Release the blocks that no later row of a request reads; call it after their saves were ordered."""
+        """Release blocks that no later row reads, after their saves were ordered."""
         if self.bounded:
             for group in self.bounded:
                 group.release_unread(request.sequence, request.num_computed_tokens)
             self._count_slots(request.sequence)
-            self.grown.add(request.request_id)  # perhaps: a block for a later position replaces a released one
+            self.grown.add(request.request_id)  # a block for a later position may replace a released one
 
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Release all blocks of a request that may resume (a preemption), the last one first. Keeps its hashes."""
+        """Release a request's blocks. It may resume, so its hashes are kept."""
         for group in self.groups:
             group.clear(request.sequence)
         self.grown.discard(request.request_id)
@@ -299,9 +282,9 @@ class KVCacheManager:
         self.prefix_cache.release(request)
 
     def swap_out(self, request: Request) -> bool:
-        """Save the computed KV of a request in host memory. Returns False with nothing changed if it does not fit.
+        """Save a request's computed KV in host memory. Returns False with nothing changed if it does not fit.
 
-        The next step begins with the copies, before it writes anything. So the blocks can be released immediately.
+        The next step begins with the copies, so the blocks can be released immediately.
         """
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
         host_blocks = self.host.take(num_blocks) if num_blocks else None
@@ -316,22 +299,21 @@ class KVCacheManager:
         return True
 
     def drop_saved(self, request_id: str) -> None:
-        """Discard the saved KV of a request."""
+        """Discard a request's saved KV."""
         saved = self._saved.pop(request_id, None)
         if saved is not None:
             self.host.release(saved.host_blocks)
 
     def _evicted(self, block: Block) -> None:
-        """Keep the content of an evicted block in host memory, if lookups can use it.
+        """Keep an evicted block in host memory, if lookups can use it.
 
-        A block that lacks a part in a group is only useful if host memory has its parts or a block after it.
+        A block that lacks a part is only useful if host memory has its parts or a block after it.
         """
         self._emit(events.BlockEvicted, block.block_id)
         if all(group.id_of(block) is not None for group in self.bounded) or self._is_used_in_host(block):
             self._keep_in_host(block)
 
     def _keep_in_host(self, block: Block) -> None:
-        """Order a copy of a cached block to host memory, with its parts in all groups, if lookups can reach it."""
         if not self._is_reachable(block.parent):
             return
         ids = [(group.index, block_id) for group in self.groups if (block_id := group.id_of(block)) is not None]
@@ -349,15 +331,14 @@ class KVCacheManager:
             group.block_forgotten(block)
 
     def _is_reachable(self, parent: BlockLink | None) -> bool:
-        """Return whether lookups can reach a block. parent: the name before it; None for a sequence's first block."""
         return parent is None or self.pool.has_name(parent) or self.host.has_name(parent)
 
     def saved_blocks(self) -> dict[str, list[int]]:
-        """Return the host blocks of each preempted request that was saved, for tests and invariants."""
+        """Return the host blocks of preempted requests."""
         return {request_id: list(saved.host_blocks) for request_id, saved in self._saved.items()}
 
     def free(self, request: Request) -> None:
-        """Release all blocks of a request that ended, and drop all records of it."""
+        """Release all blocks and records of an ended request."""
         self.release(request)
         self.drop_saved(request.request_id)
         self.prefix_cache.chains.forget(request.request_id)
@@ -365,21 +346,18 @@ class KVCacheManager:
     # --- transfers ----------------------------------------------------------------------------------------------------
 
     def note_loaded(self, request: Request) -> None:
-        """Count the computed tokens of a request as a prefix hit, after a load from an external store."""
+        """Count a load from a store as a prefix hit."""
         if not request.num_preemptions:
             request.sequence.num_cached_tokens = request.num_computed_tokens
 
     def pin(self, transfer_id: int, block_ids: list[list[int]]) -> None:
-        """Pin blocks for a transfer, independently of the requests that have them in their tables.
-
-        block_ids: block ids for each group. Skips `NO_BLOCK`.
-        """
+        """Pin blocks of each group for a transfer. Skips `NO_BLOCK`."""
         for group, ids in zip(self.groups, block_ids, strict=True):
             group.pin(ids)
         self._pins[transfer_id] = [[block_id for block_id in ids if block_id != NO_BLOCK] for ids in block_ids]
 
     def unpin(self, transfer_id: int) -> bool:
-        """Unpin a transfer's blocks. Returns False if the transfer is unknown or over."""
+        """Unpin a transfer's blocks. Returns False if it is unknown or over."""
         pinned = self._pins.pop(transfer_id, None)
         if pinned is None:
             return False
@@ -393,23 +371,20 @@ class KVCacheManager:
         return len(self._pins)
 
     def pinned_ids(self, group: int) -> list[int]:
-        """Return the ids of a group's pinned blocks, each once for every transfer that pins it."""
+        """Return a group's pinned ids, once for every pin."""
         return [block_id for ids in self._pins.values() for block_id in ids[group]]
 
     # --- forget -------------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
-        """Discard all cached content. Returns False with nothing changed while any block is held."""
+        """Discard all cached content: see `BlockPool.reset`."""
         if not self.pool.reset():
             return False
         self.host.reset()
         return True
 
     def advance_weights_epoch(self) -> bool:
-        """Discard all cached and saved KV, because the weights have changed.
-
-        Returns False with nothing changed while any block is held: its KV was computed with the old weights.
-        """
+        """Discard all KV of the old weights. Returns False with nothing changed while a block is held."""
         if not self.reset_prefix_cache():
             return False
         for request_id in list(self._saved):

@@ -1,8 +1,4 @@
-"""The prefix cache: finds the cached blocks of a new request's prefix, and registers the blocks that it computes.
-
-Blocks and their content belong to the pools. Content is registered and looked up under the names of a request's
-blocks. A lookup changes nothing.
-"""
+"""The prefix cache: finds cached blocks, and registers computed ones."""
 
 from __future__ import annotations
 
@@ -32,12 +28,10 @@ _Found = TypeVar("_Found", "Block", "HostBlock")
 class ComputedBlocks:
     """The first `num_tokens` tokens of a request, which need not be computed. Valid until anything is allocated.
 
-    blocks: full blocks on the device, from its start, that it shares with other requests. The content of at most one of
-    the next two is copied into blocks of its own, which follow `blocks` in its table.
-    host_blocks: full blocks in host memory that the device evicted, or (is_saved) the KV that was swapped out when the
-    request was preempted.
-    source: a block with all known tokens after `blocks`. The last of them is computed again. It is a cached block that
-    the tokens fill, or a block that another request filled only in part.
+    blocks: shared full blocks on the device. At most one of the next two is copied into the request's own blocks after
+    them.
+    host_blocks: cached, or (is_saved) swapped out when the request was preempted. source: a block with all known tokens
+    after `blocks`, of which the last is computed again.
     """
 
     blocks: list[Block]
@@ -48,7 +42,7 @@ class ComputedBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that were found, on the device or in host memory."""
+        """Number of found full blocks."""
         return len(self.blocks) + len(self.host_blocks)
 
 
@@ -57,10 +51,7 @@ NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
 
 @dataclass(frozen=True, slots=True)
 class FullBlocks:
-    """Cached full blocks from a request's start: first those on the device, then those in host memory.
-
-    num_usable: number of leading blocks of both that the request can resume from.
-    """
+    """Cached full blocks from a request's start, of which it can resume from the first `num_usable`."""
 
     on_device: list[Block]
     in_host: list[HostBlock]
@@ -69,17 +60,16 @@ class FullBlocks:
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """A block that the end of a prompt fills in part. content: its tokens, its parent's name, and its extra keys."""
+    """A partly filled block. content: tokens, parent's name, extra keys."""
 
     block: Block
     content: tuple[list[int], BlockLink | None, tuple[str, ...]]
 
 
 class PrefixCache:
-    """Finds and shares blocks of `block_size` tokens by the names in `chains`. It takes no block and frees none.
+    """Finds and shares blocks by the names in `chains`. It takes no block and frees none.
 
-    is_enabled: whether any block is shared. cache_decoded_blocks: whether blocks after the prompt are shared, too.
-    emit: called with `BlockCached` and the block id when a block becomes findable.
+    cache_decoded_blocks: whether blocks after the prompt are shared.
     """
 
     def __init__(
@@ -109,7 +99,7 @@ class PrefixCache:
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Ids of the requests that have records here."""
+        """Ids of requests with records."""
         return self.chains.request_ids | set(self._computing.values())
 
     @property
@@ -118,7 +108,7 @@ class PrefixCache:
         return len(self._partials)
 
     def reads_cache(self, request: Request) -> bool:
-        """Return whether a request may use blocks that other requests computed."""
+        """Return whether a request may use other requests' blocks."""
         return self.is_enabled and request.reads_prefix_cache
 
     # --- look up ------------------------------------------------------------------------------------------------------
@@ -126,8 +116,8 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks from a request's start.
 
-        If a block on the device lacks a part that would be read, the lookup continues in host memory from that block
-        on, provided that this gives a longer hit.
+        If a block on the device lacks a part, the lookup continues in host memory from there, if this gives a longer
+        hit.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
@@ -142,16 +132,12 @@ class PrefixCache:
         return FullBlocks(found, in_host, num_usable)
 
     def _find_in_host(self, request: Request, found: list[Block]) -> list[HostBlock]:
-        """Return the host blocks that continue the blocks found on the device."""
         return self._find_from(request, len(found), found[-1].name if found else None, self._host.find)
 
     def _find_from(
         self, request: Request, first: int, name: BlockLink | None, find: Callable[..., _Found | None]
     ) -> list[_Found]:
-        """Return a pool's blocks with a request's full blocks from index `first` on, up to the first miss.
-
-        name: name of the content before them; None at the start of a sequence. find: the pool's `find`.
-        """
+        """Return a pool's blocks from `first` to the first miss. name: of the content before them."""
         if not self.reads_cache(request):
             return []
         chain, token_ids, size = self.chains.extended(request), request.sequence.token_ids, self._block_size
@@ -166,16 +152,12 @@ class PrefixCache:
         return found
 
     def _num_useful_blocks(self, request: Request) -> int:
-        """Return how many of a request's full blocks save computation. Its last token is always computed."""
+        """Return how many full blocks save computation. The last token is always computed."""
         num_tokens = len(request.sequence.token_ids)
         return min(num_tokens // self._block_size, -(-(num_tokens - 1) // self._block_size))
 
     def computed_blocks(self, request: Request, full: FullBlocks) -> ComputedBlocks:
-        """Return the part of a request that need not be computed, given its found blocks.
-
-        If no host block is used, the block with the request's last token is copied: a cached block that the tokens
-        fill, or a block that another request with the same prompt filled in part.
-        """
+        """Return the part of a request that need not be computed."""
         size, num_tokens = self._block_size, len(request.sequence.token_ids)
         found, num_found = full.on_device, full.num_usable
         if num_found > len(found):
@@ -189,7 +171,6 @@ class PrefixCache:
         return ComputedBlocks(found[:num_found], num_found * size) if num_found else NO_COMPUTED_BLOCKS
 
     def _find_partial(self, request: Request, found: list[Block]) -> Block | None:
-        """Find a block of another request with the same prompt that has the tokens after the last full block."""
         is_found = len(found) == request.num_prompt_tokens // self._block_size
         if not (self._partials and is_found and self.reads_cache(request)) or request.sequence.num_output_tokens:
             return None
@@ -204,12 +185,11 @@ class PrefixCache:
         return partial.block if is_covered and partial.content == content else None
 
     def _prompt_tail(self, request: Request) -> list[int]:
-        """Return the prompt's tokens after its last full block."""
         start = request.num_prompt_tokens // self._block_size * self._block_size
         return request.sequence.token_ids[start : request.num_prompt_tokens]
 
     def _partial_name(self, request: Request, chain: BlockChain) -> BlockHash | None:
-        """Return the name of the prompt's last, partly filled block; None if sharing it would save no computation."""
+        """Return the partly filled block's name; None if sharing it saves no computation."""
         num_full = request.num_prompt_tokens // self._block_size
         tail = self._prompt_tail(request)
         if len(tail) < 2:
@@ -220,7 +200,7 @@ class PrefixCache:
     # --- misses -------------------------------------------------------------------------------------------------------
 
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
-        """Return the reason why a lookup found no more full blocks; None if it found all that could be used."""
+        """Return why no more full blocks were found, if more were useful."""
         index, size = computed.num_blocks, self._block_size
         if not self.reads_cache(request):
             return None
@@ -235,10 +215,7 @@ class PrefixCache:
         return self.history.why_missed(index, tokens, chain.hashes[index], parent, chain.keys(index))
 
     def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
-        """Return the hash of the first missing block and the id of the request that computes it now; None if none does.
-
-        A request that swaps it in from host memory counts as well: other requests can share the block afterwards.
-        """
+        """Return the first missing block's hash, and the request that computes it now or swaps it in."""
         index = len(computed.blocks)
         if not self.reads_cache(request) or computed.is_saved or computed.source is not None:
             return None
@@ -255,12 +232,12 @@ class PrefixCache:
     # --- share --------------------------------------------------------------------------------------------------------
 
     def adopt(self, request: Request, blocks: list[Block]) -> None:
-        """Record the shared blocks that a request holds from its start on. They are committed already."""
+        """Record the shared blocks that a request starts with."""
         chain = self.chains.of(request)
         chain.num_committed, chain.name = len(blocks), blocks[-1].name
 
     def announce(self, request: Request, num_found: int) -> None:
-        """Record the blocks that a request will compute and share, after the first `num_found`, which were found."""
+        """Record the blocks that a request will compute and share."""
         if not self.reads_cache(request):
             return
         num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens
@@ -268,7 +245,7 @@ class PrefixCache:
             self._computing.setdefault(block_hash, request.request_id)
 
     def commit(self, request: Request) -> None:
-        """Make the computed full blocks findable, and the partly filled last block of a completely computed prompt."""
+        """Make computed full blocks findable, and the partly filled last block of a computed prompt."""
         num_tokens = request.num_computed_tokens
         chain = self.chains.of(request)
         if not self.cache_decoded_blocks:
@@ -291,7 +268,7 @@ class PrefixCache:
             canonical = self._pool.register(block, hashes[index], tokens, chain.name, keys, name)
             for group in self._bounded:
                 group.block_doubled(block, canonical)
-            if block.hash is not None:  # lookups of this content find this block now
+            if block.hash is not None:  # lookups find this block now
                 self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, keys)
                 self._emit(BlockCached, block.block_id)
             if self._computing.get(hashes[index]) == request.request_id:
@@ -310,14 +287,14 @@ class PrefixCache:
             chain.partial = name
 
     def num_committed_blocks(self, request: Request) -> int:
-        """Return how many leading blocks of a request other requests can share."""
+        """Return how many leading blocks are shared."""
         chain = self.chains.get(request.request_id)
         return 0 if chain is None else chain.num_committed
 
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Record that a request no longer holds or computes any block. The names of its blocks are kept."""
+        """Record that a request no longer holds or computes blocks."""
         chain = self.chains.get(request.request_id)
         if chain is None:
             return

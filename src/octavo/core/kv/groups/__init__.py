@@ -1,4 +1,4 @@
-"""KV groups: the blocks that a request holds, by the positions that a group's layers read."""
+"""KV groups: the blocks that a request holds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ __all__ = ["BoundedGroup", "Claim", "FullAttentionGroup", "KVGroup", "longest_hi
 def longest_hit(
     groups: Sequence[BoundedGroup], blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int
 ) -> int:
-    """Return the largest number of leading blocks after which a request can continue in every one of these groups.
+    """Return the largest number of leading blocks after which a request can continue in every group.
 
-    blocks: found on the device. host_blocks: found in host memory, after `blocks`. num_tokens: number of tokens of the
-    sequence. A hit that one group shortened may be no hit in another group, so the groups are asked in turn until none
-    shortens it.
+    host_blocks: after `blocks`. A hit that one group shortened may be no hit in another one, so groups are asked until
+    none shortens it.
     """
     count, is_shortened = len(blocks) + len(host_blocks), True
     while is_shortened:
@@ -36,5 +35,5 @@ def longest_hit(
 
 
 def num_covered(groups: Sequence[BoundedGroup], blocks: Sequence[Block], num_tokens: int) -> int:
-    """Return how many blocks precede the first one that the row after `num_tokens` reads and that lacks a part."""
+    """Return how many blocks precede the first one that the next row reads and that lacks a part."""
     return min((group.num_covered(blocks, num_tokens) for group in groups), default=len(blocks))

@@ -1,14 +1,13 @@
 """Every KV group but the first: a request holds only the blocks that a later row can still read.
 
 Each held or cached block is the part of one block of the first group: the same positions in this group's layers. It is
-in exactly one state: FREE, HELD (in block tables of requests, or pinned by transfers), CACHED (nothing holds it, and
-the first group's block can be found) or QUARANTINED (its bookkeeping was wrong; it is never given out again). A request
-takes a free block first, then a cached one that a running request released because no later row reads it, then the
-least recently used one. The first group's block stays findable without its part in this group.
+FREE, HELD (in block tables, or pinned), CACHED (unheld, and the first group's block can be found) or QUARANTINED. Free
+blocks are taken first, then cached ones that running requests released, then the least recently used ones. The first
+group's block stays findable without its part.
 
-If memory is set aside for a request, it reserves the largest number of blocks that it may ever hold. These are its own:
+If memory is set aside for a request, it reserves the largest number of blocks that it may ever hold. They are its own:
 other requests do not find them until it releases them. So the blocks that it releases suffice for its later positions.
-Blocks that it found stay findable if the same number of other blocks is free; otherwise they become its own, too.
+Found blocks stay findable if as many other blocks are free; otherwise they become its own, too.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ if TYPE_CHECKING:
 
 
 class BoundedGroup:
-    """A `KVGroup` whose kind bounds the positions that a row reads (`KVGroupKind.most_positions`).
+    """A `KVGroup` of a kind that bounds the positions that a row reads.
 
-    blocks: all blocks of the first group.
-    max_step_tokens: the largest number of tokens of one request that a step computes.
-    on_evict: called with the first group's block before its part in this group is evicted.
+    blocks: of the first group. max_step_tokens: the largest number of tokens of one request in a step.
+    on_evict: called with the first group's block before its part is evicted.
     """
 
     def __init__(
@@ -59,8 +57,8 @@ class BoundedGroup:
         self._blocks = blocks
         self._on_evict = on_evict or (lambda _block: None)
         self._free = list(range(spec.num_blocks - 1, -1, -1))
-        self._left: OrderedDict[int, None] = OrderedDict()  # cached; released by running requests, first released first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the other cached ones, least recently used first
+        self._left: OrderedDict[int, None] = OrderedDict()  # cached, released by running requests
+        self._cached: OrderedDict[int, None] = OrderedDict()  # other cached ones, least recently used first
         self._id_of: dict[int, int] = {}  # by id of the first group's block
         self._block_of: list[int | None] = [None] * spec.num_blocks
         self._num_holders = [0] * spec.num_blocks
@@ -68,53 +66,49 @@ class BoundedGroup:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks that could be taken now, cached ones included."""
+        """See `KVGroup`."""
         return len(self._free) + len(self._left) + len(self._cached)
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that are held, 0 to 1."""
+        """Share of held blocks, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
 
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def first_read(self, num_tokens: int) -> int:
-        """Return the index of the first block that the row after `num_tokens` computed tokens reads."""
+        """See `KVGroup`."""
         return self.kind.first_position(num_tokens) // self._block_size
 
     def id_of(self, block: Block) -> int | None:
-        """Return the id of a block's part in this group; None if it was evicted, or is hidden from other requests."""
+        """Return the id of a block's part; None if it was evicted or is a request's own."""
         block_id = self._id_of.get(block.block_id)
         return None if block_id in self._own else block_id
 
     def id_at(self, sequence: TokenSequence, index: int) -> int | None:
-        """Return the id of the block at an index of a sequence, held or not; None if it was evicted."""
+        """Return the id of the part at an index of a sequence; None if it was evicted."""
         table = sequence.block_tables[self.index]
         if sequence.first_held[self.index] <= index < len(table):
             return table[index]
         return self.id_of(self._blocks[sequence.block_table[index]])
 
     def num_covered(self, blocks: Sequence[Block], num_tokens: int) -> int:
-        """Return how many blocks precede the first one that the row after `num_tokens` reads and that lacks a part."""
+        """See `octavo.core.kv.groups.num_covered`."""
         first = self.first_read(num_tokens)
         return next((i for i in range(first, len(blocks)) if self.id_of(blocks[i]) is None), len(blocks))
 
     def longest_hit(
         self, blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int, limit: int
     ) -> int:
-        """Return the largest number of leading blocks, up to `limit`, after which a request can continue.
-
-        blocks: found on the device. host_blocks: found in host memory, after `blocks`.
-        num_tokens: number of tokens of the sequence.
-        """
+        """Return the largest number of leading blocks, up to `limit`, after which a request can continue."""
         is_there = [self.id_of(block) is not None for block in blocks]
         is_there += [self.index in block.groups for block in host_blocks]
         return longest_hit(self.kind, is_there, num_tokens, self._block_size, limit=limit)
 
     def has_read_blocks(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Return whether a sequence holds the blocks that the row after `num_tokens` tokens reads.
+        """Return whether a sequence holds the blocks that the row after `num_tokens` reads.
 
-        Its table must cover at least `num_tokens` tokens.
+        Its table must cover these tokens.
         """
         return self.first_read(num_tokens) >= sequence.first_held[self.index]
 
@@ -123,7 +117,7 @@ class BoundedGroup:
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
     ) -> Claim:
-        """Return the blocks that a request needs for the next step, or until its end if memory is set aside for it."""
+        """See `KVGroup`."""
         first, table = self.first_read(num_read), sequence.block_tables[self.index]
         found_ids, num_unheld = self._read(found[first:])
         is_own = num_all_blocks > num_step_blocks
@@ -139,40 +133,39 @@ class BoundedGroup:
         return Claim(first, found_ids, num_new, num_new + num_unheld, is_own, is_found_own)
 
     def _read(self, found: Sequence[Block]) -> tuple[list[int], int]:
-        """Return the ids of the parts of found blocks, and the number of unheld ones. No part may be missing."""
+        """Return the ids of found parts, and the number of unheld ones."""
         blocks = [block.block_id for block in found]
         ids = [self._id_of[block_id] for block_id in blocks if block_id in self._id_of]
         assert len(ids) == len(blocks), f"found blocks without a part: {set(blocks) - self._id_of.keys()}"
         return ids, sum(not self._num_holders[block_id] for block_id in ids)
 
     def _num_new(self, num_unheld: int, num_blocks_ahead: int) -> int:
-        """Return how many blocks a request may hold in addition to the found ones, at the same time.
+        """Return how many blocks a request may hold in addition to the found ones.
 
-        num_blocks_ahead: number of blocks after the found ones. A found block that the request released is reused for a
-        later position.
+        A found block that is released is reused for a later position.
         """
         return min(self._most_held - num_unheld, num_blocks_ahead)
 
     def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
-        """Return whether the blocks that a new request may hold fit, and `num_spare_blocks` others stay free."""
+        """See `KVGroup`."""
         num_needed = self.num_needed(found, num_read, num_all_blocks)
         return num_needed + min(num_spare_blocks, self.num_blocks) <= self.num_free_blocks
 
     def num_needed(self, found: Sequence[Block], num_read: int, num_all_blocks: int) -> int:
-        """Return the largest number of free blocks that a new request of `num_all_blocks` blocks takes."""
+        """Return the largest number of free blocks that a new request takes."""
         first = self.first_read(num_read)
         _, num_unheld = self._read(found[first:])
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return the number of blocks that a row reads, plus one for the next position; at most `num_all_blocks`.
+        """Return the number of blocks that a row reads, plus one for the next position.
 
-        `can_reserve` adds the blocks of a longer step.
+        For a longer step see `can_reserve`.
         """
         return min(num_all_blocks, self._most_read + 1)
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """Return whether `num_blocks` blocks exist in addition to those of a step and of saves.
+        """Return whether `num_blocks` exist in addition to those of a step and of saves.
 
         The only request always fits.
         """
@@ -180,11 +173,11 @@ class BoundedGroup:
         return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
 
     def num_beside(self, max_num_seqs: int, num_all_blocks: int, num_step_blocks: int) -> int:
-        """Return how many blocks remain with `max_num_seqs` requests of `num_all_blocks` blocks and a step."""
+        """Return how many blocks remain with `max_num_seqs` requests and a step."""
         return self.num_blocks - max_num_seqs * self.num_reserved(num_all_blocks) - num_step_blocks
 
     def hold(self, claim: Claim) -> None:
-        """Hold the found blocks of a claim."""
+        """See `KVGroup`."""
         self._hold(claim.found, is_own=claim.is_found_own)
 
     def _hold(self, block_ids: Iterable[int], *, is_own: bool) -> None:
@@ -196,7 +189,7 @@ class BoundedGroup:
             self._num_holders[block_id] += 1
 
     def extend(self, sequence: TokenSequence, claim: Claim) -> None:
-        """Append the blocks of a claim. The first group's table must be long enough already."""
+        """See `KVGroup`."""
         table = sequence.block_tables[self.index]
         if not table:
             table += [NO_BLOCK] * claim.first + claim.found
@@ -215,7 +208,6 @@ class BoundedGroup:
             table.append(block_id)
 
     def _place(self, block_id: int) -> OrderedDict[int, None]:
-        """Return the list of cached blocks that has this one."""
         return self._left if block_id in self._left else self._cached
 
     def _evict(self) -> int:
@@ -227,7 +219,7 @@ class BoundedGroup:
         return block_id
 
     def renew(self, block: Block) -> None:
-        """Make the part of a block the last cached one to be evicted."""
+        """See `KVGroup`."""
         block_id = self.id_of(block)
         if block_id is not None and block_id in self._place(block_id):
             del self._place(block_id)[block_id]
@@ -236,12 +228,12 @@ class BoundedGroup:
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Release the blocks that no row after `num_tokens` computed tokens reads.
+        """Release the blocks that no later row reads.
 
-        These are evicted before other cached blocks, because prefix hits end at the end of a request, not in its
-        middle. Two kinds are evicted later: blocks that the row after the last full block reads, and blocks that were
-        found, which other requests may find as well. For each of its own blocks that it releases, the request takes one
-        for a later position, if its table in the first group is longer.
+        They are evicted before other cached blocks, because prefix hits end at the end of a request, not in its middle;
+        except blocks that the row after the last full block reads, and found blocks, which other requests may find as
+        well. Each of its own blocks that a request releases is replaced for a later position, if its table in the first
+        group is longer.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
@@ -259,7 +251,7 @@ class BoundedGroup:
         self._append(sequence, num_own, is_own=True)
 
     def clear(self, sequence: TokenSequence) -> None:
-        """Release all blocks of a sequence, the last one first, and empty its table."""
+        """See `KVGroup`."""
         table = sequence.block_tables[self.index]
         if table:
             self.unpin(table[sequence.first_held[self.index] :])
@@ -267,15 +259,15 @@ class BoundedGroup:
             sequence.first_held[self.index] = 0
 
     def pin(self, block_ids: Iterable[int]) -> None:
-        """Hold each block once more. Skips `NO_BLOCK`."""
+        """See `KVGroup`. Skips `NO_BLOCK`."""
         self._hold((block_id for block_id in block_ids if block_id != NO_BLOCK), is_own=False)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        """Release blocks, the last one first. Skips `NO_BLOCK`."""
+        """See `KVGroup`. Skips `NO_BLOCK`."""
         self._release(block_id for block_id in reversed(block_ids) if block_id != NO_BLOCK)
 
     def _release(self, block_ids: Iterable[int]) -> int:
-        """Release one hold of each block; return how many were a request's own and are no longer held."""
+        """Release blocks; return how many of a request's own are no longer held."""
         num_own = 0
         for block_id in block_ids:
             if self._num_holders[block_id] <= 0:
@@ -296,7 +288,7 @@ class BoundedGroup:
     # --- changes in the first group -----------------------------------------------------------------------------------
 
     def block_forgotten(self, block: Block) -> None:
-        """Forget the part of a block whose content can no longer be found; its next content gets another part."""
+        """Forget the part of a block that can no longer be found."""
         block_id = self._id_of.get(block.block_id)
         if block_id is None:
             return
@@ -306,7 +298,7 @@ class BoundedGroup:
             self._free.append(block_id)
 
     def block_doubled(self, block: Block, canonical: Block) -> None:
-        """Give the part of a block to `canonical` if that lacks one. Lookups find `canonical` for the same content."""
+        """Give a block's part to `canonical`, which lookups find, if that lacks one."""
         block_id = self._id_of.get(block.block_id)
         if block_id is not None and canonical.block_id not in self._id_of:
             self._separate(block_id)
@@ -321,7 +313,7 @@ class BoundedGroup:
     # --- invariants ---------------------------------------------------------------------------------------------------
 
     def quarantine(self, block_id: int) -> None:
-        """Take a block out of use for good."""
+        """See `KVGroup`."""
         self._id_of = {first_group_id: other for first_group_id, other in self._id_of.items() if other != block_id}
         self._block_of[block_id] = None
         self._place(block_id).pop(block_id, None)
@@ -330,21 +322,21 @@ class BoundedGroup:
         self.quarantined.add(block_id)
 
     def num_holders(self, block_id: int) -> int:
-        """Return how often a block is held."""
+        """See `KVGroup`."""
         return self._num_holders[block_id]
 
     def free_ids(self) -> list[int]:
-        """Return the ids of the blocks without content that nothing holds."""
+        """See `KVGroup`."""
         return list(self._free)
 
     def cached_ids(self) -> list[int]:
-        """Return the ids of the unheld blocks that can be found, the next to be evicted first."""
+        """See `KVGroup`."""
         return [*self._left, *self._cached]
 
     def block_of(self, block_id: int) -> int | None:
-        """Return the id of the first group's block that this block is a part of; None if it is no part."""
+        """Return the id of the first group's block."""
         return self._block_of[block_id]
 
     def parts(self) -> dict[int, int]:
-        """Return the ids of all parts, by the id of the first group's block."""
+        """Return the ids of all parts, by the first group's ids."""
         return dict(self._id_of)

@@ -1,4 +1,4 @@
-"""The first KV group: it keeps every position of a request, and its blocks carry the names of prefixes."""
+"""The first KV group. Its blocks carry the names of prefixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FullAttentionGroup:
-    """The blocks of a `BlockPool` as a `KVGroup`. A request holds all of its blocks until it ends or is preempted.
+    """The blocks of a `BlockPool` as a `KVGroup`. A request holds all of its blocks.
 
     If no layer reads all positions, its blocks have no bytes, but still carry the names.
     """
@@ -28,17 +28,17 @@ class FullAttentionGroup:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks."""
+        """See `KVGroup`."""
         return self._pool.num_blocks
 
     @property
     def quarantined(self) -> set[int]:
-        """Ids of the blocks that are never given out again."""
+        """See `KVGroup`."""
         return self._pool.quarantined
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks that could be taken now, cached ones included."""
+        """See `KVGroup`."""
         return self._pool.num_free_blocks
 
     def first_read(self, num_tokens: int) -> int:
@@ -47,22 +47,22 @@ class FullAttentionGroup:
         return 0
 
     def id_of(self, block: Block) -> int:
-        """Return the id of the block."""
+        """Return the block's id."""
         return block.block_id
 
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
     ) -> Claim:
-        """Return the blocks that the request lacks of `num_all_blocks`."""
+        """See `KVGroup`."""
         del num_read, num_step_blocks
         num_new = num_all_blocks - len(sequence.block_tables[0]) - len(found)
-        if not found:  # as after the first step of a request
+        if not found:
             return Claim(0, [], num_new, num_new)
         num_unheld = sum(block.ref_count == 0 for block in found)
         return Claim(0, [block.block_id for block in found], num_new, num_new + num_unheld)
 
     def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
-        """Return whether all blocks of a new request fit, and `num_spare_blocks` others stay free."""
+        """See `KVGroup`."""
         del num_read
         num_held = sum(block.ref_count > 0 for block in found)
         return num_all_blocks - num_held + num_spare_blocks <= self._pool.num_free_blocks
@@ -72,20 +72,20 @@ class FullAttentionGroup:
         return num_all_blocks
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """Return whether `num_blocks` usable blocks exist. Saves count nothing: they pin blocks that requests hold."""
+        """Return whether so many blocks are usable. Saves only pin blocks that requests hold."""
         del num_saved, is_only
         return num_blocks <= self._pool.num_usable_blocks
 
     def hold(self, claim: Claim) -> None:
-        """Hold the found blocks."""
+        """See `KVGroup`."""
         self.pin(claim.found)
 
     def renew(self, block: Block) -> None:
-        """Mark a cached block as the most recently used."""
+        """See `KVGroup`."""
         self._pool.renew(block.link)
 
     def extend(self, sequence: TokenSequence, claim: Claim) -> None:
-        """Append the found blocks, then new ones."""
+        """See `KVGroup`."""
         new_blocks = self._pool.take(claim.num_new)
         assert new_blocks is not None
         sequence.block_tables[0] += claim.found
@@ -95,33 +95,33 @@ class FullAttentionGroup:
         """Do nothing: every later row reads all blocks."""
 
     def clear(self, sequence: TokenSequence) -> None:
-        """Release all blocks of a sequence, the last one first."""
+        """See `KVGroup`."""
         table = sequence.block_tables[0]
         self.unpin(table)
         table.clear()
 
     def pin(self, block_ids: Iterable[int]) -> None:
-        """Hold each block once more."""
+        """See `KVGroup`."""
         blocks = self._pool.blocks
         self._pool.touch(blocks[block_id] for block_id in block_ids)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        """Release one reference to each block, the last one first."""
+        """See `KVGroup`."""
         blocks = self._pool.blocks
         self._pool.release(blocks[block_id] for block_id in reversed(block_ids))
 
     def quarantine(self, block_id: int) -> None:
-        """Take a block out of use for good."""
+        """See `KVGroup`."""
         self._pool.quarantine(self._pool.blocks[block_id])
 
     def num_holders(self, block_id: int) -> int:
-        """Return how often a block is held."""
+        """See `KVGroup`."""
         return self._pool.blocks[block_id].ref_count
 
     def free_ids(self) -> list[int]:
-        """Return the ids of the free blocks."""
+        """See `KVGroup`."""
         return self._pool.free_list()
 
     def cached_ids(self) -> list[int]:
-        """Return the ids of the unheld cached blocks, the next to be evicted first."""
+        """See `KVGroup`."""
         return [block.block_id for block in self._pool.cached_blocks()]

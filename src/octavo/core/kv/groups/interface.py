@@ -1,4 +1,4 @@
-"""The interface of a KV group to the KV cache manager. A bounded group has more methods: see `BoundedGroup`."""
+"""The interface of a KV group."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ if TYPE_CHECKING:
 class Claim(NamedTuple):
     """The blocks of a group that a request needs to continue.
 
-    first: index of the first block that the request will hold.
-    found: ids of the found blocks from that index on.
-    num_new: number of further blocks to take.
-    num_unheld: number of found and further blocks that nothing holds yet. At least this many must be free.
-    is_own: the blocks that it takes are hidden from other requests until it releases them.
-    is_found_own: the found blocks that nothing holds are hidden, too.
+    first: index of the first one. found: ids of the found blocks from there on. num_new: number of further blocks.
+    num_unheld: number of blocks that must be free.
+    is_own: the new blocks are hidden from other requests until they are released. is_found_own: unheld found ones, too.
     """
 
     first: int
@@ -32,11 +29,11 @@ class Claim(NamedTuple):
 
 
 class KVGroup(Protocol):
-    """The blocks of one KV group. It writes its own block table and `first_held` entry of each sequence."""
+    """The blocks of one KV group. It writes its block tables and `first_held` entries."""
 
     @property
     def index(self) -> int:
-        """The place of the group, and of its table in `Sequence.block_tables`."""
+        """The place of its table in `Sequence.block_tables`."""
         ...
 
     @property
@@ -51,22 +48,22 @@ class KVGroup(Protocol):
 
     @property
     def quarantined(self) -> set[int]:
-        """Ids of blocks that are never given out again, because their bookkeeping was wrong."""
+        """Ids of blocks that are never given out again."""
         ...
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks that could be taken now, cached ones included."""
+        """Number of free and cached blocks."""
         ...
 
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def first_read(self, num_tokens: int) -> int:
-        """Return the index of the first block that the row after `num_tokens` computed tokens reads."""
+        """Return the index of the first block that the row after `num_tokens` reads."""
         ...
 
     def id_of(self, block: Block) -> int | None:
-        """Return the id of this group's block for the positions of a first group's block; None if it was evicted."""
+        """Return the id of this group's block for a first group's block; None if it was evicted."""
         ...
 
     # --- take ---------------------------------------------------------------------------------------------------------
@@ -76,61 +73,57 @@ class KVGroup(Protocol):
     ) -> Claim:
         """Return the blocks that a request needs to continue. Changes nothing.
 
-        found: blocks of the first group that were found and that the request does not hold yet.
-        num_read: number of tokens before its next row.
-        num_step_blocks: length of its table for the next step, in blocks. num_all_blocks: the same for all that memory
-        is set aside for; equal to num_step_blocks if none is.
+        found: blocks of the first group that it does not hold yet. num_read: number of tokens before its next row.
+        num_step_blocks: length of its table for the next step; num_all_blocks: for all that memory is set aside for, or
+        equal.
         """
         ...
 
     def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
-        """Return whether a new request of `num_all_blocks` blocks fits, and `num_spare_blocks` others stay free.
-
-        found, num_read: as of `claim`.
-        """
+        """Return whether a new request fits, and `num_spare_blocks` more stay free."""
         ...
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return the number of blocks to set aside for a request of `num_all_blocks` blocks."""
+        """Return how many blocks to set aside for a request."""
         ...
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """Return whether `num_blocks` blocks can be set aside in total.
+        """Return whether `num_blocks` can be set aside in total.
 
-        num_saved: number of further blocks that saves may pin. is_only: whether they are for the only request.
+        num_saved: further blocks that saves may pin. is_only: whether they are for the only request.
         """
         ...
 
     def hold(self, claim: Claim) -> None:
-        """Hold the found blocks of a claim, so that they are not evicted."""
+        """Hold the found blocks of a claim."""
         ...
 
     def renew(self, block: Block) -> None:
-        """Mark the content of a block as the most recently used."""
+        """Make a cached block the last one to be evicted."""
         ...
 
     def extend(self, sequence: TokenSequence, claim: Claim) -> None:
-        """Append the blocks of a claim to a sequence's table. They must be free, and the found ones held."""
+        """Append a claim to a sequence's table. The found blocks must be held."""
         ...
 
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Release the blocks that no row after `num_tokens` computed tokens reads."""
+        """Release the blocks that no row after `num_tokens` tokens reads."""
         ...
 
     def clear(self, sequence: TokenSequence) -> None:
-        """Release all blocks of a sequence, the last one first, and empty its table."""
+        """Release all blocks of a sequence, the last one first."""
         ...
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
     def pin(self, block_ids: Iterable[int]) -> None:
-        """Hold each block once more, independently of the requests that have it in their tables."""
+        """Hold each block once more."""
         ...
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        """Release blocks that were pinned, the last one first."""
+        """Release pinned blocks, the last one first."""
         ...
 
     # --- invariants ---------------------------------------------------------------------------------------------------
@@ -144,9 +137,9 @@ class KVGroup(Protocol):
         ...
 
     def free_ids(self) -> list[int]:
-        """Return the ids of the blocks without content that nothing holds."""
+        """Return the ids of the free blocks."""
         ...
 
     def cached_ids(self) -> list[int]:
-        """Return the ids of the unheld blocks that can be found, the next to be evicted first."""
+        """Return the ids of the cached blocks, the next to be evicted first."""
         ...
