@@ -125,18 +125,47 @@ def _shut_down(loading: asyncio.Future[Engine]) -> None:
 
 
 class LLM:
-    """Answers batches of prompts.
-
-    model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in model.
-    The further arguments are vLLM's, and the other fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` by
-    name (admission="reservation", ...). No user waits for a batch's tokens, so by default a step has 1,024 tokens, and
-    prompts may fill it (mixed_step_ms=0). `octavo.compatibility` lists arguments of vLLM that have no effect.
+    """Answers batches of prompts in this process. The arguments are vLLM's; all but `model` are keywords.
 
         llm = LLM("Qwen/Qwen2.5-0.5B-Instruct")
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
         print(outputs[0].outputs[0].text)
 
-    Raises `ConfigError` and `ModelError`.
+    The model
+      model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in model.
+      tokenizer: directory or hub id of another tokenizer. skip_tokenizer_init: True takes and returns token ids only.
+      dtype: number format of weights: "auto" (the checkpoint's), "bfloat16", "float16", "float32".
+      quantization: None, "int8", "int4", "int4_all" or "fp8": rounds the weights at load. group_size: input features
+      that share a scale in int4. packed_cache_bytes: disk space for packed weights, which later starts read; 0: none.
+      max_model_len: maximum tokens of prompt and answer together; None for the checkpoint's.
+      load_format: "auto", "safetensors", or "dummy" for random weights.
+      generation_config: sampling defaults of the checkpoint ("auto") or of vLLM ("vllm").
+      chat_template: a Jinja template, as text or a file. seed: requests without a seed derive theirs from it.
+
+    Steps
+      max_num_seqs: maximum sequences in a step. max_num_batched_tokens: maximum tokens in a step, by default 1,024
+      because no user waits for a step. enable_chunked_prefill: compute long prompts in chunks.
+      long_prefill_token_threshold: maximum tokens of one prompt in a step; 0: no such limit.
+      scheduling_policy: "fcfs", "priority", "deadline" or "fair".
+
+    The KV cache
+      block_size: tokens in a block. enable_prefix_caching: compute a shared prefix once.
+      kv_cache_memory_bytes: its size; None: half of the free memory, at most 4 GiB. num_gpu_blocks_override: its size
+      in blocks, regardless of memory. kv_cache_dtype: "auto", "int8" or "fp8".
+      kv_disk_dir: directory of a store on disk, which other processes may share; kv_disk_bytes: its maximum size.
+      kv_mooncake: address of a Mooncake master. kv_transfer_config: these options as a `KVTransferConfig` or a mapping.
+
+    Speculation and the device
+      speculative_config: a `SpeculativeConfig`, or a mapping such as {"method": "none"}.
+      device: "cpu" or "cuda"; None: CUDA if there is a device. kernels: "auto", "cpu", "triton", "reference", ...
+      isa: instruction set of the CPU kernels, "auto" for the best. num_threads: None for one per core.
+      enforce_eager: no CUDA graphs.
+
+    others: further fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` by name, such as
+    admission="reservation" (mixed_step_ms is 0 by default, so prompts may fill a step), and arguments of vLLM without
+    an effect here, which `octavo.compatibility` lists.
+
+    Raises `ConfigError` for an invalid or unknown argument and `ModelError` for a model that cannot be loaded.
     """
 
     def __init__(

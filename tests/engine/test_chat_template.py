@@ -225,8 +225,8 @@ def test_text_parts(oracle):
         (["hello"], r"messages\[0\] must be an object"),
         ([USER, {"content": "x"}], r"messages\[1\] must be an object with a role"),
         ([{"role": "user", "content": 5}], r"messages\[0\]\.content must be text"),
-        ([{"role": "user", "content": "x", "extra": object()}], "object cannot stand"),
-        ([{"role": "user", "content": b"x"}], "bytes cannot stand"),
+        ([{"role": "user", "content": "x", "extra": object()}], "only, got object"),
+        ([{"role": "user", "content": b"x"}], "only, got bytes"),
     ],
 )
 def test_unusable_messages(messages, words):

@@ -291,7 +291,7 @@ def _rebuilt(value: Any) -> Any:
         return {str(key): _rebuilt(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_rebuilt(item) for item in value]
-    raise RequestError(f"messages may contain JSON types only, not a {type(value).__name__}", parameter="messages")
+    raise RequestError(f"messages may contain JSON types only, got {type(value).__name__}", parameter="messages")
 
 
 def _tag_final_message(chat: list[dict[str, Any]]) -> None:

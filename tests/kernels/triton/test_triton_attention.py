@@ -229,7 +229,7 @@ def test_right_kernels_pass(attention, generator, kv):
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("TILES = 4  # of a", "TILES = 2  # of a"), ("TILE = 64  # pos", "TILE = 32  # pos")],
+    [("\nTILES = 4\n", "\nTILES = 2\n"), ("\nTILE = 64\n", "\nTILE = 32\n")],
     ids=["other partitions", "other tiles"],
 )
 def test_a_decode_that_is_cut_otherwise_than_a_prompt_is_found(attention, generator, tmp_path, old, new):

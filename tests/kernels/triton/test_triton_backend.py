@@ -30,7 +30,7 @@ def test_without_the_interpreter_it_takes_a_gpu(kernels, monkeypatch):
 def test_without_triton(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
-    with pytest.raises(ConfigError, match=r"pip install 'octavo\[gpu\]'; or choose auto"):
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[gpu\]', or choose auto"):
         create_kernels(CPU, "triton")
 
 

@@ -89,7 +89,7 @@ def test_a_tool_that_is_named_and_not_given_is_refused_by_its_name() -> None:
         with pytest.raises(RequestError, match="tool_choice names 'b', but no tool has that name") as refused:
             made("a", choice=choice)
         assert refused.value.parameter == "tool_choice"
-    with pytest.raises(RequestError, match=f"names '{'x' * 64}', which"):
+    with pytest.raises(RequestError, match=f"names '{'x' * 64}', but no tool"):
         made("a", choice=Choice("required", "x" * 99))
 
 
