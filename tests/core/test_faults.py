@@ -8,6 +8,7 @@ from stores import Store
 from octavo.core import invariants
 from octavo.core.kv.manager import KVCacheManager
 from octavo.data import events
+from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request, RequestStatus
 from octavo.errors import PromptTooLongError, QueueFullError
@@ -85,7 +86,8 @@ def test_F4_late_double_and_unknown_completions_change_nothing(make_core):
     core.add("a", 12, max_tokens=3)
     scheduled = core.scheduler.schedule()
     [load] = scheduled.kv_transfers
-    finish_step(core, scheduled, kv_transfers=[(load.transfer_id, 2), (load.transfer_id, 2), (99, 2)])
+    told = [EndedTransfer(each, 2) for each in (load.transfer_id, load.transfer_id, 99)]
+    finish_step(core, scheduled, kv_transfers=told)
     assert len(core.log.of_type(events.StaleResultDropped)) == 2
     request = core.scheduler.requests["a"]
     assert (request.status, request.num_computed_tokens) == (RequestStatus.RUNNING, 8)
@@ -113,7 +115,7 @@ def test_F5_a_failed_load_is_computed_instead(make_core):
     core = make_core(connector=Store())
     core.add("a", 12, max_tokens=3)
     scheduled = core.scheduler.schedule()
-    finish_step(core, scheduled, kv_transfers=[(scheduled.kv_transfers[0].transfer_id, 0)])
+    finish_step(core, scheduled, kv_transfers=[EndedTransfer(scheduled.kv_transfers[0].transfer_id, 0)])
     scheduled = core.step()
     assert scheduled.num_scheduled_tokens == {"a": 12}
     assert not scheduled.kv_transfers
@@ -329,7 +331,7 @@ def test_a_load_that_fails_counts_its_request_once(make_core):
     core.add("a", 12, max_tokens=3, tenant="t")
     core.add("keep", 12, max_tokens=30)
     scheduled = core.scheduler.schedule()
-    finish_step(core, scheduled, kv_transfers=[(load.transfer_id, 0) for load in scheduled.kv_transfers])
+    finish_step(core, scheduled, kv_transfers=[EndedTransfer(load.transfer_id, 0) for load in scheduled.kv_transfers])
     core.step()
     assert core.scheduler.policy.counters.served("t") <= 12 + 2
     asked = [event.request_id for event in core.log.of_type(events.PrefixCacheQueried)]

@@ -13,7 +13,7 @@ from octavo.core.kv_connector import NullConnector
 from octavo.core.kv_transfers import KVTransfers
 from octavo.data import events
 from octavo.data.kv_groups import KVGroupSpec, SlidingWindow
-from octavo.data.kv_tiers import TierMove
+from octavo.data.kv_tiers import EndedTransfer, TierMove
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.request import Request
 from octavo.data.scheduler_output import CachedRequestData, SchedulerOutput, TransferDirection
@@ -137,7 +137,7 @@ def test_who_scores_its_prompt_or_gave_up_is_not_asked_for(made):
     scored = Request("a", list(range(12)), SamplingParams(prompt_logprobs=1))
     assert made.find(scored) == 0
     request, order = made.start("b")
-    made.transfers.end(order.transfer_id, 0)
+    made.transfers.end(EndedTransfer(order.transfer_id, 0))
     made.store.told.clear()
     assert made.find(request) == 0
     assert made.store.told == []
@@ -195,7 +195,7 @@ def test_what_computing_takes_is_learned_of_steps_of_prompts(made, num_tokens, i
     made.transfers.learn_step(step_of(num_tokens), 0.01 * num_tokens)
     request, order = made.start("a", now=1.0)
     made.emitter.now = 3.0
-    made.transfers.end(order.transfer_id, 2)
+    made.transfers.end(EndedTransfer(order.transfer_id, 2))
     assert made.find(request) == (0 if is_told else 8)
 
 
@@ -203,10 +203,10 @@ def test_a_load_that_took_longer_than_computing_is_not_made_again_at_once(made):
     made.transfers.learn_step(step_of(100), 1.0)
     _, order = made.start("a", now=1.0)
     made.emitter.now = 1.07
-    made.transfers.end(order.transfer_id, 2)
+    made.transfers.end(EndedTransfer(order.transfer_id, 2))
     request, order = made.start("b", now=2.0)  # 10 ms a token: eight tokens in 70 ms
     made.emitter.now = 3.0
-    made.transfers.end(order.transfer_id, 2)
+    made.transfers.end(EndedTransfer(order.transfer_id, 2))
     assert made.find(request) == 0
     assert [made.find(Request("c", list(range(12)), SamplingParams())) for _ in range(31)] == [*[0] * 30, 8]
 
@@ -230,7 +230,7 @@ def test_what_a_load_is_and_who_is_told(made):
     assert made.manager.pinned_ids(0)[-2:] == block_ids[1:3]
     [_, started] = made.log.of_type(events.KVLoadStarted)
     assert (started.request_id, started.transfer_id, started.num_tokens) == ("a", order.transfer_id, 8)
-    load = made.transfers.end(order.transfer_id, 2)
+    load = made.transfers.end(EndedTransfer(order.transfer_id, 2))
     assert [made.transfers.num_computed_tokens(load, count) for count in (0, 1, 2)] == [4, 8, 12]
     assert made.store.told[-1] == ("ended", order.transfer_id, 2)
 
@@ -243,13 +243,13 @@ def test_a_token_is_always_left_to_compute(made):
     made.manager.allocate_slots(request, 12)
     made.transfers.start_load(request, NO_COMPUTED_BLOCKS, 12)
     [order] = made.transfers.take_orders()
-    load = made.transfers.end(order.transfer_id, 3)
+    load = made.transfers.end(EndedTransfer(order.transfer_id, 3))
     assert made.transfers.num_computed_tokens(load, 3) == 11
 
 
 def test_a_load_that_arrives_in_part_is_of_use_and_asks_no_more(made):
     request, order = made.start("a")
-    load = made.transfers.end(order.transfer_id, 1)
+    load = made.transfers.end(EndedTransfer(order.transfer_id, 1))
     assert made.transfers.num_computed_tokens(load, 1) == 4
     assert made.told() == [("a", order.transfer_id, "failed")]
     assert made.find(request) == 0
@@ -271,7 +271,7 @@ def test_what_can_be_shared_is_offered_once_and_what_is_wanted_is_saved(made):
     assert made.transfers.has_work
     made.transfers.offer(request)
     assert made.transfers.take_orders() == []
-    assert made.transfers.end(order.transfer_id, 2) is None
+    assert made.transfers.end(EndedTransfer(order.transfer_id, 2)) is None
     assert (made.manager.num_transfers, made.transfers.has_work) == (0, False)
     [started], [ended] = made.log.of_type(events.KVSaveStarted), made.log.of_type(events.KVSaveEnded)
     assert (started.num_blocks, ended.num_blocks, ended.outcome) == (2, 2, "done")
@@ -345,7 +345,7 @@ def test_what_is_being_saved_is_not_saved_beside_itself(made):
     [order] = made.transfers.take_orders()
     made.transfers.offer(second)
     assert made.transfers.take_orders() == []
-    made.transfers.end(order.transfer_id, 1)
+    made.transfers.end(EndedTransfer(order.transfer_id, 1))
     third = made.commit("ab", 5)
     made.transfers.offer(third)  # the store wants them again, because it lost them
     [again] = made.transfers.take_orders()
@@ -411,7 +411,7 @@ def test_saves_hold_few_blocks_at_once(made):
     made.transfers.offer(second)
     assert made.transfers.take_orders() == []
     assert len(made.store.told) == num_told, "as long as there is no room it is not asked"
-    made.transfers.end(orders[0].transfer_id, 0)
+    made.transfers.end(EndedTransfer(orders[0].transfer_id, 0))
     made.transfers.offer(second)
     [order] = made.transfers.take_orders()
     assert order.keys == second.block_hashes[1:2]
@@ -422,7 +422,7 @@ def test_what_was_offered_is_not_offered_again_with_what_found_no_room(made):
     made.transfers.offer(request)
     [order] = made.transfers.take_orders()
     assert order.keys == request.block_hashes[:2]
-    made.transfers.end(order.transfer_id, 2)
+    made.transfers.end(EndedTransfer(order.transfer_id, 2))
     made.transfers.offer(request)  # the store wants all of them
     [order] = made.transfers.take_orders()
     assert order.keys == request.block_hashes[2:3]
@@ -472,7 +472,7 @@ def test_blocks_that_were_offered_before_are_not_dropped(made):
     request = made.commit("a", 14)
     made.transfers.offer(request)
     [order] = made.transfers.take_orders()
-    made.transfers.end(order.transfer_id, 2)
+    made.transfers.end(EndedTransfer(order.transfer_id, 2))
     made.transfers.request_finished(request)  # the store wants all of them, because it forgot them
     assert dropped(made) == []
 
@@ -518,7 +518,7 @@ def test_a_save_that_takes_too_long_is_given_up_and_its_blocks_are_held_until_th
     assert made.manager.num_transfers == 1
     made.transfers.end_cancels([order.transfer_id])
     assert made.manager.num_transfers == 0
-    assert made.transfers.end(order.transfer_id, 1) is None
+    assert made.transfers.end(EndedTransfer(order.transfer_id, 1)) is None
     assert len(made.log.of_type(events.StaleResultDropped)) == 1
     [ended] = made.log.of_type(events.KVSaveEnded)
     assert (ended.num_blocks, ended.outcome) == (0, "expired")
@@ -530,14 +530,14 @@ def test_a_save_that_takes_too_long_is_given_up_and_its_blocks_are_held_until_th
 def test_a_transfer_ends_once_and_its_id_never_comes_back(made):
     request, order = made.start("a")
     assert (len(made.transfers), made.transfers.num_records, made.transfers.requests()) == (1, 1, [request])
-    load = made.transfers.end(order.transfer_id, 2)
+    load = made.transfers.end(EndedTransfer(order.transfer_id, 2))
     assert (load.request, made.transfers.num_computed_tokens(load, 2)) == (request, 8)
     assert (len(made.transfers), made.transfers.num_records, made.transfers.requests()) == (0, 0, [])
     assert made.manager.num_transfers == 0
     assert made.told() == [("a", order.transfer_id, "done")]
     ids = {order.transfer_id, *(made.start(name)[1].transfer_id for name in "bcd")}
     assert len(ids) == 4
-    assert made.transfers.end(order.transfer_id, 2) is None
+    assert made.transfers.end(EndedTransfer(order.transfer_id, 2)) is None
     assert len(made.transfers) == 3
     [dropped] = made.log.of_type(events.StaleResultDropped)
     assert f"transfer {order.transfer_id} " in dropped.detail
@@ -545,7 +545,7 @@ def test_a_transfer_ends_once_and_its_id_never_comes_back(made):
 
 def test_a_failed_transfer_lets_go_of_its_blocks(made):
     request, order = made.start("a")
-    assert made.transfers.end(order.transfer_id, 0).request is request
+    assert made.transfers.end(EndedTransfer(order.transfer_id, 0)).request is request
     assert made.told() == [("a", order.transfer_id, "failed")]
     assert made.manager.num_transfers == 0
     assert not made.transfers.has_work
@@ -575,7 +575,7 @@ def test_what_came_and_what_it_spared_is_told(made, num_blocks, num_tokens):
     made.transfers.learn_step(step_of(100), 50.0)
     _, order = made.start("a", now=1.0)
     made.emitter.now = 3.0
-    made.transfers.end(order.transfer_id, num_blocks)
+    made.transfers.end(EndedTransfer(order.transfer_id, num_blocks))
     [event] = made.log.of_type(events.KVLoadEnded)
     assert (event.num_tokens, event.seconds, event.computing_s) == (num_tokens, 2.0, 0.5 * num_tokens)
 
@@ -585,7 +585,7 @@ def test_which_tiers_gave_a_load_is_told_with_it(made, num_preemptions):
     request, order = made.start("a")
     request.num_preemptions = num_preemptions
     moves = (TierMove("memory", 1, 100, 0.25), TierMove("disk", 1, 100, 0.5))
-    made.transfers.end(order.transfer_id, 2, moves)
+    made.transfers.end(EndedTransfer(order.transfer_id, 2, moves))
     [event] = made.log.of_type(events.KVLoadEnded)
     assert (event.moves, event.resumed) == (moves, num_preemptions == 1)
 
@@ -594,7 +594,7 @@ def test_which_tiers_took_a_save_is_told_with_it(made):
     made.transfers.offer(made.commit("a", 5))
     [order] = made.transfers.take_orders()
     move = TierMove("disk", 1, 100, 0.5)
-    made.transfers.end(order.transfer_id, 1, (move,))
+    made.transfers.end(EndedTransfer(order.transfer_id, 1, (move,)))
     made.transfers.offer(made.commit("b", 5))
     made.transfers.expired(5.0)
     assert [event.moves for event in made.log.of_type(events.KVSaveEnded)] == [(move,), ()]
@@ -602,8 +602,8 @@ def test_which_tiers_took_a_save_is_told_with_it(made):
 
 def test_what_made_way_in_stores_is_told_even_by_a_transfer_that_nobody_knows(made):
     _, order = made.start("a")
-    made.transfers.end(order.transfer_id, 2, evicted=(("memory", 3), ("disk", 1)))
-    made.transfers.end(99, 2, (TierMove("disk", 2, 100, 0.5),), (("disk", 4),))
+    made.transfers.end(EndedTransfer(order.transfer_id, 2, evicted=(("memory", 3), ("disk", 1))))
+    made.transfers.end(EndedTransfer(99, 2, (TierMove("disk", 2, 100, 0.5),), (("disk", 4),)))
     told = [(event.tier, event.num_blocks) for event in made.log.of_type(events.StoreBlocksEvicted)]
     assert told == [("memory", 3), ("disk", 1), ("disk", 4)]
     assert len(made.log.of_type(events.KVLoadEnded)) == 1
@@ -648,7 +648,7 @@ def test_what_the_worker_never_heard_of_is_not_cancelled_there(made):
 def test_a_failed_step_gives_up_its_own_orders_and_tells_its_cancels_again(made):
     first, order = made.start("a")
     _, stale = made.start("b")
-    made.transfers.end(stale.transfer_id, 2)
+    made.transfers.end(EndedTransfer(stale.transfer_id, 2))
     made.start("b")  # another transfer with the same id
     saved = made.commit("s", 5)
     made.transfers.offer(saved)
@@ -695,7 +695,7 @@ def test_waiting_for_what_is_still_computed_teaches_nothing_of_loads(made, param
     request, order = made.start("a", params=params)
     made.emitter.now = 9.0
     if ends:
-        made.transfers.end(order.transfer_id, 2)
+        made.transfers.end(EndedTransfer(order.transfer_id, 2))
     else:
         assert made.transfers.expired(9.0) == [request]
     assert learned == ([(8, 9.0)] if is_learned else [])
@@ -724,7 +724,7 @@ def test_what_is_for_another_engine_is_saved_whole(made):
     assert made.transfers.take_orders() == []
     made.transfers.offer(made.commit("b", 10))
     assert made.transfers.take_orders() == []  # for other requests the limit on pinned blocks is unchanged
-    made.transfers.end(order.transfer_id, 10)
+    made.transfers.end(EndedTransfer(order.transfer_id, 10))
     assert made.manager.num_transfers == 0
 
 

@@ -9,6 +9,7 @@ from stores import Store
 
 from octavo.core import invariants
 from octavo.data import events
+from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.request import Request, RequestStatus
 from octavo.sampling_params import SamplingParams
 
@@ -159,7 +160,7 @@ def test_what_arrived_from_outside_is_shared_at_once(make_core):
     scheduled = core.scheduler.schedule()
     [order] = scheduled.kv_transfers
     result = core.compute(scheduled)
-    result.kv_transfers.append((order.transfer_id, 2))
+    result.kv_transfers.append(EndedTransfer(order.transfer_id, 2))
     core.scheduler.update_from_output(scheduled, result)
     assert core.scheduler.requests["a"].status is RequestStatus.RUNNING
     assert core.scheduler.requests["a"].num_computed_tokens == 8
@@ -180,7 +181,7 @@ def test_what_a_preempted_request_loads_was_not_found_in_its_prompt(make_core):
     scheduled = core.scheduler.schedule()
     [order] = scheduled.kv_transfers
     result = core.compute(scheduled)
-    result.kv_transfers.append((order.transfer_id, 2))
+    result.kv_transfers.append(EndedTransfer(order.transfer_id, 2))
     core.scheduler.update_from_output(scheduled, result)
     request = core.scheduler.requests["a"]
     assert (request.num_computed_tokens, request.sequence.num_cached_tokens) == (8, 0)

@@ -281,6 +281,17 @@ def test_fair_share_serves_who_got_least(make_core):
     assert [name[:5] for name in order_of_admission(core)[:6]] == ["flood", "small", "flood", "small", "flood", "small"]
 
 
+def test_fair_share_serves_requests_of_one_tenant_by_priority(make_core):
+    core = make_core(max_num_seqs=1, policy="fair")
+    core.add("first", 3, max_tokens=20, tenant="a")
+    core.step()
+    core.add("later", 3, max_tokens=2, tenant="a", priority=5)
+    core.step()  # the tenant receives service between the two arrivals
+    core.add("urgent", 3, max_tokens=2, tenant="a", priority=0)
+    core.run()
+    assert order_of_admission(core) == ["first", "urgent", "later"]
+
+
 def test_fair_share_gives_no_credit_for_idle_time():
     counters = ServiceCounters()
     queue = FairRequestQueue(counters)

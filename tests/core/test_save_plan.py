@@ -256,7 +256,7 @@ class TestSavedInPart:
         request = self.add(core, "c", 6, donor_params("c"))
         transfers = core.scheduler.transfers
         in_part = core.log.of_type(events.KVSaveStarted)[-2]
-        transfers.end(in_part.transfer_id, 10)
+        transfers.end(EndedTransfer(in_part.transfer_id, 10))
         assert transfers._saving_in_part == set()
         assert transfers._saving == set(request.block_hashes[2:5])
         assert invariants.check(core.scheduler) == []

@@ -9,6 +9,7 @@ from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
 from octavo.data import events
 from octavo.data.events import WaitReason
+from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
@@ -24,7 +25,7 @@ def preempted(core):
 
 def load(core, scheduled):
     """Process a step's result in which its loads arrived."""
-    arrived = [(order.transfer_id, len(order.keys)) for order in scheduled.kv_transfers]
+    arrived = [EndedTransfer(order.transfer_id, len(order.keys)) for order in scheduled.kv_transfers]
     result = core.compute(scheduled)
     core.scheduler.update_from_output(
         scheduled, ModelOutput(result.step, result.sampled_token_ids, kv_transfers=arrived)

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.scheduler_output import TransferDirection
 from octavo.kv_transfer.group_parts import key_of_first_group, num_usable
 
@@ -254,7 +255,7 @@ class SimulatedStore:
 
     # --- the worker's half --------------------------------------------------------------------------------------------
 
-    def run(self, scheduled: SchedulerOutput) -> list[tuple[int, int]]:
+    def run(self, scheduled: SchedulerOutput) -> list[EndedTransfer]:
         """Move bytes for one step; return the transfers that ended."""
         self._advance()
         for transfer_id in scheduled.kv_cancels:
@@ -262,7 +263,7 @@ class SimulatedStore:
         for order in scheduled.kv_transfers:
             self.moving[order.transfer_id] = self._begin(order, scheduled.step)
         self._renew(scheduled.step)
-        ended = [(transfer_id, count) for due, transfer_id, count in self.late if due <= scheduled.step]
+        ended = [EndedTransfer(transfer_id, count) for due, transfer_id, count in self.late if due <= scheduled.step]
         self.late = [each for each in self.late if each[0] > scheduled.step]
         for transfer_id, moving in list(self.moving.items()):
             self._receive(moving, scheduled.step)
@@ -271,7 +272,7 @@ class SimulatedStore:
             if not is_over:
                 continue
             del self.moving[transfer_id]
-            ended.append((transfer_id, count))
+            ended.append(EndedTransfer(transfer_id, count))
             if self.faulty and self.rng.random() < 0.1:
                 self._count("double completion")
                 self.late.append((scheduled.step + self.rng.randint(0, 3), transfer_id, count))

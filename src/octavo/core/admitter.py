@@ -80,12 +80,7 @@ class Admitter:
         return self._start_computing(request, computed, plan)
 
     def _start_computing(self, request: Request, computed: ComputedBlocks, plan: StepPlan) -> WaitReason | None:
-        admission, cost, budget, config = (
-            self._state.admission,
-            self._state.prompt_cost,
-            plan.budget,
-            self._state.config,
-        )
+        cost, budget, config = self._state.prompt_cost, plan.budget, self._state.config
         num_remaining, threshold = request.num_tokens - computed.num_tokens, config.long_prefill_token_threshold
         room, of_prompt = cost.num_tokens_within(budget, computed.num_tokens), is_prefill(request, computed.num_tokens)
         count = num_tokens_to_schedule(
@@ -98,7 +93,7 @@ class Admitter:
         if count <= 0:
             return WaitReason.NO_BUDGET
         block_ids = self._state.manager.allocate_slots(
-            request, count, computed, num_reserved_tokens=admission.num_reserved_tokens(request)
+            request, count, computed, num_reserved_tokens=self._state.admission.num_reserved_tokens(request)
         )
         if block_ids is None:
             return WaitReason.NO_BLOCKS

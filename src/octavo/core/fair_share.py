@@ -108,9 +108,6 @@ class FairRequestQueue:
     def __len__(self) -> int:
         return self._size
 
-    def __bool__(self) -> bool:
-        return self._size > 0
-
     def __iter__(self) -> Iterator[Request]:
         for tenant in sorted(self._tenants, key=self.counters.served):
             yield from self._tenants[tenant]

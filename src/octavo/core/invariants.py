@@ -127,12 +127,9 @@ def _check_bounded_table(scheduler: Scheduler, group: BoundedGroup, request: Req
     num_tokens = request.num_computed_tokens
     earliest = group.first_read(max(num_tokens - size, 0))  # blocks are released once for each block of tokens
     if is_running and not earliest <= first <= group.first_read(num_tokens):
-        yield Breach(
-            3,
-            f"{name} has released {first} blocks of group {group.index} with {request.num_computed_tokens} tokens",
-        )
-    if len(table) * size < request.num_computed_tokens:
-        yield Breach(3, f"{name}: {len(table)} blocks of group {group.index} for {request.num_computed_tokens} tokens")
+        yield Breach(3, f"{name} has released {first} blocks of group {group.index} with {num_tokens} tokens")
+    if len(table) * size < num_tokens:
+        yield Breach(3, f"{name}: {len(table)} blocks of group {group.index} for {num_tokens} tokens")
     if len(table) > len(sequence.block_table):
         yield Breach(3, f"{name}: more blocks of group {group.index} than of the first")
     if [block_id == NO_BLOCK for block_id in table] != [index < first for index in range(len(table))]:
@@ -189,21 +186,19 @@ def _check_states(scheduler: Scheduler) -> Iterator[Breach]:
 
 def _check_limits(scheduler: Scheduler) -> Iterator[Breach]:
     config, room = scheduler.config, scheduler.room
-    if len(scheduler.running) + len(scheduler.transfers) > config.max_num_seqs:
-        yield Breach(
-            13, f"{len(scheduler.running)} run, {len(scheduler.transfers)} load; the limit is {config.max_num_seqs}"
-        )
+    num_running, num_loading = len(scheduler.running), len(scheduler.transfers)
+    if num_running + num_loading > config.max_num_seqs:
+        yield Breach(13, f"{num_running} run, {num_loading} load; the limit is {config.max_num_seqs}")
     if room.num_tokens != sum(request.num_tokens for request in room):
         yield Breach(13, f"{room.num_tokens} tokens are counted as waiting")
     admission = scheduler.admission
     if isinstance(admission, ReservationAdmission):
         holders = [*scheduler.running, *scheduler.transfers.requests()]
-        if admission.num_reserved_total != sum(request.max_total_tokens for request in holders):
-            yield Breach(
-                13, f"{admission.num_reserved_total} tokens are reserved, which differs from the running requests"
-            )
-        if admission.num_reserved_total > admission.max_total_tokens:
-            yield Breach(13, f"{admission.num_reserved_total} tokens are reserved of {admission.max_total_tokens}")
+        num_reserved = admission.num_reserved_total
+        if num_reserved != sum(request.max_total_tokens for request in holders):
+            yield Breach(13, f"{num_reserved} tokens are reserved, which differs from the running requests")
+        if num_reserved > admission.max_total_tokens:
+            yield Breach(13, f"{num_reserved} tokens are reserved of {admission.max_total_tokens}")
     for request in room:
         if request.num_tokens > scheduler.kv_cache_manager.capacity_tokens + 1:
             yield Breach(14, f"{request} waits but cannot fit")

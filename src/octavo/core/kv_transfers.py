@@ -7,6 +7,7 @@ written to them meanwhile.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from octavo.core.kv_connector import NullConnector
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from octavo.core.kv.manager import KVCacheManager
     from octavo.core.kv.prefix_cache import ComputedBlocks
     from octavo.core.kv_connector import KVConnector
-    from octavo.data.kv_tiers import TierMove
+    from octavo.data.kv_tiers import EndedTransfer, TierMove
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
@@ -135,12 +136,10 @@ class KVTransfers:
         size = self._manager.block_size
         may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._gave_up
         is_whole = not computed.is_saved and computed.num_tokens == computed.num_blocks * size
-        if not may_ask or not self.has_store or not is_whole:
-            self._lookups.pop(request.request_id, None)
-            return 0
         most_known = self._most_loaded.get(request.request_id, request.num_tokens // size * size)
         most = most_known - computed.num_tokens
-        if min(most, request.num_tokens - 1 - computed.num_tokens) < self._min_tokens:
+        is_enough = min(most, request.num_tokens - 1 - computed.num_tokens) >= self._min_tokens
+        if not (may_ask and self.has_store and is_whole and is_enough):
             self._lookups.pop(request.request_id, None)
             return 0
         self._manager.update_block_hashes(request)
@@ -156,17 +155,14 @@ class KVTransfers:
         now, name = self._emitter.now, request.request_id
         lookup = self._lookups.get(name)
         if may_wait and (lookup is None or now < lookup.deadline):
-            self._lookups[name] = _Lookup(
-                num_computed_tokens, now + self._lookup_limit_s(request) if lookup is None else lookup.deadline
-            )
+            limit_s = max(self._lookup_timeout_s, _EXPECTED_LOOKUP_S) if request.expects_kv else self._lookup_timeout_s
+            deadline = now + limit_s if lookup is None else lookup.deadline
+            self._lookups[name] = _Lookup(num_computed_tokens, deadline)
             return None
         self._lookups.pop(name, None)
         self._gave_up.add(name)
         self._connector.lookup_given_up(request)
         return 0
-
-    def _lookup_limit_s(self, request: Request) -> float:
-        return max(self._lookup_timeout_s, _EXPECTED_LOOKUP_S) if request.expects_kv else self._lookup_timeout_s
 
     def is_looking_up(self, request: Request) -> bool:
         """Return whether a lookup has no answer, before its deadline."""
@@ -290,18 +286,13 @@ class KVTransfers:
 
     # --- end ----------------------------------------------------------------------------------------------------------
 
-    def end(
-        self,
-        transfer_id: int,
-        num_blocks: int,
-        moves: tuple[TierMove, ...] = (),
-        evicted: tuple[tuple[str, int], ...] = (),
-    ) -> PendingTransfer | None:
+    def end(self, ended: EndedTransfer) -> PendingTransfer | None:
         """Process the end of a transfer, of which the first `num_blocks` blocks were moved.
 
         Returns the transfer if it is a load. After an incomplete load a request does not ask the store again, except
         once for fewer blocks, if the next row would lack a block and no other engine hands them over.
         """
+        transfer_id, num_blocks, moves, evicted = ended
         for tier, count in evicted:
             self._emitter.emit(events.StoreBlocksEvicted, tier, count)
         pending = self._pending.get(transfer_id)
@@ -342,13 +333,8 @@ class KVTransfers:
 
     def expired(self, now: float) -> list[Request]:
         """Cancel overdue saves, and return the requests of overdue loads. Deadlines increase with ids."""
-        late: list[PendingTransfer] = []
         waiting: list[Request] = []
-        for pending in self._pending.values():
-            if pending.deadline > now:
-                break
-            late.append(pending)
-        for pending in late:
+        for pending in list(takewhile(lambda each: each.deadline <= now, self._pending.values())):
             if pending.request is None:
                 self._cancel(pending, "expired")
             else:

@@ -126,13 +126,9 @@ class RequestLifecycle:
                 told = num_tokens, num_hit, num_host_tokens, reason, position
                 self._emitter.emit(events.PrefixCacheQueried, request_id, *told)
         if num_host_tokens:
-            num_blocks, computing_s = len(computed.host_blocks), self._state.transfers.computing_s(num_host_tokens)
-            found = (
-                num_blocks,
-                num_host_tokens,
-                computing_s,
-                tuple(self._state.manager.num_swapped_in(request, computed)),
-            )
+            num_swapped_in = tuple(self._state.manager.num_swapped_in(request, computed))
+            computing_s = self._state.transfers.computing_s(num_host_tokens)
+            found = len(computed.host_blocks), num_host_tokens, computing_s, num_swapped_in
             self._emitter.emit(events.HostBlocksFound, request_id, *found)
         self._emitter.emit(events.RequestAdmitted, request_id, num_hit, num_tokens, resumed)
 

@@ -90,12 +90,10 @@ def create_policy(config: SchedulerConfig) -> Policy:
         SchedulingPolicy.DEADLINE: lambda r: rank_by_deadline(r, config.ageing_s),
         SchedulingPolicy.FAIR: lambda r: (counters.served(r.tenant), *rank_by_priority(r, config.ageing_s)),
     }
-    rank = ranks[config.policy]
-    if config.policy is SchedulingPolicy.FAIR:
-        queue = create_request_queue(config.policy, ranks[SchedulingPolicy.PRIORITY], counters)
-    else:
-        queue = create_request_queue(config.policy, rank)
-    return Policy(queue, rank, counters, ranks_are_fixed=config.policy is not SchedulingPolicy.FAIR)
+    is_fair = config.policy is SchedulingPolicy.FAIR
+    rank_in_queue = ranks[SchedulingPolicy.PRIORITY if is_fair else config.policy]
+    queue = create_request_queue(config.policy, rank_in_queue, counters)
+    return Policy(queue, ranks[config.policy], counters, ranks_are_fixed=not is_fair)
 
 
 def create_request_queue(

@@ -38,17 +38,7 @@ class RequestQueue(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __bool__(self) -> bool: ...
-
     def __iter__(self) -> Iterator[Request]: ...
-
-
-def insert_at_front(requests: OrderedDict[str, Request], request: Request) -> None:
-    """Put a request back at the front, after earlier arrivals that were put back as well."""
-    ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, requests.values()))
-    requests[request.request_id] = request
-    for each in (request, *reversed(ahead)):
-        requests.move_to_end(each.request_id, last=False)
 
 
 class FCFSRequestQueue:
@@ -62,8 +52,11 @@ class FCFSRequestQueue:
         self._requests[request.request_id] = request
 
     def prepend_request(self, request: Request) -> None:
-        """See `insert_at_front`."""
-        insert_at_front(self._requests, request)
+        """Put a request back at the front, after earlier arrivals that were put back as well."""
+        ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, self._requests.values()))
+        self._requests[request.request_id] = request
+        for each in (request, *reversed(ahead)):
+            self._requests.move_to_end(each.request_id, last=False)
 
     def peek_request(self) -> Request:
         """See `RequestQueue`."""
@@ -83,9 +76,6 @@ class FCFSRequestQueue:
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    def __bool__(self) -> bool:
-        return bool(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
@@ -133,9 +123,6 @@ class PriorityRequestQueue:
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    def __bool__(self) -> bool:
-        return bool(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(sorted(self._requests.values(), key=lambda request: (self._rank(request), request.arrival_index)))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.core.core_state import CoreState
     from octavo.core.lifecycle import RequestLifecycle
     from octavo.core.steps_in_flight import StepInFlight
-    from octavo.data.kv_tiers import TierMove
+    from octavo.data.kv_tiers import EndedTransfer
     from octavo.data.model_output import ModelOutput, TokenLogprobs
     from octavo.data.request import Request, RequestStatus
     from octavo.data.scheduler_output import SchedulerOutput
@@ -54,7 +54,7 @@ class ResultProcessor:
         scheduled, left = step.scheduled, step.left
         self._state.transfers.end_cancels(scheduled.kv_cancels)
         for ended in result.kv_transfers:
-            self._end_transfer(*ended)
+            self._end_transfer(ended)
         if result.host_moves:
             self._emitter.emit(events.HostBlocksCopied, *result.host_moves)
         new_tokens: dict[str, int] = {}
@@ -68,9 +68,7 @@ class ResultProcessor:
             if errors and request_id in errors:
                 outputs.append(lifecycle.fail(request, errors[request_id]))
                 continue
-            sampled, num_drafts = result.sampled_token_ids.get(request_id, []), 0
-            if drafts and request_id in drafts:
-                num_drafts = len(drafts[request_id])
+            sampled, num_drafts = result.sampled_token_ids.get(request_id, []), len(drafts.get(request_id, ()))
             output = self._update(request, count, num_drafts, sampled, result)
             if output is not None:
                 new_tokens[request_id] = num_new = len(output.new_token_ids)
@@ -86,18 +84,12 @@ class ResultProcessor:
             self._emitter.emit(events.StepCompleted, new_tokens)
         return outputs
 
-    def _end_transfer(
-        self,
-        transfer_id: int,
-        num_blocks: int,
-        moves: tuple[TierMove, ...] = (),
-        evicted: tuple[tuple[str, int], ...] = (),
-    ) -> None:
-        load = self._state.transfers.end(transfer_id, num_blocks, moves, evicted)
+    def _end_transfer(self, ended: EndedTransfer) -> None:
+        load = self._state.transfers.end(ended)
         if load is None:
             return
         assert load.request is not None
-        num_tokens = self._state.transfers.num_computed_tokens(load, num_blocks)
+        num_tokens = self._state.transfers.num_computed_tokens(load, ended.num_blocks)
         if num_tokens:
             self._lifecycle.end_loading(load.request, num_tokens)
         else:

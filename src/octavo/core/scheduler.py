@@ -134,11 +134,7 @@ class Scheduler:
         """End requests, and return their last outputs. Unknown and finished ids are ignored."""
         assert status.is_finished
         self._emitter.now = self._clock()
-        outputs = []
-        for request_id in request_ids:
-            request = self.requests.get(request_id)
-            if request is not None:
-                outputs.append(self._lifecycle.end(request, status))
+        outputs = [self._lifecycle.end(self.requests[each], status) for each in request_ids if each in self.requests]
         self._lifecycle.drop_finished()
         return outputs
 
@@ -151,9 +147,8 @@ class Scheduler:
         request admits none, and a step that admitted one preempts none. A step that is decided ahead preempts none
         either: see `may_look_ahead()`.
         """
-        assert self.config.async_scheduling or not self._state.in_flight.steps, (
-            "the result of the last step has not arrived"
-        )
+        in_flight = self._state.in_flight
+        assert self.config.async_scheduling or not in_flight.steps, "the result of the last step has not arrived"
         self._num_steps += 1
         self._emitter.step = self._num_steps
         self._emitter.now = self._clock()
@@ -161,18 +156,18 @@ class Scheduler:
         self._admitter.resume_deferred()
         whole_budget = self.config.max_num_batched_tokens
         plan = StepPlan(whole_budget, self.config.max_batch_prefill_tokens or whole_budget)
-        if not self._state.in_flight.steps:
+        if not in_flight.steps:
             self._preempt_as_told(plan)
             output = self._decide(plan, list(self.running))
         else:
-            ending = self._state.in_flight.expect(self.requests)
+            ending = in_flight.expect(self.requests)
             try:
                 running = [request for request in self.running if request.request_id not in ending]
                 output = self._decide(plan, running)
             finally:
-                self._state.in_flight.forget()
+                in_flight.forget()
         if not output.is_empty:
-            self._state.in_flight.steps.append(StepInFlight(output, plan, self._emitter.now))
+            in_flight.steps.append(StepInFlight(output, plan, self._emitter.now))
         return output
 
     @property
@@ -186,11 +181,8 @@ class Scheduler:
 
         All blocks that running requests may take must be free, because such a step preempts none.
         """
-        if (
-            not self.config.async_scheduling
-            or self.faults.to_preempt
-            or not self._state.in_flight.is_foreseeable(self.requests)
-        ):
+        is_allowed = self.config.async_scheduling and not self.faults.to_preempt
+        if not (is_allowed and self._state.in_flight.is_foreseeable(self.requests)):
             return False
         manager, running = self.kv_cache_manager, self.running
         num_left = sum(request.num_tokens + 1 - request.num_computed_tokens for request in running)

@@ -100,9 +100,8 @@ class WaitingRequests:
     def resume_deferred(self, step: int) -> list[tuple[Request, bool]]:
         """Requeue deferred requests that waited long enough. Returns them, with True if they waited in vain."""
         returned = []
-        for deferred in reversed(
-            list(self._deferred.values())
-        ):  # the last one first, because each is inserted before the later ones
+        # The last one first, because each is inserted before the later ones.
+        for deferred in reversed(list(self._deferred.values())):
             is_coming = deferred.is_pending()
             if is_coming and step < deferred.until_step:
                 continue

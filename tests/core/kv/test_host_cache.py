@@ -133,7 +133,8 @@ def test_a_chain_whose_beginning_went_to_host_memory_before_it_is_kept():
 
 
 def test_what_follows_a_block_that_cannot_be_found_is_no_beginning():
-    manager = KVCacheManager(8, 4, hash_function=lambda _parent, tokens, _keys: bytes(tokens[-1:]))
+    manager = KVCacheManager(8, 4)
+    manager.prefix_cache.chains.hash_function = lambda _parent, tokens, _keys: bytes(tokens[-1:])
     compute(manager, "first", [1, 2, 3, 9, 0])
     compute(manager, "second", [4, 5, 6, 9, 7, 7, 7, 8, 0])  # its first block has the hash of another block
     assert manager.get_computed_blocks(make_request("a", [7, 7, 7, 8, 0])).num_tokens == 0
@@ -141,7 +142,8 @@ def test_what_follows_a_block_that_cannot_be_found_is_no_beginning():
 
 @pytest.mark.parametrize("same", [True, False])
 def test_content_whose_names_collide_is_told_apart(same):
-    manager = KVCacheManager(2, 4, num_host_blocks=8, hash_function=lambda *_: b"one name for all")
+    manager = KVCacheManager(2, 4, num_host_blocks=8)
+    manager.prefix_cache.chains.hash_function = lambda *_: b"one name for all"
     compute(manager, "first", PROMPT[:5])
     compute(manager, "other", range(5))
     manager.pool.reset()

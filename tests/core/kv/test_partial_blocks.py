@@ -29,7 +29,8 @@ def weak(_parent, _tokens, _extra_keys=()):
 
 @pytest.mark.parametrize("other", [[1, 2, 9], [1, 2, 3, 4]])
 def test_a_partly_filled_block_of_other_content_is_not_copied_whatever_its_name(other):
-    manager = KVCacheManager(8, 5, hash_function=weak)
+    manager = KVCacheManager(8, 5)
+    manager.prefix_cache.chains.hash_function = weak
     holder = make_request("holder", [1, 2, 3])
     table = compute(manager, holder)
     same = manager.get_computed_blocks(make_request("same", [1, 2, 3]))
@@ -41,10 +42,12 @@ def test_a_partly_filled_block_of_other_content_is_not_copied_whatever_its_name(
 
 
 def test_a_partly_filled_block_is_copied_only_behind_the_same_blocks():
-    manager = KVCacheManager(8, 2, hash_function=lambda _parent, tokens, _keys: bytes(tokens[-1:]))
+    manager = KVCacheManager(8, 2)
+    manager.prefix_cache.chains.hash_function = lambda _parent, tokens, _keys: bytes(tokens[-1:])
     compute(manager, make_request("a", [1, 2, 5, 6, 8]))
     assert manager.num_tracked_requests == 1  # a tail of one token is not worth a copy
-    manager = KVCacheManager(8, 3, hash_function=lambda _parent, tokens, _keys: bytes(tokens[-1:]))
+    manager = KVCacheManager(8, 3)
+    manager.prefix_cache.chains.hash_function = lambda _parent, tokens, _keys: bytes(tokens[-1:])
     holder = make_request("a", [1, 2, 3, 7, 8])
     other = make_request("b", [1, 2, 4, 7, 8])
     compute(manager, holder)
@@ -56,7 +59,8 @@ def test_a_partly_filled_block_is_copied_only_behind_the_same_blocks():
 
 @pytest.mark.parametrize("tail", [[6, 8, 9], [7, 6, 9], [7, 8, 6], [7, 8], [7, 8, 9, 10]])
 def test_a_partly_filled_block_is_copied_only_for_all_its_tokens(tail):
-    manager = KVCacheManager(8, 5, hash_function=weak)
+    manager = KVCacheManager(8, 5)
+    manager.prefix_cache.chains.hash_function = weak
     compute(manager, make_request("a", [1, 2, 3, 4, 5, 7, 8, 9]))
     assert manager.num_tracked_requests == 2  # the request, and its partial block that may be copied
     found = manager.get_computed_blocks(make_request("b", [1, 2, 3, 4, 5, *tail]))

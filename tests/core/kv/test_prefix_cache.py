@@ -229,7 +229,8 @@ def test_s17_a_weak_hash_never_gives_a_wrong_hit():
     def weak(parent, tokens, extra_keys=()):
         return bytes([hashlib.sha256(hash_block_tokens(parent, tokens, extra_keys)).digest()[0] & 3])
 
-    manager = KVCacheManager(200, 2, hash_function=weak)
+    manager = KVCacheManager(200, 2)
+    manager.prefix_cache.chains.hash_function = weak
     content: dict[int, tuple[int, ...]] = {}
     for index in range(60):
         tokens = [index % 3, index % 5, index % 7, index % 2, index % 4, 9]
@@ -374,7 +375,8 @@ def test_each_block_is_told_of_once_and_hangs_on_the_one_before_it():
 
 def test_a_block_that_stays_private_is_not_told_of_and_not_remembered():
     told: list[int] = []
-    manager = KVCacheManager(8, 2, hash_function=lambda *_: b"one name for all", emit=noting(BlockCached, told))
+    manager = KVCacheManager(8, 2, emit=noting(BlockCached, told))
+    manager.prefix_cache.chains.hash_function = lambda *_: b"one name for all"
     admit(manager, make_request("a", [1, 2, 9]))
     admit(manager, make_request("b", [3, 4, 9]))
     assert told == [0]

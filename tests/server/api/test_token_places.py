@@ -133,7 +133,7 @@ def test_alternatives_that_read_alike_all_stay() -> None:
     unknown = [tokenizer.vocab_size + 1, tokenizer.vocab_size + 2]
     ids: list[Any] = [a, as_byte, part, *unknown]
     position = {token_id: Logprob(-1.0 - rank, rank + 1) for rank, token_id in enumerate(ids)}
-    result = completion_logprobs([position], [TokenPlace(0, "a", a, 1)], tokenizer.piece)
+    result = completion_logprobs([position], [TokenPlace(0, "a", a, 1)], tokenizer.piece, as_ids=False)
     assert list(result.top_logprobs[0] or ()) == [
         "a",
         f"token_id:{as_byte}",

@@ -51,14 +51,9 @@ class BlockChains:
     extra_keys: properties of the engine that the KV depends on.
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        extra_keys: tuple[str, ...] = (),
-        hash_function: Callable[..., BlockHash] = hash_block_tokens,
-    ) -> None:
+    def __init__(self, block_size: int, extra_keys: tuple[str, ...] = ()) -> None:
         self.extra_keys = extra_keys
-        self.hash_function = hash_function
+        self.hash_function: Callable[..., BlockHash] = hash_block_tokens
         self._block_size = block_size
         self._weights_epoch = 0
         self._chains: dict[str, BlockChain] = {}
@@ -76,16 +71,12 @@ class BlockChains:
         """Return a request's chain, created if necessary."""
         chain = self._chains.get(request.request_id)
         if chain is None:
-            own = {"salt": request.cache_salt, "adapter": request.adapter}
-            keys = [f"{name}:{value}" for name, value in own.items() if value is not None]
-            if self._weights_epoch:
-                keys.append(f"weights:{self._weights_epoch}")
+            own = {"salt": request.cache_salt, "adapter": request.adapter, "weights": self._weights_epoch or None}
+            keys = *self.extra_keys, *(f"{name}:{value}" for name, value in own.items() if value is not None)
             request.block_hashes = []
-            keys_of_all = (*self.extra_keys, *keys)
-            chain = BlockChain(
-                keys_of_all, request.spans, request.rotary_positions, self._block_size, request.block_hashes
+            chain = self._chains[request.request_id] = BlockChain(
+                keys, request.spans, request.rotary_positions, self._block_size, request.block_hashes
             )
-            self._chains[request.request_id] = chain
         return chain
 
     def extended(self, request: Request) -> BlockChain:

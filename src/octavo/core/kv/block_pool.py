@@ -6,6 +6,7 @@ bookkeeping was wrong; it is never given out again). Operations on a block are O
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.core.kv.content_pool import ContentPool
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 BlockLink = tuple[int, int]
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """One block of the device.
 
@@ -29,28 +31,15 @@ class Block:
     canonical: for a private block, the link of the indexed block with the same content.
     """
 
-    __slots__ = (
-        "block_id",
-        "canonical",
-        "extra_keys",
-        "generation",
-        "hash",
-        "name",
-        "parent",
-        "ref_count",
-        "token_ids",
-    )
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.generation = 0
-        self.hash: BlockHash | None = None
-        self.token_ids: tuple[int, ...] = ()
-        self.extra_keys: tuple[str, ...] = ()
-        self.parent: BlockLink | None = None
-        self.name: BlockLink | None = None
-        self.canonical: BlockLink | None = None
+    block_id: int
+    ref_count: int = 0
+    generation: int = 0
+    hash: BlockHash | None = None
+    token_ids: tuple[int, ...] = ()
+    extra_keys: tuple[str, ...] = ()
+    parent: BlockLink | None = None
+    name: BlockLink | None = None
+    canonical: BlockLink | None = None
 
     @property
     def link(self) -> BlockLink:
@@ -198,10 +187,8 @@ class BlockPool(ContentPool[Block, Block]):
         """Discard all cached content. Returns False with nothing changed while a block is held."""
         if self.num_free_blocks + len(self.quarantined) != self.num_blocks:
             return False
-        while self._cached:
-            _, block = self._cached.popitem(last=False)
-            self._forget(block)
-            self._free.append(block)
+        for block in self.cached_blocks():
+            self._orphan(block)
         return True
 
     def _forget(self, block: Block) -> None:
@@ -215,9 +202,7 @@ class BlockPool(ContentPool[Block, Block]):
         """Evict an unheld cached block."""
         assert block.ref_count == 0
         self._on_evict(block)
-        self._forget(block)
-        del self._cached[block.block_id]
-        self._free.append(block)
+        self._orphan(block)
 
     def quarantine(self, block: Block) -> None:
         """Take a block out of use, in any state."""

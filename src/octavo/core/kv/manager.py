@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from octavo.core.event_emitter import emit_nothing
 from octavo.core.kv.block_chains import BlockChains
-from octavo.core.kv.block_hash import hash_block_tokens
 from octavo.core.kv.block_pool import Block, BlockLink, BlockPool
 from octavo.core.kv.cache_history import MOST_REMEMBERED, CacheHistory
 from octavo.core.kv.groups import BoundedGroup, FullAttentionGroup, num_covered
@@ -20,7 +19,6 @@ from octavo.data.scheduler_output import BlockCopies
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from octavo.core.kv.block_hash import BlockHash
     from octavo.core.kv.groups import Claim, KVGroup
     from octavo.data.kv_groups import KVGroupSpec
     from octavo.data.request import Request
@@ -41,7 +39,7 @@ class KVCacheManager:
     Block tables change only by calls to it. `grown`: requests with blocks that the worker does not know.
 
     num_blocks: of the first KV group. max_step_tokens: the largest number of tokens of one request in a step.
-    extra_keys, hash_function: see `BlockChains`. cache_decoded_blocks: see `PrefixCache`.
+    extra_keys: see `BlockChains`. cache_decoded_blocks: see `PrefixCache`.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class KVCacheManager:
         max_step_tokens: int = 1,
         extra_keys: tuple[str, ...] = (),
         emit: Callable[..., None] = emit_nothing,
-        hash_function: Callable[..., BlockHash] = hash_block_tokens,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, self._evicted, self._forgotten)
@@ -77,7 +74,7 @@ class KVCacheManager:
             self.pool,
             self.host,
             self.bounded,
-            BlockChains(block_size, extra_keys, hash_function),
+            BlockChains(block_size, extra_keys),
             CacheHistory(min(max(4 * num_blocks, 1024), MOST_REMEMBERED)),
             block_size,
             is_enabled=enable_prefix_caching,
@@ -189,7 +186,9 @@ class KVCacheManager:
         if is_any_found:
             self._adopt(request, computed, source_ids)
         if not num_held:
-            self._lend_saved(request)
+            saved = self._saved.pop(request.request_id, None)
+            if saved is not None:
+                self.host.lend(saved.host_blocks)  # it is swapped in, or no longer needed
             self.prefix_cache.announce(request, len(computed.blocks))
         return sequence.block_table[num_held:]
 
@@ -241,11 +240,6 @@ class KVCacheManager:
     def num_swapped_in(self, request: Request, computed: ComputedBlocks) -> list[int]:
         """Return how many blocks of each group are swapped in."""
         return [len(self._read_in_host(request.sequence, computed, group)) for group in self.groups]
-
-    def _lend_saved(self, request: Request) -> None:
-        saved = self._saved.pop(request.request_id, None)
-        if saved is not None:
-            self.host.lend(saved.host_blocks)
 
     def take_copies(self) -> BlockCopies:
         """Take the copies that the next step begins with."""

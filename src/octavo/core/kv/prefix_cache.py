@@ -202,7 +202,6 @@ class PrefixCache:
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
         """Return why no more full blocks were found, if more were useful."""
         index, size = computed.num_blocks, self._block_size
-        token_ids = request.sequence.token_ids
         if not self.reads_cache(request):
             return None
         num_useful = self._num_useful_blocks(request)
@@ -212,7 +211,7 @@ class PrefixCache:
             return None
         chain = self.chains.extended(request)
         parent = chain.hashes[index - 1] if index else None
-        tokens = token_ids[index * size : (index + 1) * size]
+        tokens = request.sequence.token_ids[index * size : (index + 1) * size]
         return self.history.why_missed(index, tokens, chain.hashes[index], parent, chain.keys(index))
 
     def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:

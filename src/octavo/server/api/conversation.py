@@ -162,10 +162,7 @@ def continuing(messages: list[dict[str, Any]]) -> dict[str, Any]:
 def template_options(request: ChatFields) -> dict[str, Any]:
     """Return a request's options of the chat template."""
     options = template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
-    if request.add_generation_prompt is not None:
-        options["add_generation_prompt"] = request.add_generation_prompt
-    if request.continue_final_message is not None:
-        options["continue_final_message"] = request.continue_final_message
+    options |= {name: wanted for name in _GENERATION if (wanted := getattr(request, name)) is not None}
     options.setdefault("add_generation_prompt", True)
     if options.get("continue_final_message") and options["add_generation_prompt"]:
         raise RequestError(

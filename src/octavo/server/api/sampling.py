@@ -60,16 +60,14 @@ def read_response_format(given: Any, parameter: str = "response_format") -> Stru
     """Read OpenAI's response_format; None for plain text."""
     if given is not None and not isinstance(given, dict):
         raise RequestError(f"{parameter} must be an object with a type", parameter=parameter)
-    kind = "text" if given is None else given.get("type")
-    if kind == "text":
+    if given is None or given.get("type") == "text":
         return None
-    assert given is not None
+    kind = given.get("type")
     if kind == "json_object":
-        where, schema = next(
-            ((key, given[key]) for key in _SCHEMA_KEYS if given.get(key) not in (None, {})), ("", None)
-        )
-        if schema is None:
+        where = next((key for key in _SCHEMA_KEYS if given.get(key) not in (None, {})), None)
+        if where is None:
             return StructuredOutputsParams(json_object=True)
+        schema = given[where]
     elif kind == "json_schema":
         described = given.get("json_schema")
         where, schema = "json_schema.schema", described.get("schema") if isinstance(described, dict) else None

@@ -172,12 +172,8 @@ def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
     for attribute, name, text in _CAPACITY:
         yield gauge(name, text, _MODEL, [(model, getattr(capacity, attribute))])
     config = [*model, *(str(getattr(capacity, name)) for name in _CACHE_CONFIG)]
-    yield gauge(
-        "cache_config_info",
-        "Configuration of the KV cache in labels; always 1.",
-        [*_MODEL, *_CACHE_CONFIG],
-        [(config, 1)],
-    )
+    text = "Configuration of the KV cache in labels; always 1."
+    yield gauge("cache_config_info", text, [*_MODEL, *_CACHE_CONFIG], [(config, 1)])
 
 
 def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:

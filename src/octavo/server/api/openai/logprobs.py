@@ -106,11 +106,7 @@ class ContentLogprobs:
 
 
 def completion_logprobs(
-    positions: Iterable[Position | TokenLogprobs | None],
-    places: Iterable[TokenPlace],
-    piece: Piece,
-    *,
-    as_ids: bool = False,
+    positions: Iterable[Position | TokenLogprobs | None], places: Iterable[TokenPlace], piece: Piece, *, as_ids: bool
 ) -> replies.CompletionLogprobs:
     """Convert the positions of a completion choice; an echoed prompt's first position is None.
 

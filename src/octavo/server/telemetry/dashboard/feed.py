@@ -78,12 +78,11 @@ class Dashboard:
             told = await asyncio.to_thread(explain, log, request_id, now)
         except ConfigError:
             raise NotFoundError("no request with this id is recorded; it may be too old") from None
-        phases = [{"phase": each.phase, "start": each.start, "end": each.end} for each in told.intervals]
         return {
             "id": request_id,
             "ending": told.ending,
             "seconds": round(told.wall_s, 4),
-            "phases": phases,
+            "phases": [{"phase": each.phase, "start": each.start, "end": each.end} for each in told.intervals],
             "sums": [{"phase": phase, "seconds": round(seconds, 4)} for phase, seconds in told.seconds.items()],
             "reasons": told.reasons,
         }
@@ -99,12 +98,11 @@ class Dashboard:
 
     def _state(self) -> dict[str, Any]:
         engine = self._service.engine
-        tiers = tier_rows(engine.client.stats, engine.client.capacity)
         return {
             "ready": engine.is_alive,
             "dead": engine.is_dead,
             "restarts": engine.client.num_restarts,
-            "tiers": tiers,
+            "tiers": tier_rows(engine.client.stats, engine.client.capacity),
         }
 
     async def _open(self) -> LiveView:

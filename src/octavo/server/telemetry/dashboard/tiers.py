@@ -40,8 +40,6 @@ def _rate(amount: float, of: float) -> float | None:
 
 def _store(stats: EngineStats, name: str) -> dict[str, Any]:
     store = stats.kv_stores.get(name)
-    return (
-        {"holds": None, "usable": True}
-        if store is None
-        else {"holds": store.num_bytes, "usable": bool(store.is_usable)}
-    )
+    if store is None:
+        return {"holds": None, "usable": True}
+    return {"holds": store.num_bytes, "usable": bool(store.is_usable)}
