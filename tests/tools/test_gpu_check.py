@@ -20,6 +20,7 @@ import gpu_engine  # noqa: E402
 import gpu_exactness  # noqa: E402
 import gpu_stages  # noqa: E402
 import triton_interpreter  # noqa: E402
+from running import wait_until  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from triton_interpreter import interpreted_kernels  # noqa: E402
 
@@ -227,6 +228,13 @@ def test_stage_continues_after_each_operation_that_crashes(tmp_path, stage_proce
                      "linear 3": {"us": 10.0}, "linear 4": {"us": 4.0}}  # fmt: skip
 
 
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_time_out_keeps_entries_and_ends_the_processes_of_the_stage(tmp_path, stage_processes):
     child = tmp_path / "child"
     stage_processes[0] = f"""if True:
@@ -238,8 +246,7 @@ def test_time_out_keeps_entries_and_ends_the_processes_of_the_stage(tmp_path, st
         """
     found = gpu_check.run_stage("shares", tmp_path, 3.0, is_dry=False)
     assert found == {"linear": {"us": 1.0}, "error": "not done after 3 s"}
-    state = Path(f"/proc/{child.read_text()}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    wait_until(lambda: not is_running(int(child.read_text())), "the child has ended")
 
 
 def test_processes_divide_a_stage(tmp_path):
