@@ -119,7 +119,7 @@ def expected():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("asked", ASKED)
-def test_nothing_changes_but_when_steps_are_decided(asked, way, expected, monkeypatch):
+def test_async_scheduling_does_not_change_outputs(asked, way, expected, monkeypatch):
     engine = make_engine(ahead=way)
     ahead = count_ahead(engine, monkeypatch)
     launched = count_launched(engine, monkeypatch)
@@ -129,7 +129,7 @@ def test_nothing_changes_but_when_steps_are_decided(asked, way, expected, monkey
     engine.core.executor.shutdown()
 
 
-def test_steps_are_launched_ahead_where_nobody_needs_their_tokens(monkeypatch):
+def test_steps_are_launched_ahead_if_host_needs_no_tokens(monkeypatch):
     engine = make_engine(ahead="launched")
     launched = count_launched(engine, monkeypatch)
     answers(engine, [{"temperature": 1.0, "seed": 1, "max_tokens": 30, "logprobs": 2, "ignore_eos": True}])
@@ -138,7 +138,7 @@ def test_steps_are_launched_ahead_where_nobody_needs_their_tokens(monkeypatch):
 
 @pytest.mark.parametrize(("device", "mode"), [("cpu", ComputesInBackground), ("cuda", LaunchesAhead)])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_cpu_computes_in_the_background_and_a_gpu_is_given_the_next_step(device, mode, ahead, monkeypatch):
+def test_device_selects_executor_mode_of_async_scheduling(device, mode, ahead, monkeypatch):
     chosen = {}
     monkeypatch.setattr(build, "LocalExecutor", lambda *_, **options: chosen.update(options))
     config = EngineConfig(scheduler=SchedulerConfig(async_scheduling=ahead))
@@ -147,7 +147,7 @@ def test_a_cpu_computes_in_the_background_and_a_gpu_is_given_the_next_step(devic
 
 
 @pytest.mark.parametrize("breaks", ["execute", "launch", "collect"])
-def test_a_worker_that_breaks_ends_the_requests_of_its_step_and_no_others(breaks, expected, monkeypatch):
+def test_worker_error_ends_only_requests_of_its_step(breaks, expected, monkeypatch):
     engine = make_engine(ahead="in background" if breaks == "execute" else "launched")
     do, calls = getattr(engine.core.executor.worker, breaks), []
 
@@ -168,7 +168,7 @@ def test_a_worker_that_breaks_ends_the_requests_of_its_step_and_no_others(breaks
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_who_leaves_or_fails_is_computed_in_vain_and_the_others_as_ever(way, expected, monkeypatch):
+def test_aborted_or_failed_request_in_flight_does_not_change_remaining_outputs(way, expected, monkeypatch):
     """One request is aborted, and one gets NaN logits, while a step in flight computes both again."""
     engine = make_engine(ahead=way)
     runner, names = engine.core.executor.worker.runner, ["stays", "aborted", "broken"]
@@ -202,7 +202,7 @@ def test_who_leaves_or_fails_is_computed_in_vain_and_the_others_as_ever(way, exp
     engine.core.executor.shutdown()
 
 
-def test_drafts_and_steps_that_are_decided_ahead_exclude_each_other():
+def test_async_scheduling_with_speculative_decoding_is_refused():
     for speculative in (SpeculativeConfig(method="ngram"), SpeculativeConfig(model="octavo-demo-draft")):
         with pytest.raises(ConfigError, match="async_scheduling"):
             EngineConfig(scheduler=SchedulerConfig(async_scheduling=True), speculative=speculative)

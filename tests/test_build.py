@@ -40,12 +40,12 @@ def architecture(tmp_path_factory):
         ({"batching": "prefill_first"}, 0.0),
     ],
 )
-def test_beside_answers_prompts_have_a_tenth_of_a_second(architecture, options, found):
+def test_mixed_step_ms_defaults_to_100_ms(architecture, options, found):
     assert resolve_scheduler(SchedulerConfig(**options), architecture, None).mixed_step_ms == found
 
 
 @pytest.mark.parametrize("isa", ["amx", "avx512_bf16", "avx2", None])
-def test_attention_costs_what_it_does_beside_the_products(architecture, isa):
+def test_attention_cost_depends_on_quantization_isa_and_windows(architecture, isa):
     costs = {
         q: resolve_scheduler(SchedulerConfig(), architecture, q, isa).attention_cost_tokens
         for q in (None, "int4", "int4_all", "int8")
@@ -66,7 +66,7 @@ def test_attention_costs_what_it_does_beside_the_products(architecture, isa):
 
 
 @pytest.mark.skipif(not INSTRUCTION_SETS, reason="the kernels were not compiled")
-def test_what_other_kernels_computed_has_another_name(tmp_path):
+def test_block_hashes_differ_between_kernels_and_instruction_sets(tmp_path):
     """Instruction sets differ in the last bits, so their KV blocks must have different keys."""
     checkpoint = write_checkpoint(tmp_path / "qwen3", tiny_config("Qwen3ForCausalLM"))
     config = EngineConfig(
@@ -84,7 +84,7 @@ def test_what_other_kernels_computed_has_another_name(tmp_path):
     assert found[-1] == found[-2]
 
 
-def test_an_engine_process_is_ready_when_the_vocabulary_for_grammars_is_read(monkeypatch):
+def test_engine_process_reads_grammar_vocabulary_before_ready(monkeypatch):
     monkeypatch.setattr(
         engine_main, "permanent_generation", contextlib.nullcontext
     )  # this process continues with other tests
@@ -97,7 +97,7 @@ def test_an_engine_process_is_ready_when_the_vocabulary_for_grammars_is_read(mon
         core.executor.shutdown()
 
 
-def test_what_was_asked_for_stays(architecture):
+def test_explicit_scheduler_options_are_kept(architecture):
     asked = SchedulerConfig(mixed_step_ms=0.0, max_num_mixed_prefill_tokens=7, attention_cost_tokens=0.0)
     assert resolve_scheduler(asked, architecture, "int8") == asked
     uncut = SchedulerConfig(enable_chunked_prefill=False)
@@ -108,7 +108,7 @@ def test_what_was_asked_for_stays(architecture):
     ("device", "kernels", "dtype", "counts"),
     [("cpu", "auto", "bfloat16", True), ("cpu", "reference", "bfloat16", False), ("cpu", "auto", "float32", False)],
 )
-def test_the_processor_counts_only_where_its_kernels_multiply_bfloat16(monkeypatch, device, kernels, dtype, counts):
+def test_instruction_set_matters_only_for_compiled_bfloat16_kernels(monkeypatch, device, kernels, dtype, counts):
     monkeypatch.setattr("octavo.build.default_instruction_set", lambda: "amx")
     for isa, expected in (("auto", "amx"), ("avx2", "avx2")):
         found = build._instruction_set(DeviceConfig(device=device, kernels=kernels, isa=isa), dtype)
@@ -117,7 +117,7 @@ def test_the_processor_counts_only_where_its_kernels_multiply_bfloat16(monkeypat
     assert build._instruction_set(DeviceConfig(device=device, kernels=kernels), dtype) is None
 
 
-def test_what_cannot_be_reserved_is_lowered_with_a_word(caplog):
+def test_reservation_limits_above_capacity_are_lowered_with_warning(caplog):
     config = SchedulerConfig(
         admission="reservation", max_batch_total_tokens=5000, max_batch_prefill_tokens=900, max_num_batched_tokens=512
     )
@@ -134,7 +134,7 @@ def test_what_cannot_be_reserved_is_lowered_with_a_word(caplog):
 
 
 @pytest.mark.parametrize(("total", "used"), [(None, 640), (100, 100), (10**6, 640)])
-def test_an_engine_says_what_it_can_take(tmp_path, caplog, total, used):
+def test_engine_reports_and_logs_its_capacity(tmp_path, caplog, total, used):
     caplog.set_level("INFO", logger="octavo.build")
     config = EngineConfig(
         model=ModelConfig(model=str(write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM")))),

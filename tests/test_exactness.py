@@ -184,7 +184,7 @@ def alone():
 @pytest.mark.sweep(18)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
+def test_compiled_kernels_give_equal_tokens_in_every_schedule(checkpoint, alone, schedule, dtype):
     check(make_engine(checkpoint, dtype, schedule, "cpu"), schedule, alone(checkpoint, dtype, "cpu"))
 
 
@@ -193,7 +193,7 @@ def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", MORE_DTYPES)
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
-def test_every_instruction_set_is_exact(checkpoint, alone, isa, dtype, num_threads):
+def test_every_instruction_set_gives_equal_tokens_alone_and_batched(checkpoint, alone, isa, dtype, num_threads):
     """One thread and two threads give the answer of the request alone."""
     engine = make_engine(checkpoint, dtype, replace(EVERYWHERE, num_threads=num_threads), "cpu", isa)
     kernels = engine.core.executor.worker.kernels
@@ -205,7 +205,7 @@ def test_every_instruction_set_is_exact(checkpoint, alone, isa, dtype, num_threa
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
-def test_a_sliding_window_is_exact(window_checkpoint, alone, isa, dtype):
+def test_sliding_window_gives_equal_tokens_alone_and_batched(window_checkpoint, alone, isa, dtype):
     engine = make_engine(window_checkpoint, dtype, EVERYWHERE, "cpu", isa)
     layers = engine.core.executor.worker.model.architecture.layers
     assert [layer.attention.window for layer in layers] == [37, 37]
@@ -216,7 +216,7 @@ def test_a_sliding_window_is_exact(window_checkpoint, alone, isa, dtype):
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
-def test_a_long_common_prefix_is_exact(checkpoint, isa, dtype, monkeypatch):
+def test_long_common_prefix_does_not_change_tokens(checkpoint, isa, dtype, monkeypatch):
     """Two prompts of 200 tokens, each the prefix of some requests that alternate: a shared prefix is read once for
     all.
     """
@@ -267,20 +267,20 @@ def check(engine: LLMEngine, schedule: Schedule, expected: list[tuple]) -> None:
 
 
 @needs_kernels
-def test_number_formats_are_not_the_same_thing(checkpoint, alone):
+def test_logprobs_differ_between_dtypes(checkpoint, alone):
     """Otherwise equality within each format would mean little."""
     seen = [[logprobs for _, logprobs in alone(checkpoint, dtype, "cpu", count=2)] for dtype in MORE_DTYPES]
     assert all(a != b for a, b in itertools.combinations(seen, 2))
 
 
 @needs_kernels
-def test_a_sampled_answer_is_not_a_greedy_one(checkpoint, alone):
+def test_all_test_requests_have_different_answers(checkpoint, alone):
     texts = {tuple(token_ids) for token_ids, _ in alone(checkpoint, "bfloat16", "cpu")}
     assert len(texts) == NUM_REQUESTS
 
 
 @needs_kernels
-def test_float16_weights_are_computed_in_float32_on_a_cpu(checkpoint, alone):
+def test_float16_weights_are_computed_in_float32_on_cpu(checkpoint, alone):
     engine = make_engine(checkpoint, "float16", Schedule("crowd"), "cpu")
     assert engine.core.executor.worker.model.dtype == torch.float32
     whole = answers(engine, make_requests())
@@ -293,7 +293,7 @@ def test_float16_weights_are_computed_in_float32_on_a_cpu(checkpoint, alone):
     raises=AssertionError,
     reason="plain torch: one-row products and wide sums depend on the batch (docs/why.md)",
 )
-def test_reference_kernels_are_not_exact(checkpoint, alone):
+def test_reference_kernels_depend_on_batch(checkpoint, alone):
     engine = make_engine(checkpoint, "float32", Schedule("crowd"), "reference")
     expected = alone(checkpoint, "float32", "reference", count=NUM_REQUESTS_OF_THE_REFERENCE)
     assert answers(engine, make_requests()[: len(expected)]) == expected
@@ -301,7 +301,7 @@ def test_reference_kernels_are_not_exact(checkpoint, alone):
 
 @needs_kernels
 @pytest.mark.parametrize("n", [1, 3])
-def test_n_outputs_are_the_ones_of_their_sample_index(checkpoint, n):
+def test_n_outputs_differ_and_first_equals_single_output(checkpoint, n):
     engine = make_engine(checkpoint, "bfloat16", Schedule("crowd"), "cpu")
     params = SamplingParams(n=n, temperature=1.0, seed=3, max_tokens=8, ignore_eos=True)
     (prompt, _) = make_requests()[3]
@@ -315,7 +315,7 @@ def test_n_outputs_are_the_ones_of_their_sample_index(checkpoint, n):
 @pytest.mark.parametrize(
     ("dtype", "block_size"), [("float32", 2), ("bfloat16", 64), ("int8", 16), ("bfloat16 with int8 KV", 16)]
 )
-def test_all_but_one_token_of_a_prompt_that_ends_on_a_block_come_from_the_cache(checkpoint, dtype, block_size):
+def test_full_prefix_hit_recomputes_only_last_token_and_keeps_outputs(checkpoint, dtype, block_size):
     rng = random.Random(2)
     prompt = {"prompt_token_ids": [rng.randrange(2, 1500) for _ in range(64)]}
     ways = [
@@ -359,7 +359,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_preemption(checkpoint):
 
 
 @needs_kernels
-def test_a_preemption_keeps_the_seed_of_a_request_without_one(checkpoint):
+def test_preemption_keeps_drawn_seed_of_request(checkpoint):
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
     requests = [(prompt, params) for prompt, _ in make_requests()]
     roomy = answers(make_engine(checkpoint, "float32", Schedule("crowd"), "cpu"), requests)
@@ -371,7 +371,7 @@ def test_a_preemption_keeps_the_seed_of_a_request_without_one(checkpoint):
 @pytest.mark.sweep(3)
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_embeddings_do_not_depend_on_the_schedule(checkpoint, dtype, monkeypatch):
+def test_embeddings_do_not_depend_on_schedule(checkpoint, dtype, monkeypatch):
     """Last states and means of prompts, among other requests; whole, in chunks, preempted and swapped."""
     others = make_requests()
     prompts = [prompt for prompt, _ in others if len(prompt) > 30]
@@ -420,7 +420,7 @@ def test_embeddings_do_not_depend_on_the_schedule(checkpoint, dtype, monkeypatch
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["crowd", "few_blocks", "swapped"])
-def test_what_requests_cost_adds_up(checkpoint, name):
+def test_computed_tokens_of_requests_sum_to_scheduled_tokens(checkpoint, name):
     """Every computed position is on one request's receipt; positions that are computed twice are listed separately."""
     schedule = next(each for each in SCHEDULES if each.name == name)
     engine = make_engine(checkpoint, "float32", schedule, "cpu")

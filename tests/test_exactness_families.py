@@ -40,7 +40,7 @@ MORE = {
 @pytest.mark.sweep(16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_is_exact(name, dtype, tmp_path):
+def test_every_family_gives_equal_tokens_alone_and_batched(name, dtype, tmp_path):
     config = tiny_config(name, vocab_size=1500, num_attention_heads=6, num_key_value_heads=2) | MORE.get(name, {})
     path = write_checkpoint(tmp_path, config, std=0.1)
     alone = make_engine(path, dtype, Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu")

@@ -55,14 +55,14 @@ def make_engine(path, *, isa="auto", kernels="auto", chunk=0):
 @needs_kernels
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
-def test_a_crowd_and_chunks_give_the_tokens_of_requests_alone(path, isa):
+def test_gguf_weights_give_equal_tokens_alone_batched_and_chunked(path, isa):
     expected = alone(make_engine(path, isa=isa), REQUESTS)
     assert crowd(make_engine(path, isa=isa), REQUESTS) == expected
     assert crowd(make_engine(path, isa=isa, chunk=7), REQUESTS) == expected
 
 
 @needs_kernels
-def test_parts_in_blocks_stay_so_and_others_are_expanded(tmp_path):
+def test_gguf_block_weights_stay_packed_and_mixed_ones_are_expanded(tmp_path):
     folder = write_checkpoint(tmp_path / "folder", tiny_config("Qwen2ForCausalLM", vocab_size=288), std=0.1)
     kinds = {"attn_v": "Q8_0", "attn_output": "F16", "ffn_up": "F32"}
     checkpoint = GGUFCheckpoint(write_gguf(folder, tmp_path / "model.gguf", kind="Q4_0", kinds=kinds))
@@ -85,7 +85,7 @@ def test_parts_in_blocks_stay_so_and_others_are_expanded(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(FILES.keys() - {"Q4_K_M"}), indirect=True)  # random blocks give large logits
-def test_tokens_are_those_that_the_blocks_mean(path, monkeypatch, tmp_path):
+def test_gguf_block_kernels_match_logprobs_of_expanded_weights(path, monkeypatch, tmp_path):
     """The logprobs of the likeliest tokens equal those of the expanded weights, up to the rounding of activations."""
     greedy = [(prompt, SamplingParams(max_tokens=1, logprobs=5)) for prompt, _ in REQUESTS]
     found = crowd(make_engine(path), greedy)

@@ -71,7 +71,7 @@ def few_blocks(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 @pytest.mark.usefixtures("few_blocks")
-def test_tokens_of_three_groups_are_those_of_one(checkpoint, alone, schedule, dtype):
+def test_three_kv_groups_give_tokens_of_single_group(checkpoint, alone, schedule, dtype):
     engine = make_engine(checkpoint, dtype, schedule, "cpu")
     cache = engine.core.executor.worker.kv_cache
     assert [group.kind for group in cache.groups] == [FullAttention(), SlidingWindow(32), SlidingWindow(64)]
@@ -85,14 +85,14 @@ def test_tokens_of_three_groups_are_those_of_one(checkpoint, alone, schedule, dt
     assert check(engine.core.scheduler) == []
 
 
-def test_layers_that_read_the_table_of_another_group_are_noticed(checkpoint, alone, monkeypatch):
+def test_reading_block_table_of_wrong_group_changes_tokens(checkpoint, alone, monkeypatch):
     monkeypatch.setattr(KVLayout, "group_indices", (2, 0, 1))
     schedule = next(each for each in SCHEDULES if each.name == "crowd")
     engine = make_engine(checkpoint, "float32", schedule, "cpu")
     assert answers(engine, make_requests()[:NUM_TRIED]) != alone("float32")
 
 
-def test_a_second_engine_gives_the_same_with_what_the_first_one_saved(checkpoint, alone):
+def test_second_engine_gives_equal_tokens_with_kv_of_first(checkpoint, alone):
     pool, log = GlobalKVPool(5000), EventLog()
     requests, expected = make_requests()[:NUM_TRIED], alone("bfloat16 with int8 KV")
     for name, sink in (("a", None), ("b", log)):

@@ -63,7 +63,7 @@ def long_answers(request, checkpoint):
         pytest.param({"num_threads": 2}, id="two_threads"),
     ],
 )
-def test_beyond_the_first_partition(checkpoint, long_answers, options):
+def test_prompts_over_several_attention_partitions_give_equal_tokens(checkpoint, long_answers, options):
     dtype, requests, expected = long_answers
     got = crowd(make_engine(checkpoint, dtype, **options), requests)
     for index in range(len(requests)):
@@ -72,7 +72,7 @@ def test_beyond_the_first_partition(checkpoint, long_answers, options):
 
 
 @pytest.mark.sweep(3)
-def test_all_partitions_reach_the_answer(checkpoint, long_answers):
+def test_first_attention_partition_affects_logprobs(checkpoint, long_answers):
     """Another first token, two partitions before the end, changes logprobs: attention does read it."""
     dtype, requests, expected = long_answers
     prompt, params = requests[0]
@@ -82,7 +82,7 @@ def test_all_partitions_reach_the_answer(checkpoint, long_answers):
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_preempted_several_times(checkpoint, dtype):
+def test_repeated_preemption_does_not_change_tokens(checkpoint, dtype):
     requests = make_requests([20, 12, 36, 4, 16, 28, 8, 24], max_tokens=100)
     expected = alone(make_engine(checkpoint, dtype, max_num_seqs=1), requests)
     engine = make_engine(checkpoint, dtype, num_blocks=12, budget=64)

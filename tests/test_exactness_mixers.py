@@ -46,7 +46,7 @@ def alone(checkpoint):
     return answers(engine, requests())
 
 
-def test_layers_keep_what_their_specs_say(checkpoint):
+def test_hybrid_layers_have_specified_kv_groups_and_shapes(checkpoint):
     engine = make_engine(checkpoint, "float32", SCHEDULES[0], "cpu")
     worker = engine.core.executor.worker
     cache = worker.kv_cache
@@ -60,7 +60,7 @@ def test_layers_keep_what_their_specs_say(checkpoint):
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("schedule", [each for each in SCHEDULES if each.name in CHOSEN], ids=lambda each: each.name)
-def test_tokens_are_those_of_each_request_alone(checkpoint, alone, schedule):
+def test_hybrid_model_gives_equal_tokens_alone_and_batched(checkpoint, alone, schedule):
     engine = make_engine(checkpoint, "float32", schedule, "cpu")
     assert answers(engine, requests()) == alone
     if schedule.rounds > 1:
@@ -72,7 +72,7 @@ def test_tokens_are_those_of_each_request_alone(checkpoint, alone, schedule):
 
 
 @pytest.mark.parametrize("mixer", [Recurrence, Latent])
-def test_tokens_depend_on_what_each_mixer_keeps(checkpoint, alone, monkeypatch, mixer):
+def test_clearing_state_of_mixer_changes_tokens(checkpoint, alone, monkeypatch, mixer):
     """Otherwise a mixer that reads nothing would pass the test above."""
     engine = make_engine(checkpoint, "float32", Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu")
     write = mixer.write_kv
@@ -86,7 +86,7 @@ def test_tokens_depend_on_what_each_mixer_keeps(checkpoint, alone, monkeypatch, 
     assert answers(engine, requests()) != alone
 
 
-def test_positions_may_have_two_dimensions(tmp_path):
+def test_two_dimensional_positions_change_tokens_and_stay_exact(tmp_path):
     """Requests with equal tokens at other places get other answers, each the same as alone."""
     config = tiny_config(hybrid_family.NAME, num_hidden_layers=4, vocab_size=1500, num_position_dims=2)
     path = write_checkpoint(tmp_path, config, std=0.1)
@@ -113,6 +113,6 @@ def test_positions_may_have_two_dimensions(tmp_path):
         assert answer(schedule, image, text, image, None) == [of_image, of_text, of_image, of_text]
 
 
-def test_a_dtype_that_a_mixer_cannot_keep_is_refused(checkpoint):
+def test_unsupported_kv_cache_dtype_of_mixer_is_refused(checkpoint):
     with pytest.raises(ConfigError, match="kv_cache_dtype int8 has no form for layers that keep one row"):
         make_engine(checkpoint, "bfloat16 with int8 KV", SCHEDULES[0], "cpu")

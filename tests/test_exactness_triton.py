@@ -78,7 +78,7 @@ def watch_sizes(graphs):
     return sizes
 
 
-def test_drafts_are_guessed_and_verified_by_graphs(tiny_model):
+def test_draft_and_verify_steps_use_graphs_with_equal_tokens(tiny_model):
     """The model drafts for itself, so all drafts are accepted: its next pass has two tokens of a request to compute."""
     requests = make_requests([3, 5], 96, 6)
     expected = alone(make_engine(tiny_model), requests)
@@ -94,7 +94,7 @@ def test_drafts_are_guessed_and_verified_by_graphs(tiny_model):
     assert {(1, 2), (2, 2)} <= set(guessed)
 
 
-def test_a_tiny_model_is_exact(tiny_model, monkeypatch):
+def test_triton_kernels_give_equal_tokens_alone_and_batched(tiny_model, monkeypatch):
     """Prompts are cut, and share steps with decodes; steps without prompts use graphs.
 
     Steps are launched before the previous ones are collected.
@@ -126,7 +126,7 @@ def test_a_tiny_model_is_exact(tiny_model, monkeypatch):
     assert {size for size in by_graph if size}
 
 
-def test_fp8_is_exact(tiny_model):
+def test_fp8_weights_and_kv_give_equal_tokens_alone_and_batched(tiny_model):
     """FP8 weights and KV. One prompt is cut; a victim is swapped out and back in."""
     rng, params = random.Random(2), SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, logprobs=1)
     requests = [([rng.randrange(2, 96) for _ in range(length)], params) for length in (3, 7)]
@@ -138,7 +138,7 @@ def test_fp8_is_exact(tiny_model):
     assert engine.core.scheduler.get_stats().total_preempted > 0
 
 
-def test_weights_in_blocks_are_exact(tmp_path):
+def test_triton_gguf_weights_give_equal_tokens_alone_and_batched(tmp_path):
     """Blocks of several types, a prompt that is cut, and decodes with graphs."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32, "num_hidden_layers": 1}
     config = tiny_config("Qwen3ForCausalLM", hidden_size=64, head_dim=16, vocab_size=96, **sizes)
@@ -155,7 +155,7 @@ def test_weights_in_blocks_are_exact(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_built_in_model_is_exact():
+def test_built_in_model_with_triton_gives_equal_tokens_alone_and_batched():
     requests = make_requests([1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 4, 6, 2, 3, 10, 20, 1, 5, 33, 40], 1536, 3)
     model = built_in_model_path()
     expected = alone(make_engine(model), requests)

@@ -67,7 +67,7 @@ def few_window_blocks(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 @pytest.mark.usefixtures("few_window_blocks")
-def test_tokens_are_exact_on_few_window_blocks(checkpoints, alone, schedule, kind, dtype):
+def test_few_window_blocks_give_equal_tokens_in_every_schedule(checkpoints, alone, schedule, kind, dtype):
     engine = make_engine(checkpoints[kind], dtype, schedule, "cpu")
     cache = engine.core.executor.worker.kv_cache
     assert cache.groups[1].num_blocks < cache.num_blocks
@@ -92,7 +92,7 @@ def test_tokens_are_exact_on_few_window_blocks(checkpoints, alone, schedule, kin
     ],
     ids=lambda schedule: schedule.name,
 )
-def test_a_second_engine_gives_the_same_with_what_the_first_one_saved(checkpoints, alone, schedule, kind, dtype):
+def test_second_engine_gives_equal_tokens_with_window_kv_of_first(checkpoints, alone, schedule, kind, dtype):
     pool, log = GlobalKVPool(5000), EventLog()
     requests, expected = make_requests()[:NUM_TRIED], alone(kind, dtype)
     for name, sink in (("a", None), ("b", log)):
@@ -122,7 +122,7 @@ def guessing(path, speculative):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shares_kv", [True, False])
-def test_a_model_that_drafts_sees_what_the_target_sees(checkpoints, monkeypatch, kind, shares_kv):
+def test_draft_equal_to_target_has_every_draft_accepted(checkpoints, monkeypatch, kind, shares_kv):
     """The target is its own draft model, so all drafts are accepted: with the target's window blocks, or with blocks
     alone.
     """
@@ -144,7 +144,7 @@ def test_a_model_that_drafts_sees_what_the_target_sees(checkpoints, monkeypatch,
 
 
 @pytest.mark.parametrize("method", ["quantized", "ngram"])
-def test_guesses_that_are_wrong_leave_no_trace(checkpoints, method):
+def test_rejected_drafts_do_not_change_tokens_of_window_model(checkpoints, method):
     expected, *_ = guessing(checkpoints["some"], SpeculativeConfig(method="none"))
     found, _, num_drafted, num_accepted = guessing(
         checkpoints["some"], SpeculativeConfig(method=method, num_speculative_tokens=5)

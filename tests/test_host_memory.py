@@ -116,7 +116,7 @@ def expected(number_format: str) -> list[tuple[list[int], object]]:
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("number_format", ["bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_tokens_are_those_of_an_engine_without(run, number_format):
+def test_host_memory_cache_does_not_change_tokens(run, number_format):
     log = EventLog()
     engine = make_engine(number_format, run, log)
     for index, (got, right) in enumerate(zip(answers(engine), expected(number_format), strict=True)):
@@ -135,7 +135,7 @@ def test_tokens_are_those_of_an_engine_without(run, number_format):
         assert num_accepted == num_drafted > 0
 
 
-def test_what_comes_from_host_memory_counts_as_cached():
+def test_host_memory_hits_count_as_cached_tokens():
     """In the answer, in its receipt and in the figures; and bytes are really copied."""
     engine = make_engine("bfloat16", Run("alone", max_num_seqs=1), EventLog())
     prompt = {"prompt_token_ids": make_requests()[0][0]}

@@ -41,14 +41,14 @@ def asked(engine, dtype_answers):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_an_engine_that_starts_again_loads_what_the_one_before_saved(tmp_path, checkpoint, alone, dtype):
+def test_restarted_engine_loads_kv_from_disk(tmp_path, checkpoint, alone, dtype):
     asked(over_disk(tmp_path / "kv", checkpoint, dtype), alone(dtype))
     log = EventLog()
     asked(over_disk(tmp_path / "kv", checkpoint, dtype, sink=log), alone(dtype))
     assert count(log, events.KVLoadEnded, outcome="done") >= 4
 
 
-def test_two_engines_at_once_share_a_directory(tmp_path, checkpoint, alone):
+def test_two_running_engines_share_kv_disk_directory(tmp_path, checkpoint, alone):
     log = EventLog()
     first, second = over_disk(tmp_path / "kv", checkpoint), over_disk(tmp_path / "kv", checkpoint, sink=log)
     asked(first, alone("bfloat16"))
@@ -56,7 +56,7 @@ def test_two_engines_at_once_share_a_directory(tmp_path, checkpoint, alone):
     assert count(log, events.KVLoadEnded, outcome="done") >= 4
 
 
-def test_what_came_from_a_disk_is_in_the_pool_of_all_by_then(tmp_path, checkpoint, alone):
+def test_kv_loaded_from_disk_is_saved_to_shared_pool(tmp_path, checkpoint, alone):
     pool, of_disk, of_pool = GlobalKVPool(5000), EventLog(), EventLog()
     asked(over_disk(tmp_path / "kv", checkpoint), alone("bfloat16"))
     stores = KVTransferConfig(disk_dir=tmp_path / "kv")
@@ -77,14 +77,14 @@ def fail(number):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_disk_that_takes_nothing_costs_no_request(tmp_path, checkpoint, alone, monkeypatch, number):
+def test_disk_write_errors_fail_no_request(tmp_path, checkpoint, alone, monkeypatch, number):
     monkeypatch.setattr(os, "fsync", fail(number))
     asked(over_disk(tmp_path / "kv", checkpoint), alone("bfloat16"))
     assert [path.name for path in (tmp_path / "kv").iterdir()] == ["lock"]
 
 
 @pytest.mark.parametrize(("call", "number"), [("preadv", errno.EIO), ("scandir", errno.EACCES)])
-def test_a_disk_that_gives_nothing_costs_no_request(tmp_path, checkpoint, alone, monkeypatch, call, number):
+def test_disk_read_errors_fail_no_request(tmp_path, checkpoint, alone, monkeypatch, call, number):
     asked(over_disk(tmp_path / "kv", checkpoint), alone("bfloat16"))
     log = EventLog()
     monkeypatch.setattr(os, call, fail(number))
@@ -93,13 +93,13 @@ def test_a_disk_that_gives_nothing_costs_no_request(tmp_path, checkpoint, alone,
     assert (count(log, events.KVLoadStarted) > 0) == (call == "preadv")
 
 
-def test_a_place_where_no_directory_can_be_made_costs_no_request(tmp_path, checkpoint, alone, caplog):
+def test_impossible_kv_disk_directory_fails_no_request(tmp_path, checkpoint, alone, caplog):
     (tmp_path / "file").touch()
     asked(over_disk(tmp_path / "file" / "kv", checkpoint), alone("bfloat16"))
     assert "not used for a while, then retried" in caplog.text
 
 
-def test_what_was_changed_on_disk_is_computed(tmp_path, checkpoint, alone):
+def test_corrupt_kv_files_are_set_aside_and_recomputed(tmp_path, checkpoint, alone):
     asked(over_disk(tmp_path / "kv", checkpoint), alone("bfloat16"))
     files = list((tmp_path / "kv").glob("*.kv"))
     for path in files:
@@ -112,7 +112,7 @@ def test_what_was_changed_on_disk_is_computed(tmp_path, checkpoint, alone):
     assert list((tmp_path / "kv").glob("*.bad"))
 
 
-def test_another_model_never_hits(tmp_path, checkpoint, alone):
+def test_kv_on_disk_of_different_model_never_hits(tmp_path, checkpoint, alone):
     config = tiny_config(
         "Qwen3ForCausalLM", hidden_size=192, intermediate_size=320, head_dim=48, num_hidden_layers=3, vocab_size=1500
     )
@@ -130,7 +130,7 @@ def test_another_model_never_hits(tmp_path, checkpoint, alone):
 @pytest.mark.parametrize(
     ("name", "older"), [("startup.identity.__version__", "0.1.0"), ("worker.worker.LAYOUT_VERSION", 0)]
 )
-def test_what_an_older_process_saved_never_hits(tmp_path, checkpoint, alone, monkeypatch, name, older):
+def test_kv_on_disk_of_older_version_never_hits(tmp_path, checkpoint, alone, monkeypatch, name, older):
     """It had the same weights and requests; its results may be other numbers, or have another layout."""
     with monkeypatch.context() as patch:
         patch.setattr(f"octavo.{name}", older)
@@ -155,7 +155,7 @@ while True:
 """
 
 
-def test_an_engine_killed_under_load_leaves_what_the_next_one_may_use(tmp_path, checkpoint, alone):
+def test_kv_of_killed_engine_on_disk_is_usable(tmp_path, checkpoint, alone):
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path / "kv"), str(checkpoint)],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
@@ -175,7 +175,7 @@ def test_an_engine_killed_under_load_leaves_what_the_next_one_may_use(tmp_path, 
     assert (list((tmp_path / "kv").glob("*.tmp")), list((tmp_path / "kv").glob("*.bad"))) == ([], [])
 
 
-def test_options_that_do_not_go_together_are_refused(tmp_path):
+def test_invalid_kv_disk_options_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="kv_disk_bytes is 5, but kv_disk_dir is not set"):
         KVTransferConfig(disk_bytes=5)
@@ -202,7 +202,7 @@ def offline(directory, checkpoint):
     )
 
 
-def test_generate_saves_what_ends_with_its_last_step(tmp_path, checkpoint):
+def test_generate_saves_blocks_of_last_step_before_it_returns(tmp_path, checkpoint):
     llm = offline(tmp_path / "kv", checkpoint)
     [answer] = llm.generate({"prompt_token_ids": IDS}, ONE_TOKEN, use_tqdm=False)
     assert not llm.llm_engine.core.has_work()
@@ -215,7 +215,7 @@ def test_generate_saves_what_ends_with_its_last_step(tmp_path, checkpoint):
         each.llm_engine.shutdown()
 
 
-def test_shutdown_saves_what_ended_with_the_last_step(tmp_path, checkpoint):
+def test_shutdown_saves_blocks_of_last_step(tmp_path, checkpoint):
     engine = offline(tmp_path / "kv", checkpoint).llm_engine
     engine.add_request("r", {"prompt_token_ids": IDS}, ONE_TOKEN)
     while not any(output.finished for output in engine.step()):
@@ -228,7 +228,7 @@ def test_shutdown_saves_what_ended_with_the_last_step(tmp_path, checkpoint):
     other.llm_engine.shutdown()
 
 
-def test_a_store_that_hangs_holds_back_no_answer(tmp_path, checkpoint, monkeypatch, caplog):
+def test_hanging_store_delays_no_answer(tmp_path, checkpoint, monkeypatch, caplog):
     """Each wait for saves has a limit: generate, reset_prefix_cache and shutdown return."""
     monkeypatch.setattr("octavo.engine.local_core._SAVING_S", 0.05)
     may_go_on, save = threading.Event(), DiskStore.save
@@ -249,7 +249,7 @@ def test_a_store_that_hangs_holds_back_no_answer(tmp_path, checkpoint, monkeypat
     llm.llm_engine.shutdown()
 
 
-def test_shutdown_aborts_what_is_unfinished_and_saves_the_rest(tmp_path, checkpoint):
+def test_shutdown_aborts_unfinished_requests_and_saves_finished_ones(tmp_path, checkpoint):
     engine = offline(tmp_path / "kv", checkpoint).llm_engine
     engine.add_request("open", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=400, ignore_eos=True))
     engine.add_request("r", {"prompt_token_ids": IDS}, ONE_TOKEN)
@@ -262,7 +262,7 @@ def test_shutdown_aborts_what_is_unfinished_and_saves_the_rest(tmp_path, checkpo
     other.llm_engine.shutdown()
 
 
-def test_reset_prefix_cache_waits_for_saves_of_a_batch_that_failed(tmp_path, checkpoint):
+def test_reset_prefix_cache_waits_for_saves_of_failed_batch(tmp_path, checkpoint):
     llm = offline(tmp_path / "kv", checkpoint)
 
     def interrupt(_):

@@ -121,7 +121,7 @@ def settle(engine):
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_a_second_engine_gives_the_same_with_what_the_first_one_saved(checkpoint, alone, schedule, dtype):
+def test_second_engine_gives_equal_tokens_with_pool_kv_of_first(checkpoint, alone, schedule, dtype):
     pool, log = GlobalKVPool(5000), EventLog()
     requests, expected = make_requests()[:NUM_TRIED], alone(dtype)
     first = engine_over(node(pool, "a"), checkpoint, schedule, dtype)
@@ -135,7 +135,7 @@ def test_a_second_engine_gives_the_same_with_what_the_first_one_saved(checkpoint
     second.core.executor.shutdown()
 
 
-def test_a_warm_engine_computes_only_what_nobody_has(checkpoint):
+def test_engine_computes_only_tokens_missing_from_pool(checkpoint):
     pool, log = GlobalKVPool(5000), EventLog()
     prompt = {"prompt_token_ids": list(range(2, 130))}
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -151,7 +151,7 @@ def test_a_warm_engine_computes_only_what_nobody_has(checkpoint):
     assert sum(sum(step.num_scheduled_tokens.values()) for step in steps) <= 4 + 16
 
 
-def test_an_answer_is_there_for_the_turn_that_follows(checkpoint):
+def test_answer_blocks_are_saved_for_next_turn(checkpoint):
     """The store has all of its whole blocks, also those that were too few to be saved before its end."""
     pool = GlobalKVPool(5000)
     prompt = list(range(2, 130))
@@ -178,7 +178,7 @@ def spoiling(pool, seed, **options):
     "num_faults", [60, pytest.param(5000, marks=pytest.mark.slow)], ids=["some faults", "many faults"]
 )
 @pytest.mark.parametrize("raises", [False, True], ids=["spoils", "raises too"])
-def test_a_store_that_does_everything_wrong_costs_no_token(checkpoint, alone, monkeypatch, num_faults, raises):
+def test_faulty_store_does_not_change_tokens(checkpoint, alone, monkeypatch, num_faults, raises):
     monkeypatch.setattr(guard, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(guard, "LONGEST_PAUSE_S", 0.002)
     pool = GlobalKVPool(5000)
@@ -201,7 +201,7 @@ def reseeded(engine, requests):
 
 
 @pytest.mark.parametrize("name", ["num_matched", "load", "save"])
-def test_a_store_that_hangs_costs_a_deadline_and_the_engine_ends(checkpoint, alone, monkeypatch, name):
+def test_hanging_store_costs_only_timeout_and_engine_shuts_down(checkpoint, alone, monkeypatch, name):
     pool, stores = GlobalKVPool(5000), []
     first = engine_over(node(pool), checkpoint)
     requests, expected = make_requests()[:NUM_TRIED], alone("bfloat16")
@@ -232,7 +232,7 @@ def test_a_store_that_hangs_costs_a_deadline_and_the_engine_ends(checkpoint, alo
     stores[0].release_unread.set()
 
 
-def test_a_request_that_is_aborted_while_it_loads_leaves_nothing(checkpoint, alone):
+def test_request_aborted_during_kv_load_releases_everything(checkpoint, alone):
     pool, stores, log = GlobalKVPool(5000), [], EventLog()
     first = engine_over(node(pool), checkpoint)
     requests, expected = make_requests()[:NUM_TRIED], alone("bfloat16")
@@ -258,7 +258,7 @@ def test_a_request_that_is_aborted_while_it_loads_leaves_nothing(checkpoint, alo
     settle(engine)
 
 
-def test_a_store_that_is_down_leaves_the_engine_serving(checkpoint, alone, caplog):
+def test_unreachable_store_does_not_stop_engine(checkpoint, alone, caplog):
     def make(block_bytes):
         store = MemoryStore(GlobalKVPool(), "a", block_bytes)
         for name in ("num_matched", "load", "save"):
@@ -271,7 +271,7 @@ def test_a_store_that_is_down_leaves_the_engine_serving(checkpoint, alone, caplo
     assert caplog.text.count("it is not used for a while, then retried") == 1
 
 
-def test_two_tiers_give_the_same(checkpoint, alone):
+def test_tiered_store_gives_equal_tokens(checkpoint, alone):
     fast, slow = GlobalKVPool(20), GlobalKVPool(5000)
 
     def make(block_bytes):
@@ -293,7 +293,7 @@ def key_of(engine, salt=None):
     return hash_block_tokens(None, [1, 2, 3], extra if salt is None else (*extra, f"salt:{salt}"))
 
 
-def test_nothing_of_another_model_format_version_or_secret_has_the_same_key(checkpoint, tmp_path, monkeypatch):
+def test_block_keys_differ_by_model_dtype_version_and_secret(checkpoint, tmp_path, monkeypatch):
     """F18. A copy of the checkpoint under another name has the same keys; any other difference changes them."""
 
     def key(path=checkpoint, dtype="bfloat16", schedule=SCHEDULES[0]):
@@ -333,7 +333,7 @@ def test_nothing_of_another_model_format_version_or_secret_has_the_same_key(chec
     assert len(set(keys)) == len(keys)
 
 
-def test_dummy_weights_are_named_by_their_seed(checkpoint):
+def test_seed_of_dummy_weights_changes_block_keys(checkpoint):
     def key(seed):
         model = ModelConfig(model=str(checkpoint), load_format="dummy", skip_tokenizer_init=True, seed=seed)
         return key_of(
@@ -347,7 +347,7 @@ def test_dummy_weights_are_named_by_their_seed(checkpoint):
     assert key(1) == key(1) != key(2)
 
 
-def test_a_salt_is_a_wall_in_a_store_too(checkpoint):
+def test_cache_salt_isolates_kv_in_store(checkpoint):
     pool, log = GlobalKVPool(5000), EventLog()
     prompt = list(range(2, 130))
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -367,7 +367,7 @@ def test_a_salt_is_a_wall_in_a_store_too(checkpoint):
     assert count(log, events.KVLoadStarted) == 1
 
 
-def test_threads_of_an_engine_end_with_it(checkpoint):
+def test_engine_shutdown_stops_kv_transfer_threads(checkpoint):
     before = set(threading.enumerate())
     engine = engine_over(node(GlobalKVPool()), checkpoint)
     engine.core.executor.shutdown()
@@ -377,7 +377,7 @@ def test_threads_of_an_engine_end_with_it(checkpoint):
     assert [name for name in left if "lookup" not in name and name != "octavo-kv-memory"] == []
 
 
-def test_a_run_over_a_store_is_replayed_and_its_figures_are_told(checkpoint, tmp_path):
+def test_run_with_store_is_replayed_and_its_metrics_match(checkpoint, tmp_path):
     pool, path = GlobalKVPool(5000), tmp_path / "journal"
     requests = make_requests()[:NUM_TRIED]
     first = engine_over(node(pool), checkpoint)

@@ -129,7 +129,7 @@ def assert_figures_are_the_sum_of_events(told):
     return metrics
 
 
-def test_a_prefix_from_disk_is_told_in_tokens_time_and_what_it_spared(checkpoint, tmp_path):
+def test_disk_hit_is_reported_with_tokens_time_and_saved_compute(checkpoint, tmp_path):
     first = Told(checkpoint, tmp_path / "first", disk_dir=tmp_path / "kv", disk_bytes=1 << 30)
     first.ask("cold")
     first.end()
@@ -153,7 +153,7 @@ def test_a_prefix_from_disk_is_told_in_tokens_time_and_what_it_spared(checkpoint
     second.end()
 
 
-def test_a_load_from_two_tiers_is_told_as_such(checkpoint, tmp_path):
+def test_load_from_two_tiers_is_reported_per_tier(checkpoint, tmp_path):
     """Memory has only the first three blocks of the chain; the following ones come from disk."""
     stores, pool = {"disk_dir": tmp_path / "kv", "disk_bytes": 1 << 30}, GlobalKVPool(5000)
     for name, prompt, tiers in (("a", PROMPT, ({}, None)), ("b", PROMPT[: 3 * SIZE + 1], (stores, node(pool)))):
@@ -178,7 +178,7 @@ def test_a_load_from_two_tiers_is_told_as_such(checkpoint, tmp_path):
     second.end()
 
 
-def test_what_a_node_gave_up_is_told_by_its_engine_alone(checkpoint, tmp_path):
+def test_memory_tier_evictions_are_counted_only_by_their_engine(checkpoint, tmp_path):
     pool = GlobalKVPool(3)
     first = Told(checkpoint, tmp_path / "first", node(pool), disk_dir=tmp_path / "kv", disk_bytes=1 << 30)
     first.ask("cold")
@@ -194,7 +194,7 @@ def test_what_a_node_gave_up_is_told_by_its_engine_alone(checkpoint, tmp_path):
         again.end()
 
 
-def test_what_a_full_disk_directory_gave_up_is_counted(checkpoint, tmp_path):
+def test_evictions_of_full_disk_tier_are_counted(checkpoint, tmp_path):
     probe = Told(checkpoint, tmp_path / "probe", node(GlobalKVPool()))
     size = probe.engine.core.executor.worker.kv_cache.block_bytes
     probe.end()
@@ -211,7 +211,7 @@ def test_what_a_full_disk_directory_gave_up_is_counted(checkpoint, tmp_path):
     told.end()
 
 
-def test_what_host_memory_gave_is_told_with_its_time(checkpoint, tmp_path):
+def test_host_memory_hit_is_reported_with_tokens_and_time(checkpoint, tmp_path):
     told = Told(checkpoint, tmp_path / "journal", num_blocks=12, swap_space_bytes=1 << 24)
     told.ask("first")
     told.ask("other", [9, *PROMPT])  # there is no room for both

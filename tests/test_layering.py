@@ -54,7 +54,7 @@ def length_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (last.end_lineno or 0) - first.lineno + 1 - ((first.end_lineno or 0) - first.lineno + 1) * documented
 
 
-def test_the_core_is_standard_library():
+def test_core_imports_only_standard_library():
     for room, path in modules():
         if room in STANDARD_LIBRARY_ONLY:
             outside = {name.split(".")[0] for name in read(path).imports} - {"octavo"}
@@ -62,7 +62,7 @@ def test_the_core_is_standard_library():
             assert not outside & {"time", "random", "os", "socket", "threading"} or room == "config", path
 
 
-def test_every_room_has_a_layer():
+def test_every_package_has_import_layer():
     pyproject = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = pyproject["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
@@ -70,14 +70,14 @@ def test_every_room_has_a_layer():
     assert {room for room, _ in modules()} - known <= FACADES
 
 
-def test_no_code_runs_data():
+def test_no_module_unpickles_or_evaluates_data():
     forbidden = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
     for _, path in modules():
         assert not {name.split(".")[0] for name in read(path).imports} & forbidden, path
         assert not read(path).calls & {"eval", "exec", "torch.load"}, path
 
 
-def test_the_step_reads_in_one_look():
+def test_engine_step_is_short_and_calls_in_order():
     tree = ast.parse((SOURCE / "engine" / "engine_core.py").read_text(encoding="utf-8"))
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert len(functions["step"].body) - 1 <= 10
@@ -90,12 +90,12 @@ def test_the_step_reads_in_one_look():
         assert places == sorted(places)
 
 
-def test_no_function_over_60_lines():
+def test_no_function_is_longer_than_60_lines():
     for _, path in modules():
         assert not [(name, length) for name, length in read(path).functions if length > 60], path
 
 
-def test_settings_are_read_from_the_environment_in_one_place():
+def test_only_environment_module_reads_environment_settings():
     """Another module only passes the environment on, to the engine process."""
     asked = {"environ", "environb", "getenv"}
     readers = {str(path.relative_to(SOURCE)) for _, path in modules() if read(path).attributes & asked}

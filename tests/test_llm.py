@@ -66,7 +66,7 @@ def llm(checkpoint):
     )  # fmt: skip
 
 
-def test_generate_answers_in_the_order_of_the_prompts(llm):
+def test_generate_returns_outputs_in_prompt_order(llm):
     prompts = ["one", {"prompt": "two"}, {"prompt_token_ids": [5, 6, 7]}]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
     assert [output.prompt for output in outputs] == ["one", "two", None]
@@ -76,7 +76,7 @@ def test_generate_answers_in_the_order_of_the_prompts(llm):
     assert single[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
 
 
-def test_the_asynchronous_engine_is_built_of_public_names_and_answers_the_same(llm, checkpoint):
+def test_async_llm_gives_same_tokens_as_llm(llm, checkpoint):
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     config = EngineConfig(model=ModelConfig(model=str(checkpoint), dtype="float32", max_model_len=128))
 
@@ -94,12 +94,12 @@ def test_the_asynchronous_engine_is_built_of_public_names_and_answers_the_same(l
     assert [each.outputs[0].token_ids for each in outputs] == [each.outputs[0].token_ids for each in expected]
 
 
-def test_an_asynchronous_engine_that_cannot_be_started_says_why(tmp_path):
+def test_failed_async_llm_launch_raises_model_error(tmp_path):
     with pytest.raises(ModelError, match=str(tmp_path)):
         asyncio.run(AsyncLLM.launch(EngineConfig(model=ModelConfig(model=str(tmp_path)))))
 
 
-def test_nobody_waits_for_an_engine_that_starts_and_it_ends(monkeypatch):
+def test_cancelled_async_llm_launch_shuts_engine_down(monkeypatch):
     begun, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     class Engine:
@@ -123,7 +123,7 @@ def test_nobody_waits_for_an_engine_that_starts_and_it_ends(monkeypatch):
     asyncio.run(main())
 
 
-def test_the_readme_s_asynchronous_snippet_runs(tmp_path, capsys):
+def test_readme_async_snippet_runs(tmp_path, capsys):
     (snippet,) = (
         text
         for text in re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
@@ -134,7 +134,7 @@ def test_the_readme_s_asynchronous_snippet_runs(tmp_path, capsys):
     assert len(capsys.readouterr().out) > len("Once upon a time")
 
 
-def test_a_list_of_parameters_is_for_each_prompt(llm):
+def test_sampling_params_list_applies_to_each_prompt(llm):
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 4)]
     outputs = llm.generate(["a", "b"], params, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 4]
@@ -142,7 +142,7 @@ def test_a_list_of_parameters_is_for_each_prompt(llm):
         llm.generate(["a", "b", "c"], params, use_tqdm=False)
 
 
-def test_generation_config_is_honoured(llm, checkpoint):
+def test_generation_config_sets_sampling_defaults_and_eos(llm, checkpoint):
     params = llm.get_default_sampling_params()
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.7, 20, 0.8, 16)
     assert llm.llm_engine.input_processor.model_info.eos_token_ids == {0, 1, 2}
@@ -150,7 +150,7 @@ def test_generation_config_is_honoured(llm, checkpoint):
     assert plain.get_default_sampling_params() == SamplingParams()
 
 
-def test_the_engine_schedules_as_it_resolved(llm, checkpoint):
+def test_engine_uses_resolved_scheduler_config(llm, checkpoint):
     config = llm.llm_engine.core.scheduler.config
     assert (config.max_num_mixed_prefill_tokens, config.mixed_step_ms) == (0, 0.0)
     assert config.attention_cost_tokens > 0
@@ -160,7 +160,7 @@ def test_the_engine_schedules_as_it_resolved(llm, checkpoint):
     assert scheduler.get_stats().prefill_limit == 128  # of 1024
 
 
-def test_chat_renders_the_template(llm):
+def test_chat_renders_template_of_checkpoint(llm):
     messages = [{"role": "user", "content": "hi"}]
     (one,) = llm.chat(messages, SamplingParams(max_tokens=2), use_tqdm=False)
     assert one.prompt == "<user>hi<a>"
@@ -174,7 +174,7 @@ def test_chat_renders_the_template(llm):
     assert completion.finish_reason == "stop" or len(whole.prompt_token_ids) + len(completion.token_ids) == 128
 
 
-def test_seed_makes_runs_equal_and_prompts_differ(checkpoint):
+def test_equal_seed_repeats_run_and_equal_prompts_differ(checkpoint):
     def run(seed: int) -> list[list[int]]:
         llm = LLM(model=str(checkpoint), seed=seed, max_model_len=64)
         outputs = llm.generate(["x"] * 4, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
@@ -186,7 +186,7 @@ def test_seed_makes_runs_equal_and_prompts_differ(checkpoint):
     assert len({tuple(tokens) for tokens in first}) == 4
 
 
-def test_vllms_other_arguments(checkpoint):
+def test_ineffective_vllm_arguments_warn_and_unknown_ones_are_refused(checkpoint):
     with pytest.warns(UserWarning, match="gpu_memory_utilization, tensor_parallel_size"):
         LLM(model=str(checkpoint), max_model_len=64, gpu_memory_utilization=0.5, tensor_parallel_size=1)
     for name, accepted in ACCEPTED_ARGUMENTS.items():
@@ -251,21 +251,21 @@ def test_vllms_other_arguments(checkpoint):
         ),
     ],
 )
-def test_bad_configurations_say_what_is_wrong(checkpoint, arguments, error, words):
+def test_invalid_llm_arguments_raise_specific_error(checkpoint, arguments, error, words):
     with pytest.raises(error) as caught:
         LLM(**{"model": str(checkpoint), "max_model_len": 64, **arguments})
     assert words in str(caught.value)
 
 
 @pytest.mark.skipif(not COMPILED, reason="plain torch has fp8")
-def test_fp8_is_refused_by_kernels_that_have_none(checkpoint):
+def test_compiled_cpu_kernels_refuse_fp8(checkpoint):
     with pytest.raises(ConfigError, match=r"kernels cpu do not support .* fp8: choose kv_cache_dtype auto or int8,"):
         LLM(model=str(checkpoint), kv_cache_dtype="fp8", kernels="cpu")
     with pytest.raises(ConfigError, match="quantization fp8 needs kernels triton or reference"):
         LLM(model=str(checkpoint), quantization="fp8", kernels="cpu")
 
 
-def test_plain_torch_keeps_keys_and_values_in_fp8(checkpoint):
+def test_reference_kernels_support_fp8_kv_cache(checkpoint):
     made = {}
     for name in ("int8", "fp8_e4m3"):
         llm = LLM(model=str(checkpoint), kv_cache_dtype=name, kernels="reference", max_model_len=64)
@@ -276,7 +276,7 @@ def test_plain_torch_keeps_keys_and_values_in_fp8(checkpoint):
     assert made["int8"].kv_block_bytes == made["fp8_e4m3"].kv_block_bytes
 
 
-def test_bad_requests_leave_the_engine_serving(llm):
+def test_invalid_requests_do_not_stop_engine(llm):
     for prompt, params in (
         ("", None),
         ({"prompt_token_ids": []}, None),
@@ -291,7 +291,7 @@ def test_bad_requests_leave_the_engine_serving(llm):
     assert not llm.llm_engine.core.scheduler.requests
 
 
-def test_a_prompt_that_can_never_fit_the_cache(checkpoint):
+def test_prompt_larger_than_kv_cache_is_refused(checkpoint):
     llm = LLM(model=str(checkpoint), num_gpu_blocks_override=2, block_size=16, max_model_len=128)
     with pytest.raises(RequestError, match="cannot fit"):
         llm.generate({"prompt_token_ids": [5] * 32}, use_tqdm=False)
@@ -301,7 +301,7 @@ def test_a_prompt_that_can_never_fit_the_cache(checkpoint):
     assert len(output.outputs[0].token_ids) == 2
 
 
-def test_stores_are_configured_by_one_object_or_a_mapping(checkpoint, tmp_path):
+def test_kv_transfer_config_accepts_object_or_mapping(checkpoint, tmp_path):
     given = {"disk_dir": str(tmp_path / "kv"), "disk_bytes": 1 << 28, "num_threads": 1}
     expected = KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=1 << 28, num_threads=1)
     assert KVTransferConfig.parse(given) == KVTransferConfig.parse(expected) == expected
@@ -318,7 +318,7 @@ def test_stores_are_configured_by_one_object_or_a_mapping(checkpoint, tmp_path):
     assert (tmp_path / "kv").is_dir()
 
 
-def test_sampling_params_and_params_are_two_names_of_one_argument(checkpoint):
+def test_params_is_alias_of_sampling_params(checkpoint):
     engine = LLMEngine(ModelConfig(model=str(checkpoint)))
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
     answers = [
@@ -336,7 +336,7 @@ def test_sampling_params_and_params_are_two_names_of_one_argument(checkpoint):
             generate(prompt, params, params=params)
 
 
-def test_llm_engine_as_written(checkpoint):
+def test_llm_engine_runs_with_keyword_configs(checkpoint):
     engine = LLMEngine(
         model_config=ModelConfig(model=str(checkpoint)), scheduler_config=SchedulerConfig(max_num_seqs=4), device=None
     )
@@ -352,19 +352,19 @@ def test_llm_engine_as_written(checkpoint):
 
 
 @pytest.mark.parametrize("device", [(), (None,), ("cpu",)])
-def test_llm_engine_by_position(checkpoint, device):
+def test_llm_engine_accepts_positional_configs(checkpoint, device):
     engine = LLMEngine(ModelConfig(model=str(checkpoint)), SchedulerConfig(max_num_seqs=3), *device)
     assert engine.core.scheduler.config.max_num_seqs == 3
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     assert len(engine.generate("a", params).outputs[0].token_ids) == 3
 
 
-def test_the_order_of_before_is_told_of(checkpoint):
+def test_old_positional_config_order_is_refused(checkpoint):
     with pytest.raises(ConfigError, match="configurations as keyword arguments"):
         LLMEngine(ModelConfig(model=str(checkpoint)), CacheConfig(), SchedulerConfig())  # type: ignore[arg-type]
 
 
-def test_a_batch_keeps_what_came_of_requests_of_others(checkpoint):
+def test_generate_batch_keeps_outputs_of_other_requests(checkpoint):
     engine = LLMEngine(
         model_config=ModelConfig(model=str(checkpoint)), scheduler_config=SchedulerConfig(max_num_seqs=4), device=None
     )
@@ -380,7 +380,7 @@ def test_a_batch_keeps_what_came_of_requests_of_others(checkpoint):
     assert sum(len(output.outputs[0].token_ids) for output in mine) == 3
 
 
-def test_a_batch_that_is_given_up_leaves_nothing(checkpoint):
+def test_failed_generate_batch_aborts_its_requests(checkpoint):
     engine = LLMEngine(
         model_config=ModelConfig(model=str(checkpoint)), scheduler_config=SchedulerConfig(max_num_seqs=4), device=None
     )
@@ -404,13 +404,13 @@ def test_a_batch_that_is_given_up_leaves_nothing(checkpoint):
     assert not engine._given_up
 
 
-def test_a_batch_with_a_wrong_number_of_priorities_is_refused(checkpoint):
+def test_wrong_number_of_priorities_is_refused(checkpoint):
     llm = LLM(model=str(checkpoint), max_model_len=64)
     with pytest.raises(RequestError, match="2 prompts but 1 priorities"):
         llm.generate(["a", "b"], priority=[1], use_tqdm=False)
 
 
-def test_eos_ids_outside_the_vocabulary_are_passed_over(checkpoint, tmp_path, caplog):
+def test_eos_ids_outside_vocabulary_are_ignored_with_warning(checkpoint, tmp_path, caplog):
     directory = tmp_path / "model"
     shutil.copytree(checkpoint, directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 600]}))
@@ -420,7 +420,7 @@ def test_eos_ids_outside_the_vocabulary_are_passed_over(checkpoint, tmp_path, ca
     assert llm.generate("x", params)[0].outputs[0].finish_reason in {"stop", "length"}
 
 
-def test_a_generation_config_out_of_range_is_the_checkpoints_fault(checkpoint, tmp_path):
+def test_out_of_range_generation_config_raises_model_error(checkpoint, tmp_path):
     directory = tmp_path / "model"
     shutil.copytree(checkpoint, directory)
     (directory / "generation_config.json").write_text(json.dumps({"top_p": 7.0}))
@@ -429,7 +429,7 @@ def test_a_generation_config_out_of_range_is_the_checkpoints_fault(checkpoint, t
     assert LLM(model=str(directory), max_model_len=64, generation_config="vllm").get_tokenizer().encode("a")
 
 
-def test_without_a_tokenizer_token_ids_serve(checkpoint):
+def test_skip_tokenizer_init_accepts_token_ids_only(checkpoint):
     llm = LLM(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=64)
     (output,) = llm.generate({"prompt_token_ids": [5]}, SamplingParams(max_tokens=2), use_tqdm=False)
     assert output.outputs[0].text == ""

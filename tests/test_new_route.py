@@ -135,14 +135,14 @@ def test_new_route_is_routed_with_its_usage_and_errors(tmp_path: Path) -> None:
         assert engine.server._service.metrics._requests.labels("POST", PATH, "200")._value.get() == 1
 
 
-def test_every_route_has_an_endpoint_and_a_path_of_its_own() -> None:
+def test_every_route_has_endpoint_and_unique_path() -> None:
     taken = [(method, path) for route in ROUTES for path in route.paths for method in route.methods]
     assert len(set(taken)) == len(taken)
     for route in ROUTES:
         assert (find_endpoint(route).body is not None) == bool(route.work), route.path
 
 
-def test_route_without_an_endpoint_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_route_without_endpoint_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     routes = Routes(*ROUTES, Route("/v1/none", "shout:whisper", work="answer"))
     monkeypatch.setattr(octavo.server.serving, "create_app", partial(octavo.server.app.create_app, routes=routes))
     with pytest.raises(AttributeError, match="whisper"), run_server():

@@ -18,7 +18,7 @@ PYTEST = ("-O", "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore::pytest.
 
 
 @pytest.mark.parametrize("path", HELPERS, ids=lambda path: str(path.relative_to(TESTS)))
-def test_s4_helpers_raise_and_assert_nothing(path: Path) -> None:
+def test_s4_test_helpers_contain_no_assert(path: Path) -> None:
     lines = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
     assert not lines, f"{path.name} asserts in lines {lines}, which python -O drops: raise AssertionError"
 
@@ -29,7 +29,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_s4_guards_hold_under_python_O(tmp_path: Path) -> None:  # noqa: N802 - the option's name
+def test_s4_guards_refuse_hostile_input_under_python_O(tmp_path: Path) -> None:
     """Checks that refuse hostile files, keys and requests are not `assert`, which -O would drop. A wrong test still
     fails.
     """

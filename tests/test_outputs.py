@@ -23,7 +23,7 @@ def logprobs() -> PromptLogprobs:
     return made
 
 
-def test_it_reads_as_a_list(logprobs: PromptLogprobs) -> None:
+def test_prompt_logprobs_read_as_list(logprobs: PromptLogprobs) -> None:
     assert (len(logprobs), list(logprobs), repr(logprobs)) == (3, POSITIONS, repr(POSITIONS))
     assert [logprobs[index] for index in range(-3, 3)] == POSITIONS * 2
     assert (logprobs[1:], logprobs[::-1]) == (POSITIONS[1:], POSITIONS[::-1])
@@ -32,7 +32,7 @@ def test_it_reads_as_a_list(logprobs: PromptLogprobs) -> None:
             logprobs[index]
 
 
-def test_it_equals_a_list(logprobs: PromptLogprobs) -> None:
+def test_prompt_logprobs_equal_list(logprobs: PromptLogprobs) -> None:
     other = PromptLogprobs(TEXTS)
     assert logprobs == POSITIONS
     assert [*POSITIONS] == logprobs
@@ -43,7 +43,7 @@ def test_it_equals_a_list(logprobs: PromptLogprobs) -> None:
     assert logprobs != 7
 
 
-def test_a_copy_is_a_list(logprobs: PromptLogprobs) -> None:
+def test_copied_prompt_logprobs_are_plain_list(logprobs: PromptLogprobs) -> None:
     for copied in (copy.deepcopy(logprobs), pickle.loads(pickle.dumps(logprobs))):
         assert type(copied) is list
         assert copied == POSITIONS

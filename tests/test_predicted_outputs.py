@@ -40,7 +40,7 @@ def run_predicted(kind: str, method: str, run: Run) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_the_same_with_a_prediction(kind):
+def test_prediction_does_not_change_tokens(kind):
     """Without a prediction 116 drafts are accepted, a share of 0.34."""
     share, num_accepted = run_predicted(kind, "ngram", Run("plain", num_drafts=8))
     if kind == "wrong":
@@ -51,14 +51,14 @@ def test_tokens_are_the_same_with_a_prediction(kind):
 
 
 @pytest.mark.parametrize(("method", "without"), [("suffix", 82), ("draft_model", 112), ("quantized", 345)])
-def test_every_method_takes_predictions(method, without):
+def test_every_speculative_method_uses_predictions(method, without):
     """For example, the third choice of three was not predicted."""
     _, num_accepted = run_predicted("right", method, Run("plain", num_drafts=8))
     assert num_accepted > max(without + 20, 250)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_a_prediction_comes_back_with_a_preempted_request(method):
+def test_preempted_request_keeps_its_prediction(method):
     """Without a prediction 105 drafts are accepted."""
     _, num_accepted = run_predicted("edited", method, Run("preempted", **{**FEW_BLOCKS, "num_blocks": 40}))
     assert num_accepted > 200
@@ -77,7 +77,7 @@ def steps(method: str, predicted: list[int] | None, **params: int) -> tuple[list
     return tokens, num_steps
 
 
-def test_from_the_first_token_on_a_step_takes_as_many_as_are_drafted():
+def test_right_prediction_accepts_all_drafts_from_first_step():
     tokens, num_steps = steps("ngram", None)
     again, num_fewer = steps("ngram", tokens)
     assert tokens == again
@@ -86,7 +86,7 @@ def test_from_the_first_token_on_a_step_takes_as_many_as_are_drafted():
 
 
 @pytest.mark.parametrize(("method", "params"), [("none", {}), ("ngram", {"num_speculative_tokens": 0})])
-def test_where_nothing_is_guessed_a_prediction_is_not_looked_at(method, params):
+def test_prediction_is_ignored_without_drafts(method, params):
     tokens, num_steps = steps(method, None, **params)
     assert steps(method, tokens, **params) == (tokens, num_steps)
     assert num_steps >= 28
@@ -108,7 +108,7 @@ def engine() -> LLMEngine:
         ([1] * 2048, "predicted_token_ids: 2048 tokens > 2047 maximum, as max_model_len is 2048"),
     ],
 )
-def test_what_is_no_prediction_is_refused(engine, predicted, message):
+def test_invalid_predicted_token_ids_are_refused(engine, predicted, message):
     with pytest.raises(RequestError, match=message) as error:
         engine.add_request("r", {"prompt": "a", "predicted_token_ids": predicted})
     assert error.value.parameter == "predicted_token_ids"

@@ -32,7 +32,7 @@ def whole_blocks(prompt, block_size):
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_prompts_that_another_engine_computed(checkpoint, alone, schedule, dtype):
+def test_decode_engine_gives_equal_tokens_with_kv_of_prefill_engine(checkpoint, alone, schedule, dtype):
     pool, log = GlobalKVPool(5000), EventLog()
     requests = make_requests()[:NUM_TRIED]
     first = engine_over(node(pool, "prefill"), checkpoint, schedule, dtype)
@@ -51,7 +51,7 @@ def test_prompts_that_another_engine_computed(checkpoint, alone, schedule, dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_over_a_directory_on_disk(tmp_path, checkpoint, alone, dtype):
+def test_prefill_and_decode_over_disk_give_equal_tokens(tmp_path, checkpoint, alone, dtype):
     requests = make_requests()[:NUM_TRIED]
 
     def start(role):
@@ -71,7 +71,7 @@ def test_over_a_directory_on_disk(tmp_path, checkpoint, alone, dtype):
         engine.core.executor.shutdown()
 
 
-def test_engines_describe_what_their_kv_depends_on(tmp_path, checkpoint, monkeypatch):
+def test_kv_format_differs_by_block_size_dtype_and_weights(tmp_path, checkpoint, monkeypatch):
     """Engines that differ in it cannot use each other's KV; a router compares it. It does not reveal the secret."""
 
     def described(role, schedule=SCHEDULES[0], dtype=DTYPES[0]):
@@ -104,7 +104,7 @@ def patience(monkeypatch):
 LONG = (list(range(2, 452)), SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=2))
 
 
-def test_what_is_still_being_saved_is_waited_for(checkpoint, monkeypatch):
+def test_decode_engine_waits_for_unfinished_saves_of_prefill(checkpoint, monkeypatch):
     """The router forwards a request when its prompt is computed; the last blocks may still be on their way."""
     pool = GlobalKVPool(5000)
     publish, release_unread = pool.publish, threading.Event()
@@ -134,7 +134,7 @@ def test_what_is_still_being_saved_is_waited_for(checkpoint, monkeypatch):
     assert (outputs[-1].outputs[0].token_ids, outputs[-1].outputs[0].logprobs) == (want.token_ids, want.logprobs)
 
 
-def test_a_prompt_leaves_whole_although_its_request_ends_with_its_first_step(checkpoint):
+def test_prefill_saves_complete_prompt_after_request_finishes(checkpoint):
     """It takes most of the cache, of which other saves may pin an eighth."""
     pool = GlobalKVPool(5000)
     schedule = replace(SCHEDULES[2], budget=320)  # 160 blocks of 2 tokens
@@ -146,7 +146,7 @@ def test_a_prompt_leaves_whole_although_its_request_ends_with_its_first_step(che
     engine.core.executor.shutdown()
 
 
-def test_what_has_cost_much_to_load_is_loaded_where_it_is_expected(checkpoint, alone, monkeypatch):
+def test_decode_engine_loads_expected_kv_despite_high_cost(checkpoint, alone, monkeypatch):
     monkeypatch.setattr(TransferCost, "is_worth_loading", lambda *_: False)
     pool = GlobalKVPool(5000)
     first, second = engine_over(node(pool, "a"), checkpoint), engine_over(node(pool, "b"), checkpoint)
@@ -157,7 +157,7 @@ def test_what_has_cost_much_to_load_is_loaded_where_it_is_expected(checkpoint, a
     assert num_found == [whole_blocks(prompt, 16) for prompt, _ in requests]
 
 
-def test_a_prefill_engine_that_saved_nothing_costs_a_while(checkpoint, alone, monkeypatch):
+def test_missing_prefill_kv_is_recomputed_after_timeout(checkpoint, alone, monkeypatch):
     monkeypatch.setattr("octavo.kv_transfer.connector._EXPECTED_S", 0.05)
     second = engine_over(node(GlobalKVPool(5000), "b"), checkpoint)
     start = time.monotonic()
@@ -177,7 +177,7 @@ def recorded(make_store, checkpoint, path):
     return build_engine(config, kv_store=make_store)
 
 
-def test_a_journal_repeats_both_sides(tmp_path, checkpoint):
+def test_journals_of_prefill_and_decode_engines_replay(tmp_path, checkpoint):
     pool = GlobalKVPool(5000)
     first, second = (recorded(node(pool, name), checkpoint, tmp_path / name) for name in ("prefill", "decode"))
     prefill(first, [LONG])

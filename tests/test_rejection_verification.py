@@ -142,13 +142,13 @@ def expected(plain):
 @pytest.mark.sweep(18)
 @pytest.mark.parametrize("drafts", ["found", "drawn", "model"])
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_are_distributed_as_without_drafts(request, expected, drafts, way):
+def test_rejection_sampling_keeps_distribution_of_answers(request, expected, drafts, way):
     counts, share = ask(request.getfixturevalue(drafts), way, 0)
     assert 0.02 < share < 0.98
     assert p_value(counts, expected(way)) > LEAST_P
 
 
-def test_drafts_that_are_dropped_for_what_they_are_would_be_seen(drawn, expected, monkeypatch):
+def test_cutting_drafts_by_their_tokens_changes_distribution(drawn, expected, monkeypatch):
     """Exact verification drops them, and there it makes no difference."""
     cut = Drafting._cut
 
@@ -165,7 +165,7 @@ def test_drafts_that_are_dropped_for_what_they_are_would_be_seen(drawn, expected
 
 
 @pytest.mark.parametrize("drafts", ["found", "drawn", "model"])
-def test_greedy_answers_are_those_without_drafts(request, plain, drafts):
+def test_greedy_and_undrafted_requests_equal_run_without_drafts(request, plain, drafts):
     """The same holds for requests without drafts, and for the log probabilities of any answer."""
     llm = request.getfixturevalue(drafts)
     greedy = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2) for _ in PROMPTS]
@@ -181,7 +181,7 @@ def test_greedy_answers_are_those_without_drafts(request, plain, drafts):
 
 
 @needs_kernels
-def test_log_probabilities_are_the_targets(drawn, plain):
+def test_logprobs_of_accepted_drafts_are_target_logprobs(drawn, plain):
     params = SamplingParams(seed=3, temperature=1.5, top_k=9, max_tokens=12, ignore_eos=True, logprobs=0)
     (output,) = drawn.generate(PROMPT, params, use_tqdm=False)
     answer = output.outputs[0]
@@ -193,7 +193,7 @@ def test_log_probabilities_are_the_targets(drawn, plain):
     ]
 
 
-def test_what_is_kept_of_drafts_goes_with_their_request(drawn):
+def test_finished_or_aborted_request_releases_draft_probs(drawn):
     engine = drawn.llm_engine
     kept = engine.core.executor.worker.runner.drafting.draft_probs
     for name in ("a", "b"):
@@ -211,7 +211,7 @@ def test_what_is_kept_of_drafts_goes_with_their_request(drawn):
     assert not kept
 
 
-def test_logits_that_are_no_numbers_end_their_request_alone(found, monkeypatch):
+def test_nan_logits_end_only_their_request(found, monkeypatch):
     engine = found.llm_engine
     runner = engine.core.executor.worker.runner
     compute = runner._compute_logits
@@ -233,13 +233,13 @@ def test_logits_that_are_no_numbers_end_their_request_alone(found, monkeypatch):
     assert sorted(output.error or "" for output in told) == ["", "the logits are NaN"]
 
 
-def test_only_two_verifications_are_known():
+def test_unknown_verification_option_is_refused():
     with pytest.raises(ConfigError, match="verification of speculative_config must be one of exact, rejection"):
         SpeculativeConfig.parse({"method": "ngram", "verification": "typical"})
     assert SpeculativeConfig(method="ngram").verification == "exact"
 
 
-def test_distributions_are_in_the_memory_plan(plain, found):
+def test_memory_plan_includes_draft_distributions(plain, found):
     """A row of float32 for each draft, and a slice in float64; none if verification is exact."""
     exact, rejection = (each.llm_engine.core.executor.worker for each in (plain, found))
     vocab_size = rejection.model.architecture.vocab_size

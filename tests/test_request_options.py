@@ -27,13 +27,13 @@ SOURCE = Path(octavo.__file__).parent
         *(("timeout_s", value) for value in (0, -1.0, math.nan, math.inf, "soon", True)),
     ],
 )
-def test_a_bad_option_is_refused_with_its_name(field, value):
+def test_invalid_request_option_is_refused_with_field_name(field, value):
     with pytest.raises(RequestError, match=field) as caught:
         RequestOptions(**{field: value})
     assert caught.value.parameter == field
 
 
-def test_numbers_of_numpy_become_pythons():
+def test_request_options_convert_numpy_numbers():
     options = RequestOptions(priority=np.int8(3), timeout_s=np.float32(9), tenant_weight=np.float64(2))
     assert [type(value) for value in (options.priority, options.timeout_s, options.tenant_weight)] == [
         int,
@@ -42,7 +42,7 @@ def test_numbers_of_numpy_become_pythons():
     ]
 
 
-def test_fields_replace_those_of_the_options():
+def test_keyword_fields_override_request_options():
     options = RequestOptions(priority=1, tenant="a")
     request = Request("r", [1], SamplingParams(), options=options, priority=2)
     assert (request.priority, request.tenant) == (2, "a")
@@ -50,7 +50,7 @@ def test_fields_replace_those_of_the_options():
         Request("r", [1], SamplingParams(), nonsense=1)
 
 
-def test_options_cross_the_process_border_unchanged():
+def test_request_options_survive_ipc_encoding():
     options = RequestOptions(priority=-3, cache_salt="salt", tenant="a", tenant_weight=2.5, timeout_s=1.5)
     request = Request("r", [1, 2], SamplingParams(), options=options, deadline=7.0)
     (read,) = ipc.decode_to_engine(ipc.encode(ipc.Add.of("r", [request]))).to_requests()
@@ -58,7 +58,7 @@ def test_options_cross_the_process_border_unchanged():
     assert (read.priority, read.cache_salt, read.tenant, read.deadline) == (-3, "salt", "a", 7.0)
 
 
-def test_no_function_between_the_apis_and_the_core_repeats_the_options():
+def test_no_function_repeats_request_option_fields():
     """The options are passed as one object; `OptionFields` is the only list of keyword arguments."""
     repeated = {
         f"{path.relative_to(SOURCE)}:{node.lineno}"

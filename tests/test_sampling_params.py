@@ -9,7 +9,7 @@ from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 
-def test_defaults_are_vllms():
+def test_sampling_defaults_equal_vllm():
     params = SamplingParams()
     assert (params.n, params.max_tokens, params.temperature, params.top_p, params.top_k) == (1, 16, 1.0, 1.0, 0)
     assert params.logprobs is None
@@ -45,7 +45,7 @@ def test_defaults_are_vllms():
         ("include_stop_str_in_output", [None, -1]),
     ],
 )
-def test_out_of_range_is_refused_with_the_fields_name(field, values):
+def test_out_of_range_sampling_value_is_refused_with_field_name(field, values):
     for value in values:
         with pytest.raises(RequestError) as caught:
             SamplingParams(**{field: value})
@@ -53,14 +53,14 @@ def test_out_of_range_is_refused_with_the_fields_name(field, values):
         assert field in str(caught.value)
 
 
-def test_a_structure_beside_pooling_is_refused():
+def test_structured_outputs_with_pooling_are_refused():
     structure = StructuredOutputsParams(json_object=True)
     with pytest.raises(RequestError, match="pooling generates no tokens: remove structured_outputs") as caught:
         SamplingParams(pooling="last", max_tokens=1, structured_outputs=structure)
     assert caught.value.parameter == "pooling"
 
 
-def test_numbers_of_numpy_are_pythons_from_then_on():
+def test_sampling_params_convert_numpy_numbers():
     params = SamplingParams(
         n=np.int64(2),
         max_tokens=np.int32(5),
@@ -91,7 +91,7 @@ def test_numbers_of_numpy_are_pythons_from_then_on():
         SamplingParams(temperature=np.float64("nan"))
 
 
-def test_edges_are_accepted():
+def test_limit_values_are_accepted_and_normalized():
     SamplingParams(n=128, temperature=100.0, top_p=1e-9, seed=2**64 - 1, logprobs=0, max_tokens=None)
     assert SamplingParams(top_k=-1).top_k == 0
     assert SamplingParams(seed=-1).seed is None
@@ -100,6 +100,6 @@ def test_edges_are_accepted():
     assert SamplingParams(stop=["x", "y"]).stop_strings == ["x", "y"]
 
 
-def test_stop_strings_need_text():
+def test_stop_strings_without_detokenize_are_refused():
     with pytest.raises(RequestError, match="detokenize"):
         SamplingParams(stop="x", detokenize=False)

@@ -18,7 +18,7 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_script_says_what_it_is_for(path, monkeypatch, capsys):
+def test_every_script_prints_its_help(path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(path.parent)
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
     with pytest.raises(SystemExit) as ended:

@@ -13,11 +13,11 @@ TESTS = Path(__file__).parent
 LATE = re.compile(r"^(?:import|from) (?:anthropic|compressed_tensors|ollama|openai|transformers)\b", re.MULTILINE)
 
 
-def test_no_file_of_tests_imports_them_as_it_is_collected() -> None:
+def test_no_test_file_imports_slow_sdk_at_collection() -> None:
     assert [path.name for path in TESTS.rglob("*.py") if LATE.search(path.read_text(encoding="utf-8"))] == []
 
 
-def test_a_late_module_is_imported_when_it_is_asked_for_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_module_is_imported_at_first_attribute_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "taking_seconds.py").write_text("ANSWER = 42\n")
     monkeypatch.syspath_prepend(tmp_path)
     late = LateModule("taking_seconds")

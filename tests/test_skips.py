@@ -8,7 +8,7 @@ import pytest
 from skips import fail_if_unexpected, unexpected
 
 
-def test_reasons_of_the_machine_are_expected_and_others_are_not():
+def test_only_unlisted_skip_reasons_are_unexpected():
     reasons = ["this processor has no amx", "there is no Mooncake", "this processor has no amx, nor a name"]
     assert unexpected(reasons) == ["there is no Mooncake", "this processor has no amx, nor a name"]
 
@@ -17,7 +17,7 @@ def test_reasons_of_the_machine_are_expected_and_others_are_not():
     ("reason", "before", "after"),
     [("this processor has no amx", 0, 0), ("nothing was installed", 0, 1), ("nothing was installed", 2, 2)],
 )
-def test_an_unlisted_skip_fails_a_session_that_passed(reason, before, after):
+def test_unlisted_skip_fails_passed_session(reason, before, after):
     lines = []
     reports = [SimpleNamespace(longrepr=("test_it.py", 3, f"Skipped: {reason}"))]
     reporter = SimpleNamespace(stats={"skipped": reports}, write_line=lines.append)

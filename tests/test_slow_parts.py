@@ -11,12 +11,12 @@ from parts import TimeLimit, in_order_of, is_in_part, read_part
 NAMES = [f"tests/test_{file}.py::test_{number}" for file in "abcdefgh" for number in range(20)]
 
 
-def test_each_test_is_in_exactly_one_part():
+def test_every_slow_test_is_in_exactly_one_part():
     assert {sum(is_in_part(name, index, 8) for index in range(8)) for name in NAMES} == {1}
     assert all(sum(is_in_part(name, index, 8) for name in NAMES) > 5 for index in range(8))
 
 
-def test_files_stay_together_and_come_in_another_order_with_another_seed():
+def test_seed_changes_file_order_and_keeps_files_together():
     items = [SimpleNamespace(nodeid=name) for name in NAMES]
     first, second = ([item.nodeid for item in in_order_of(items, seed)] for seed in ("2026-1", "2026-2"))
     assert first != second
@@ -27,12 +27,12 @@ def test_files_stay_together_and_come_in_another_order_with_another_seed():
 
 
 @pytest.mark.parametrize("text", ["8/8", "3", "a/8", "-1/8", "1/", ""])
-def test_a_part_that_does_not_exist_is_refused(text):
+def test_invalid_part_is_refused(text):
     with pytest.raises(ValueError, match="INDEX/NUMBER"):
         read_part(text)
 
 
-def test_the_time_limit_passes_after_its_seconds():
+def test_time_limit_passes_after_its_seconds():
     now = [100.0]
     limit = TimeLimit(5.0, lambda: now[0])
     now[0] = 105.0

@@ -245,11 +245,11 @@ def check(run: Run, number_format: str, count: int, kv_store=None) -> int:
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_tokens_are_the_same_with_and_without(run):
+def test_speculation_does_not_change_outputs(run):
     check(run, "bfloat16", 30)
 
 
-def test_tokens_are_the_same_where_drafts_are_none_that_a_grammar_allows():
+def test_drafts_that_violate_grammar_do_not_change_outputs():
     check(UNCUT, "bfloat16", 30)
 
 
@@ -261,7 +261,7 @@ class WrongButAllowed(ScriptedProposer):
         return [sum(self.two) - each for each in drafts]
 
 
-def test_rejected_drafts_that_a_grammar_allows_leave_no_trace_in_it():
+def test_rejected_drafts_are_rolled_back_in_grammar():
     """The grammar ends after 24 characters: an engine that counts rejected drafts reaches its end too early."""
     tokenizer = make_engine("bfloat16", Run("alone")).input_processor.tokenizer
     two = [tokenizer.encode(letter)[-1] for letter in "ab"]
@@ -286,21 +286,21 @@ def test_rejected_drafts_that_a_grammar_allows_leave_no_trace_in_it():
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("method", ["scripted", "ngram"])
 @pytest.mark.parametrize("number_format", FORMATS[1:])
-def test_tokens_are_the_same_in_every_number_format(number_format, method):
+def test_speculation_does_not_change_outputs_in_any_dtype(number_format, method):
     check(Run("few", method, num_drafts=4, share_right=0.7, **FEW_BLOCKS), number_format, 18)
 
 
 @pytest.mark.sweep(32)
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize("run", MODEL_RUNS, ids=lambda run: run.name)
-def test_tokens_are_the_same_with_a_model_that_drafts(run, method):
+def test_draft_model_does_not_change_outputs(run, method):
     check(replace(run, method=method), "bfloat16", 30)
 
 
 @pytest.mark.sweep(28)
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize("number_format", ["float32", *FORMATS[1:]])
-def test_tokens_are_the_same_with_a_model_that_drafts_in_every_number_format(number_format, method):
+def test_draft_model_does_not_change_outputs_in_any_dtype(number_format, method):
     if method == "quantized" and number_format == "int4":
         pytest.skip("it is in int4 already")
     check(Run("few", method, num_drafts=4, **FEW_BLOCKS), number_format, 18)
@@ -309,7 +309,7 @@ def test_tokens_are_the_same_with_a_model_that_drafts_in_every_number_format(num
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize("run", [MODEL_RUNS[0], MODEL_RUNS[5]], ids=lambda run: run.name)
-def test_tokens_are_the_same_with_a_model_that_drafts_behind_what_a_store_had(run, method):
+def test_draft_model_does_not_change_outputs_after_kv_load(run, method):
     pool = GlobalKVPool(5000)
     for name in ("saves", "loads"):
         store = functools.partial(MemoryStore, pool, name)
@@ -317,7 +317,7 @@ def test_tokens_are_the_same_with_a_model_that_drafts_behind_what_a_store_had(ru
     assert num_loaded >= 30
 
 
-def test_answers_before_are_drafts_for_their_salt_alone():
+def test_earlier_answers_are_drafted_only_for_their_cache_salt():
     """Repeated with the same salt it takes fewer steps; with another salt, drafts are those of an engine without
     history.
     """
@@ -346,7 +346,7 @@ def test_answers_before_are_drafts_for_their_salt_alone():
         assert len(drafts) <= len(alone) / 2
 
 
-def test_a_recorded_run_with_drafts_is_decided_the_same_again(tmp_path):
+def test_recorded_run_with_drafts_replays_without_mismatch(tmp_path):
     path = tmp_path / "run.journal"
     config = EngineConfig(
         cache=CacheConfig(num_gpu_blocks=40), speculative=SpeculativeConfig(method="ngram"), record=path
@@ -363,7 +363,7 @@ def test_a_recorded_run_with_drafts_is_decided_the_same_again(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number_format", FORMATS[1:])
 @pytest.mark.parametrize("run", [*RUNS, UNCUT], ids=lambda run: run.name)
-def test_every_run_in_every_number_format(run, number_format):
+def test_every_speculation_run_is_exact_in_every_dtype(run, number_format):
     check(run, number_format, 30)
 
 
@@ -371,7 +371,7 @@ def test_every_run_in_every_number_format(run, number_format):
 @pytest.mark.parametrize("max_num_seqs", [1, 4, 32])
 @pytest.mark.parametrize("share_right", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("num_drafts", range(9))
-def test_every_number_of_drafts(num_drafts, share_right, max_num_seqs):
+def test_any_number_of_drafts_does_not_change_outputs(num_drafts, share_right, max_num_seqs):
     run = Run("wide", num_drafts=num_drafts, share_right=share_right, max_num_seqs=max_num_seqs)
     check(run, "bfloat16", 45)
 
@@ -380,7 +380,7 @@ def test_every_number_of_drafts(num_drafts, share_right, max_num_seqs):
 @pytest.mark.parametrize("max_num_seqs", [1, 4, 32])
 @pytest.mark.parametrize("num_drafts", range(1, 9))
 @pytest.mark.parametrize("method", MODEL_METHODS)
-def test_every_number_of_drafts_of_a_model(method, num_drafts, max_num_seqs):
+def test_any_number_of_model_drafts_does_not_change_outputs(method, num_drafts, max_num_seqs):
     check(Run("wide", method, num_drafts=num_drafts, max_num_seqs=max_num_seqs), "bfloat16", 45)
 
 
@@ -388,7 +388,7 @@ def test_every_number_of_drafts_of_a_model(method, num_drafts, max_num_seqs):
 @pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
 @pytest.mark.parametrize("share_right", [0.5, 1.0])
 @pytest.mark.parametrize("num_drafts", [1, 4, 8])
-def test_every_number_of_drafts_where_memory_is_short(num_drafts, share_right, batching):
+def test_drafts_with_short_memory_do_not_change_outputs(num_drafts, share_right, batching):
     for swap_space_bytes in (0, 64 << 20):
         run = Run(
             "short",

@@ -90,7 +90,7 @@ FAULTS = [
         SampleTasks._walk,
         "matcher.step_back(len(masks) - 1)",
         "pass",
-        test_speculation.test_rejected_drafts_that_a_grammar_allows_leave_no_trace_in_it,
+        test_speculation.test_rejected_drafts_are_rolled_back_in_grammar,
     ),
     Fault(
         "penalties of drafts that do not stand yet",
@@ -104,7 +104,7 @@ FAULTS = [
         Answers.propose,
         "_digest(cache_salt)",
         "next(iter(self._owners), None)",
-        test_speculation.test_answers_before_are_drafts_for_their_salt_alone,
+        test_speculation.test_earlier_answers_are_drafted_only_for_their_cache_salt,
     ),
 ]
 
@@ -120,12 +120,12 @@ def break_function(patch: pytest.MonkeyPatch, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_each_fault_is_seen(monkeypatch, fault):
+def test_every_injected_draft_fault_is_detected(monkeypatch, fault):
     test_speculation.expected("bfloat16", 30)  # once, before any fault is injected
     break_function(monkeypatch, fault)
     with pytest.raises((AssertionError, SimulationError)):
         fault.judge()
 
 
-def test_nothing_is_seen_where_nothing_is_wrong():
+def test_simulation_passes_without_injected_fault():
     run_worlds()

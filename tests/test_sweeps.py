@@ -9,11 +9,11 @@ CASES = list(range(10))
 
 
 @pytest.mark.parametrize(("one_in", "num_run"), [(1, 10), (3, 4), (4, 3), (10, 1), (50, 1)])
-def test_one_of_so_many_in_a_row_runs(one_in, num_run):
+def test_sweep_runs_one_case_of_each_group(one_in, num_run):
     run = [case for case in CASES if case not in left_out(CASES, one_in, "seed")]
     assert [case // one_in for case in run] == list(range(num_run))
     assert left_out(CASES, one_in, "seed") == left_out(CASES, one_in, "seed")
 
 
-def test_every_case_runs_some_day():
+def test_every_sweep_case_runs_on_some_day():
     assert {case for day in range(60) for case in CASES if case not in left_out(CASES, 4, f"2026-{day}")} == {*CASES}

@@ -58,7 +58,7 @@ def few_window_blocks(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_window_blocks")
-def test_a_long_answer_runs_on_the_window_blocks_of_its_window(checkpoint):
+def test_long_answer_holds_only_blocks_of_its_window(checkpoint):
     engine = engine_of(checkpoint, method="none")  # the number of drafts depends on step times
     num_window_blocks = engine.core.executor.worker.kv_cache.groups[1].num_blocks
     assert num_window_blocks == 10  # 40 tokens
@@ -67,14 +67,14 @@ def test_a_long_answer_runs_on_the_window_blocks_of_its_window(checkpoint):
     assert most <= 6
 
 
-def test_few_window_blocks_and_many_give_the_same_tokens(checkpoint, monkeypatch):
+def test_number_of_window_blocks_does_not_change_tokens(checkpoint, monkeypatch):
     many, _ = answer(engine_of(checkpoint), PROMPT, 120)
     monkeypatch.setattr(KVPlan, "with_blocks", lambda _plan, num_blocks: KVSize((num_blocks, 10)))
     few, _ = answer(engine_of(checkpoint), PROMPT, 120)
     assert few == many
 
 
-def test_a_beginning_is_found_behind_its_window_and_gives_the_same_tokens(checkpoint):
+def test_prefix_longer_than_window_hits_with_equal_tokens(checkpoint):
     log = EventLog()
     engine = engine_of(checkpoint, log)
     first, _ = answer(engine, PROMPT, 30)

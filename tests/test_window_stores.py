@@ -56,7 +56,7 @@ def turn(num_tokens):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("few_window_blocks")
-def test_a_conversation_whose_beginning_a_disk_has_lost_is_saved_again(tmp_path, checkpoints, kind, monkeypatch):
+def test_blocks_lost_on_disk_are_saved_again_with_window_parts(tmp_path, checkpoints, kind, monkeypatch):
     """The device keeps the blocks, without their window parts; then the engine restarts."""
     monkeypatch.setattr(disk_directory, "_SCAN_SHARE", 1e9)  # always look for removed files, even after a slow look
     stores = KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=1 << 28)
@@ -83,7 +83,7 @@ def test_a_conversation_whose_beginning_a_disk_has_lost_is_saved_again(tmp_path,
     assert [each.num_tokens for each in restarted.of_type(events.KVLoadEnded)] == [200]
 
 
-def test_what_was_saved_under_other_windows_never_hits(tmp_path, checkpoints):
+def test_kv_saved_with_different_windows_never_hits(tmp_path, checkpoints):
     """Then a block has as many bytes, but another layout or other numbers."""
     stores, config = KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=1 << 28), checkpoints["some"] / "config.json"
     engine = engine_over(None, checkpoints["some"], FEW, stores=stores)

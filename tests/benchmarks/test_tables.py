@@ -18,13 +18,13 @@ MACHINES = [path for path in FILES if path.suffix == ".json"]
 FIELDS = {"title", "date", "commit", "commands", "results", "columns", "rows", "output", "notes"}
 
 
-def test_every_file_of_results_has_a_name():
+def test_every_result_file_has_registered_name():
     assert {path for path in tables.RESULTS.rglob("*") if path.is_file()} == set(FILES)
     assert MACHINES
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_every_file_is_printed(path, capsys):
+def test_every_result_file_is_printed_completely(path, capsys):
     (tables.print_tables if path in MACHINES else tables.print_comparison)(path)
     printed = capsys.readouterr().out
     if path in MACHINES:
@@ -38,7 +38,7 @@ def test_every_file_is_printed(path, capsys):
 
 
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
-def test_tables_are_whole(path):
+def test_result_tables_have_required_fields(path):
     found = json.loads(path.read_bytes())
     assert found.keys() == {"machine", "tables"}
     for table in found["tables"]:
@@ -51,7 +51,7 @@ def test_tables_are_whole(path):
             assert table["results"] in tables.named(), table["title"]
 
 
-def test_an_unknown_name_is_refused(monkeypatch, capsys):
+def test_unknown_result_name_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tables.py", "amd-zen5", "amd-zen9"])
     with pytest.raises(SystemExit):
         tables.main()

@@ -30,11 +30,11 @@ def answers(model: str | None, dtype: str, **params) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.chat(CHATS, greedy, use_tqdm=False)]
 
 
-def test_its_tokens_are_those_of_the_built_in_model(twin):
+def test_float32_twin_generates_tokens_of_built_in_model(twin):
     assert answers(str(twin), "float32", ignore_eos=True) == answers(None, "float32", ignore_eos=True)
 
 
-def test_and_nearly_where_activations_are_rounded(twin):
+def test_bfloat16_twin_matches_built_in_model_in_most_chats(twin):
     """Sums of more columns are made in another order."""
     same = [one == other for one, other in zip(answers(str(twin), "bfloat16"), answers(None, "bfloat16"), strict=True)]
     assert sum(same) >= len(CHATS) - 1

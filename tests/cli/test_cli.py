@@ -93,13 +93,13 @@ def python(code: str) -> str:
         "import octavo.http.listening",
     ],
 )
-def test_nothing_heavy_is_imported(code: str) -> None:
+def test_light_commands_import_no_heavy_packages(code: str) -> None:
     heavy = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "starlette", "uvicorn", "jinja2"}
     out = python(f"{code}\nimport sys; print('LOADED', sorted({heavy!r} & set(sys.modules)))")
     assert out.splitlines()[-1] == "LOADED []"
 
 
-def test_what_only_a_server_installs_is_needed_by_none_but_a_server() -> None:
+def test_generate_runs_without_server_extra_packages() -> None:
     extra = [need for need in importlib.metadata.requires("octavo") or [] if 'extra == "server"' in need]
     names = {re.split(r"[^\w.-]", need)[0].lower().replace("_", "-") for need in extra}
     modules = {
@@ -120,7 +120,7 @@ def test_what_only_a_server_installs_is_needed_by_none_but_a_server() -> None:
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("module", PACKAGES)
-def test_serve_says_what_is_not_installed_before_the_engine_starts(module: str) -> None:
+def test_serve_names_missing_package_before_engine_starts(module: str) -> None:
     code = (
         f"import sys; sys.modules[{module!r}] = None\nfrom octavo.cli.engine_options import EngineOptions\n"
         "EngineOptions.launch = lambda *_, **__: print('launched')\n"
@@ -132,7 +132,7 @@ def test_serve_says_what_is_not_installed_before_the_engine_starts(module: str) 
     assert not done.stdout
 
 
-def test_the_application_is_imported_while_the_engine_loads() -> None:
+def test_serve_imports_application_while_engine_loads() -> None:
     code = """
 import sys
 from octavo.cli import app
@@ -167,14 +167,14 @@ def test_help_imports_no_command() -> None:
 
 
 @pytest.mark.parametrize("command", Octavo.lazy_commands, ids=lambda command: command.name)
-def test_the_help_of_all_says_what_each_command_says_of_itself(command: LazyCommand) -> None:
+def test_top_level_help_matches_summary_of_each_command(command: LazyCommand) -> None:
     """The help lists summaries of commands that it does not import."""
     own = command.load()
     assert (own.name, own.help.partition("\n\n")[0].replace("\n", " ")) == (command.name, command.summary)
     assert f"  {command.name} " in run("--help").output
 
 
-def test_a_mistyped_command_is_answered_with_the_nearest() -> None:
+def test_mistyped_command_suggests_nearest_command() -> None:
     result = run("generat")
     assert result.exit_code == 2
     assert "No such command 'generat'" in result.output
@@ -182,7 +182,7 @@ def test_a_mistyped_command_is_answered_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_teaches(command: list[str]) -> None:
+def test_command_help_shows_usage_and_examples(command: list[str]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0
     assert "Usage: octavo" in result.output
@@ -191,7 +191,7 @@ def test_help_teaches(command: list[str]) -> None:
         assert "octavo " + " ".join(command) in result.output.partition("Examples:")[2]
 
 
-def test_every_model_command_has_the_same_engine_options() -> None:
+def test_every_model_command_has_same_engine_options() -> None:
     names = {
         "--model",
         "--tokenizer",
@@ -229,7 +229,7 @@ def test_every_model_command_has_the_same_engine_options() -> None:
     assert {"--host", "--port", "--served-model-name", "--api-key", "--insecure"} <= serve
 
 
-def test_every_option_says_its_default() -> None:
+def test_help_shows_default_of_every_option() -> None:
     for command in MODEL_COMMANDS:
         text = run(*command, "--help").output.partition("Examples:")[0]
         for entry in re.split(r"\n  (?=-)", text)[1:]:
@@ -238,11 +238,11 @@ def test_every_option_says_its_default() -> None:
             assert flag or "efault:" in body, f"{command}: {body}"
 
 
-def test_version() -> None:
+def test_version_option_prints_version() -> None:
     assert re.fullmatch(r"octavo \d+\.\d+\.\d+\n", run("--version").output)
 
 
-def test_config_from_options() -> None:
+def test_engine_options_set_config_fields() -> None:
     options = EngineOptions(
         model_argument="some/model",
         max_num_seqs=1000,
@@ -265,7 +265,7 @@ def test_config_from_options() -> None:
     assert plain.config().speculative == config.speculative
 
 
-def test_a_directory_is_served_under_its_own_name_only(tmp_path: Path) -> None:
+def test_local_directory_is_served_under_its_base_name(tmp_path: Path) -> None:
     directory = tmp_path / "my-model"
     directory.mkdir()
     assert EngineOptions(model=str(directory)).served_name == "my-model"
@@ -286,7 +286,7 @@ def test_a_directory_is_served_under_its_own_name_only(tmp_path: Path) -> None:
         ("3k", 3000),
     ],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_parse_size_accepts_decimal_and_binary_units(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
@@ -309,14 +309,14 @@ def test_sizes(text: str, size: int) -> None:
         ["nonsense"],
     ],
 )
-def test_wrong_usage_is_exit_code_2(arguments: list[str], fake_model: FakeExecutor) -> None:
+def test_wrong_usage_exits_with_code_2(arguments: list[str], fake_model: FakeExecutor) -> None:
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
 
 
 @pytest.mark.parametrize("arguments", [["models", "{}"], ["serve", "--kv-disk-dir", "{}"], ["generate", "--prompt={}"]])
-def test_an_argument_that_is_not_text_in_this_locale_is_one_line(
+def test_undecodable_argument_is_refused_with_locale_hint(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python reads a UTF-8 name this way if the locale is ASCII."""
@@ -344,7 +344,9 @@ def test_an_argument_that_is_not_text_in_this_locale_is_one_line(
         (["--prompt", ""], "the prompt is empty"),
     ],
 )
-def test_errors_are_one_line_and_exit_code_1(arguments: list[str], text: str, fake_model: FakeExecutor) -> None:
+def test_invalid_values_print_one_line_and_exit_with_code_1(
+    arguments: list[str], text: str, fake_model: FakeExecutor
+) -> None:
     prompt = [] if "--prompt" in arguments else ["--prompt", "a"]
     result = run("generate", "--raw", *prompt, *arguments)
     assert result.exit_code == 1, result.output
@@ -354,7 +356,7 @@ def test_errors_are_one_line_and_exit_code_1(arguments: list[str], text: str, fa
     assert result.stdout == ""
 
 
-def test_debug_shows_the_traceback(fake_model: FakeExecutor) -> None:
+def test_debug_option_raises_original_exception(fake_model: FakeExecutor) -> None:
     result = run("generate", "--prompt", "a", "--temperature", "-1", "--debug")
     assert result.exit_code == 1
     assert type(result.exception).__name__ == "RequestError"
@@ -374,7 +376,7 @@ def test_debug_shows_the_traceback(fake_model: FakeExecutor) -> None:
         ),
     ],
 )
-def test_a_model_that_cannot_be_used(tmp_path: Path, name: str, make: Any, text: str) -> None:
+def test_unusable_model_path_is_refused_with_reason(tmp_path: Path, name: str, make: Any, text: str) -> None:
     make(tmp_path / name)
     result = run("generate", str(tmp_path / name), "--prompt", "a")
     assert result.exit_code == 1, result.output
@@ -382,7 +384,7 @@ def test_a_model_that_cannot_be_used(tmp_path: Path, name: str, make: Any, text:
     assert text in result.stderr
 
 
-def test_weights_that_are_cut_off(tmp_path: Path) -> None:
+def test_truncated_weight_file_is_refused(tmp_path: Path) -> None:
     from octavo.models.random_weights import tiny_config, write_checkpoint
 
     directory = write_checkpoint(tmp_path / "tiny", tiny_config("LlamaForCausalLM"))
@@ -398,7 +400,7 @@ def test_weights_that_are_cut_off(tmp_path: Path) -> None:
     assert "model.safetensors" in result.stderr
 
 
-def test_a_prompt_that_is_not_unicode(tmp_path: Path) -> None:
+def test_prompt_with_invalid_unicode_is_refused(tmp_path: Path) -> None:
     """Python reads `--prompt $'caf\\xe9'` this way."""
     from octavo.models.random_weights import tiny_config, write_checkpoint
 
@@ -417,7 +419,7 @@ def test_a_prompt_that_is_not_unicode(tmp_path: Path) -> None:
         assert result.stderr.count("\n") == 1
 
 
-def test_text_that_is_no_text(fake_model: FakeExecutor, tmp_path: Path) -> None:
+def test_input_that_is_not_utf8_is_refused(fake_model: FakeExecutor, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_bytes(b"\xff\xfe\n")
     for arguments in (["generate", "--prompts-file", str(tmp_path / "prompts")], ["generate"], ["chat"]):
         result = run(*arguments, stdin=b"\xff\xfe\n")
@@ -425,7 +427,7 @@ def test_text_that_is_no_text(fake_model: FakeExecutor, tmp_path: Path) -> None:
         assert "not UTF-8" in result.stderr
 
 
-def test_generate_streams_one_prompt(fake_model: FakeExecutor) -> None:
+def test_generate_prints_answer_to_one_prompt(fake_model: FakeExecutor) -> None:
     result = run("generate", "--raw", "--prompt", "hello")
     assert result.exit_code == 0, result.output
     assert result.stdout == answer_text(5) + "\n"
@@ -437,13 +439,13 @@ def test_generate_reads_standard_input(fake_model: FakeExecutor) -> None:
     assert run("generate", "--raw", stdin="hello\nthere\n").stdout == answer_text(11) + "\n"
 
 
-def test_generate_stops_where_told(fake_model: FakeExecutor) -> None:
+def test_generate_cuts_output_at_stop_string(fake_model: FakeExecutor) -> None:
     stop = answer_text(5)[20:24]
     result = run("generate", "--raw", "--prompt", "hello", "--stop", stop, "--stop", "never")
     assert result.stdout == answer_text(5)[:20] + "\n"
 
 
-def test_generate_answers_many_prompts(fake_model: FakeExecutor, tmp_path: Path) -> None:
+def test_generate_answers_every_prompt_of_file(fake_model: FakeExecutor, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("bb\n\nccc\n")
     result = run("generate", "--raw", "--prompt", "a", "--prompts-file", str(file), "--json", "--max-tokens", "9")
@@ -455,14 +457,14 @@ def test_generate_answers_many_prompts(fake_model: FakeExecutor, tmp_path: Path)
     assert shown == f"> a\n{answer_text(1, 0, 9)}\n{answer_text(1, 1, 9)}\n\n"
 
 
-def test_a_failed_step_is_an_error_of_generate(fake_model: FakeExecutor) -> None:
+def test_generate_exits_with_error_after_failed_step(fake_model: FakeExecutor) -> None:
     fake_model.fail_next = True
     result = run("generate", "--prompt", "a")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")
 
 
-def test_chat_remembers_until_reset(fake_model: FakeExecutor) -> None:
+def test_chat_keeps_history_until_reset(fake_model: FakeExecutor) -> None:
     result = run("chat", "--max-tokens", "5", stdin="hi\nmore\n/reset\nhi\n\n/exit\nnever said\n")
     assert result.exit_code == 0, result.output
     first = "<user>hi\n<assistant>"
@@ -473,7 +475,7 @@ def test_chat_remembers_until_reset(fake_model: FakeExecutor) -> None:
 
 
 @pytest.mark.parametrize(("model", "is_told"), [([], True), (["./other"], False)])
-def test_chat_says_how_a_real_model_is_talked_to(
+def test_interactive_chat_with_built_in_model_prints_model_hint(
     fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch, model: list[str], *, is_told: bool
 ) -> None:
     """The hint is printed once, and only if a person uses the built-in model. A pipe gets answers only."""
@@ -494,7 +496,7 @@ def test_chat_says_how_a_real_model_is_talked_to(
         (["--generation-config", "vllm"], {}, (1.0, 0, 1.0, 0.0)),
     ],
 )
-def test_chat_is_gentle_where_a_model_says_nothing(
+def test_chat_lowers_sampling_defaults_if_checkpoint_sets_none(
     fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: dict[str, Any], told: Any
 ) -> None:
     """Only `octavo chat` has lower sampling defaults. Interfaces for programs have vLLM's defaults."""
@@ -512,14 +514,14 @@ def test_chat_is_gentle_where_a_model_says_nothing(
     assert (temperature, top_k, top_p, min_p) == told
 
 
-def test_chat_needs_a_template(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_without_template_is_refused(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InputProcessor, "has_chat_template", False)
     result = run("chat", stdin="hi\n")
     assert result.exit_code == 1
     assert "--chat-template" in result.stderr
 
 
-def test_chat_goes_on_after_an_error(fake_model: FakeExecutor) -> None:
+def test_chat_continues_after_invalid_input(fake_model: FakeExecutor) -> None:
     result = run("chat", "--max-tokens", "5", stdin=f"{'x' * 3000}\n/help\n/nonsense\nhi\n")
     assert result.exit_code == 0, result.output
     assert result.stdout == answer_text(len("<user>hi\n<assistant>"), 0, 5) + "\n"
@@ -528,7 +530,7 @@ def test_chat_goes_on_after_an_error(fake_model: FakeExecutor) -> None:
     assert "unknown command /nonsense" in result.stderr
 
 
-def test_chat_goes_on_after_a_step_that_failed(fake_model: FakeExecutor) -> None:
+def test_chat_starts_new_conversation_after_failed_step(fake_model: FakeExecutor) -> None:
     fake_model.fail_next = True
     result = run("chat", "--max-tokens", "5", stdin="lost\nhi\n")
     assert result.exit_code == 0, result.output
@@ -536,7 +538,7 @@ def test_chat_goes_on_after_a_step_that_failed(fake_model: FakeExecutor) -> None
     assert result.stderr.startswith("error: ")
 
 
-def test_a_line_that_is_not_utf8_is_asked_for_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_interactive_chat_rereads_line_that_is_not_utf8(capsys: pytest.CaptureFixture[str]) -> None:
     lines = iter([b"caf\xe9", b"caf\xc3\xa9"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.input", lambda _prompt: next(lines).decode())
@@ -544,7 +546,7 @@ def test_a_line_that_is_not_utf8_is_asked_for_again(capsys: pytest.CaptureFixtur
     assert "not UTF-8" in capsys.readouterr().err
 
 
-def test_answers_are_as_long_as_the_checkpoint_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_tokens_defaults_to_generation_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineOptions, "build", lambda _: make_engine(generation_defaults={"max_tokens": 7}))
     num_prompt_tokens = len("<user>hi\n<assistant>")
     assert run("chat", stdin="hi\n").stdout == answer_text(num_prompt_tokens, 0, 7) + "\n"
@@ -553,7 +555,7 @@ def test_answers_are_as_long_as_the_checkpoint_says(monkeypatch: pytest.MonkeyPa
     assert longer.stdout == answer_text(num_prompt_tokens, 0, 9) + "\n"
 
 
-def test_ctrl_c_stops_the_answer_not_the_chat(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_answer_but_not_chat(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     collect = fake_model.collect
 
     def press_in_the_tenth_step() -> Any:
@@ -570,7 +572,7 @@ def test_ctrl_c_stops_the_answer_not_the_chat(fake_model: FakeExecutor, monkeypa
     assert "(stopped)" in result.stderr
 
 
-def test_bench(fake_model: FakeExecutor, tmp_path: Path) -> None:
+def test_bench_reports_selected_workloads(fake_model: FakeExecutor, tmp_path: Path) -> None:
     result = run("bench", "throughput", "--repeat", "2", "--json", "--only", "B", "--only", "D")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["results"]
@@ -597,7 +599,7 @@ def test_bench(fake_model: FakeExecutor, tmp_path: Path) -> None:
     assert result.stderr == "the workload file has no requests under D\n"
 
 
-def test_bench_lets_prompts_fill_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_disables_mixed_step_limit_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """No user reads the output while it is generated, as with `LLM`. An explicit option is still used."""
     built: list[float | None] = []
 
@@ -614,7 +616,7 @@ def test_bench_lets_prompts_fill_a_step(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"A": [{"prompt": [1]}]}', '{"A": [{"prompt": "x", "out": 1}]}', '{"B": []}']
 )
-def test_a_workload_file_that_cannot_be_used(fake_model: FakeExecutor, tmp_path: Path, text: str) -> None:
+def test_invalid_workload_file_is_refused(fake_model: FakeExecutor, tmp_path: Path, text: str) -> None:
     file = tmp_path / "workloads.json"
     file.write_text(text)
     result = run("bench", "throughput", "--workload", str(file))
@@ -623,7 +625,7 @@ def test_a_workload_file_that_cannot_be_used(fake_model: FakeExecutor, tmp_path:
 
 
 @pytest.mark.parametrize("max_model_len", [16, 200, 4096])
-def test_made_up_workloads_fit_the_model(max_model_len: int, tmp_path: Path) -> None:
+def test_generated_workloads_fit_max_model_len(max_model_len: int, tmp_path: Path) -> None:
     made = make_workloads(100, max_model_len)
     items = [*made.a, *made.b, *made.c, *(item for each in made.d for item in each)]
     assert all(len(item.prompt_token_ids) + item.num_output_tokens <= max_model_len for item in items)
@@ -634,7 +636,7 @@ def test_made_up_workloads_fit_the_model(max_model_len: int, tmp_path: Path) -> 
     assert read_workloads(file).d == made.d
 
 
-def test_models_lists_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_command_lists_checkpoints_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.cli.models._in_hub_cache", list)
     for name, architecture in (("good", "Qwen3ForCausalLM"), ("deep/er", "LlamaForCausalLM"), ("odd", "GPT9")):
         directory = tmp_path / name
@@ -654,9 +656,7 @@ def test_models_lists_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "GPT9  (refused)" in shown
 
 
-def test_models_tells_why_one_of_a_known_architecture_is_not_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_command_explains_refusal_of_known_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.cli.models._in_hub_cache", list)
     write_checkpoint(tmp_path / "good", tiny_config("LlamaForCausalLM"))
     write_checkpoint(tmp_path / "odd", config := tiny_config("LlamaForCausalLM"))
@@ -675,7 +675,7 @@ def test_models_tells_why_one_of_a_known_architecture_is_not_served(
     assert not any("refused" in line for line in lines if line.startswith("good "))
 
 
-def test_serve_refuses_an_open_door(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_refuses_public_host_without_api_key(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OCTAVO_API_KEY", raising=False)
     result = run("serve", "--host", "0.0.0.0", "--port", "0")
     assert result.exit_code == 1
@@ -695,7 +695,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def test_a_server_that_loads_its_model_is_told_to_end() -> None:
+def test_sigterm_ends_server_that_loads_its_model() -> None:
     """SIGTERM ends a server that is loading its model.
 
     As process 1 of a container it would ignore SIGTERM without a handler. It does not wait for threads either, such as
@@ -722,7 +722,7 @@ app(["serve", "--port", "0"])
         assert process.wait(30) == 0
 
 
-def test_serve_leaves_with_an_error_when_its_engine_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_exits_with_error_if_engine_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = FakeExecutor()
     executor.die = True
     monkeypatch.setattr(EngineOptions, "launch", lambda *_, **__: make_engine(executor))
@@ -744,7 +744,7 @@ def test_serve_leaves_with_an_error_when_its_engine_is_dead(monkeypatch: pytest.
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_what_kubernetes_says_of_a_service_is_no_port() -> None:
+def test_kubernetes_service_variable_is_not_used_as_port() -> None:
     """Kubernetes sets this variable in every container of a namespace with a Service named octavo-serve."""
     environment = {**os.environ, "OCTAVO_SERVE_PORT": "tcp://10.0.0.1:8000", "OCTAVO_API_KEY": ""}
     command = [sys.executable, "-m", "octavo", "serve", "--host", "0.0.0.0"]
@@ -754,7 +754,7 @@ def test_what_kubernetes_says_of_a_service_is_no_port() -> None:
     assert "no API key is set" in done.stderr
 
 
-def test_serve_reads_its_files_before_the_model(loads: list[Any], tmp_path: Path) -> None:
+def test_serve_reads_option_files_before_model(loads: list[Any], tmp_path: Path) -> None:
     broken, missing = tmp_path / "broken", str(tmp_path / "missing")
     broken.write_text("no certificate, and no TOML")
     for options, told in (
@@ -770,7 +770,7 @@ def test_serve_reads_its_files_before_the_model(loads: list[Any], tmp_path: Path
     assert not loads
 
 
-def test_serve_refuses_a_limit_that_no_engine_takes(loads: list[Any]) -> None:
+def test_serve_refuses_negative_max_num_waiting(loads: list[Any]) -> None:
     """A server counts waiting requests itself. A negative value once reduced the places of --max-num-seqs."""
     result = run("serve", "--port", "0", "--max-num-waiting=-60")
     assert result.exit_code == 1
@@ -778,7 +778,7 @@ def test_serve_refuses_a_limit_that_no_engine_takes(loads: list[Any]) -> None:
     assert not loads
 
 
-def test_sighup_does_nothing_while_the_model_is_loaded(loads: list[Any], tmp_path: Path) -> None:
+def test_sighup_is_ignored_while_model_loads(loads: list[Any], tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     add_key(keys, Tenant(name="alice"))
     assert run("serve", "--port", "0", "--api-keys", str(keys)).exit_code == 1
@@ -786,11 +786,11 @@ def test_sighup_does_nothing_while_the_model_is_loaded(loads: list[Any], tmp_pat
     assert loads == [signal.SIG_IGN, signal.SIG_IGN]
 
 
-def test_the_fake_text_has_what_the_tests_need() -> None:
+def test_fake_text_has_multibyte_characters() -> None:
     assert len(TEXT) < len(TEXT.encode())
 
 
-def test_scheduling_options_reach_the_configuration() -> None:
+def test_scheduling_options_reach_engine_config() -> None:
     config = EngineOptions(
         scheduling_policy=SchedulingPolicy.FAIR,
         swap_space_bytes=parse_size("2G"),
@@ -805,7 +805,7 @@ def test_scheduling_options_reach_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("command", [["replay"], ["explain"], ["trace"]])
-def test_what_is_no_journal_is_told_without_a_traceback(command: list[str], tmp_path: Path) -> None:
+def test_file_that_is_no_journal_is_refused_without_traceback(command: list[str], tmp_path: Path) -> None:
     path = tmp_path / "file.journal"
     path.write_text("nothing\n")
     result = run(*command, str(path))
@@ -814,7 +814,7 @@ def test_what_is_no_journal_is_told_without_a_traceback(command: list[str], tmp_
     assert "Traceback" not in result.output
 
 
-def test_a_recorded_run_is_replayed_explained_and_drawn(tmp_path: Path) -> None:
+def test_recorded_journal_can_be_replayed_explained_and_traced(tmp_path: Path) -> None:
     journal, drawing = tmp_path / "run.journal.gz", tmp_path / "trace.json"
     prompts = ["--prompt", "What is 12 + 30?", "--prompt", "What is 1 + 2?", "--temperature", "0"]
     assert run("generate", "--record", str(journal), *prompts).exit_code == 0
@@ -829,7 +829,7 @@ def test_a_recorded_run_is_replayed_explained_and_drawn(tmp_path: Path) -> None:
     assert (result.exit_code, "cannot be written" in result.output) == (1, True)
 
 
-def test_replay_of_a_converted_journal_says_that_steps_are_not_compared(tmp_path: Path) -> None:
+def test_replay_of_converted_journal_reports_uncompared_steps(tmp_path: Path) -> None:
     header = {
         "journal": VERSION,
         "start": 0,
@@ -849,7 +849,7 @@ def test_replay_of_a_converted_journal_says_that_steps_are_not_compared(tmp_path
     assert (result.exit_code, "2 steps were not compared" in result.output) == (0, True)
 
 
-def test_replay_of_an_older_journal_names_the_converter(tmp_path: Path) -> None:
+def test_replay_of_older_journal_names_converter(tmp_path: Path) -> None:
     journal = tmp_path / "run.journal"
     journal.write_text('{"journal": 2}\n')
     result = run("replay", str(journal))
@@ -865,7 +865,7 @@ def serve_with(tmp_path: Path, text: str, *arguments: str, **environment: str) -
     return runner.invoke(app, list(arguments), env={"OCTAVO_API_KEY": "", **environment}, prog_name="octavo")
 
 
-def test_options_come_from_a_file_the_environment_and_the_command_line(tmp_path: Path) -> None:
+def test_command_line_overrides_environment_and_file_options(tmp_path: Path) -> None:
     text = 'max-num-seqs = 8\nport = 1\nmax_body_bytes = "1M"\nserved-model-name = ["a", "b"]\nidle-timeout = 5\n'
     result = serve_with(tmp_path, text, "--port", "3", OCTAVO_SERVE_PORT="2", OCTAVO_SERVE_IDLE_TIMEOUT="7")
     assert result.exit_code == 1, result.output
@@ -881,7 +881,7 @@ def test_options_come_from_a_file_the_environment_and_the_command_line(tmp_path:
         assert line in result.output
 
 
-def test_a_model_on_the_command_line_counts_more_than_one_of_a_file_or_the_environment(tmp_path: Path) -> None:
+def test_command_line_model_overrides_file_and_environment(tmp_path: Path) -> None:
     positional, option = str(tmp_path / "positional"), str(tmp_path / "option")
     for named in ([positional], ["--model", positional]):
         for text, environment in (
@@ -898,7 +898,7 @@ def test_a_model_on_the_command_line_counts_more_than_one_of_a_file_or_the_envir
     assert (result.exit_code, "two models are given" in result.output) == (2, True)
 
 
-def test_every_value_is_shown_as_it_is_resolved(tmp_path: Path) -> None:
+def test_debug_log_shows_every_resolved_option(tmp_path: Path) -> None:
     """This includes defaults, and values derived from other options: a server's limits, and its policy with keys."""
     keys = tmp_path / "keys.toml"
     add_key(keys, Tenant(name="alice"))
@@ -927,7 +927,7 @@ def test_every_value_is_shown_as_it_is_resolved(tmp_path: Path) -> None:
         assert f" {value}," in shown["scheduler"]
 
 
-def test_a_secret_is_not_shown(tmp_path: Path) -> None:
+def test_startup_log_hides_api_key(tmp_path: Path) -> None:
     result = serve_with(
         tmp_path, 'api-key = "hush"\nlog-level = "debug"', "--ssl-certfile", "none.pem", "--ssl-keyfile", "none.pem"
     )
@@ -937,7 +937,7 @@ def test_a_secret_is_not_shown(tmp_path: Path) -> None:
     assert "hush" not in result.output
 
 
-def test_a_start_says_what_was_set_and_no_more(tmp_path: Path) -> None:
+def test_startup_log_is_short_and_shows_changed_options(tmp_path: Path) -> None:
     text = 'max-num-seqs = 8\nkv-cache-memory-bytes = "1GiB"\nssl-certfile = "none.pem"\nssl-keyfile = "none.pem"\n'
     lines = serve_with(tmp_path, text).output.splitlines()
     assert "octavo-demo (dtype auto, quantization none); KV cache: 1 GiB" in lines[0]
@@ -958,14 +958,14 @@ def test_a_start_says_what_was_set_and_no_more(tmp_path: Path) -> None:
         ('config = "x"', "is not an option"),
     ],
 )
-def test_a_file_of_options_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_options_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     result = serve_with(tmp_path, text)
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
 
 
-def test_keys_are_made_and_listed(tmp_path: Path) -> None:
+def test_keys_command_adds_and_lists_keys(tmp_path: Path) -> None:
     path = str(tmp_path / "keys.toml")
     made = run("keys", "add", path, "alice", "--weight", "2", "--requests-per-minute", "60")
     assert made.exit_code == 0, made.output
@@ -977,7 +977,7 @@ def test_keys_are_made_and_listed(tmp_path: Path) -> None:
     assert "already" in again.output
 
 
-def test_keys_are_rotated_retired_and_removed(tmp_path: Path) -> None:
+def test_keys_command_rotates_retires_and_removes_keys(tmp_path: Path) -> None:
     path = str(tmp_path / "keys.toml")
     run("keys", "add", path, "alice")
     run("keys", "add", path, "bob")

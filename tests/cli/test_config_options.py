@@ -65,7 +65,7 @@ FREE = {"dtype": "float32", "forwarded_allow_ips": ("10.0.0.1",), "mooncake": "1
 
 
 @pytest.mark.parametrize("part", INTERNAL)
-def test_every_field_is_an_option_that_says_what_it_does_or_is_internal(part: type) -> None:
+def test_every_config_field_is_documented_option_or_internal(part: type) -> None:
     offered = options_of(part)
     assert {each.name for each in fields(part)} - offered.keys() == INTERNAL[part]
     shown = "".join(CliRunner().invoke(app, ["serve", "--help"]).output.split())  # line breaks are ignored
@@ -94,7 +94,7 @@ def other_values(part: type) -> Iterator[tuple[str, str, Any]]:
 
 
 @pytest.mark.parametrize("part", INTERNAL)
-def test_every_option_sets_its_field(part: type) -> None:
+def test_every_option_sets_its_config_field(part: type) -> None:
     made: list[tuple[EngineConfig, ServerConfig]] = []
 
     @command()

@@ -36,7 +36,7 @@ def doctor(monkeypatch):
     return run
 
 
-def test_the_report(doctor):
+def test_doctor_report_has_consistent_figures(doctor):
     status, text, _ = doctor("--json", "--num-threads", "2")
     report = json.loads(text)
     assert status == 0
@@ -54,7 +54,7 @@ def test_the_report(doctor):
     assert all(0 < check["error"] < 0.02 for check in report["checks"])
 
 
-def test_the_blocks_of_a_gguf_file_are_examined(doctor, tmp_path):
+def test_doctor_checks_block_formats_of_gguf_file(doctor, tmp_path):
     """Products with rows of whole blocks are examined. A file stores other tensors in other types."""
     config = tiny_config("LlamaForCausalLM", vocab_size=288, hidden_size=96, intermediate_size=256, head_dim=16)
     folder = write_checkpoint(tmp_path / "folder", config)
@@ -73,7 +73,7 @@ def test_the_blocks_of_a_gguf_file_are_examined(doctor, tmp_path):
 
 
 @pytest.mark.parametrize("slow_at", ["first", "last"])
-def test_a_slow_moment_of_the_machine_is_no_limit(doctor, monkeypatch, slow_at):
+def test_limits_are_best_of_two_measurements(doctor, monkeypatch, slow_at):
     from octavo.kernels.cpu import CpuKernels
     from octavo.kernels.limits import Limits
 
@@ -94,7 +94,7 @@ def test_a_slow_moment_of_the_machine_is_no_limit(doctor, monkeypatch, slow_at):
     assert "shares above 100 %" in text  # the assumed limits are lower than any machine's
 
 
-def test_no_change_of_the_machine_is_told_where_there_was_none(doctor, monkeypatch):
+def test_stable_machine_gets_no_speed_warning(doctor, monkeypatch):
     from octavo.kernels.cpu import CpuKernels
     from octavo.kernels.limits import Limits
 
@@ -109,7 +109,7 @@ def test_no_change_of_the_machine_is_told_where_there_was_none(doctor, monkeypat
 
 
 @pytest.mark.parametrize(("precision", "has_lm_head"), [("int4", False), ("int4_all", True)])
-def test_lm_head_is_examined_in_what_it_is_rounded_to(doctor, precision, has_lm_head):
+def test_lm_head_is_checked_only_in_precision_that_quantizes_it(doctor, precision, has_lm_head):
     status, text, _ = doctor("--json", "--precision", precision)
     report = json.loads(text)
     assert status == 0
@@ -121,7 +121,7 @@ def test_lm_head_is_examined_in_what_it_is_rounded_to(doctor, precision, has_lm_
         assert 0.5 < product["bytes_per_s"] * product["seconds"] / num_values < 0.65  # with scales and units
 
 
-def test_what_is_timed_is_what_a_model_calls(doctor, monkeypatch):
+def test_doctor_times_kernel_calls_of_model(doctor, monkeypatch):
     from octavo.kernels.cpu import CpuKernels
 
     module, widths = pytest.importorskip("octavo.worker.machine_report"), {"linear": set(), "gated_linear": set()}
@@ -142,7 +142,7 @@ def test_what_is_timed_is_what_a_model_calls(doctor, monkeypatch):
     assert widths["linear"] == set(products.values())
 
 
-def test_another_instruction_set_tells_what_is_lost(doctor):
+def test_doctor_with_portable_isa_reports_lost_arithmetic(doctor):
     status, text, _ = doctor("--isa", "portable", "--precision", "float32")
     assert status == 0
     assert "kernels    portable" in text
@@ -151,7 +151,7 @@ def test_another_instruction_set_tells_what_is_lost(doctor):
     assert "int8:" not in text
 
 
-def test_a_kernel_that_is_not_exact_is_found(doctor, monkeypatch):
+def test_doctor_reports_batch_dependent_kernel(doctor, monkeypatch):
     from octavo.kernels.cpu import CpuKernels
 
     honest = CpuKernels.linear
@@ -174,7 +174,7 @@ def test_a_kernel_that_is_not_exact_is_found(doctor, monkeypatch):
         (["/nowhere"], "/nowhere does not exist"),
     ],
 )
-def test_bad_input(doctor, arguments, message):
+def test_doctor_refuses_invalid_arguments(doctor, arguments, message):
     status, _, error = doctor(*arguments)
     assert status == 1
     assert message in error
@@ -182,7 +182,7 @@ def test_bad_input(doctor, arguments, message):
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 @pytest.mark.parametrize("depth", [64, 256, 896, 1024, 4864])
-def test_so_many_rows_are_checked_that_panels_are_met_again(precision, depth):
+def test_checked_rows_exceed_kernel_block_sizes(precision, depth):
     """Enough rows that panels are read again, in `TasksOfTiles` and in the blocks of the products without tiles."""
     module = pytest.importorskip("octavo.worker.machine_report")
     rows, row_bytes = module.checked_rows(precision, depth), depth * (1 if precision == "int8" else 2)
@@ -202,7 +202,7 @@ def constant(file, name):
     return first * second if operation == "*" else first << second
 
 
-def test_torch_keeps_its_threads(doctor):
+def test_doctor_keeps_torch_thread_count(doctor):
     before = torch.get_num_threads()
     doctor("--precision", "int8")
     assert torch.get_num_threads() == before

@@ -40,7 +40,7 @@ def change(path, **keys):
     return path
 
 
-def test_every_family_is_listed_with_its_parts(monkeypatch):
+def test_every_family_is_listed_with_its_features(monkeypatch):
     monkeypatch.setattr("octavo.cli.models._in_hub_cache", list)
     listed = json.loads(run("--json"))
     assert listed["architectures"] == sorted(FAMILIES)
@@ -56,7 +56,7 @@ def test_every_family_is_listed_with_its_parts(monkeypatch):
     assert "  Qwen3VLForConditionalGeneration, as Qwen3ForCausalLM\n" in shown
 
 
-def test_one_that_runs_is_told_whole(built_in):
+def test_supported_checkpoint_gets_full_report(built_in):
     found = report(built_in)
     architecture = read_architecture(built_in)
     assert (found["verdict"], found["problem"], found["left_out"]) == ("runs", "", [])
@@ -75,7 +75,7 @@ def test_one_that_runs_is_told_whole(built_in):
     assert "architectures\n" not in shown
 
 
-def test_layers_that_differ_are_counted(tmp_path):
+def test_report_counts_layers_with_sliding_window(tmp_path):
     config = tiny_config(
         "Qwen2ForCausalLM", num_hidden_layers=6, sliding_window=37, use_sliding_window=True, max_window_layers=4
     )
@@ -91,12 +91,12 @@ def test_layers_that_differ_are_counted(tmp_path):
         ("{{ messages }}", "generic (the chat template shows no calls: "),
     ],
 )
-def test_the_format_of_calls_is_told(marks, expected, built_in):
+def test_report_names_tool_call_format(marks, expected, built_in):
     (built_in / "chat_template.jinja").write_text(marks)
     assert report(built_in)["details"]["text"]["tool calls"].startswith(expected)
 
 
-def test_what_stands_beside_the_weights_may_be_missing(built_in):
+def test_checkpoint_runs_without_chat_template_and_tokenizer(built_in):
     (built_in / "chat_template.jinja").unlink()
     assert report(built_in)["details"]["text"]["chat template"].startswith("none")
     (built_in / "tokenizer.json").unlink()
@@ -105,7 +105,7 @@ def test_what_stands_beside_the_weights_may_be_missing(built_in):
     assert found["details"]["text"]["tokenizer"].startswith("none: ")
 
 
-def test_a_model_of_embeddings_runs_in_part(tmp_path):
+def test_checkpoint_without_lm_head_runs_in_part(tmp_path):
     path = write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM"))
     tensors = {
         n.removeprefix("model."): t for n, t in load_file(path / "model.safetensors").items() if "lm_head" not in n
@@ -117,7 +117,7 @@ def test_a_model_of_embeddings_runs_in_part(tmp_path):
     assert "left out      tokens: it has no lm_head" in run(path)
 
 
-def test_the_text_part_of_a_model_of_images_runs_in_part(tmp_path):
+def test_image_model_runs_in_part(tmp_path):
     text = tiny_config("Gemma3ForCausalLM")
     whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
     write_checkpoint(tmp_path, text)
@@ -130,7 +130,7 @@ def test_the_text_part_of_a_model_of_images_runs_in_part(tmp_path):
     ]
 
 
-def test_files_of_gguf_are_found_and_told(tmp_path, monkeypatch):
+def test_gguf_files_are_found_with_verdicts(tmp_path, monkeypatch):
     monkeypatch.setattr("octavo.cli.models._in_hub_cache", list)
     (tmp_path / "below").mkdir()
     write_gguf(
@@ -144,7 +144,7 @@ def test_files_of_gguf_are_found_and_told(tmp_path, monkeypatch):
     assert [found[name]["verdict"] for name in ("whole.gguf", "cut.gguf")] == ["runs", "refused"]
 
 
-def test_files_of_gguf_in_the_hubs_cache_are_listed(tmp_path, monkeypatch):
+def test_gguf_files_in_hub_cache_are_listed(tmp_path, monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
     snapshot = tmp_path / "models--owner--x-GGUF" / "snapshots" / ("0" * 40)
     (snapshot / "BF16").mkdir(parents=True)
@@ -159,7 +159,7 @@ def test_files_of_gguf_in_the_hubs_cache_are_listed(tmp_path, monkeypatch):
     assert found.keys() == {"octavo-demo (built in)", *files}
 
 
-def test_what_a_file_of_gguf_is_stored_as_and_all_its_parts(tmp_path):
+def test_report_of_split_gguf_file_sums_sizes_and_names_formats(tmp_path):
     folder = write_checkpoint(tmp_path / "folder", tiny_config("LlamaForCausalLM", vocab_size=288))
     path = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_0", kinds={"ffn_down": "Q8_0"}, splits=3)
     found = report(path)
@@ -181,7 +181,7 @@ def test_what_a_file_of_gguf_is_stored_as_and_all_its_parts(tmp_path):
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
     ],
 )
-def test_one_that_is_refused_names_the_key(keys, problem, built_in):
+def test_refused_checkpoint_names_config_key(keys, problem, built_in):
     found = report(change(built_in, **keys))
     assert found["verdict"] == "refused"
     assert found["problem"].startswith(problem)
@@ -189,7 +189,7 @@ def test_one_that_is_refused_names_the_key(keys, problem, built_in):
     assert f"because       {problem}" in run(built_in)
 
 
-def test_small_floats_and_integers_are_told(tmp_path):
+def test_report_names_quantized_storage_format(tmp_path):
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM", dtype="bfloat16"))
     (path / "model.safetensors").unlink()  # its weights are plain floats
     change(path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
@@ -200,7 +200,7 @@ def test_small_floats_and_integers_are_told(tmp_path):
     assert report(path)["details"]["stored_as"] == "int4 (gptq) with a scale per 32 values of a row, act-order"
 
 
-def test_files_of_weights_that_cannot_be_read_are_refused_where_one_looks_closer(built_in):
+def test_unreadable_weights_are_refused_in_report_but_not_in_list(built_in):
     for path in built_in.glob("*.safetensors"):
         path.write_bytes(b"no weights")
     found = report(built_in)
@@ -211,7 +211,7 @@ def test_files_of_weights_that_cannot_be_read_are_refused_where_one_looks_closer
 
 
 @pytest.mark.parametrize("kind", ["folder", "model.gguf"])
-def test_weights_of_another_shape_than_is_asked_for_are_refused(kind, tmp_path):
+def test_weights_with_wrong_shape_are_refused(kind, tmp_path):
     folder = write_checkpoint(tmp_path / "folder", tiny_config("LlamaForCausalLM", vocab_size=288))
     metadata = {"llama.feed_forward_length": 161}
     write_gguf(folder, tmp_path / "model.gguf", kind="Q4_0", changes=metadata)
@@ -221,20 +221,20 @@ def test_weights_of_another_shape_than_is_asked_for_are_refused(kind, tmp_path):
     assert "has shape [160, 64]" in found["problem"] or "has the shape [160, 64]" in found["problem"]
 
 
-def test_of_a_model_in_the_hub_not_all_weights_need_be_here(built_in, monkeypatch):
+def test_hub_model_runs_with_incomplete_local_weights(built_in, monkeypatch):
     for path in built_in.glob("*.safetensors"):
         path.write_bytes(b"a part")
     monkeypatch.setattr("octavo.startup.checkpoint.resolve_model_path", lambda model, *, weights: built_in)
     assert report("owner/name")["verdict"] == "runs"
 
 
-def test_weights_may_be_missing(built_in):
+def test_checkpoint_without_weights_gets_verdict_runs(built_in):
     for path in built_in.glob("*.safetensors"):
         path.unlink()
     assert report(built_in)["verdict"] == "runs", "as those of a model in the hub do before it is downloaded"
 
 
-def test_none_is_an_error(tmp_path):
+def test_missing_model_path_is_error(tmp_path):
     result = CliRunner().invoke(app, ["models", str(tmp_path / "none")])
     assert result.exit_code == 1
     assert "does not exist" in result.stderr

@@ -20,7 +20,7 @@ def llm():
         yield found
 
 
-def test_losses_are_those_of_each_piece_alone(llm):
+def test_losses_equal_those_of_single_pieces_and_transformers(llm):
     pieces = text_pieces(llm, python_reference(), max_pieces=2)
     assert [len(piece) for piece in pieces] == [len(pieces[0])] * 2
     whole = llm.get_tokenizer().encode(python_reference())
@@ -38,17 +38,17 @@ def test_losses_are_those_of_each_piece_alone(llm):
     assert perplexity([0.5, 1.5]) == math.e
 
 
-def test_time_bounds_the_pieces_but_the_first(llm):
+def test_expired_time_limit_computes_only_first_piece(llm):
     pieces = text_pieces(llm, python_reference(), max_pieces=3)
     assert len(mean_losses(llm, pieces, seconds=0.0)) == 1
 
 
-def test_a_text_of_less_than_a_piece_is_refused(llm):
+def test_text_shorter_than_one_piece_is_refused(llm):
     with pytest.raises(RequestError, match=r"the text has \d+ tokens; perplexity needs pieces of \d+"):
         text_pieces(llm, "too short")
 
 
-def test_quantize_tells_what_rounding_cost(tmp_path):
+def test_quantize_reports_perplexity_before_and_after(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(python_reference()[:9000], encoding="utf-8")
     run = ["quantize", str(built_in_model_path()), str(tmp_path / "int4"), "-q", "int4", "--text", str(text)]
@@ -63,7 +63,7 @@ def test_quantize_tells_what_rounding_cost(tmp_path):
     assert 0.8 < after / before < 1.3
 
 
-def test_of_a_gguf_file_no_copy_is_rounded(tmp_path):
+def test_quantize_refuses_gguf_file_and_names_option(tmp_path):
     """The error names the option to use instead.
 
     An error that only asked for a directory would suggest that GGUF files cannot be served.
@@ -76,7 +76,7 @@ def test_of_a_gguf_file_no_copy_is_rounded(tmp_path):
     assert not (tmp_path / "copy").exists()
 
 
-def test_quantize_without_perplexity_loads_nothing(tmp_path, monkeypatch):
+def test_quantize_without_perplexity_loads_no_engine(tmp_path, monkeypatch):
     monkeypatch.setattr("octavo.cli.perplexity.opened", None)
     run = ["quantize", str(built_in_model_path()), str(tmp_path / "int8"), "--no-perplexity"]
     result = CliRunner().invoke(app, run)
@@ -84,7 +84,7 @@ def test_quantize_without_perplexity_loads_nothing(tmp_path, monkeypatch):
     assert "perplexity" not in result.stdout
 
 
-def test_a_copy_stays_where_perplexity_cannot_be_measured(tmp_path):
+def test_quantized_copy_remains_if_perplexity_cannot_be_measured(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("too short", encoding="utf-8")
     run = ["quantize", str(built_in_model_path()), str(tmp_path / "int8"), "--text", str(text)]

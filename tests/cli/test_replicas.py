@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from octavo.cli import app, replicas
 
 
-def test_time_of_a_request_is_the_routers_and_the_replicas(monkeypatch):
+def test_request_timeout_of_router_exceeds_that_of_replicas(monkeypatch):
     """A router with a shorter or equal timeout would end requests that its replicas may still serve."""
     seen = []
     monkeypatch.setattr(replicas, "run_router", lambda config, _listen, _say, launcher: seen.append((config, launcher)))

@@ -23,12 +23,12 @@ def make_request(num_prompt, max_tokens=4, name="a"):
     return Request(name, [1] * num_prompt, SamplingParams(max_tokens=max_tokens))
 
 
-def test_the_rule_is_chosen_by_name():
+def test_admission_rule_is_chosen_by_name():
     assert isinstance(make("optimistic")[0], OptimisticAdmission)
     assert isinstance(make("reservation")[0], ReservationAdmission)
 
 
-def test_optimistic_a_prompt_and_one_token_must_fit():
+def test_optimistic_admission_requires_prompt_and_one_token_to_fit():
     admission, _ = make("optimistic")
     admission.check_fits(make_request(15))
     with pytest.raises(PromptTooLongError, match=r"16 tokens > 15 maximum.* KV cache of 16") as caught:
@@ -38,7 +38,7 @@ def test_optimistic_a_prompt_and_one_token_must_fit():
 
 
 @pytest.mark.parametrize("rule", ["optimistic", "reservation"])
-def test_a_pooled_prompt_may_fill_the_cache(rule):
+def test_pooled_prompt_may_fill_cache(rule):
     """Its single output token needs no slot."""
     admission, _ = make(rule, max_num_preemptions=0)
 
@@ -52,7 +52,7 @@ def test_a_pooled_prompt_may_fill_the_cache(rule):
         admission.check_fits(pooled(17))
 
 
-def test_optimistic_each_who_runs_keeps_a_block_to_grow():
+def test_optimistic_admission_keeps_one_free_block_per_running_request():
     admission, _ = make("optimistic")
     request = make_request(9)  # 3 blocks of 4
     assert admission.refusal(request, NO_COMPUTED_BLOCKS, 1) is None
@@ -60,7 +60,7 @@ def test_optimistic_each_who_runs_keeps_a_block_to_grow():
     assert admission.num_reserved_tokens(request) == 0
 
 
-def test_optimistic_who_fell_often_starts_with_all_it_may_need():
+def test_optimistic_admission_reserves_maximum_after_max_num_preemptions():
     admission, _ = make("optimistic", max_num_preemptions=2)
     request = make_request(9, max_tokens=8)  # 17 tokens; the newest needs no slot
     request.num_preemptions = 1
@@ -74,7 +74,7 @@ def test_optimistic_who_fell_often_starts_with_all_it_may_need():
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, 16), (10, 10), (99, 16)])
-def test_reservation_all_of_a_request_must_fit_limit_and_cache(limit, expected):
+def test_reservation_requires_whole_request_to_fit_limit_and_cache(limit, expected):
     admission, _ = make("reservation", max_batch_total_tokens=limit)
     assert admission.max_total_tokens == (limit or 16)
     admission.check_fits(make_request(expected - 4))
@@ -101,14 +101,14 @@ def test_reservation_counts_tokens_and_whole_blocks():
     assert admission.refusal(requests[2], NO_COMPUTED_BLOCKS, 0) is WaitReason.NO_RESERVATION
 
 
-def test_reservation_keeps_its_limit_of_tokens_to_the_last_one():
+def test_reservation_admits_up_to_exact_token_limit():
     admission, _ = make("reservation", num_blocks=99, max_batch_total_tokens=20)
     admission.admitted(make_request(6, name="a"))
     assert admission.refusal(make_request(6, name="b"), NO_COMPUTED_BLOCKS, 0) is None
     assert admission.refusal(make_request(7, name="b"), NO_COMPUTED_BLOCKS, 0) is WaitReason.NO_RESERVATION
 
 
-def test_reservation_lets_a_share_of_the_running_gather_for_some_steps():
+def test_reservation_gathers_waiting_requests_for_limited_steps():
     admission, _ = make("reservation", num_blocks=99, waiting_served_ratio=1.5, max_waiting_tokens=2)
     gathering = WaitReason.GATHERING
     assert admission.open_step(0, 1) is None  # no request is running that a prompt would delay

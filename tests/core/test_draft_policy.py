@@ -42,12 +42,12 @@ def policy_with(*steps):
 # --- acceptance rates -------------------------------------------------------------------------------------------------
 
 
-def test_what_nobody_verified_is_as_likely_as_elsewhere():
+def test_unverified_places_get_default_acceptance_rates():
     assert AcceptanceRates().rates([0.5, 0.25]) == [0.5, 0.25]
     assert AcceptanceRates().rates([]) == []
 
 
-def test_a_draft_behind_the_first_wrong_one_tells_nothing():
+def test_drafts_after_first_rejection_do_not_change_rates():
     rates = AcceptanceRates()
     rates.note(4, 2)
     assert rates.rates([0.5] * 4) == [2 / 3, 2 / 3, 1 / 3, 0.5]
@@ -57,7 +57,7 @@ def test_a_draft_behind_the_first_wrong_one_tells_nothing():
     assert rates.rates([0.5]) == [pytest.approx(first)]
 
 
-def test_what_is_older_counts_less():
+def test_older_verifications_count_less():
     rates = AcceptanceRates(decay=0.5)
     for _ in range(50):
         rates.note(1, 0)
@@ -66,7 +66,7 @@ def test_what_is_older_counts_less():
     assert rates.rates([0.5]) == [pytest.approx(2 / 4)]
 
 
-def test_what_is_not_verified_any_more_fades():
+def test_acceptance_rate_fades_to_default_without_verification():
     rates = AcceptanceRates()
     rates.note(1, 0)
     assert rates.rates([0.5]) == [1 / 3]
@@ -80,21 +80,21 @@ def test_what_is_not_verified_any_more_fades():
 # --- what a row costs -------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_known_before_a_step_was_measured():
+def test_step_cost_is_zero_before_first_measurement():
     assert StepCost().seconds(5) == 0.0
 
 
-def test_between_measured_steps_lies_a_line_and_beyond_them_what_is_worth_a_trial():
+def test_step_cost_is_interpolated_and_optimistic_beyond_measurements():
     cost = measured((8, 3.0), (4, 2.0))
     assert [cost.seconds(rows) for rows in (1, 2, 4, 5, 6, 8, 9, 100)] == [0.5, 1.0, 2.0, 2.25, 2.5, 3.0, 3.0, 3.0]
 
 
-def test_more_rows_never_take_less():
+def test_step_cost_never_falls_with_more_rows():
     cost = measured((4, 2.0), (8, 1.0), (16, 3.0))
     assert [cost.seconds(rows) for rows in (4, 6, 8, 12, 16)] == [2.0, 2.0, 2.0, 2.5, 3.0]
 
 
-def test_steps_of_nearly_as_many_rows_are_taken_together_and_a_slow_one_counts_little():
+def test_similar_step_sizes_are_averaged_and_outliers_are_limited():
     assert measured((2, 1.0), (2, 2.0)).seconds(2) == pytest.approx(1.2)
     assert measured((2, 1.0), (2, 90.0)).seconds(2) == pytest.approx(1.2)
     assert measured((2, 1.0), (2, 0.0)).seconds(2) == pytest.approx(0.8)
@@ -107,11 +107,11 @@ def test_steps_of_nearly_as_many_rows_are_taken_together_and_a_slow_one_counts_l
 @pytest.mark.parametrize(
     ("rows", "other", "is_same"), [(2, 3, False), (7, 8, False), (8, 9, True), (9, 10, False), (15, 14, True)]
 )
-def test_sizes_of_steps(rows, other, is_same):
+def test_step_sizes_of_one_class_share_measurement(rows, other, is_same):
     assert (len(measured((rows, 1.0), (other, 1.0))._measured) == 1) is is_same
 
 
-def test_what_was_measured_long_ago_is_measured_again():
+def test_old_step_measurements_expire():
     steps = [(9, 5.0), *[(1, 1.0)] * 999]
     assert measured(*steps).seconds(9) == 5.0
     assert measured(*steps, (1, 1.0)).seconds(9) == 1.0
@@ -122,24 +122,24 @@ def test_what_was_measured_long_ago_is_measured_again():
 # --- which requests get drafts ----------------------------------------------------------------------------------------
 
 
-def test_all_drafts_are_tried_as_long_as_nothing_is_known():
+def test_all_drafts_are_allotted_without_measurements():
     assert DraftPolicy().allot([(make_request(), 4), (make_request("s"), 1)], 9) == [4, 1]
     assert DraftPolicy().allot([], 9) == []
 
 
-def test_free_rows_are_given_to_all_drafts_and_dear_ones_to_none():
+def test_all_drafts_get_free_rows_and_none_get_expensive_rows():
     free, dear = ((1, 1.0), (9, 1.0)), ((1, 1.0), (9, 9.0))
     assert policy_with(*free).allot([(make_request(), 8)], 1) == [8]
     assert policy_with(*dear).allot([(make_request(), 8)], 1) == [0]
 
 
-def test_as_many_as_give_the_most_tokens_a_second():
+def test_allotment_maximizes_tokens_per_second():
     # 1, 1.7, 2.19 .. tokens of 1, 1.4, 1.8 .. seconds: 1, 1.214, 1.217, 1.15
     policy = policy_with((1, 1.0), (6, 3.0))
     assert policy.allot([(make_request(), 5)], 1) == [2]
 
 
-def test_the_likeliest_drafts_go_first():
+def test_likeliest_drafts_are_allotted_first():
     policy = policy_with((4, 1.0), (12, 2.0))
     good, bad = make_request("good"), make_request("bad")
     for _ in range(20):
@@ -149,7 +149,7 @@ def test_the_likeliest_drafts_go_first():
     assert policy.allot([(good, 2), (bad, 2)], 4) == [2, 0]
 
 
-def test_many_requests_leave_no_row_for_drafts():
+def test_many_decoding_requests_get_no_draft_rows():
     """On a machine where a step takes the longer of reading the weights and computing 16 rows."""
     policy = policy_with(*[(rows, max(1.0, rows / 16)) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 320)])
     requests = [make_request(str(index)) for index in range(64)]
@@ -157,19 +157,19 @@ def test_many_requests_leave_no_row_for_drafts():
     assert given == [4, 8, 12, 4, 0, 0, 0]
 
 
-def test_a_draft_that_gains_nothing_gets_no_row():
+def test_draft_without_gain_gets_no_row():
     assert policy_with((1, 1.0), (2, 1.7)).allot([(make_request(), 1)], 1) == [0]
     assert policy_with((1, 1.0), (2, 1.69)).allot([(make_request(), 1)], 1) == [1]
 
 
-def test_nobody_gets_more_drafts_than_there_are():
+def test_allotment_never_exceeds_proposed_drafts():
     policy, short, long = policy_with((1, 1.0), (9, 1.0)), make_request("short"), make_request("long")
     for request in (short, long):
         policy.verified(request, 4, 4)
     assert policy.allot([(short, 1), (long, 4)], 2) == [1, 4]
 
 
-def test_only_what_is_not_verified_fades():
+def test_only_unverified_acceptance_rates_fade():
     policy, good, bad = policy_with((2, 1.0), (4, 1.4)), make_request("good"), make_request("bad")
     for _ in range(20):
         policy.verified(good, 1, 1)
@@ -184,7 +184,7 @@ def test_only_what_is_not_verified_fades():
     assert policy._everyone.rates([0.7]) > everyone
 
 
-def test_a_new_request_is_taken_to_be_like_the_others():
+def test_new_request_starts_with_acceptance_rates_of_all_requests():
     policy = policy_with((1, 1.0), (2, 1.3))
     assert policy.allot([(make_request(), 1)], 1) == [1]
     for _ in range(30):
@@ -192,7 +192,7 @@ def test_a_new_request_is_taken_to_be_like_the_others():
     assert policy.allot([(make_request(), 1)], 1) == [0]
 
 
-def test_who_got_no_drafts_is_tried_again():
+def test_request_without_drafts_is_tried_again():
     policy, request = policy_with((1, 1.0), (2, 1.2)), make_request()
     for _ in range(30):
         policy.verified(request, 1, 0)
@@ -210,7 +210,7 @@ def test_who_got_no_drafts_is_tried_again():
         ({}, {}, False, False),
     ],
 )
-def test_steps_with_prompts_tell_nothing_of_a_row(counts, drafts, is_new, is_told):
+def test_steps_with_prompts_do_not_change_step_cost(counts, drafts, is_new, is_told):
     policy = DraftPolicy()
 
     step = SimpleNamespace(
@@ -261,7 +261,7 @@ def memory_bound(rows):
     return max(1.0, rows / 16) + 0.01 * rows
 
 
-def test_what_pays_is_learned_from_the_steps(make_core):
+def test_draft_share_adapts_to_acceptance_and_step_cost(make_core):
     assert shares(make_core, 1, 0.9, memory_bound)[1] > 0.95
     assert 0.2 < shares(make_core, 1, 0.3, memory_bound)[1] < 0.9
     assert shares(make_core, 1, 0.0, memory_bound)[1] < 0.2  # they cost 1 % each
@@ -269,7 +269,7 @@ def test_what_pays_is_learned_from_the_steps(make_core):
     assert shares(make_core, 1, 0.5, lambda rows: rows)[1] < 0.02
 
 
-def test_drafts_are_cut_to_what_is_given(make_core):
+def test_drafts_are_cut_to_allotment(make_core):
     core = make_core(clock=lambda: 0.0)
     request = core.add("a", 4, max_tokens=50)
     core.step()
@@ -310,14 +310,14 @@ def policy_of_model(step_costs, pass_costs, most=4):
     return policy
 
 
-def test_nobody_is_bound_where_guesses_are_looked_up():
+def test_cheap_lookup_drafting_is_not_bounded():
     policy = policy_with((1, 1.0), (2, 9.0))
     assert bounds(policy, make_request()) == {}
     policy.learn(Scheduled("r"), guessed(0.014, 0), 1.014)
     assert bounds(policy, make_request()) == {}, "a credit, and a small share of the step"
 
 
-def test_looking_up_is_seldom_tried_where_it_takes_more_than_it_gains():
+def test_unprofitable_lookup_drafting_is_rarely_tried():
     policy, request = DraftPolicy(), make_request()
 
     def guesses(drafts=(), num_accepted=0):
@@ -331,7 +331,7 @@ def test_looking_up_is_seldom_tried_where_it_takes_more_than_it_gains():
     assert all(guesses([5], 1) for _ in range(30))
 
 
-def test_what_guesses_took_and_gained_is_forgotten_at_one_pace():
+def test_drafting_time_and_gain_decay_at_same_rate():
     policy, requests = policy_with((2, 1.0), (4, 1.4)), [make_request(), make_request("s")]
     policy.learn(Scheduled("rs"), guessed(0.01, 0), 1.01)
     assert (policy._spent_s, policy._gained_s, policy._steps_s) == pytest.approx((0.01, 0.0095, 1.0))
@@ -344,13 +344,13 @@ def test_what_guesses_took_and_gained_is_forgotten_at_one_pace():
     assert (policy._spent_s, policy._gained_s) == pytest.approx((0.048025, 0.95 * 0.609025)), "rows in vain"
 
 
-def test_no_trial_is_made_for_nobody():
+def test_step_without_requests_makes_no_drafting_trial():
     policy = DraftPolicy()
     policy.learn(Scheduled("r"), guessed(0.1, 0), 1.1)
     assert [bounds(policy) for _ in range(40)] == 40 * [{}]
 
 
-def test_where_guesses_pay_again_every_step_is_measured():
+def test_every_step_is_measured_if_drafting_pays_again():
     policy, request = DraftPolicy(), make_request()
     policy.learn(Scheduled("r"), guessed(0.1, 0), 1.1)
     assert bounds(policy, request) == {"r": 0}
@@ -361,7 +361,7 @@ def test_where_guesses_pay_again_every_step_is_measured():
     assert policy.step_cost.seconds(1) == pytest.approx(0.9)
 
 
-def test_a_trial_is_made_for_eight_requests_others_each_time():
+def test_drafting_trial_rotates_over_groups_of_eight_requests():
     policy, requests = DraftPolicy(), [make_request(f"r{number}") for number in range(20)]
     tried = []
     for _ in range(3 * 16):
@@ -380,7 +380,7 @@ def test_a_trial_is_made_for_eight_requests_others_each_time():
     assert bounds(policy) == {}
 
 
-def test_nothing_is_measured_where_nothing_is_guessed_but_drafts_are():
+def test_bounded_steps_are_measured_only_with_drafts():
     policy, request = DraftPolicy(), make_request()
     for _ in range(2):
         policy.learn(Scheduled("r"), guessed(0.1, 0), 1.1)
@@ -392,14 +392,14 @@ def test_nothing_is_measured_where_nothing_is_guessed_but_drafts_are():
     assert policy.step_cost.seconds(2) == pytest.approx(1.9)
 
 
-def test_nobody_is_bound_before_a_model_was_measured():
+def test_requests_are_not_bounded_without_step_cost():
     policy = DraftPolicy()
     policy.learn(Scheduled("r"), guessed(0.5, 4), 1.0)
     policy.step_cost = StepCost()
     assert bounds(policy, make_request()) == {}
 
 
-def test_as_many_are_guessed_as_give_the_most_tokens_a_second():
+def test_draft_bound_maximizes_tokens_per_second():
     # 1, 1.7, 2.19, 2.53 .. tokens of 1, 1.2, 1.4, 1.6 .. seconds: 1, 1.417, 1.564, 1.583, 1.541
     free = (1, 1.0), (9, 1.0)
     assert bounds(policy_of_model(free, [(1, 0.2)]), make_request()) == {"r": 3}
@@ -409,7 +409,7 @@ def test_as_many_are_guessed_as_give_the_most_tokens_a_second():
     assert bounds(policy_of_model([(1, 1.0), (9, 9.0)], [(1, 0.01)]), make_request()) == {"r": 0}, "rows are dear"
 
 
-def test_what_a_pass_takes_hangs_on_how_many_share_it():
+def test_draft_bound_depends_on_number_of_requests_in_pass():
     policy, requests = (
         policy_of_model([(1, 1.0), (99, 1.0)], [(1, 0.8), (8, 0.8)]),
         [make_request(each) for each in "abcde"],
@@ -421,7 +421,7 @@ def test_what_a_pass_takes_hangs_on_how_many_share_it():
     assert bounds(policy, *requests) == {"a": 1, "b": 1, "c": 1, "d": 1, "e": 0}
 
 
-def test_who_gets_no_token_of_the_step_or_has_no_room_is_not_asked():
+def test_request_without_next_token_or_capacity_is_not_bounded():
     policy = policy_of_model([(1, 1.0), (9, 1.0)], [(1, 0.01), (9, 0.01)])
     prompt, last, short = (Request(name, [1] * 5, SamplingParams(max_tokens=9)) for name in ("prompt", "last", "short"))
     prompt.num_computed_tokens, last.num_computed_tokens, short.num_computed_tokens = 3, 4, 4
@@ -437,7 +437,7 @@ def test_who_gets_no_token_of_the_step_or_has_no_room_is_not_asked():
     assert policy.bound({}, {}) == {}
 
 
-def test_what_a_guess_took_is_no_part_of_the_step_and_is_shared_by_its_passes():
+def test_drafting_time_is_excluded_from_step_cost_and_divided_by_passes():
     policy = DraftPolicy()
     policy.learn(Scheduled("ab", {"a": 1, "b": 0}), guessed(0.5, 1, "ab"), 2.0)
     assert policy.step_cost.seconds(2) == 1.5
@@ -454,7 +454,7 @@ def test_what_a_guess_took_is_no_part_of_the_step_and_is_shared_by_its_passes():
     assert other.pass_cost._measured.keys() == {1}
 
 
-def test_what_a_pass_takes_is_measured_again_after_long():
+def test_old_pass_cost_expires():
     policy = policy_of_model([(1, 1.0), (9, 1.0)], [(1, 2.0)])
     for _ in range(999):
         policy.learn(Scheduled("r"), guessed(0.001, 0), 1.001)
@@ -463,7 +463,7 @@ def test_what_a_pass_takes_is_measured_again_after_long():
     assert bounds(policy, make_request()) == {}
 
 
-def test_what_is_looked_up_and_what_a_model_computes_are_known_apart():
+def test_lookup_and_model_drafts_have_separate_acceptance_rates():
     policy, request = policy_of_model([(1, 1.0), (9, 1.0)], [(1, 0.1)]), make_request()
     looked_up = make_request("looked up")
     for _ in range(50):
@@ -478,7 +478,7 @@ def test_what_is_looked_up_and_what_a_model_computes_are_known_apart():
     assert policy.allot([(request, 1)], 1) == [1], "its newest ones were looked up"
 
 
-def test_what_neither_gains_fades_of_those_alone_who_were_asked():
+def test_bounded_model_drafts_fade_without_fading_lookup_rates():
     policy, request = policy_of_model([(1, 1.0), (2, 9.0)], [(1, 9.0)]), make_request()
     policy.verified(request, 2, 2)
     before, everyone = request.computed_acceptance.rates([0.0]), policy._everyone.rates([0.0])
@@ -489,7 +489,7 @@ def test_what_neither_gains_fades_of_those_alone_who_were_asked():
     assert policy._everyone.rates([0.0]) == looked_up > everyone
 
 
-def test_who_is_bound_is_tried_again():
+def test_bounded_request_is_tried_again():
     policy, request = policy_of_model([(1, 1.0), (9, 1.0)], [(1, 0.3)]), make_request()
     for _ in range(50):
         policy.verified(request, 4, 0)
@@ -504,7 +504,7 @@ def test_who_is_bound_is_tried_again():
     st.floats(0, 2),
     st.integers(1, 8),
 )
-def test_for_one_request_no_other_number_is_better(verified, step_costs, pass_s, most):
+def test_draft_bound_of_single_request_is_optimal(verified, step_costs, pass_s, most):
     """According to the policy's own estimates, compared with every other number."""
     policy = policy_of_model(zip((1, 4, 9), step_costs, strict=True), [(1, pass_s)], most)
     request = Request("r", [1], SamplingParams(max_tokens=99))
@@ -525,7 +525,7 @@ def test_for_one_request_no_other_number_is_better(verified, step_costs, pass_s,
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=6), st.floats(0.01, 1.5), st.data()
 )
-def test_a_choice_is_never_worse_than_none_and_within_what_is_wanted(asked, row_s, data):
+def test_allotment_is_never_slower_than_no_drafts(asked, row_s, data):
     """According to the policy's own estimates. The drafts of each request are its first ones."""
     policy = policy_with(*((rows, 1 + row_s * rows) for rows in (1, 2, 4, 8, 16, 40)))
     policy._guessing_s = data.draw(st.floats(0, 1))
@@ -546,7 +546,7 @@ def test_a_choice_is_never_worse_than_none_and_within_what_is_wanted(asked, row_
 # --- gain of drafts ---------------------------------------------------------------------------------------------------
 
 
-def test_what_drafts_gain_is_told_where_it_is_known():
+def test_draft_gain_is_returned_if_step_cost_is_known():
     policy = DraftPolicy()
     drafted = Scheduled("ab", drafts={"a": [1, 2]})
     policy.verified(make_request(), 2, 1)
@@ -560,13 +560,13 @@ def test_what_drafts_gain_is_told_where_it_is_known():
     assert policy.learn(Scheduled("ab"), guessed(0.5, 0), 1.5) is None
 
 
-def test_a_slow_first_step_is_no_gain_of_drafts():
+def test_slow_first_step_does_not_inflate_draft_gain():
     policy = policy_with((1, 60.0))
     policy.verified(make_request(), 3, 2)
     assert policy.learn(Scheduled("a", drafts={"a": [1, 2, 3]}), guessed(0.25, 0), 1.25) == (1.0, 3.0)
 
 
-def test_what_drafts_gain_is_told_by_the_scheduler(make_core):
+def test_scheduler_emits_draft_gain_event(make_core):
     now = [0.0]
     core = make_core(clock=lambda: now[0])
     core.add("a", 4, max_tokens=50)
@@ -638,7 +638,7 @@ class Machine:
 @pytest.mark.parametrize("pass_s", [0.05, 0.3, 0.9])
 @pytest.mark.parametrize("share_right", [0.0, 0.4, 0.8, 1.0])
 @pytest.mark.parametrize("num_requests", [1, 8, 24])
-def test_what_is_learned_is_nearly_as_fast_as_the_best_fixed_number(make_core, num_requests, share_right, pass_s):
+def test_learned_draft_count_is_nearly_as_fast_as_best_fixed_count(make_core, num_requests, share_right, pass_s):
     """It is never slower than without drafts. The difference is spent on trials, and comes from interpolation between
     measured step sizes.
     """
@@ -654,7 +654,7 @@ def test_what_is_learned_is_nearly_as_fast_as_the_best_fixed_number(make_core, n
     assert learned > 0.85 * max(fixed)
 
 
-def test_under_load_nothing_is_guessed_and_for_one_stream_it_is_again(make_core):
+def test_drafting_stops_under_load_and_resumes_for_single_request(make_core):
     machine = Machine(make_core, 48, 0.7, memory_bound, lambda rows: 0.2 * max(1.0, rows / 16))
     machine.run(300)
     machine.run(200)

@@ -4,7 +4,7 @@ from octavo.core.event_emitter import EventEmitter
 from octavo.data import events
 
 
-def test_events_have_the_step_and_the_time_of_the_call():
+def test_events_carry_step_and_time_of_emitter():
     log = events.EventLog()
     emitter = EventEmitter(log)
     emitter.emit(events.StepFailed, "before the first step")

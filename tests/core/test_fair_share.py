@@ -19,7 +19,7 @@ def ids(requests):
     return [request.request_id for request in requests]
 
 
-def test_service_is_weighted_and_added_up():
+def test_service_is_weighted_and_summed():
     counters = ServiceCounters()
     counters.charge_input("x", 3)
     counters.charge_output("x", 4)
@@ -32,7 +32,7 @@ def test_service_is_weighted_and_added_up():
     assert counters.served("x") == 17.0
 
 
-def test_a_counter_is_lifted_but_never_lowered():
+def test_service_counter_is_lifted_but_never_lowered():
     counters = ServiceCounters()
     counters.lift("x", 5.0)
     counters.lift("x", 3.0)
@@ -42,13 +42,13 @@ def test_a_counter_is_lifted_but_never_lowered():
     assert (counters.served("x"), counters.num_restarts) == (0.0, 1)
 
 
-def test_the_bound_is_one_admission_and_what_those_who_run_may_generate():
+def test_service_bound_is_one_admission_plus_running_outputs():
     counters = ServiceCounters(3.0, 5.0)
     assert counters.bound(7, 11, 2) == 3 * 7 + 5 * 11 * 2
     assert counters.bound(7, 11, 2, least_weight=2.0) == (3 * 7 + 5 * 11 * 2) / 2
 
 
-def test_an_empty_queue_gives_nothing():
+def test_empty_fair_queue_raises_index_error():
     queue = FairRequestQueue()
     assert not queue
     with pytest.raises(IndexError, match="empty queue"):
@@ -64,7 +64,7 @@ def test_an_empty_queue_gives_nothing():
         queue.pop_request()
 
 
-def test_the_tenant_served_least_goes_first_and_its_own_order_counts():
+def test_least_served_tenant_is_next_and_its_order_is_kept():
     counters = ServiceCounters()
     queue = FairRequestQueue(counters, lambda request: (request.priority,))
     for index, (name, tenant, priority) in enumerate([("x0", "x", 1), ("x1", "x", 0), ("y0", "y", 0), ("z0", "z", 0)]):
@@ -80,7 +80,7 @@ def test_the_tenant_served_least_goes_first_and_its_own_order_counts():
     assert taken == ["y0", "x1", "x0", "z0"]
 
 
-def test_who_is_put_back_and_who_is_removed_are_counted():
+def test_fair_queue_counts_prepended_and_removed_requests():
     queue = FairRequestQueue()
     first, second = make_request("a", arrival_index=0), make_request("b", arrival_index=1)
     queue.add_request(second)
@@ -91,7 +91,7 @@ def test_who_is_put_back_and_who_is_removed_are_counted():
     assert queue.peek_request() is second
 
 
-def test_who_begins_to_wait_is_lifted_to_the_least_of_those_who_wait():
+def test_new_tenant_is_lifted_to_least_service_of_waiting_tenants():
     counters = ServiceCounters()
     queue = FairRequestQueue(counters)
     queue.add_request(make_request("a", "busy"))
@@ -104,7 +104,7 @@ def test_who_begins_to_wait_is_lifted_to_the_least_of_those_who_wait():
     assert counters.served("new") == 20.0
 
 
-def test_who_begins_to_wait_where_nobody_does_is_lifted_to_the_last_who_did():
+def test_new_tenant_in_empty_queue_is_lifted_to_last_waiting_tenant():
     counters = ServiceCounters()
     queue = FairRequestQueue(counters)
     queue.add_request(make_request("a", "busy"))
@@ -122,7 +122,7 @@ def test_who_begins_to_wait_where_nobody_does_is_lifted_to_the_last_who_did():
     assert counters.served("newest") == 8.0  # service after that counts again
 
 
-def test_a_tenant_that_left_and_came_back_has_its_place_by_what_it_was_served():
+def test_returning_tenant_is_ranked_by_its_service():
     counters = ServiceCounters()
     queue = FairRequestQueue(counters)
     first = make_request("a", "x")
@@ -141,7 +141,7 @@ def test_a_tenant_that_left_and_came_back_has_its_place_by_what_it_was_served():
     assert ids([queue.pop_request(), queue.pop_request()]) == ["e", "d"]
 
 
-def test_a_tenant_has_one_entry_however_often_it_comes_and_goes():
+def test_tenant_has_one_heap_entry_after_repeated_requests():
     queue = FairRequestQueue()
     queue.add_request(make_request("stays", "a"))
     for index in range(5):

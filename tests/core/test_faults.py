@@ -63,7 +63,7 @@ def test_F1_abort_in_any_state_returns_all_blocks(make_core, state):
     assert used_blocks(core) == 0
 
 
-def test_F2_blocks_of_a_load_stay_held_until_the_worker_was_told(make_core):
+def test_F2_blocks_of_aborted_load_remain_held_until_worker_gets_cancel(make_core):
     core = make_core(connector=Store(), num_blocks=10)
     core.add("a", 12)
     scheduled = core.scheduler.schedule()
@@ -81,7 +81,7 @@ def test_F2_blocks_of_a_load_stay_held_until_the_worker_was_told(make_core):
     assert used_blocks(core) == 0
 
 
-def test_F4_late_double_and_unknown_completions_change_nothing(make_core):
+def test_F4_late_duplicate_and_unknown_completions_change_nothing(make_core):
     core = make_core(connector=Store())
     core.add("a", 12, max_tokens=3)
     scheduled = core.scheduler.schedule()
@@ -96,7 +96,7 @@ def test_F4_late_double_and_unknown_completions_change_nothing(make_core):
     assert core.finished == {"a": "length"}
 
 
-def test_F4_a_result_is_believed_once(make_core):
+def test_F4_step_result_is_processed_once(make_core):
     core = make_core()
     request = core.add("a", 5, max_tokens=5)
     scheduled = core.scheduler.schedule()
@@ -111,7 +111,7 @@ def test_F4_a_result_is_believed_once(make_core):
     check(core)
 
 
-def test_F5_a_failed_load_is_computed_instead(make_core):
+def test_F5_failed_load_is_computed_instead(make_core):
     core = make_core(connector=Store())
     core.add("a", 12, max_tokens=3)
     scheduled = core.scheduler.schedule()
@@ -123,7 +123,7 @@ def test_F5_a_failed_load_is_computed_instead(make_core):
     assert core.finished == {"a": "length"}
 
 
-def test_F7_a_load_that_never_ends_expires(make_core):
+def test_F7_load_without_completion_expires(make_core):
     core = make_core(connector=Store(), kv_transfer_timeout_s=20.0)
     core.add("a", 12, max_tokens=2)
     core.run()
@@ -131,7 +131,7 @@ def test_F7_a_load_that_never_ends_expires(make_core):
     assert [event.outcome for event in core.log.of_type(events.KVLoadEnded)] == ["expired"]
 
 
-def test_F8_a_request_that_can_never_fit_is_refused(make_core):
+def test_F8_request_that_can_never_fit_is_refused(make_core):
     core = make_core(num_blocks=3)
     with pytest.raises(PromptTooLongError, match="cannot fit"):
         core.add("a", 12)
@@ -140,7 +140,7 @@ def test_F8_a_request_that_can_never_fit_is_refused(make_core):
     assert core.finished == {"b": "length"}
 
 
-def test_F9_something_always_runs_while_somebody_waits(make_core):
+def test_F9_every_step_computes_tokens_while_requests_exist(make_core):
     core = make_core(num_blocks=6, max_num_seqs=3, max_num_batched_tokens=5)
     for index in range(10):
         core.add(f"r{index}", 1 + index % 9, max_tokens=8)
@@ -162,7 +162,7 @@ def test_F10_preemptions_of_one_request_are_bounded(make_core):
     assert set(core.finished.values()) == {"length"}
 
 
-def test_F12_the_last_request_fills_the_cache_and_only_it_ends(make_core):
+def test_F12_request_that_fills_cache_ends_with_length(make_core):
     core = make_core(num_blocks=4)
     core.add("a", 5, max_tokens=100)
     core.add("b", 5, max_tokens=3)
@@ -172,7 +172,7 @@ def test_F12_the_last_request_fills_the_cache_and_only_it_ends(make_core):
     assert end.num_output_tokens == 4 * 4 + 1 - 5
 
 
-def test_F13_a_double_free_is_refused_and_changes_nothing(make_core):
+def test_F13_double_free_is_refused_and_changes_nothing(make_core):
     core = make_core()
     core.add("a", 5)
     core.step()
@@ -186,7 +186,7 @@ def test_F13_a_double_free_is_refused_and_changes_nothing(make_core):
 
 
 @pytest.mark.parametrize(("num_blocks", "fits"), [(3, False), (4, True)])
-def test_F14_a_lookup_is_pinned_before_anything_can_be_evicted(num_blocks, fits):
+def test_F14_hit_blocks_are_pinned_before_eviction(num_blocks, fits):
     manager = KVCacheManager(num_blocks, 2)
     first = Request("a", [1, 2, 3, 4, 5], SamplingParams(max_tokens=3))
     manager.allocate_slots(first, 5)
@@ -207,7 +207,7 @@ def test_F14_a_lookup_is_pinned_before_anything_can_be_evicted(num_blocks, fits)
     assert manager.allocate_slots(third, 3) is None
 
 
-def test_F15_swap_is_fenced_from_reuse(make_core):
+def test_F15_step_with_swap_out_admits_no_request(make_core):
     """The victim's blocks are given away in the step that copies them out: copies come first, and no request is
     admitted.
     """
@@ -228,7 +228,7 @@ def test_F15_swap_is_fenced_from_reuse(make_core):
     assert core.scheduler.get_stats().total_swapped >= 1
 
 
-def test_F16_a_block_is_shared_only_after_the_step_that_wrote_it(make_core):
+def test_F16_block_is_shared_only_after_its_step(make_core):
     core = make_core()
     prompt = list(range(9))
     core.add("a", prompt)
@@ -240,7 +240,7 @@ def test_F16_a_block_is_shared_only_after_the_step_that_wrote_it(make_core):
 
 
 @pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9])
-def test_F17_block_borders_are_exact(make_core, length):
+def test_F17_block_table_length_matches_computed_tokens(make_core, length):
     core = make_core()
     request = core.add("a", length, max_tokens=6)
     while core.scheduler.requests:
@@ -251,7 +251,7 @@ def test_F17_block_borders_are_exact(make_core, length):
 
 
 @pytest.mark.parametrize("other", [{"adapter": "x"}, {"cache_salt": "x"}, {}])
-def test_F18_another_adapter_salt_or_weights_never_hit(make_core, other):
+def test_F18_other_adapter_salt_or_weights_never_hit(make_core, other):
     core = make_core()
     prompt = list(range(9))
     core.add("a", prompt, max_tokens=1)
@@ -264,7 +264,7 @@ def test_F18_another_adapter_salt_or_weights_never_hit(make_core, other):
     assert [event.num_hit_tokens for event in core.log.of_type(events.PrefixCacheQueried)] == [0, 0, 8]
 
 
-def test_F19_drafts_do_not_survive_a_preemption_or_an_abort(make_core):
+def test_F19_preemption_and_abort_discard_drafts(make_core):
     core = make_core()
     for name in ("a", "b"):
         core.add(name, 5)
@@ -280,7 +280,7 @@ def test_F19_drafts_do_not_survive_a_preemption_or_an_abort(make_core):
     assert core.scheduler.schedule().scheduled_spec_decode_tokens == {}
 
 
-def test_F19_a_stop_among_accepted_drafts_ends_the_request_there(make_core):
+def test_F19_stop_token_among_accepted_drafts_ends_request(make_core):
     core = make_core()
     request = core.add("a", 4, max_tokens=20, stop_token_ids=[99])
     core.step()
@@ -293,7 +293,7 @@ def test_F19_a_stop_among_accepted_drafts_ends_the_request_there(make_core):
     core.run()
 
 
-def test_F20_a_failed_step_ends_nobody_else(make_core):
+def test_F20_failed_step_does_not_end_new_request_with_same_id(make_core):
     core = make_core()
     core.add("a", 4)
     scheduled = core.scheduler.schedule()
@@ -304,7 +304,7 @@ def test_F20_a_failed_step_ends_nobody_else(make_core):
     core.run()
 
 
-def test_F18_new_weights_wait_until_nothing_is_held(make_core):
+def test_F18_new_weights_wait_until_no_block_is_held(make_core):
     core = make_core()
     core.add("a", 9, max_tokens=3)
     core.step()
@@ -313,7 +313,7 @@ def test_F18_new_weights_wait_until_nothing_is_held(make_core):
     assert core.scheduler.faults.replace_weights()
 
 
-def test_F28_tokens_of_the_parked_count_as_waiting(make_core):
+def test_F28_tokens_of_deferred_requests_count_as_waiting(make_core):
     core = make_core(max_num_waiting_tokens=30, long_prefill_token_threshold=4)
     prompt = list(range(28))
     core.add("a", prompt)
@@ -326,7 +326,7 @@ def test_F28_tokens_of_the_parked_count_as_waiting(make_core):
     core.run()
 
 
-def test_a_load_that_fails_counts_its_request_once(make_core):
+def test_request_with_failed_load_is_counted_once(make_core):
     core = make_core(connector=Store(), policy="fair")
     core.add("a", 12, max_tokens=3, tenant="t")
     core.add("keep", 12, max_tokens=30)
@@ -338,7 +338,7 @@ def test_a_load_that_fails_counts_its_request_once(make_core):
     assert sorted(asked) == ["a", "keep"]
 
 
-def test_F31_what_ended_is_forgotten(make_core):
+def test_F31_finished_requests_are_forgotten(make_core):
     core = make_core(policy="priority", max_num_seqs=1)
     core.add("keep", 3, max_tokens=5000)
     for index in range(1000):
@@ -349,7 +349,7 @@ def test_F31_what_ended_is_forgotten(make_core):
     assert len(core.scheduler.waiting._heap) < 100
 
 
-def test_F20_a_cancel_leaves_bystanders_untouched(make_core):
+def test_F20_abort_does_not_change_other_requests(make_core):
     core = make_core()
     prompt = list(range(9))
     core.add("a", prompt, max_tokens=9)
@@ -364,7 +364,7 @@ def test_F20_a_cancel_leaves_bystanders_untouched(make_core):
     assert core.finished["b"] == "length"
 
 
-def test_F34_a_block_with_wrong_books_is_quarantined_and_the_engine_goes_on(make_core):
+def test_F34_leaked_block_is_quarantined_and_engine_continues(make_core):
     core = make_core(num_blocks=6)
     core.add("a", 5, max_tokens=2)
     core.run()
@@ -382,7 +382,7 @@ def test_F34_a_block_with_wrong_books_is_quarantined_and_the_engine_goes_on(make
         core.add("c", 20)
 
 
-def test_one_new_prefix_of_many_requests_is_computed_once(make_core):
+def test_new_prefix_shared_by_many_requests_is_computed_once(make_core):
     core = make_core(max_num_seqs=32, max_num_batched_tokens=200, num_blocks=2000)
     prefix = list(range(64))
     for index in range(32):
@@ -396,7 +396,7 @@ def test_one_new_prefix_of_many_requests_is_computed_once(make_core):
     assert set(core.finished.values()) == {"length"}
 
 
-def test_waiting_for_a_block_is_bounded(make_core):
+def test_request_waiting_for_blocks_of_slow_prefill_finishes(make_core):
     core = make_core(max_num_batched_tokens=8, max_num_seqs=4, long_prefill_token_threshold=1)
     prompt = list(range(200))
     core.add("slow", prompt)
@@ -408,7 +408,7 @@ def test_waiting_for_a_block_is_bounded(make_core):
     assert set(core.finished.values()) == {"length"}
 
 
-def test_outputs_of_one_prompt_copy_its_partly_filled_block(make_core):
+def test_second_request_with_equal_prompt_copies_partial_block(make_core):
     core = make_core(max_num_seqs=4)
     prompt = list(range(11))
     core.add("a", prompt, max_tokens=9)
@@ -423,7 +423,7 @@ def test_outputs_of_one_prompt_copy_its_partly_filled_block(make_core):
     core.run()
 
 
-def test_why_a_lookup_missed_is_told(make_core):
+def test_prefix_cache_event_gives_miss_reason(make_core):
     core = make_core(num_blocks=12, max_num_seqs=1)
     prompt = list(range(8))
     core.add("new", prompt, max_tokens=1)
@@ -444,7 +444,7 @@ def test_why_a_lookup_missed_is_told(make_core):
     }
 
 
-def test_generated_tokens_are_cached_only_if_wanted(make_core):
+def test_generated_tokens_are_cached_only_with_cache_decoded_blocks(make_core):
     for wanted, expected in ((True, 12), (False, 4)):
         core = make_core(cache_decoded_blocks=wanted)
         core.answers["a"] = [50, 51, 52, 53, 54, 55, 56, 57, 58]
@@ -454,7 +454,7 @@ def test_generated_tokens_are_cached_only_if_wanted(make_core):
         assert core.scheduler.kv_cache_manager.get_computed_blocks(history).num_tokens == expected
 
 
-def test_an_evicted_block_is_found_no_more(make_core):
+def test_evicted_block_loses_its_hash(make_core):
     core = make_core()
     core.add("a", list(range(9)), max_tokens=1)
     core.run()

@@ -71,32 +71,32 @@ def host_of(core):
     return host, block
 
 
-def test_a_host_block_in_two_places(with_cached):
+def test_host_block_in_two_places_is_reported(with_cached):
     host, block = host_of(with_cached)
     host._free.append(block.block_id)
     assert breaches(with_cached) == [(1, ())]
 
 
-def test_a_cached_host_block_that_is_not_indexed(with_cached):
+def test_cached_host_block_without_index_entry_is_reported(with_cached):
     host, block = host_of(with_cached)
     del host._index[block.hash]
     assert breaches(with_cached) == [(5, ())]
 
 
-def test_an_index_of_more_host_blocks_than_are_cached(with_cached):
+def test_index_entry_without_cached_host_block_is_reported(with_cached):
     host, block = host_of(with_cached)
     host._index[b"more"] = block
     assert breaches(with_cached) == [(5, ())]
 
 
-def test_an_index_that_names_another_host_block(with_cached):
+def test_index_entry_of_other_host_block_is_reported(with_cached):
     host, block = host_of(with_cached)
     host._index[block.hash] = replace(block)
     assert breaches(with_cached) == [(5, ())]
 
 
 @pytest.mark.parametrize("part", ["token_ids", "extra_keys", "parent"])
-def test_one_name_for_two_contents(with_cached, part):
+def test_key_with_other_content_in_host_memory_is_reported(with_cached, part):
     host, block = host_of(with_cached)
     other = {"token_ids": (9, 9, 9, 9), "extra_keys": ("salt:x",), "parent": (3, 3)}
     changed = replace(block, **{part: other[part]})
@@ -106,7 +106,7 @@ def test_one_name_for_two_contents(with_cached, part):
     assert breach.message.endswith("has the key of other content in host memory")
 
 
-def test_a_host_block_that_is_findable_and_not_full(with_cached):
+def test_indexed_host_block_that_is_not_full_is_reported(with_cached):
     host, block = host_of(with_cached)
     changed = replace(block, token_ids=block.token_ids[:3], name=(99, 99))
     host._index[block.hash] = host._cached[block.block_id] = changed
@@ -116,30 +116,30 @@ def test_a_host_block_that_is_findable_and_not_full(with_cached):
 # --- 1, 2, 5: blocks --------------------------------------------------------------------------------------------------
 
 
-def test_a_block_in_two_places(core):
+def test_block_in_two_places_is_reported(core):
     pool = pool_of(core)
     pool._free.append(pool._free[0])
     assert breaches(core) == [(1, (pool._free[0].block_id,))]
 
 
-def test_a_block_in_no_place(core):
+def test_block_in_no_place_is_reported(core):
     lost = pool_of(core)._free.pop()
     assert breaches(core) == [(1, (lost.block_id,))]
 
 
-def test_a_block_in_two_places_for_another_in_none(core):
+def test_duplicate_and_missing_block_are_both_reported(core):
     pool = pool_of(core)
     lost, doubled = pool._free[:2]
     pool._free[0] = doubled
     assert breaches(core) == [(1, tuple(sorted((lost.block_id, doubled.block_id))))]
 
 
-def test_a_block_that_is_none_of_the_pool(core):
+def test_free_block_that_is_not_of_pool_is_reported(core):
     pool_of(core)._free.append(Block(99))
     assert breaches(core) == [(1, ())]
 
 
-def test_a_quarantined_block_is_in_one_place_held_or_not(core):
+def test_quarantined_block_in_free_list_is_reported(core):
     pool = pool_of(core)
     held = pool.blocks[table_of(core, "runs")[1]]
     for block in (held, pool._free[0]):
@@ -150,7 +150,7 @@ def test_a_quarantined_block_is_in_one_place_held_or_not(core):
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_reference_too_few_or_too_many(core, change):
+def test_wrong_reference_count_is_reported(core, change):
     last = table_of(core, "runs")[-1]
     pool_of(core).blocks[last].ref_count += 3
     table_of(core, "swapped")  # this request holds no block
@@ -164,27 +164,27 @@ def test_a_reference_too_few_or_too_many(core, change):
     assert str([(loaded, 2 + change, 2)]) in breach.message
 
 
-def test_references_of_a_quarantined_block_are_not_counted(core):
+def test_references_of_quarantined_block_are_not_counted(core):
     block = pool_of(core).blocks[table_of(core, "runs")[0]]
     pool_of(core).quarantine(block)
     block.ref_count += 1
     assert breaches(core) == []
 
 
-def test_a_hash_that_leads_to_another_block(core):
+def test_hash_indexed_for_other_block_is_reported(core):
     pool = pool_of(core)
     first, second = (pool.blocks[block_id] for block_id in table_of(core, "runs")[:2])
     pool._index[first.hash] = second
     assert breaches(core) == [(5, (first.block_id,))]
 
 
-def test_an_entry_of_the_index_whose_block_has_no_hash(core):
+def test_index_entry_of_block_without_hash_is_reported(core):
     pool_of(core)._index[b"left behind"] = pool_of(core).blocks[0]
     assert breaches(core) == [(5, ())]
 
 
 @pytest.mark.parametrize("token_ids", [(1, 2, 3), (1, 2, 3, 4, 5)])
-def test_a_findable_block_that_is_not_full(core, token_ids):
+def test_indexed_block_that_is_not_full_is_reported(core, token_ids):
     block = pool_of(core).blocks[table_of(core, "runs")[0]]
     block.token_ids = token_ids
     assert breaches(core) == [(5, (block.block_id,))]
@@ -193,7 +193,7 @@ def test_a_findable_block_that_is_not_full(core, token_ids):
 # --- 3, 4: block tables -----------------------------------------------------------------------------------------------
 
 
-def test_a_table_is_as_long_as_what_is_computed_needs(core):
+def test_too_short_block_table_is_reported(core):
     request = request_of(core, "runs")
     assert (len(request.sequence.block_table), request.num_computed_tokens) == (3, 10)
     pool = pool_of(core)
@@ -203,7 +203,7 @@ def test_a_table_is_as_long_as_what_is_computed_needs(core):
     assert breaches(core) == []
 
 
-def test_a_table_is_no_longer_than_its_request_can_ever_need(core):
+def test_too_long_block_table_is_reported(core):
     request = request_of(core, "runs")  # 8 tokens and at most 5 more: 4 blocks
     for expected in ([], [(3, ())]):
         [block] = pool_of(core).take(1)
@@ -216,14 +216,14 @@ def test_a_table_is_no_longer_than_its_request_can_ever_need(core):
     assert breaches(core) == []
 
 
-def test_a_block_twice_in_a_table(core):
+def test_block_twice_in_block_table_is_reported(core):
     table = table_of(core, "runs")
     table.append(table[0])
     pool_of(core).blocks[table[0]].ref_count += 1
     assert breaches(core) == [(3, tuple(table)), (4, (table[0],))]
 
 
-def test_what_is_still_to_be_written_cannot_be_found(core):
+def test_indexed_block_that_is_still_written_is_reported(core):
     pool, table = pool_of(core), table_of(core, "runs")
     block = pool.blocks[table[2]]
     pool.register(block, b"too early", (1, 2, 3, 4), None)
@@ -235,7 +235,7 @@ def test_what_is_still_to_be_written_cannot_be_found(core):
     assert breaches(core) == []
 
 
-def test_what_is_still_to_be_written_is_held_once_and_by_its_transfer(core):
+def test_unwritten_block_with_other_holder_is_reported(core):
     pool, table = pool_of(core), table_of(core, "loads")
     request_of(core, "loads").status = RequestStatus.RUNNING
     assert [each for each in breaches(core) if each[0] == 4] == [(4, (block_id,)) for block_id in table]
@@ -247,7 +247,7 @@ def test_what_is_still_to_be_written_is_held_once_and_by_its_transfer(core):
 # --- 1, 10: host memory -----------------------------------------------------------------------------------------------
 
 
-def test_a_host_block_in_no_place_or_in_two(core):
+def test_missing_or_duplicate_free_host_block_is_reported(core):
     host = core.scheduler.kv_cache_manager.host
     lost = host._free.pop()
     assert breaches(core) == [(1, ())]
@@ -255,7 +255,7 @@ def test_a_host_block_in_no_place_or_in_two(core):
     assert breaches(core) == [(1, ())]
 
 
-def test_kv_in_host_memory_is_of_the_preempted(core):
+def test_saved_kv_without_preempted_request_is_reported(core):
     request_of(core, "swapped").status = RequestStatus.WAITING
     assert breaches(core) == [(10, ())]
     saved = core.scheduler.kv_cache_manager._saved
@@ -269,13 +269,13 @@ def test_kv_in_host_memory_is_of_the_preempted(core):
 @pytest.mark.parametrize(
     ("name", "status"), [("waits", "RUNNING"), ("runs", "WAITING"), ("runs", "PREEMPTED"), ("loads", "RUNNING")]
 )
-def test_a_request_is_where_its_status_says(core, name, status):
+def test_status_that_contradicts_queue_is_reported(core, name, status):
     request_of(core, name).status = RequestStatus[status]
     found = {invariant for invariant, _ in breaches(core)}
     assert found == ({12, 4} if name == "loads" else {12})  # the blocks of "loads" are counted as held twice
 
 
-def test_who_waits_holds_nothing(core):
+def test_waiting_request_with_drafts_blocks_or_computed_tokens_is_reported(core):
     request = request_of(core, "waits")
     request.spec_token_ids = [1]
     core.scheduler.room.num_tokens += 1
@@ -292,7 +292,7 @@ def test_who_waits_holds_nothing(core):
 
 
 @pytest.mark.parametrize("num_computed", [-1, 11])
-def test_who_runs_has_something_left_to_compute(core, num_computed):
+def test_running_request_with_invalid_computed_tokens_is_reported(core, num_computed):
     request = request_of(core, "runs")
     assert request.num_tokens == 11
     request.num_computed_tokens = num_computed
@@ -301,7 +301,7 @@ def test_who_runs_has_something_left_to_compute(core, num_computed):
     assert {invariant for invariant, _ in found} <= {4, 9}  # at -1 its last full block would be written again
 
 
-def test_who_runs_may_have_nothing_computed_yet(core):
+def test_running_request_may_have_no_computed_tokens(core):
     request = request_of(core, "runs")
     pool = pool_of(core)
     pool.release([pool.blocks[block_id] for block_id in reversed(request.sequence.block_table)])
@@ -311,7 +311,7 @@ def test_who_runs_may_have_nothing_computed_yet(core):
 
 
 @pytest.mark.parametrize("place", ["running", "waiting", "loading"])
-def test_a_request_in_no_place_or_in_two(core, place):
+def test_request_in_no_state_or_two_states_is_reported(core, place):
     scheduler = core.scheduler
     request = request_of(core, {"running": "runs", "waiting": "waits", "loading": "loads"}[place])
     if place == "running":
@@ -339,7 +339,7 @@ def test_a_request_in_no_place_or_in_two(core, place):
 # --- 13, 14: limits ---------------------------------------------------------------------------------------------------
 
 
-def test_no_more_run_and_load_than_there_are_seats(core):
+def test_more_requests_than_max_num_seqs_are_reported(core):
     scheduler = core.scheduler
     assert len(scheduler.running) + len(scheduler.transfers) == scheduler.config.max_num_seqs
     scheduler.config = scheduler.config.__class__(max_num_seqs=1)
@@ -349,12 +349,12 @@ def test_no_more_run_and_load_than_there_are_seats(core):
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_the_number_of_waiting_tokens_is_their_sum(core, change):
+def test_wrong_number_of_waiting_tokens_is_reported(core, change):
     core.scheduler.room.num_tokens += change
     assert breaches(core) == [(13, ())]
 
 
-def test_reservations_are_those_of_who_runs_and_loads(make_core):
+def test_wrong_sum_of_reservations_is_reported(make_core):
     core = make_core(num_blocks=12, admission="reservation", max_batch_total_tokens=40, connector=Store(prefix="loads"))
     core.add("runs", 9, max_tokens=4)
     core.add("loads", 12, max_tokens=15)
@@ -368,7 +368,7 @@ def test_reservations_are_those_of_who_runs_and_loads(make_core):
     assert breaches(core) == [(13, ()), (13, ())]
 
 
-def test_who_waits_can_fit(core):
+def test_waiting_request_larger_than_cache_is_reported(core):
     request = request_of(core, "waits")
     room, capacity = core.scheduler.room, core.scheduler.kv_cache_manager.capacity_tokens
     for num_tokens, expected in ((capacity + 1, []), (capacity + 2, [(14, ())])):
@@ -380,7 +380,7 @@ def test_who_waits_can_fit(core):
 # --- 18: idle ---------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_held_by_nobody(make_core):
+def test_blocks_held_when_idle_are_reported(make_core):
     core = make_core(num_blocks=4)
     core.add("a", 5, max_tokens=1)
     core.run()
@@ -392,7 +392,7 @@ def test_nothing_is_held_by_nobody(make_core):
     assert breaches(core) == []
 
 
-def test_nothing_is_kept_of_who_is_gone(make_core):
+def test_state_of_unknown_request_is_reported_when_idle(make_core):
     core = make_core(num_blocks=4)
     core.scheduler._state.builder._num_sent["gone"] = [1]
     assert breaches(core) == [(18, ())]
@@ -401,7 +401,7 @@ def test_nothing_is_kept_of_who_is_gone(make_core):
     assert breaches(core) == []  # a request exists: the idle check is skipped
 
 
-def test_blocks_of_a_transfer_may_be_held_when_nobody_is_there(make_core):
+def test_idle_check_is_skipped_while_transfer_pins_blocks(make_core):
     core = make_core(num_blocks=4)
     manager = core.scheduler.kv_cache_manager
     blocks = manager.pool.take(1)
@@ -489,7 +489,7 @@ def cached_and_not_findable(windows):
         (cached_and_no_part, [(5, (1,))]),
     ],
 )
-def test_window_blocks_with_wrong_books_are_named_and_wrong_once(windowed, break_it, found):
+def test_window_blocks_with_wrong_bookkeeping_are_reported_and_quarantined(windowed, break_it, found):
     break_it(windowed.scheduler.kv_cache_manager.bounded[0])
     assert window_breaches(windowed) == found
     for breach in invariants.check(windowed.scheduler):
@@ -498,19 +498,19 @@ def test_window_blocks_with_wrong_books_are_named_and_wrong_once(windowed, break
         assert window_breaches(windowed) == []
 
 
-def test_a_cached_window_block_of_a_block_that_nobody_finds(windowed):
+def test_cached_window_block_of_unfindable_block_is_reported(windowed):
     cached_and_not_findable(windowed.scheduler.kv_cache_manager.bounded[0])
     assert (5, (1,)) in window_breaches(windowed)
 
 
-def test_the_books_of_a_window_block_are_told_as_they_are(windowed):
+def test_breach_message_shows_reference_count_of_window_block(windowed):
     held_too_often(windowed.scheduler.kv_cache_manager.bounded[0])
     assert [breach.message for breach in invariants.check(windowed.scheduler)] == [
         "(block of group 1, holds, holders): [(3, 2, 1)]"
     ]
 
 
-def test_18_window_blocks_that_are_held_with_nobody_there(windowed):
+def test_18_window_blocks_held_when_idle_are_reported(windowed):
     held_too_often(windowed.scheduler.kv_cache_manager.bounded[0])
     windowed.run()
     assert window_breaches(windowed) == [(2, (3,)), (18, (3,))]
@@ -518,7 +518,7 @@ def test_18_window_blocks_that_are_held_with_nobody_there(windowed):
     assert window_breaches(windowed) == []
 
 
-def test_the_parts_of_blocks_are_walked_once_however_many_are_cached(windowed):
+def test_check_does_not_scan_all_parts_for_each_window_block(windowed):
     windows = windowed.scheduler.kv_cache_manager.bounded[0]
 
     class Parts(dict):
@@ -529,7 +529,7 @@ def test_the_parts_of_blocks_are_walked_once_however_many_are_cached(windowed):
     assert window_breaches(windowed) == []
 
 
-def test_only_quarantined_blocks_of_the_first_group_are_returned(windowed):
+def test_quarantine_returns_only_blocks_of_first_group(windowed):
     held_too_often(windowed.scheduler.kv_cache_manager.bounded[0])
     (breach,) = invariants.check(windowed.scheduler)
     assert (breach.group, breach.block_ids) == (1, (3,))

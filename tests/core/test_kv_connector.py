@@ -5,6 +5,6 @@ from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 
-def test_nothing_is_stored_elsewhere():
+def test_null_connector_finds_and_saves_nothing():
     assert NullConnector().get_num_new_matched_tokens(Request("a", [1, 2, 3], SamplingParams()), 0) == 0
     assert NullConnector().keys_to_save([b"x"]) == set()

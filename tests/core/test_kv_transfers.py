@@ -78,7 +78,7 @@ def made():
 # --- look up ----------------------------------------------------------------------------------------------------------
 
 
-def test_whether_there_is_a_store(made):
+def test_null_connector_counts_as_no_store(made):
     assert made.transfers.has_store is True
     without = KVTransfers(NullConnector(), made.manager, CONFIG, made.emitter)
     assert without.has_store is False
@@ -90,14 +90,12 @@ def test_whether_there_is_a_store(made):
     ("num_tokens", "offered", "expected"),
     [(13, 8, 8), (13, 99, 12), (13, 11, 8), (12, 99, 12), (13, 3, 0), (13, 0, 0), (5, 99, 4), (4, 99, 0), (3, 99, 0)],
 )
-def test_whole_blocks_are_fetched_and_none_where_it_would_spare_less_than_the_fewest_tokens(
-    made, num_tokens, offered, expected
-):
+def test_load_has_whole_blocks_and_saves_at_least_min_tokens_to_cache(made, num_tokens, offered, expected):
     made.store.num_tokens = offered
     assert made.find(Request("a", list(range(num_tokens)), SamplingParams())) == expected
 
 
-def test_what_a_store_has_less_of_than_the_fewest_tokens_is_not_fetched(made):
+def test_store_hit_below_min_tokens_to_cache_is_not_loaded(made):
     transfers = KVTransfers(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=8), made.emitter)
     for num_tokens, expected in ((4, 0), (8, 8)):
         made.store.num_tokens = num_tokens
@@ -105,7 +103,7 @@ def test_what_a_store_has_less_of_than_the_fewest_tokens_is_not_fetched(made):
         assert transfers.num_external_tokens(request, NO_COMPUTED_BLOCKS, may_wait=True) == expected
 
 
-def test_what_is_computed_here_is_not_fetched(made):
+def test_tokens_in_device_cache_are_not_loaded(made):
     made.store.num_tokens = 12
     first = made.commit("a", 14)
     request = Request("b", first.sequence.token_ids[:13], SamplingParams())
@@ -120,20 +118,20 @@ def test_what_is_computed_here_is_not_fetched(made):
     assert made.find(request, ComputedBlocks(both, 8)) == 0  # one of the four tokens is computed anyway
 
 
-def test_what_is_shorter_than_a_block_is_not_asked_for(made):
+def test_prompt_shorter_than_block_is_not_looked_up(made):
     transfers = KVTransfers(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=0), made.emitter)
     request = Request("a", [1, 2, 3], SamplingParams())
     assert transfers.num_external_tokens(request, NO_COMPUTED_BLOCKS, may_wait=True) == 0
     assert made.store.told == []
 
 
-def test_a_block_is_fetched_though_it_spares_a_single_token(made):
+def test_block_is_loaded_even_if_it_saves_one_token(made):
     transfers = KVTransfers(made.store, KVCacheManager(16, 2), SchedulerConfig(min_tokens_to_cache=0), made.emitter)
     request = Request("a", [1, 2], SamplingParams())
     assert transfers.num_external_tokens(request, NO_COMPUTED_BLOCKS, may_wait=True) == 2
 
 
-def test_who_scores_its_prompt_or_gave_up_is_not_asked_for(made):
+def test_scored_request_or_failed_load_is_not_looked_up(made):
     scored = Request("a", list(range(12)), SamplingParams(prompt_logprobs=1))
     assert made.find(scored) == 0
     request, order = made.start("b")
@@ -147,7 +145,7 @@ def test_who_scores_its_prompt_or_gave_up_is_not_asked_for(made):
     assert made.find(request) == 8
 
 
-def test_a_store_that_does_not_know_yet_is_asked_again_until_it_has_taken_too_long(made):
+def test_pending_lookup_is_retried_until_kv_lookup_timeout(made):
     request = Request("a", list(range(12)), SamplingParams())
     made.store.num_tokens = None
     assert made.find(request) is None
@@ -170,7 +168,7 @@ def test_a_store_that_does_not_know_yet_is_asked_again_until_it_has_taken_too_lo
 
 
 @pytest.mark.parametrize("computed", [ComputedBlocks([], 3, [0], is_saved=True), ComputedBlocks([], 8, [0, 1])])
-def test_a_question_that_became_pointless_waits_for_no_answer(made, computed):
+def test_unneeded_pending_lookup_is_dropped(made, computed):
     """The tokens are found elsewhere by now, or too few remain."""
     request = Request("a", list(range(12)), SamplingParams())
     made.store.num_tokens = None
@@ -179,7 +177,7 @@ def test_a_question_that_became_pointless_waits_for_no_answer(made, computed):
     assert (made.transfers.num_pending, made.transfers.num_records) == (0, 0)
 
 
-def test_who_cannot_wait_computes_itself_and_who_hears_fetches(made):
+def test_pending_lookup_is_awaited_only_if_request_may_wait(made):
     first, second = (Request(name, list(range(12)), SamplingParams()) for name in "ab")
     made.store.num_tokens = None
     assert made.find(first, may_wait=False) == 0
@@ -191,7 +189,7 @@ def test_who_cannot_wait_computes_itself_and_who_hears_fetches(made):
 
 
 @pytest.mark.parametrize(("num_tokens", "is_told"), [(15, False), (16, True), (100, True)])
-def test_what_computing_takes_is_learned_of_steps_of_prompts(made, num_tokens, is_told):
+def test_computing_cost_is_learned_from_prompt_steps(made, num_tokens, is_told):
     made.transfers.learn_step(step_of(num_tokens), 0.01 * num_tokens)
     request, order = made.start("a", now=1.0)
     made.emitter.now = 3.0
@@ -199,7 +197,7 @@ def test_what_computing_takes_is_learned_of_steps_of_prompts(made, num_tokens, i
     assert made.find(request) == (0 if is_told else 8)
 
 
-def test_a_load_that_took_longer_than_computing_is_not_made_again_at_once(made):
+def test_load_slower_than_computing_is_not_repeated_immediately(made):
     made.transfers.learn_step(step_of(100), 1.0)
     _, order = made.start("a", now=1.0)
     made.emitter.now = 1.07
@@ -214,7 +212,7 @@ def test_a_load_that_took_longer_than_computing_is_not_made_again_at_once(made):
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_load_is_and_who_is_told(made):
+def test_load_pins_blocks_and_notifies_store_and_event_log(made):
     made.start("before")
     first = made.commit("f", 6)
     request = Request("a", [*first.sequence.token_ids[:4], *range(9)], SamplingParams())
@@ -235,7 +233,7 @@ def test_what_a_load_is_and_who_is_told(made):
     assert made.store.told[-1] == ("ended", order.transfer_id, 2)
 
 
-def test_a_token_is_always_left_to_compute(made):
+def test_complete_load_still_computes_one_token(made):
     made.store.num_tokens = 12
     request = Request("a", list(range(12)), SamplingParams())
     assert made.find(request) == 12
@@ -247,7 +245,7 @@ def test_a_token_is_always_left_to_compute(made):
     assert made.transfers.num_computed_tokens(load, 3) == 11
 
 
-def test_a_load_that_arrives_in_part_is_of_use_and_asks_no_more(made):
+def test_partial_load_is_used_and_not_retried(made):
     request, order = made.start("a")
     load = made.transfers.end(EndedTransfer(order.transfer_id, 1))
     assert made.transfers.num_computed_tokens(load, 1) == 4
@@ -258,7 +256,7 @@ def test_a_load_that_arrives_in_part_is_of_use_and_asks_no_more(made):
 # --- save -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_can_be_shared_is_offered_once_and_what_is_wanted_is_saved(made):
+def test_committed_blocks_are_offered_once_and_saved_if_wanted(made):
     request = made.commit("a", 10)
     made.transfers.offer(request)
     [order] = made.transfers.take_orders()
@@ -279,7 +277,7 @@ def test_what_can_be_shared_is_offered_once_and_what_is_wanted_is_saved(made):
     assert made.transfers.num_records == 0
 
 
-def test_blocks_of_answers_are_saved_several_together_and_the_last_with_the_end():
+def test_output_blocks_are_saved_in_batches_and_at_request_end():
     made = Transfers(num_blocks=256)
     request = made.commit("a", 9)
     made.transfers.offer(request)
@@ -306,7 +304,7 @@ def test_blocks_of_answers_are_saved_several_together_and_the_last_with_the_end(
     assert made.transfers.num_records == 0
 
 
-def test_of_an_answer_without_a_whole_block_of_a_prompt_what_is_there_is_saved_with_its_end():
+def test_blocks_after_short_prompt_are_saved_at_request_end():
     made = Transfers(num_blocks=256)
     request = made.commit("a", 3)
     made.extend(request, 13)
@@ -316,7 +314,7 @@ def test_of_an_answer_without_a_whole_block_of_a_prompt_what_is_there_is_saved_w
     assert [order.keys for order in made.transfers.take_orders()] == [request.block_hashes[:3]]
 
 
-def test_a_prompt_is_saved_at_once_with_the_blocks_behind_it(made):
+def test_prompt_blocks_are_saved_without_batching(made):
     request = made.commit("a", 8, num_computed=4)
     made.transfers.offer(request)
     made.extend(request, 9)
@@ -324,7 +322,7 @@ def test_a_prompt_is_saved_at_once_with_the_blocks_behind_it(made):
     assert [order.keys for order in made.transfers.take_orders()] == [[key] for key in request.block_hashes]
 
 
-def test_who_gives_way_is_saved_when_its_blocks_are_there_again():
+def test_preempted_request_is_saved_after_its_blocks_are_allocated_again():
     made = Transfers(num_blocks=256)
     request = made.commit("a", 5)
     made.transfers.offer(request)
@@ -339,7 +337,7 @@ def test_who_gives_way_is_saved_when_its_blocks_are_there_again():
     assert [order.keys for order in made.transfers.take_orders()] == [request.block_hashes[1:5]]
 
 
-def test_what_is_being_saved_is_not_saved_beside_itself(made):
+def test_block_with_save_in_flight_is_not_saved_twice(made):
     first, second = made.commit("a", 5), made.commit("abc", 5)  # equal tokens, so their blocks have equal keys
     made.transfers.offer(first)
     [order] = made.transfers.take_orders()
@@ -352,21 +350,21 @@ def test_what_is_being_saved_is_not_saved_beside_itself(made):
     assert again.keys == order.keys
 
 
-def test_what_is_not_computed_yet_is_not_offered(made):
+def test_uncomputed_blocks_are_not_offered(made):
     request = made.commit("a", 14, num_computed=9)
     made.transfers.offer(request)
     assert made.store.told[-2] == ("offered", request.block_hashes[:2])
     assert len(request.block_hashes) == 3
 
 
-def test_without_a_store_nothing_is_kept_of_anybody(made):
+def test_null_connector_keeps_no_records(made):
     without = KVTransfers(NullConnector(), made.manager, CONFIG, made.emitter)
     without.offer(made.commit("a", 10))
     assert (without.num_records, without.take_orders()) == (0, [])
 
 
 @pytest.mark.parametrize(("num_blocks", "num_saved"), [(56, 7), (15, 1), (4, 1)])
-def test_an_eighth_of_a_cache_is_saved_at_once(made, num_blocks, num_saved):
+def test_save_pins_at_most_one_eighth_of_cache(made, num_blocks, num_saved):
     manager = KVCacheManager(num_blocks, 4)
     transfers = KVTransfers(made.store, manager, CONFIG, made.emitter)
     num_tokens = min(4 * num_blocks, 40)
@@ -379,7 +377,7 @@ def test_an_eighth_of_a_cache_is_saved_at_once(made, num_blocks, num_saved):
     assert order.keys == request.block_hashes[:num_saved]
 
 
-def test_what_nobody_wants_or_is_too_short_is_not_saved(made):
+def test_unwanted_or_too_few_blocks_are_not_saved(made):
     made.store.wants = False
     made.transfers.offer(made.commit("a", 10))
     made.store.wants = True
@@ -398,7 +396,7 @@ def test_what_nobody_wants_or_is_too_short_is_not_saved(made):
     assert made.transfers.take_orders() == []
 
 
-def test_saves_hold_few_blocks_at_once(made):
+def test_concurrent_saves_share_limit_of_pinned_blocks(made):
     first, second = made.commit("a", 5), made.commit("b", 10)
     made.transfers.offer(first)
     made.transfers.offer(second)
@@ -417,7 +415,7 @@ def test_saves_hold_few_blocks_at_once(made):
     assert order.keys == second.block_hashes[1:2]
 
 
-def test_what_was_offered_is_not_offered_again_with_what_found_no_room(made):
+def test_saved_blocks_are_not_offered_again_with_delayed_ones(made):
     request = made.commit("a", 14)
     made.transfers.offer(request)
     [order] = made.transfers.take_orders()
@@ -433,7 +431,7 @@ def dropped(made):
 
 
 @pytest.mark.parametrize(("num_tokens", "num_dropped"), [(14, 1), (18, 2)])
-def test_blocks_that_find_no_room_until_their_request_ends_are_counted(made, num_tokens, num_dropped):
+def test_blocks_unsaved_at_request_end_are_counted_as_dropped(made, num_tokens, num_dropped):
     request = made.commit("a", num_tokens)
     made.transfers.offer(request)  # two of 16 blocks may be pinned
     assert dropped(made) == []
@@ -442,14 +440,14 @@ def test_blocks_that_find_no_room_until_their_request_ends_are_counted(made, num
     assert made.transfers.num_records == 0
 
 
-def test_blocks_of_a_request_that_finds_all_room_taken_are_counted(made):
+def test_blocks_without_save_capacity_are_counted_as_dropped(made):
     made.transfers.offer(made.commit("a", 14))
     request = made.commit("b", 10)
     made.transfers.request_finished(request)
     assert dropped(made) == [("b", 2)]
 
 
-def test_blocks_that_were_not_computed_are_not_dropped(made):
+def test_uncomputed_blocks_are_not_counted_as_dropped(made):
     made.transfers.offer(made.commit("a", 14))
     request = made.commit("b", 10)
     request.block_hashes.append(b"of a prompt's block that was not computed")
@@ -457,7 +455,7 @@ def test_blocks_that_were_not_computed_are_not_dropped(made):
     assert dropped(made) == [("b", 2)]
 
 
-def test_blocks_that_are_being_saved_for_another_request_are_not_dropped(made):
+def test_blocks_in_save_of_another_request_are_not_counted_as_dropped(made):
     made.transfers.offer(made.commit("a", 14))
     same = made.commit("a again", 9)
     made.transfers.request_finished(same)
@@ -468,7 +466,7 @@ def test_blocks_that_are_being_saved_for_another_request_are_not_dropped(made):
     assert dropped(made) == []
 
 
-def test_blocks_that_were_offered_before_are_not_dropped(made):
+def test_previously_offered_blocks_are_not_counted_as_dropped(made):
     request = made.commit("a", 14)
     made.transfers.offer(request)
     [order] = made.transfers.take_orders()
@@ -477,13 +475,13 @@ def test_blocks_that_were_offered_before_are_not_dropped(made):
     assert dropped(made) == []
 
 
-def test_as_few_blocks_as_may_be_saved_are_counted_when_they_are_dropped(made):
+def test_dropped_save_of_exactly_min_tokens_to_cache_is_counted(made):
     made.transfers.offer(made.commit("a", 14))
     made.transfers.request_finished(made.commit("b", 5))  # a block of four tokens, the fewest
     assert dropped(made) == [("b", 1)]
 
 
-def test_blocks_that_a_store_does_not_want_or_that_are_too_few_are_not_dropped(made):
+def test_unwanted_or_too_few_blocks_are_not_counted_as_dropped(made):
     made.transfers.offer(made.commit("a", 14))
     made.transfers.request_finished(made.commit("c", 3))
     made.store.wants = False
@@ -494,18 +492,18 @@ def test_blocks_that_a_store_does_not_want_or_that_are_too_few_are_not_dropped(m
     assert dropped(made) == []
 
 
-def test_blocks_that_find_room_at_the_end_of_their_request_are_not_dropped(made):
+def test_blocks_saved_at_request_end_are_not_counted_as_dropped(made):
     made.transfers.request_finished(made.commit("a", 10))
     assert dropped(made) == []
 
 
-def test_a_prompt_for_another_engine_drops_nothing(made):
+def test_handover_to_another_engine_drops_no_blocks(made):
     request = made.commit("a", 18, params=KVTransferParams("t", is_prefill=True))
     made.transfers.request_finished(request)
     assert dropped(made) == []
 
 
-def test_a_save_that_takes_too_long_is_given_up_and_its_blocks_are_held_until_the_worker_was_told(made):
+def test_expired_save_holds_blocks_until_worker_gets_cancel(made):
     request = made.commit("a", 5)
     made.transfers.offer(request)
     [order] = made.transfers.take_orders()
@@ -527,7 +525,7 @@ def test_a_save_that_takes_too_long_is_given_up_and_its_blocks_are_held_until_th
 # --- it ends ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_transfer_ends_once_and_its_id_never_comes_back(made):
+def test_transfer_ends_once_and_its_id_is_not_reused(made):
     request, order = made.start("a")
     assert (len(made.transfers), made.transfers.num_records, made.transfers.requests()) == (1, 1, [request])
     load = made.transfers.end(EndedTransfer(order.transfer_id, 2))
@@ -543,7 +541,7 @@ def test_a_transfer_ends_once_and_its_id_never_comes_back(made):
     assert f"transfer {order.transfer_id} " in dropped.detail
 
 
-def test_a_failed_transfer_lets_go_of_its_blocks(made):
+def test_failed_transfer_releases_its_blocks(made):
     request, order = made.start("a")
     assert made.transfers.end(EndedTransfer(order.transfer_id, 0)).request is request
     assert made.told() == [("a", order.transfer_id, "failed")]
@@ -551,7 +549,7 @@ def test_a_failed_transfer_lets_go_of_its_blocks(made):
     assert not made.transfers.has_work
 
 
-def test_expired_is_whose_deadline_has_come(made):
+def test_expired_returns_loads_past_their_deadline(made):
     first, _ = made.start("a", now=1.0)
     second, _ = made.start("b", now=2.0)
     made.start("c", now=3.0)
@@ -560,7 +558,7 @@ def test_expired_is_whose_deadline_has_come(made):
     assert made.transfers.expired(7.9) == [first, second]
 
 
-def test_a_load_that_takes_too_long_is_not_tried_by_the_next(made):
+def test_expired_load_counts_as_slow_load_for_next_request(made):
     """The timeout is a lower bound of the time that the load takes."""
     made.transfers.learn_step(step_of(100), 1.0)
     request, _ = made.start("a", now=1.0)
@@ -571,7 +569,7 @@ def test_a_load_that_takes_too_long_is_not_tried_by_the_next(made):
 
 
 @pytest.mark.parametrize(("num_blocks", "num_tokens"), [(0, 0), (1, 4), (2, 8)])
-def test_what_came_and_what_it_spared_is_told(made, num_blocks, num_tokens):
+def test_load_event_reports_loaded_tokens_and_saved_computing_time(made, num_blocks, num_tokens):
     made.transfers.learn_step(step_of(100), 50.0)
     _, order = made.start("a", now=1.0)
     made.emitter.now = 3.0
@@ -581,7 +579,7 @@ def test_what_came_and_what_it_spared_is_told(made, num_blocks, num_tokens):
 
 
 @pytest.mark.parametrize("num_preemptions", [0, 1])
-def test_which_tiers_gave_a_load_is_told_with_it(made, num_preemptions):
+def test_load_event_reports_source_tiers_and_resumption(made, num_preemptions):
     request, order = made.start("a")
     request.num_preemptions = num_preemptions
     moves = (TierMove("memory", 1, 100, 0.25), TierMove("disk", 1, 100, 0.5))
@@ -590,7 +588,7 @@ def test_which_tiers_gave_a_load_is_told_with_it(made, num_preemptions):
     assert (event.moves, event.resumed) == (moves, num_preemptions == 1)
 
 
-def test_which_tiers_took_a_save_is_told_with_it(made):
+def test_save_event_reports_target_tiers(made):
     made.transfers.offer(made.commit("a", 5))
     [order] = made.transfers.take_orders()
     move = TierMove("disk", 1, 100, 0.5)
@@ -600,7 +598,7 @@ def test_which_tiers_took_a_save_is_told_with_it(made):
     assert [event.moves for event in made.log.of_type(events.KVSaveEnded)] == [(move,), ()]
 
 
-def test_what_made_way_in_stores_is_told_even_by_a_transfer_that_nobody_knows(made):
+def test_store_evictions_are_reported_even_for_unknown_transfer(made):
     _, order = made.start("a")
     made.transfers.end(EndedTransfer(order.transfer_id, 2, evicted=(("memory", 3), ("disk", 1))))
     made.transfers.end(EndedTransfer(99, 2, (TierMove("disk", 2, 100, 0.5),), (("disk", 4),)))
@@ -612,18 +610,18 @@ def test_what_made_way_in_stores_is_told_even_by_a_transfer_that_nobody_knows(ma
 @pytest.mark.parametrize(
     ("store", "num_host_blocks", "learns"), [(Store(), 0, True), (None, 1, True), (None, 0, False)]
 )
-def test_what_computing_takes_is_of_interest_where_there_is_another_tier(made, store, num_host_blocks, learns):
+def test_step_cost_is_learned_only_with_store_or_host_memory(made, store, num_host_blocks, learns):
     manager = KVCacheManager(16, 4, num_host_blocks=num_host_blocks)
     assert KVTransfers(store or NullConnector(), manager, CONFIG, made.emitter).learns_steps is learns
 
 
-def test_of_a_load_that_was_given_up_nothing_came(made):
+def test_cancelled_load_reports_zero_tokens(made):
     request, _ = made.start("a")
     made.transfers.cancel(request, "cancelled")
     assert [event.num_tokens for event in made.log.of_type(events.KVLoadEnded)] == [0]
 
 
-def test_a_cancelled_transfer_keeps_its_blocks_until_the_worker_was_told(made):
+def test_cancelled_load_holds_blocks_until_worker_gets_cancel(made):
     request, order = made.start("a")
     other, _ = made.start("b")
     made.transfers.cancel(request, "expired")
@@ -637,7 +635,7 @@ def test_a_cancelled_transfer_keeps_its_blocks_until_the_worker_was_told(made):
     assert made.manager.num_transfers == 1
 
 
-def test_what_the_worker_never_heard_of_is_not_cancelled_there(made):
+def test_expired_save_that_was_never_sent_needs_no_cancel(made):
     request = made.commit("a", 5)
     made.transfers.offer(request)
     made.transfers.expired(5.0)
@@ -645,7 +643,7 @@ def test_what_the_worker_never_heard_of_is_not_cancelled_there(made):
     assert made.manager.num_transfers == 0
 
 
-def test_a_failed_step_gives_up_its_own_orders_and_tells_its_cancels_again(made):
+def test_failed_step_fails_its_transfers_and_resends_cancels(made):
     first, order = made.start("a")
     _, stale = made.start("b")
     made.transfers.end(EndedTransfer(stale.transfer_id, 2))
@@ -660,7 +658,7 @@ def test_a_failed_step_gives_up_its_own_orders_and_tells_its_cancels_again(made)
     assert [request.request_id for request in made.transfers.requests()] == ["b"]
 
 
-def test_the_store_is_told_of_an_ending_with_the_blocks_that_were_held(made):
+def test_store_gets_copy_of_block_ids_of_finished_request(made):
     request, _ = made.start("a")
     made.transfers.request_finished(request)
     told = made.store.told[-1]
@@ -678,7 +676,7 @@ def expecting(name="a", params=EXPECTS):
     return Request(name, list(range(12)), SamplingParams(), kv_transfer_params=params)
 
 
-def test_what_another_engine_computed_is_fetched_whatever_loads_have_cost(made):
+def test_kv_from_prefill_engine_is_loaded_regardless_of_load_cost(made):
     made.transfers._cost.learn_step(100, 0.001)
     for seconds in (100.0, 100.0):
         made.transfers._cost.learn_load(8, seconds)
@@ -689,7 +687,7 @@ def test_what_another_engine_computed_is_fetched_whatever_loads_have_cost(made):
 
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize(("params", "is_learned"), [(None, True), (EXPECTS, False), (HANDS_OVER, True)])
-def test_waiting_for_what_is_still_computed_teaches_nothing_of_loads(made, params, ends, is_learned):
+def test_load_from_prefill_engine_does_not_change_load_cost(made, params, ends, is_learned):
     learned = []
     made.transfers._cost.learn_load = lambda *figures: learned.append(figures)
     request, order = made.start("a", params=params)
@@ -701,7 +699,7 @@ def test_waiting_for_what_is_still_computed_teaches_nothing_of_loads(made, param
     assert learned == ([(8, 9.0)] if is_learned else [])
 
 
-def test_what_is_expected_may_take_longer_to_be_found(made):
+def test_lookup_of_kv_from_prefill_engine_has_longer_timeout(made):
     made.store.num_tokens = None
     request, other = expecting(), Request("b", list(range(12)), SamplingParams())
     assert made.find(request) is None
@@ -715,7 +713,7 @@ def test_what_is_expected_may_take_longer_to_be_found(made):
     assert made.find(request) == 0
 
 
-def test_what_is_for_another_engine_is_saved_whole(made):
+def test_handover_saves_all_blocks_despite_pin_limit(made):
     request = made.commit("a", 41, params=HANDS_OVER)
     made.transfers.offer(request)
     [order] = made.transfers.take_orders()
@@ -728,7 +726,7 @@ def test_what_is_for_another_engine_is_saved_whole(made):
     assert made.manager.num_transfers == 0
 
 
-def test_the_store_hears_of_newcomers_and_of_orders(made):
+def test_store_is_notified_of_added_requests_and_transfer_orders(made):
     request = expecting()
     made.transfers.request_added(request)
     assert made.store.told == [("added", "a")]
@@ -736,7 +734,7 @@ def test_the_store_hears_of_newcomers_and_of_orders(made):
     assert ("ordered", order.transfer_id) in made.store.told
 
 
-def test_without_windows_what_was_found_is_handed_over_whatever_a_store_has(made):
+def test_handover_without_windows_uses_hit_without_store_lookup(made):
     first = made.commit("a", 12)
     request = Request("b", first.sequence.token_ids, SamplingParams(), kv_transfer_params=HANDS_OVER)
     found = made.manager.get_computed_blocks(request)
@@ -745,7 +743,7 @@ def test_without_windows_what_was_found_is_handed_over_whatever_a_store_has(made
     assert made.store.told == []
 
 
-def test_with_windows_a_store_is_asked_for_what_was_found_and_no_more(made):
+def test_handover_with_windows_queries_store_only_for_hit_blocks(made):
     made.manager = KVCacheManager(16, 4, bounded_groups=[KVGroupSpec(SlidingWindow(6), 8)], max_step_tokens=16)
     made.transfers = KVTransfers(made.store, made.manager, CONFIG, made.emitter)
     first = made.commit("a", 12)

@@ -18,7 +18,7 @@ def lifecycle_of(core):
     return core.scheduler._lifecycle
 
 
-def test_an_arrival_is_numbered_and_told_of(make_core):
+def test_added_request_gets_arrival_index_and_queued_event(make_core):
     core = make_core()
     requests = [core.add(name, count, priority=4, tenant="t", arrival_time=2.5) for name, count in (("a", 3), ("b", 5))]
     assert [request.arrival_index for request in requests] == [0, 1]
@@ -31,7 +31,7 @@ def test_an_arrival_is_numbered_and_told_of(make_core):
 
 
 @pytest.mark.parametrize("count", [100, 101])
-def test_few_deadlines_are_kept_of_those_that_ended(make_core, count):
+def test_deadlines_of_finished_requests_are_pruned(make_core, count):
     core = make_core()
     for index in range(count):
         core.add(f"r{index}", 3, deadline=1e6 - index)
@@ -46,7 +46,7 @@ def test_few_deadlines_are_kept_of_those_that_ended(make_core, count):
     assert len(lifecycle_of(core)._deadlines) == (102 if count == 100 else 19)
 
 
-def test_deadlines_expire_in_order_and_only_of_the_request_they_were_given(make_core):
+def test_deadlines_expire_in_order_after_many_aborts(make_core):
     core = make_core()
     lifecycle = lifecycle_of(core)
     rng = random.Random(1)
@@ -63,7 +63,7 @@ def test_deadlines_expire_in_order_and_only_of_the_request_they_were_given(make_
     assert list(lifecycle.expired(9999.0)) == []
 
 
-def test_an_admission_is_told_with_what_was_found_and_counts_once(make_core):
+def test_admission_reports_prefix_hit_and_charges_uncached_tokens(make_core):
     core = make_core(policy="fair", fair_input_weight=1.0)
     prompt = list(range(9))
     core.add("first", prompt, max_tokens=1, tenant="other")
@@ -81,7 +81,7 @@ def test_an_admission_is_told_with_what_was_found_and_counts_once(make_core):
     assert request.num_computed_tokens == 8
 
 
-def test_a_resumed_request_is_admitted_again_but_not_charged_or_counted_again(make_core):
+def test_resumed_request_is_not_charged_or_counted_again(make_core):
     core = make_core(policy="fair")
     request = core.add("a", 9, max_tokens=30, tenant="t")
     core.step()
@@ -98,7 +98,7 @@ def test_a_resumed_request_is_admitted_again_but_not_charged_or_counted_again(ma
 
 
 @pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"prompt_logprobs": 1}])
-def test_who_does_not_ask_the_cache_is_not_counted_there(make_core, options):
+def test_request_without_cache_lookup_emits_no_cache_query(make_core, options):
     caching = options.pop("enable_prefix_caching", True)
     core = make_core(enable_prefix_caching=caching)
     core.add("a", 9, **options)
@@ -107,7 +107,7 @@ def test_who_does_not_ask_the_cache_is_not_counted_there(make_core, options):
     assert len(core.log.of_type(events.RequestAdmitted)) == 1
 
 
-def test_the_running_stand_by_rank_or_by_arrival(make_core):
+def test_running_list_is_sorted_by_priority_but_not_by_fair_share(make_core):
     for policy, expected in (("priority", ["c", "b", "a"]), ("fair", ["a", "b", "c"])):
         core = make_core(policy=policy, ageing_s=None)
         for name, priority in (("a", 3), ("b", 2), ("c", 1)):
@@ -116,7 +116,7 @@ def test_the_running_stand_by_rank_or_by_arrival(make_core):
         assert [request.request_id for request in core.scheduler.running] == expected
 
 
-def test_who_gives_way_keeps_its_tokens_and_loses_everything_else(make_core):
+def test_preempted_request_keeps_tokens_and_loses_blocks_and_drafts(make_core):
     core = make_core()
     request = core.add("a", 9)
     core.add("b", 5)
@@ -132,7 +132,7 @@ def test_who_gives_way_keeps_its_tokens_and_loses_everything_else(make_core):
     assert invariants.check(core.scheduler) == []
 
 
-def test_who_waited_for_kv_in_vain_waits_again_as_what_it_was(make_core):
+def test_request_with_failed_load_returns_to_queue_with_previous_status(make_core):
     core = make_core(connector=Store(), admission="reservation", max_batch_prefill_tokens=50)
     request = core.add("a", 12)
     core.scheduler.schedule()
@@ -153,7 +153,7 @@ def test_who_waited_for_kv_in_vain_waits_again_as_what_it_was(make_core):
         assert [each.request_id for each in core.scheduler.room] == ["a"]
 
 
-def test_what_arrived_from_outside_is_shared_at_once(make_core):
+def test_loaded_blocks_are_shared_immediately(make_core):
     core = make_core(connector=Store())
     prompt = list(range(12))
     core.add("a", prompt)
@@ -169,7 +169,7 @@ def test_what_arrived_from_outside_is_shared_at_once(make_core):
     assert manager.get_computed_blocks(Request("b", prompt, SamplingParams())).num_tokens == 8
 
 
-def test_what_a_preempted_request_loads_was_not_found_in_its_prompt(make_core):
+def test_load_of_preempted_request_is_not_counted_as_cached_prompt(make_core):
     store = Store(num_tokens=0)
     core = make_core(connector=store)
     core.add("a", list(range(12)))
@@ -188,7 +188,7 @@ def test_what_a_preempted_request_loads_was_not_found_in_its_prompt(make_core):
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "loading"])
-def test_an_ending_leaves_nothing_and_is_told_to_everyone(make_core, state):
+def test_abort_in_any_state_removes_all_records_of_request(make_core, state):
     store = Store() if state == "loading" else None
     core = make_core(connector=store, admission="reservation", policy="fair")
     request = core.add("a", 12, tenant="t")
@@ -214,7 +214,7 @@ def test_an_ending_leaves_nothing_and_is_told_to_everyone(make_core, state):
     assert len(scheduled.kv_cancels) == (state == "loading")
 
 
-def test_counters_go_on_while_anybody_is_left(make_core):
+def test_fair_counters_remain_while_any_request_exists(make_core):
     core = make_core(policy="fair")
     core.add("a", 12, tenant="t")
     core.add("b", 12, tenant="u")
@@ -223,7 +223,7 @@ def test_counters_go_on_while_anybody_is_left(make_core):
     assert core.scheduler.policy.counters.served("t") > 0
 
 
-def test_requests_and_running_are_always_the_same_objects(make_core):
+def test_requests_and_running_remain_same_objects(make_core):
     core = make_core()
     requests, running = core.scheduler.requests, core.scheduler.running
     for name in "abc":
@@ -239,7 +239,7 @@ def test_requests_and_running_are_always_the_same_objects(make_core):
 
 
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", "abc"), ("priority", "bca")])
-def test_the_running_stand_by_importance_or_by_arrival(make_core, policy, order):
+def test_running_list_keeps_policy_order_after_preemption(make_core, policy, order):
     core = make_core(policy=policy, ageing_s=None)
     for name, priority in (("a", 2), ("b", 0), ("c", 1)):
         core.add(name, 4, priority=priority)
@@ -251,7 +251,7 @@ def test_the_running_stand_by_importance_or_by_arrival(make_core, policy, order)
     assert "".join(request.request_id for request in core.scheduler.running) == order
 
 
-def test_who_gives_way_keeps_its_tokens_and_nothing_else(make_core):
+def test_preempted_request_is_queued_first_and_sent_completely_again(make_core):
     core = make_core()
     request = core.add("a", 4)
     core.step()
@@ -265,7 +265,7 @@ def test_who_gives_way_keeps_its_tokens_and_nothing_else(make_core):
     assert [data.request_id for data in core.step().scheduled_new_reqs] == ["a"]  # all of it is sent again
 
 
-def test_an_admission_is_told_each_time_and_what_the_cache_had_once(make_core):
+def test_resumed_request_emits_second_admission_but_no_second_cache_query(make_core):
     core = make_core()
     core.add("a", 9, tenant="t")
     core.step()
@@ -281,7 +281,7 @@ def test_an_admission_is_told_each_time_and_what_the_cache_had_once(make_core):
     assert output_only < charged
 
 
-def test_deadlines_are_given_once_in_order_and_only_for_who_lives(make_core):
+def test_deadlines_expire_once_and_only_for_live_requests(make_core):
     core = make_core()
     for name, deadline in (("late", 900.0), ("soon", 500.0), ("gone", 400.0)):
         core.add(name, 4, deadline=deadline)
@@ -294,7 +294,7 @@ def test_deadlines_are_given_once_in_order_and_only_for_who_lives(make_core):
 
 
 @pytest.mark.parametrize("status", [status for status in RequestStatus if status.is_finished])
-def test_an_ending_frees_everything_and_is_told(make_core, status):
+def test_every_finish_status_frees_all_blocks_and_is_reported(make_core, status):
     core = make_core()
     request = core.add("a", 9)
     core.step()
@@ -309,7 +309,7 @@ def test_an_ending_frees_everything_and_is_told(make_core, status):
     assert pool.num_free_blocks == pool.num_blocks
 
 
-def test_an_error_says_what_was_wrong(make_core):
+def test_failed_request_returns_its_error_message(make_core):
     core = make_core()
     output = lifecycle_of(core).fail(core.add("a", 9), "no numbers")
     assert (output.finish_reason, output.error) == ("error", "no numbers")

@@ -25,7 +25,7 @@ def nonzero(counts):
     return {name: count for name, count in counts.items() if count}
 
 
-def test_a_histogram_counts_a_bound_below_it():
+def test_histogram_counts_value_at_bound_in_lower_bucket():
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 2.5):
         histogram.observe(value)
@@ -33,7 +33,7 @@ def test_a_histogram_counts_a_bound_below_it():
     assert (histogram.total, sum(histogram.counts)) == (7.5, 5)
 
 
-def test_one_request(make_core):
+def test_metrics_of_one_request_match_its_events(make_core):
     core = make_core()
     core.add("r", 10, max_tokens=3, tenant="alice")
     queued = core.log.events[-1]
@@ -53,7 +53,7 @@ def test_one_request(make_core):
     assert stats.e2e_latency.total == completed[2].time - queued.arrival_time
 
 
-def test_what_went_to_host_memory_and_what_came_back(make_core):
+def test_metrics_count_offloaded_blocks_and_host_cache_hits(make_core):
     core = make_core(num_blocks=5, num_host_blocks=4)
     for name, prompt in (("first", range(13)), ("other", range(100, 119)), ("again", range(13)), ("last", range(19))):
         core.add(name, list(prompt), max_tokens=1)
@@ -70,7 +70,7 @@ def test_what_went_to_host_memory_and_what_came_back(make_core):
     assert found.computing_s == pytest.approx(12 / 19)  # a step of 19 tokens took a second
 
 
-def test_times_begin_when_a_request_arrived(make_core):
+def test_latencies_start_at_arrival_time(make_core):
     core = make_core()
     core.add("r", 4, max_tokens=1, arrival_time=-100.0)
     core.run()
@@ -81,7 +81,7 @@ def test_times_begin_when_a_request_arrived(make_core):
     assert stats.decode_time.total == 0  # its first token is its last
 
 
-def test_an_aborted_request_that_never_ran(make_core):
+def test_aborted_waiting_request_counts_as_abort(make_core):
     core = make_core(max_num_seqs=1)
     core.add("runs", 4)
     core.add("waits", 4)
@@ -96,7 +96,7 @@ def test_an_aborted_request_that_never_ran(make_core):
     assert stats.tenant_tokens == {}
 
 
-def test_a_failed_step_ends_its_requests(make_core):
+def test_failed_step_counts_its_requests_as_errors(make_core):
     core = make_core()
     core.add("r", 4)
     core.scheduler.fail_step(core.scheduler.schedule(), "broken")
@@ -106,7 +106,7 @@ def test_a_failed_step_ends_its_requests(make_core):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_figures_agree_with_the_scheduler_and_with_themselves(make_core, seed):
+def test_metrics_agree_with_scheduler_after_every_step(make_core, seed):
     """Many requests with preemptions, aborts and cache hits; counts are compared after every step."""
     rng = random.Random(seed)
     core = make_core(num_blocks=30, max_num_batched_tokens=16, preemption=PreemptionMode.RECOMPUTE)
@@ -141,7 +141,7 @@ def test_figures_agree_with_the_scheduler_and_with_themselves(make_core, seed):
     assert set(stats.tenant_tokens) == set("xyz")
 
 
-def test_drafts_are_counted_by_their_places():
+def test_drafts_are_counted_by_position():
     metrics = EngineMetrics()
     for num_drafted, num_accepted in ((2, 1), (4, 4), (1, 0), (3, 1)):
         metrics.emit(events.DraftsVerified(1, 0.0, "r", num_drafted, num_accepted))
@@ -153,13 +153,13 @@ def test_drafts_are_counted_by_their_places():
     assert (drafts.mean_accepted_length, drafts.tokens_per_step) == (1.5, 2.5)
 
 
-def test_without_drafts_there_is_no_rate():
+def test_no_drafts_give_no_acceptance_rate():
     drafts = DraftStats()
     assert drafts.acceptance_rate_per_pos == []
     assert (drafts.mean_accepted_length, drafts.tokens_per_step) == (0.0, 1.0)
 
 
-def test_figures_of_drafts_are_those_of_the_steps(make_core):
+def test_draft_metrics_match_verified_drafts_of_steps(make_core):
     core = make_core(clock=lambda: 0.0)
     core.add("r", 4, max_tokens=50)
     core.step()

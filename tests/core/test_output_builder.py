@@ -38,7 +38,7 @@ def made():
     return Builder()
 
 
-def test_a_request_is_sent_whole_then_what_is_new_and_whole_again_behind_a_preemption(made):
+def test_preempted_request_is_sent_completely_again(made):
     request = made.requests["a"]
     output = made.build({"a": 3})
     assert [data.request_id for data in output.scheduled_new_reqs] == ["a"]
@@ -64,20 +64,20 @@ def test_a_request_is_sent_whole_then_what_is_new_and_whole_again_behind_a_preem
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, {}), (2, {"a": [4]}), (3, {"a": [4, 5]}), (4, {"a": [4, 5, 6]})])
-def test_drafts_are_sent_as_far_as_they_were_given_tokens(made, count, expected):
+def test_drafts_are_cut_to_scheduled_tokens(made, count, expected):
     request = made.requests["a"]
     request.num_computed_tokens = 2
     request.spec_token_ids = [4, 5, 6]
     assert made.build({"b": 3, "a": count}).scheduled_spec_decode_tokens == expected
 
 
-def test_who_has_no_drafts_does_not_keep_others_from_theirs(made):
+def test_drafts_are_sent_after_request_without_drafts(made):
     made.requests["b"].num_computed_tokens = 2
     made.requests["b"].spec_token_ids = [9]
     assert made.build({"a": 3, "b": 2}).scheduled_spec_decode_tokens == {"b": [9]}
 
 
-def test_endings_are_told_once_and_again_where_a_step_failed(made):
+def test_finished_ids_are_sent_once_and_again_after_failed_step(made):
     made.build({"a": 3, "b": 3})
     assert not made.builder.has_endings
     made.builder.finished("a")
@@ -97,7 +97,7 @@ def test_endings_are_told_once_and_again_where_a_step_failed(made):
     assert made.build({}).finished_req_ids == {"a", "b", "c"}
 
 
-def test_copies_and_transfers_go_with_the_step(made):
+def test_step_output_includes_copies_and_transfers(made):
     request = made.requests["a"]
     made.manager.allocate_slots(request, 3)
     other = Request("other", [1, 2, 3], SamplingParams())
@@ -117,7 +117,7 @@ def test_copies_and_transfers_go_with_the_step(made):
     assert not made.build({}).copies
 
 
-def test_a_request_is_sent_whole_once_and_then_only_what_is_new(make_core):
+def test_scheduled_request_is_sent_completely_once_and_then_as_changes(make_core):
     core = make_core()
     core.add("a", 4)
     first = core.step()
@@ -131,7 +131,7 @@ def test_a_request_is_sent_whole_once_and_then_only_what_is_new(make_core):
     assert core.step().scheduled_cached_reqs.new_block_ids == [[[]]]
 
 
-def test_what_was_sent_is_a_copy(make_core):
+def test_sent_request_data_is_copy(make_core):
     core = make_core()
     request = core.add("a", 4)
     [data] = core.scheduler.schedule().scheduled_new_reqs
@@ -140,7 +140,7 @@ def test_what_was_sent_is_a_copy(make_core):
     assert (len(data.token_ids), data.block_ids) == (4, [[0]])
 
 
-def test_drafts_are_sent_as_far_as_the_step_has_room_for_them(make_core):
+def test_drafts_are_cut_to_step_budget(make_core):
     core = make_core(max_num_batched_tokens=4, max_num_seqs=2)
     core.add("a", 2, max_tokens=50)
     core.add("b", 2, max_tokens=50)
@@ -151,7 +151,7 @@ def test_drafts_are_sent_as_far_as_the_step_has_room_for_them(make_core):
     assert scheduled.scheduled_spec_decode_tokens == {"a": [1, 2]}
 
 
-def test_endings_are_told_once_and_again_when_the_step_failed(make_core):
+def test_scheduler_resends_finished_ids_after_failed_step(make_core):
     core = make_core()
     core.add("a", 4)
     core.step()
@@ -167,7 +167,7 @@ def test_endings_are_told_once_and_again_when_the_step_failed(make_core):
     assert not core.scheduler.has_work()
 
 
-def test_a_step_that_only_waits_for_transfers_says_so(make_core):
+def test_step_without_tokens_only_waits_for_transfers(make_core):
     core = make_core(connector=Store(prefix="loads"))
     core.add("runs", 4, max_tokens=2)
     assert not core.step().only_waits_for_transfers

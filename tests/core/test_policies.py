@@ -29,7 +29,9 @@ def order_of_admission(core):
 @pytest.mark.parametrize("admission", ["optimistic", "reservation"])
 @pytest.mark.parametrize("enable_chunked_prefill", [True, False])
 @pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
-def test_prompts_of_a_step_keep_to_their_limit_chunks_included(make_core, admission, enable_chunked_prefill, batching):
+def test_prompt_chunks_of_step_stay_within_max_batch_prefill_tokens(
+    make_core, admission, enable_chunked_prefill, batching
+):
     """Four prompts of 30 tokens; a step may compute 10 of them. In mixed batches decodes do not wait."""
     core = make_core(
         max_batch_prefill_tokens=10,
@@ -50,7 +52,7 @@ def test_prompts_of_a_step_keep_to_their_limit_chunks_included(make_core, admiss
     assert any(num_waiting) == (batching == "prefill_first")
 
 
-def test_a_prompts_last_token_is_one_of_the_limit(make_core):
+def test_last_prompt_token_counts_against_prefill_limit(make_core):
     """The last token fits into a block that the request holds, as a decoded token would."""
     core = make_core(max_batch_prefill_tokens=3, enable_prefix_caching=False, max_num_seqs=2)
     core.add("a", 4, max_tokens=1)
@@ -59,7 +61,7 @@ def test_a_prompts_last_token_is_one_of_the_limit(make_core):
     assert given == [{"a": 3}, {"a": 1, "b": 2}, {"b": 2}, {}]
 
 
-def test_no_token_is_kept_for_a_prompt_that_the_limit_of_prompts_leaves_without_one(make_core):
+def test_no_token_is_reserved_for_prompt_after_prefill_limit_is_used(make_core):
     """The most important prompt uses up the limit, so drafts of later requests may use the rest of the budget."""
     options = {"max_batch_prefill_tokens": 4, "max_num_batched_tokens": 8, "enable_prefix_caching": False}
     core = make_core(policy="priority", max_num_seqs=3, **options)
@@ -73,7 +75,7 @@ def test_no_token_is_kept_for_a_prompt_that_the_limit_of_prompts_leaves_without_
     assert core.scheduler.schedule().num_scheduled_tokens == {"a": 4, "b": 4}
 
 
-def test_a_token_is_kept_for_each_later_decode_when_prompts_have_taken_their_limit(make_core):
+def test_one_token_is_reserved_for_each_later_decode(make_core):
     """Of the budget of 8 the prompt takes 4, one token is kept for the later decode, and drafts use the other three."""
     options = {"max_batch_prefill_tokens": 4, "max_num_batched_tokens": 8, "enable_prefix_caching": False}
     core = make_core(policy="priority", max_num_seqs=4, **options)
@@ -88,7 +90,7 @@ def test_a_token_is_kept_for_each_later_decode_when_prompts_have_taken_their_lim
     assert core.scheduler.schedule().num_scheduled_tokens == {"a": 4, "b": 3, "d": 1}
 
 
-def test_a_victims_tokens_return_to_the_limit_of_prompts(make_core):
+def test_preempted_prompt_returns_its_tokens_to_prefill_limit(make_core):
     """The new request is preempted in the step that scheduled its last chunk; its tokens are given to other
     requests.
     """
@@ -103,7 +105,7 @@ def test_a_victims_tokens_return_to_the_limit_of_prompts(make_core):
     assert core.finished == dict.fromkeys("abc", "length")
 
 
-def test_who_resumes_with_all_but_its_newest_token_takes_nothing_of_the_limit(make_core):
+def test_resumed_request_with_cached_kv_uses_no_prefill_limit(make_core):
     """Its KV is found again, so it decodes, and the prompt of another request may use the whole limit."""
     core = make_core(max_batch_prefill_tokens=4)
     first = core.add("a", 8, max_tokens=9)
@@ -118,14 +120,14 @@ def test_who_resumes_with_all_but_its_newest_token_takes_nothing_of_the_limit(ma
 @pytest.mark.parametrize(
     ("name", "value"), [("max_batch_total_tokens", 4096), ("waiting_served_ratio", 1.2), ("max_waiting_tokens", 3)]
 )
-def test_options_of_reservation_are_refused_without_it(name, value):
+def test_reservation_options_are_refused_without_reservation(name, value):
     with pytest.raises(ConfigError, match=rf"{name} = {value} has no effect .*--admission reservation"):
         SchedulerConfig(**{name: value})
     assert getattr(SchedulerConfig(admission="reservation", **{name: value}), name) == value
     assert SchedulerConfig(max_batch_prefill_tokens=7).max_batch_prefill_tokens == 7, "which every rule keeps to"
 
 
-def test_priority_ages(make_core):
+def test_ageing_raises_rank_of_waiting_request(make_core):
     important_later = make_request("r1", priority=0, arrival_time=100.0)
     waiting_long = make_request("r0", priority=3, arrival_time=0.0)
     assert rank_by_priority(waiting_long, 30.0) < rank_by_priority(important_later, 30.0)
@@ -134,7 +136,7 @@ def test_priority_ages(make_core):
     assert rank_by_priority(waiting_long, 0) < rank_by_priority(important_later, 0)
 
 
-def test_F11_the_lowest_priority_finishes_under_a_stream_of_higher_ones(make_core):
+def test_F11_lowest_priority_finishes_under_stream_of_higher_priorities(make_core):
     core = make_core(max_num_seqs=1, policy="priority", ageing_s=5.0)
     core.add("low", 3, max_tokens=2, priority=5, arrival_time=0.0)
     for index in range(200):
@@ -145,7 +147,7 @@ def test_F11_the_lowest_priority_finishes_under_a_stream_of_higher_ones(make_cor
     assert "low" in core.finished
 
 
-def test_no_inversion_of_effective_priority(make_core):
+def test_admission_follows_effective_priority(make_core):
     rng = random.Random(3)
     core = make_core(max_num_seqs=2, policy="priority", ageing_s=7.0, num_blocks=30)
     rank = core.scheduler.policy.rank
@@ -160,7 +162,7 @@ def test_no_inversion_of_effective_priority(make_core):
     core.run()
 
 
-def test_a_long_prompt_gives_way_to_a_more_important_newcomer(make_core):
+def test_long_prompt_yields_budget_to_more_important_request(make_core):
     core = make_core(policy="priority", ageing_s=None, max_num_batched_tokens=8)
     core.add("batch", 40, priority=5)
     assert core.step().num_scheduled_tokens == {"batch": 8}
@@ -173,7 +175,7 @@ def test_a_long_prompt_gives_way_to_a_more_important_newcomer(make_core):
     assert len(core.finished) == 3
 
 
-def test_who_gave_way_is_not_overtaken_by_the_less_important(make_core):
+def test_less_important_request_does_not_overtake_running_prompt(make_core):
     core = make_core(policy="priority", ageing_s=None, max_num_batched_tokens=8)
     core.add("batch", 40, priority=5)
     core.step()
@@ -186,7 +188,7 @@ def test_who_gave_way_is_not_overtaken_by_the_less_important(make_core):
     assert order_of_admission(core) == ["batch", "user", "later"]
 
 
-def test_nobody_waits_for_a_block_that_a_less_important_request_computes(make_core):
+def test_request_is_not_deferred_for_block_of_less_important_request(make_core):
     core = make_core(policy="priority", ageing_s=None, long_prefill_token_threshold=8, block_size=4)
     prefix = list(range(24))
     core.add("owner", [*prefix, 77], priority=5)
@@ -198,7 +200,7 @@ def test_nobody_waits_for_a_block_that_a_less_important_request_computes(make_co
     assert order_of_admission(core) == ["owner", "more", "less"]
 
 
-def test_nobody_gives_way_to_a_tenant_under_fair_share(make_core):
+def test_fair_policy_does_not_stop_running_prompt_for_other_tenants(make_core):
     core = make_core(policy="fair", max_num_batched_tokens=8)
     core.add("long", 60, tenant="a")
     core.step()
@@ -211,7 +213,7 @@ def test_nobody_gives_way_to_a_tenant_under_fair_share(make_core):
     assert len(core.finished) >= 2
 
 
-def test_first_come_first_served_does_not_give_way(make_core):
+def test_fcfs_does_not_yield_budget_to_higher_priority(make_core):
     core = make_core(max_num_batched_tokens=8)
     core.add("a", 12, priority=5)
     core.step()
@@ -219,7 +221,7 @@ def test_first_come_first_served_does_not_give_way(make_core):
     assert core.step().num_scheduled_tokens == {"a": 4, "b": 4}
 
 
-def test_behind_one_that_stalls_the_running_go_on_and_nobody_is_admitted(make_core):
+def test_stalled_request_blocks_admission_but_not_running_requests(make_core):
     """The running requests may hold the blocks that the stalled one needs. Without progress none of them would end."""
     core = make_core()
     stalled, holder, last = (core.add(name, 9) for name in ("stalled", "holder", "last"))
@@ -235,7 +237,7 @@ def test_behind_one_that_stalls_the_running_go_on_and_nobody_is_admitted(make_co
     assert admitted == [stalled]
 
 
-def test_who_gave_way_waits_for_blocks_rather_than_preempt(make_core):
+def test_outranked_request_waits_for_blocks_without_preempting(make_core):
     core = make_core(policy="priority", ageing_s=None, max_num_batched_tokens=12, num_blocks=5, block_size=4)
     core.add("batch", 18, priority=5, max_tokens=2)
     core.step()
@@ -247,7 +249,7 @@ def test_who_gave_way_waits_for_blocks_rather_than_preempt(make_core):
     assert core.finished == {"user": "length", "batch": "length"}
 
 
-def test_earliest_deadline_first_with_ageing(make_core):
+def test_deadline_policy_serves_earliest_deadline_first_with_ageing(make_core):
     urgent = make_request("r1", arrival_time=10.0, deadline=12.0)
     relaxed = make_request("r0", arrival_time=0.0, deadline=500.0)
     none = make_request("r2", arrival_time=1.0)
@@ -262,7 +264,7 @@ def test_earliest_deadline_first_with_ageing(make_core):
     assert order_of_admission(core) == ["first", "soon", "late"]
 
 
-def test_a_request_past_its_deadline_ends_with_an_error(make_core):
+def test_request_past_its_deadline_ends_with_error(make_core):
     core = make_core(max_num_seqs=1)
     core.add("long", 3, max_tokens=50)
     core.add("waits", 3, deadline=8.0)
@@ -271,7 +273,7 @@ def test_a_request_past_its_deadline_ends_with_an_error(make_core):
     assert core.finished == {"waits": "error", "long": "length", "patient": "length"}
 
 
-def test_fair_share_serves_who_got_least(make_core):
+def test_fair_share_admits_least_served_tenant(make_core):
     core = make_core(max_num_seqs=1, policy="fair")
     for index in range(20):
         core.add(f"flood{index}", 4, max_tokens=4, tenant="flood")
@@ -301,7 +303,7 @@ def test_fair_share_gives_no_credit_for_idle_time():
     assert counters.served("idle") == counters.served("busy")
 
 
-def test_fair_share_holds_its_bound_while_one_floods(make_core):
+def test_fair_share_keeps_service_bound_while_one_tenant_floods(make_core):
     """A simulated hour, checked by events: one tenant sends 50 times as much, and the other gets 90 % of its half."""
     rng = random.Random(5)
     core = make_core(max_num_seqs=4, policy="fair", num_blocks=200)
@@ -369,7 +371,7 @@ def test_fair_share_follows_weights(make_core):
     assert served["heavy"] / served["light"] == pytest.approx(3.0, rel=0.02)
 
 
-def test_fair_share_begins_anew_after_idleness(make_core):
+def test_fair_share_resets_counters_after_idleness(make_core):
     core = make_core(max_num_seqs=1, policy="fair")
     core.add("a0", 3, max_tokens=300, tenant="a")
     core.add("a1", 3, max_tokens=300, tenant="a")
@@ -386,7 +388,7 @@ def test_fair_share_begins_anew_after_idleness(make_core):
     assert [core.scheduler.policy.counters.served(tenant) for tenant in "ab"] == [0.0, 0.0]
 
 
-def test_F28_limits_of_the_queue_are_tested_before_anything_is_added(make_core):
+def test_F28_queue_limits_are_checked_before_request_is_added(make_core):
     core = make_core(max_num_seqs=1, max_num_waiting=2, max_num_waiting_tokens=20)
     core.add("a", 12)
     with pytest.raises(QueueFullError, match="max_num_waiting_tokens"):
@@ -400,7 +402,7 @@ def test_F28_limits_of_the_queue_are_tested_before_anything_is_added(make_core):
     assert core.scheduler.room.num_tokens == 0
 
 
-def test_F8_reservation_refuses_what_could_never_be_reserved(make_core):
+def test_F8_reservation_refuses_request_above_max_batch_total_tokens(make_core):
     core = make_core(admission="reservation", max_batch_total_tokens=30)
     with pytest.raises(PromptTooLongError, match="max_batch_total_tokens"):
         core.add("a", 20, max_tokens=11)
@@ -419,7 +421,7 @@ def test_reservation_never_preempts(make_core):
     assert core.scheduler.admission.num_reserved_total == 0
 
 
-def test_reservation_lets_requests_gather_but_not_for_long(make_core):
+def test_gathering_under_reservation_ends_after_max_waiting_tokens(make_core):
     core = make_core(admission="reservation", waiting_served_ratio=2.0, max_waiting_tokens=3, max_num_seqs=4)
     core.add("a", 3, max_tokens=30)
     core.step()
@@ -429,7 +431,7 @@ def test_reservation_lets_requests_gather_but_not_for_long(make_core):
     assert core.log.of_type(events.RequestBlocked)[0].reason == events.WaitReason.GATHERING
 
 
-def test_prefill_first_never_mixes(make_core):
+def test_prefill_first_never_mixes_prompts_and_decodes(make_core):
     core = make_core(batching="prefill_first", max_num_batched_tokens=10, max_num_seqs=4)
     for index in range(6):
         core.add(f"r{index}", 7, max_tokens=4)
@@ -452,7 +454,7 @@ def test_prefill_first_never_mixes(make_core):
         ({"preemption": "auto", "swap_block_cost_tokens": 20.0}, False),
     ],
 )
-def test_a_victim_is_swapped_when_that_costs_less(options, expected):
+def test_victim_is_swapped_if_cheaper_than_recompute(options, expected):
     assert should_swap(SchedulerConfig(**options), num_tokens=40, num_blocks=3) is expected
 
 
@@ -470,7 +472,7 @@ def test_a_victim_is_swapped_when_that_costs_less(options, expected):
         ("max_num_waiting_tokens", "many"),
     ],
 )
-def test_a_wrong_option_is_named(name, value):
+def test_invalid_scheduler_option_is_named_in_error(name, value):
     with pytest.raises(ConfigError, match="scheduling policy|" + name):
         SchedulerConfig(**{name: value})
 
@@ -515,7 +517,7 @@ def preempted_and_computed(core):
     [(None, 16, (0, 2083)), (WaitingFirst(), 250, (6, 2422))],
     ids=["mixed", "waiting first"],
 )
-def test_why_the_running_go_before_the_waiting(make_core, batching, steps, cost):
+def test_serving_running_before_waiting_requests_costs_fewer_steps(make_core, batching, steps, cost):
     cores = [make_core(max_num_batched_tokens=64, block_size=16, num_blocks=count) for count in (200, 40)]
     for core in cores:
         core.scheduler._state.batching = batching or core.scheduler._state.batching

@@ -55,12 +55,12 @@ def decoding(name):
         (6, 6, 0, False, 6),
     ],
 )
-def test_how_many_tokens_a_request_gets(num_remaining, budget, threshold, may_be_cut, expected):
+def test_num_tokens_to_schedule_respects_budget_and_threshold(num_remaining, budget, threshold, may_be_cut, expected):
     count = num_tokens_to_schedule(num_remaining, budget, threshold=threshold, may_be_cut=may_be_cut, whole_budget=20)
     assert count == expected
 
 
-def test_what_a_far_token_costs():
+def test_prompt_token_at_high_position_costs_more_budget():
     cost = PromptCost(500.0)  # a half per position
     assert [cost.num_tokens_within(10, position) for position in (0, 2, 8, 100)] == [10, 5, 2, 1]
     assert [cost.num_tokens_within(budget, 2) for budget in (0, -3, 1)] == [0, -3, 1]
@@ -81,7 +81,7 @@ def test_what_a_far_token_costs():
         ("fair", FairRequestQueue, False),
     ],
 )
-def test_each_policy_has_its_queue_and_rank(name, queue, is_fixed):
+def test_each_policy_creates_its_queue_and_rank(name, queue, is_fixed):
     policy = create_policy(SchedulerConfig(policy=name, ageing_s=10.0, fair_input_weight=3.0, fair_output_weight=5.0))
     assert type(policy.waiting) is queue
     assert policy.ranks_are_fixed is is_fixed
@@ -102,7 +102,7 @@ def test_each_policy_has_its_queue_and_rank(name, queue, is_fixed):
         assert policy.counters.served("y") == 8.0
 
 
-def test_ranks():
+def test_ranks_by_priority_and_deadline_include_ageing():
     request = make_request("a", priority=3, arrival_time=30.0)
     request.arrival_index = 5
     assert rank_by_priority(request, None) == (3, 5)
@@ -115,7 +115,7 @@ def test_ranks():
     assert rank_by_deadline(request, 1.0) == (31.0, 5)
 
 
-def test_the_least_important_falls_but_not_the_first_and_not_too_often():
+def test_victim_is_least_important_request_that_is_not_protected():
     def rank(request):
         return (request.priority,)
 
@@ -142,7 +142,7 @@ def test_the_least_important_falls_but_not_the_first_and_not_too_often():
         ("recompute", 99, 1, False),
     ],
 )
-def test_swapped_is_what_costs_less(preemption, num_tokens, num_blocks, expected):
+def test_swap_is_chosen_if_cheaper_than_recompute(preemption, num_tokens, num_blocks, expected):
     config = SchedulerConfig(preemption=preemption, swap_block_cost_tokens=2.0)
     assert should_swap(config, num_tokens, num_blocks) is expected
 
@@ -151,7 +151,7 @@ def test_swapped_is_what_costs_less(preemption, num_tokens, num_blocks, expected
     ("computed", "output", "expected"),
     [(0, 0, True), (3, 0, True), (4, 1, False), (3, 1, True), (0, 1, True), (4, 2, True), (5, 2, False)],
 )
-def test_a_prompt_is_what_has_more_than_its_newest_token_to_compute(computed, output, expected):
+def test_request_with_more_than_newest_token_to_compute_is_prefill(computed, output, expected):
     request = make_request("a", 4, computed=computed, output=output)
     assert is_prefill(request) is expected
     assert is_decode(request) is not expected
@@ -170,7 +170,7 @@ def test_a_prompt_is_what_has_more_than_its_newest_token_to_compute(computed, ou
         ({"batching": "prefill_first", "mixed_step_ms": 50.0}, 0),
     ],
 )
-def test_what_prompts_get_beside_answers_at_first(options, limit):
+def test_initial_prefill_limit_follows_mixed_options(options, limit):
     batching = create_batching(SchedulerConfig(**{"max_num_batched_tokens": 100, "max_num_seqs": 8, **options}))
     assert batching.prefill_limit == limit
     assert isinstance(batching, PrefillFirstBatching if "batching" in options else MixedBatching)
@@ -202,7 +202,7 @@ def fill(batching, running, filler, outranked=(), budget=100):
     return plan
 
 
-def test_mixed_serves_the_running_then_the_outranked_in_turn_then_the_waiting():
+def test_mixed_batching_serves_running_then_outranked_then_waiting():
     running = [decoding("a"), make_request("b"), make_request("c")]
     filler = Filler()
     fill(MixedBatching(0), running, filler, running[1:])
@@ -219,16 +219,16 @@ def test_mixed_serves_the_running_then_the_outranked_in_turn_then_the_waiting():
     ("limit", "names", "expected"),
     [(5, "ab", 6), (5, "b", 100), (5, "a", 6), (0, "ab", 100), (1, "abcd", 4), (200, "ab", 100)],
 )
-def test_beside_answers_the_budget_is_theirs_and_the_limit(limit, names, expected):
+def test_mixed_step_budget_is_decodes_plus_prefill_limit(limit, names, expected):
     running = [decoding(name) if name == "a" else make_request(name) for name in names]
     assert fill(MixedBatching(limit), running, Filler()).whole_budget == expected
 
 
-def test_without_a_least_number_prompts_begin_with_none():
+def test_prefill_limit_starts_at_zero_without_minimum():
     assert MixedBatching(9, step_s=1.0).prefill_limit == 0
 
 
-def test_drafts_are_part_of_an_answer():
+def test_drafts_count_as_decode_tokens_in_mixed_budget():
     request = decoding("a")
     request.spec_token_ids = [1, 2, 3]
     assert fill(MixedBatching(5), [request], Filler()).whole_budget == 9
@@ -247,11 +247,11 @@ def learned(seconds, *, limit=40, running="ab", short=True, count=10):
 @pytest.mark.parametrize(
     ("seconds", "expected"), [(1.0, 40), (2.0, 20), (1.6, 25), (9.0, 20), (0.9, 44), (0.8, 50), (0.1, 50), (0.0, 50)]
 )
-def test_the_limit_follows_the_time_that_steps_take(seconds, expected):
+def test_prefill_limit_follows_step_time(seconds, expected):
     assert learned(seconds) == expected
 
 
-def test_what_is_learned_and_of_which_steps():
+def test_prefill_limit_has_bounds_and_learns_only_from_mixed_steps():
     assert learned(2.0, limit=10) == 8  # the lower bound
     assert learned(0.1, limit=90) == 100  # the upper bound
     assert learned(0.1, short=False) == 40  # prompts used all that they needed
@@ -269,7 +269,7 @@ def test_what_is_learned_and_of_which_steps():
     assert batching.prefill_limit == 100  # no step time is requested
 
 
-def test_prefill_first_serves_prompts_and_only_without_any_answers():
+def test_prefill_first_serves_decodes_only_without_prompts():
     running = [decoding("a"), make_request("b"), make_request("c")]
     filler = Filler()
     fill(PrefillFirstBatching(), running, filler)
@@ -282,7 +282,7 @@ def test_prefill_first_serves_prompts_and_only_without_any_answers():
     assert filler.asked == [[], None, ["a"]]
 
 
-def test_prefill_first_a_load_is_a_prompt():
+def test_prefill_first_counts_admitted_load_as_prompt():
     filler = Filler()
     plan = StepPlan(10, 10)
     plan.has_admitted = True

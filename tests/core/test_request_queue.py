@@ -21,7 +21,7 @@ def ids(queue) -> list[str]:
     return [request.request_id for request in queue]
 
 
-def test_fcfs_queue_basic():
+def test_fcfs_queue_pops_in_order_of_arrival():
     queue = FCFSRequestQueue()
     for name in "abc":
         queue.add_request(make_request(name))
@@ -32,14 +32,14 @@ def test_fcfs_queue_basic():
     assert not queue
 
 
-def test_fcfs_queue_prepend():
+def test_fcfs_queue_puts_prepended_request_first():
     queue = FCFSRequestQueue()
     queue.add_request(make_request("a"))
     queue.prepend_request(make_request("b"))
     assert ids(queue) == ["b", "a"]
 
 
-def test_fcfs_queue_keeps_the_order_of_arrival_among_those_that_are_back():
+def test_fcfs_queue_sorts_prepended_requests_by_arrival():
     queue = FCFSRequestQueue()
     queue.add_request(make_request("new", 9))
     for index in (1, 0, 2, 3):
@@ -47,7 +47,7 @@ def test_fcfs_queue_keeps_the_order_of_arrival_among_those_that_are_back():
     assert ids(queue) == ["back 0", "back 1", "back 2", "back 3", "new"]
 
 
-def test_fcfs_queue_remove():
+def test_fcfs_queue_removes_request_only_once():
     queue = FCFSRequestQueue()
     requests = [make_request(name) for name in "abc"]
     for request in requests:
@@ -59,14 +59,14 @@ def test_fcfs_queue_remove():
 
 
 @pytest.mark.parametrize("queue", [FCFSRequestQueue(), PriorityRequestQueue()])
-def test_empty_queue(queue):
+def test_empty_queue_raises_index_error(queue):
     with pytest.raises(IndexError, match="empty queue"):
         queue.peek_request()
     with pytest.raises(IndexError, match="empty queue"):
         queue.pop_request()
 
 
-def test_priority_queue_lower_first_then_arrival():
+def test_priority_queue_sorts_by_priority_then_arrival():
     queue = PriorityRequestQueue()
     for index, (name, priority) in enumerate([("a", 5), ("b", 1), ("c", 5), ("d", 1)]):
         queue.add_request(make_request(name, index, priority))
@@ -74,7 +74,7 @@ def test_priority_queue_lower_first_then_arrival():
     assert [queue.pop_request().request_id for _ in range(4)] == ["b", "d", "a", "c"]
 
 
-def test_priority_queue_preempted_goes_before_its_class():
+def test_priority_queue_puts_preempted_request_first_in_its_class():
     queue = PriorityRequestQueue()
     queue.add_request(make_request("later", 5, 1))
     queue.add_request(make_request("urgent", 6, 0))
@@ -82,7 +82,7 @@ def test_priority_queue_preempted_goes_before_its_class():
     assert ids(queue) == ["urgent", "preempted", "later"]
 
 
-def test_priority_queue_remove_and_reuse_of_an_id():
+def test_priority_queue_accepts_reused_id_after_removal():
     queue = PriorityRequestQueue()
     first = make_request("a", 0, 9)
     queue.add_request(first)
@@ -94,7 +94,7 @@ def test_priority_queue_remove_and_reuse_of_an_id():
     assert not queue
 
 
-def test_priority_queue_takes_no_new_request_for_an_old_one_of_its_id():
+def test_priority_queue_ignores_old_entry_of_reused_id():
     queue = PriorityRequestQueue()
     first = make_request("a", 0, 1)
     queue.add_request(first)
@@ -106,7 +106,7 @@ def test_priority_queue_takes_no_new_request_for_an_old_one_of_its_id():
 
 
 @pytest.mark.parametrize("count", [100, 101])
-def test_priority_queue_keeps_few_entries_of_those_that_left(count):
+def test_priority_queue_prunes_entries_of_removed_requests(count):
     queue = PriorityRequestQueue()
     requests = [make_request(str(index), index) for index in range(count)]
     for request in requests:
@@ -122,7 +122,7 @@ def test_priority_queue_keeps_few_entries_of_those_that_left(count):
     assert ids(queue) == [request.request_id for request in requests[1:18]]
 
 
-def test_priority_queue_keeps_its_order_when_many_leave():
+def test_priority_queue_keeps_order_after_many_removals():
     rng = random.Random(0)
     queue = PriorityRequestQueue()
     requests = [make_request(str(index), index, rng.randrange(1000)) for index in range(300)]
@@ -136,6 +136,6 @@ def test_priority_queue_keeps_its_order_when_many_leave():
     assert [queue.pop_request() for _ in range(100)] == expected
 
 
-def test_create_request_queue():
+def test_create_request_queue_returns_queue_of_policy():
     assert isinstance(create_request_queue(SchedulingPolicy.FCFS), FCFSRequestQueue)
     assert isinstance(create_request_queue(SchedulingPolicy.PRIORITY), PriorityRequestQueue)

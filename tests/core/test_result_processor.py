@@ -28,7 +28,7 @@ def drafted(make_core, drafts, **options):
 
 
 @pytest.mark.parametrize("sampled", [[], [1, 2, 3, 4, 5]], ids=["none", "one more than there are rows"])
-def test_a_drafted_request_with_a_wrong_number_of_tokens_fails_at_once_and_alone(make_core, sampled):
+def test_wrong_number_of_sampled_tokens_fails_only_its_request(make_core, sampled):
     core, request, scheduled = drafted(make_core, [1, 2, 3])
     assert scheduled.num_scheduled_tokens == {"a": 4, "b": 1}
     failed, other = take(core, scheduled, {"a": sampled, "b": [7]})
@@ -44,7 +44,7 @@ def test_a_drafted_request_with_a_wrong_number_of_tokens_fails_at_once_and_alone
     assert core.finished == {"b": "length"}
 
 
-def test_a_drafted_request_that_the_worker_does_not_name_fails_at_once(make_core):
+def test_drafted_request_missing_in_result_fails(make_core):
     core, _, scheduled = drafted(make_core, [1])
     assert [(output.request_id, output.finish_reason) for output in take(core, scheduled, {"b": [7]})] == [
         ("a", "error"),
@@ -53,7 +53,7 @@ def test_a_drafted_request_that_the_worker_does_not_name_fails_at_once(make_core
 
 
 @pytest.mark.parametrize("num_sampled", [1, 2, 3, 4])
-def test_drafts_count_as_accepted_as_far_as_tokens_were_sampled(make_core, num_sampled):
+def test_accepted_drafts_are_sampled_tokens_minus_one(make_core, num_sampled):
     core, request, scheduled = drafted(make_core, [1, 2, 3])
     take(core, scheduled, {"a": [1, 2, 3, 4][:num_sampled], "b": [7]})
     assert request.num_computed_tokens == 4 + num_sampled == len(request.sequence.token_ids) - 1
@@ -64,7 +64,7 @@ def test_drafts_count_as_accepted_as_far_as_tokens_were_sampled(make_core, num_s
     assert invariants.check(core.scheduler) == []
 
 
-def test_a_token_that_is_postponed_is_asked_for_again(make_core):
+def test_postponed_token_is_scheduled_again(make_core):
     core, request, scheduled = drafted(make_core, [1, 2, 3])
     [other] = take(core, scheduled, {"b": [7]}, postponed={"a"})
     assert other.request_id == "b"
@@ -79,7 +79,7 @@ def test_a_token_that_is_postponed_is_asked_for_again(make_core):
     assert (output.new_token_ids, request.num_computed_tokens) == ([8], 5)
 
 
-def test_what_is_known_of_a_prompt_is_told_while_its_token_is_postponed(make_core):
+def test_prompt_logprobs_are_returned_while_token_is_postponed(make_core):
     core = make_core()
     request = core.add("a", 8, prompt_logprobs=0)
     entries = [TokenLogprobs([index], [-1.0], 1) for index in range(7)]
@@ -93,7 +93,7 @@ def test_what_is_known_of_a_prompt_is_told_while_its_token_is_postponed(make_cor
 @pytest.mark.parametrize(
     ("length", "due"), [(4, "its token is postponed"), (20, "some of its known tokens are not computed")]
 )
-def test_a_token_that_is_postponed_and_came_is_an_error(make_core, length, due):
+def test_sampled_token_that_is_also_postponed_is_error(make_core, length, due):
     core = make_core(max_num_batched_tokens=8)
     core.add("a", length)
     [output] = take(core, core.scheduler.schedule(), {"a": [7]}, postponed={"a"})
@@ -101,7 +101,7 @@ def test_a_token_that_is_postponed_and_came_is_an_error(make_core, length, due):
     assert output.finish_reason == "error"
 
 
-def test_a_prompt_that_is_not_computed_has_nothing_to_postpone(make_core):
+def test_partially_computed_prompt_has_no_token_to_postpone(make_core):
     core = make_core(max_num_batched_tokens=8)
     request = core.add("long", 20)
     assert take(core, core.scheduler.schedule(), {}, postponed={"long"}) == []
@@ -109,7 +109,7 @@ def test_a_prompt_that_is_not_computed_has_nothing_to_postpone(make_core):
     assert core.log.of_type(events.TokenPostponed) == []
 
 
-def test_tokens_of_a_request_whose_prompt_is_not_computed_are_an_error(make_core):
+def test_token_of_partially_computed_prompt_is_error(make_core):
     core = make_core(max_num_batched_tokens=8)
     core.add("long", 20)
     scheduled = core.scheduler.schedule()
@@ -119,14 +119,14 @@ def test_tokens_of_a_request_whose_prompt_is_not_computed_are_an_error(make_core
     assert invariants.check(core.scheduler) == []
 
 
-def test_without_drafts_more_than_one_token_is_an_error(make_core):
+def test_more_than_one_token_without_drafts_is_error(make_core):
     core = make_core()
     core.add("a", 4)
     [output] = take(core, core.scheduler.schedule(), {"a": [7, 8]})
     assert (output.finish_reason, output.new_token_ids) == ("error", [])
 
 
-def test_log_probabilities_end_with_the_token_that_ends_the_request(make_core):
+def test_logprobs_end_with_stop_token(make_core):
     core, _, scheduled = drafted(make_core, [1, 2], stop_token_ids=[2])
     entries = [TokenLogprobs([token], [-1.0], 1) for token in (1, 2, 3)]
     output, _ = take(core, scheduled, {"a": [1, 2, 3], "b": [7]}, logprobs={"a": entries})
@@ -134,7 +134,7 @@ def test_log_probabilities_end_with_the_token_that_ends_the_request(make_core):
     assert output.new_logprobs == entries[:2]
 
 
-def test_prompt_logprobs_that_were_told_before_a_preemption_are_not_told_again(make_core):
+def test_prompt_logprobs_are_not_returned_again_after_preemption(make_core):
     core = make_core(max_num_batched_tokens=4, max_num_seqs=4)
     core.add("a", 7, prompt_logprobs=0)
     entries = [TokenLogprobs([index], [-1.0], 1) for index in range(6)]
@@ -149,7 +149,7 @@ def test_prompt_logprobs_that_were_told_before_a_preemption_are_not_told_again(m
 
 
 @pytest.mark.parametrize(("max_tokens", "kept"), [(50, [1, 2, 3]), (4, [1, 2]), (2, []), (3, [1])])
-def test_drafts_never_reach_beyond_what_may_be_generated(make_core, max_tokens, kept):
+def test_drafts_are_cut_to_max_tokens(make_core, max_tokens, kept):
     core = make_core()
     request = core.add("a", 4, max_tokens=max_tokens)
     core.step()
@@ -157,7 +157,7 @@ def test_drafts_never_reach_beyond_what_may_be_generated(make_core, max_tokens, 
     assert request.spec_token_ids == kept
 
 
-def test_drafts_of_who_does_not_decode_are_dropped(make_core):
+def test_drafts_of_requests_that_do_not_decode_are_dropped(make_core):
     core = make_core(max_num_batched_tokens=8, max_num_seqs=1)
     prompt, waiting = core.add("prompt", 20), core.add("waiting", 4)
     core.step()
@@ -165,7 +165,7 @@ def test_drafts_of_who_does_not_decode_are_dropped(make_core):
     assert prompt.spec_token_ids == waiting.spec_token_ids == []
 
 
-def test_a_step_serves_each_tenant_what_it_got(make_core):
+def test_step_charges_each_tenant_by_its_weight(make_core):
     core = make_core(policy="fair")
     core.add("a", 4, tenant="x", tenant_weight=2.0, max_tokens=50)
     core.add("b", 4, tenant="y", max_tokens=50)
@@ -182,7 +182,7 @@ def test_a_step_serves_each_tenant_what_it_got(make_core):
     [(4, 1), (5, 1)],
     ids=["drafts behind the end would fill a block", "the last token would fill a block"],
 )
-def test_drafts_behind_the_token_that_ends_a_request_are_not_shared(make_core, prompt, num_cached_blocks):
+def test_drafts_after_stop_token_are_not_cached(make_core, prompt, num_cached_blocks):
     core = make_core()
     core.add("a", prompt, max_tokens=50, stop_token_ids=[2])
     core.add("keeps going", 1, max_tokens=50)
@@ -195,7 +195,7 @@ def test_drafts_behind_the_token_that_ends_a_request_are_not_shared(make_core, p
     assert invariants.check(core.scheduler) == []
 
 
-def test_a_block_is_shared_with_the_step_that_fills_it(make_core):
+def test_block_is_cached_after_step_that_fills_it(make_core):
     core = make_core()
     request = core.add("a", 5, max_tokens=50)
     while request.num_computed_tokens < 8:
@@ -204,7 +204,7 @@ def test_a_block_is_shared_with_the_step_that_fills_it(make_core):
     assert core.scheduler.kv_cache_manager.pool.num_cached_blocks == 2
 
 
-def test_what_was_pooled_goes_with_its_request(make_core):
+def test_pooled_vector_is_returned_with_its_request(make_core):
     core = make_core()
     core.add("a", 4, max_tokens=1)
     core.add("b", 4, max_tokens=1)
@@ -213,7 +213,7 @@ def test_what_was_pooled_goes_with_its_request(make_core):
     assert (a.pooled, b.pooled) == (pooled, None)
 
 
-def test_what_went_to_host_memory_and_back_is_told(make_core):
+def test_host_memory_copies_emit_event(make_core):
     core = make_core()
     core.add("a", 4, max_tokens=2)
     saved, loaded = TierMove("host", 2, 200, 0.5), TierMove("host", 1, 100, 0.25)
@@ -223,7 +223,7 @@ def test_what_went_to_host_memory_and_back_is_told(make_core):
     assert (copied.saved, copied.loaded) == (saved, loaded)
 
 
-def test_a_step_that_failed_gives_up_the_loads_it_ordered(make_core):
+def test_failed_step_cancels_loads_that_it_ordered(make_core):
     core = make_core(connector=Store())
     request = core.add("a", 12)
     scheduled = core.scheduler.schedule()
@@ -237,7 +237,7 @@ def test_a_step_that_failed_gives_up_the_loads_it_ordered(make_core):
     assert scheduled.num_scheduled_tokens == {"a": 12}  # computed instead of loaded
 
 
-def test_a_step_that_failed_ends_nobody_who_ended_before(make_core):
+def test_failed_step_does_not_end_aborted_request_again(make_core):
     core = make_core()
     core.add("a", 4)
     core.add("b", 4)
@@ -246,14 +246,14 @@ def test_a_step_that_failed_ends_nobody_who_ended_before(make_core):
     assert [output.request_id for output in core.scheduler.fail_step(scheduled, "broken")] == ["b"]
 
 
-def test_who_waits_gets_no_drafts_however_short_it_is(make_core):
+def test_waiting_request_gets_no_drafts(make_core):
     core = make_core()
     request = core.add("a", 1)
     core.guess({"a": [1]})
     assert request.spec_token_ids == []
 
 
-def test_before_the_first_step_every_result_is_late(make_core):
+def test_result_before_first_step_is_discarded(make_core):
     other = make_core()
     other.add("a", 4)
     scheduled = other.scheduler.schedule()
@@ -262,7 +262,7 @@ def test_before_the_first_step_every_result_is_late(make_core):
     assert core.scheduler.fail_step(scheduled, "broken") == []
 
 
-def test_drafts_come_with_the_result(make_core):
+def test_drafts_of_result_are_scheduled_in_next_step(make_core):
     core = make_core()
     core.add("a", 3)
     scheduled = core.scheduler.schedule()

@@ -70,7 +70,7 @@ class SlowStore(Store):
 
 
 @pytest.mark.parametrize("num_window_blocks", [60, 80, 400])
-def test_what_a_slow_store_gets_of_a_prompt_is_found_from_its_beginning_on(make_core, num_window_blocks):
+def test_blocks_saved_to_slow_store_form_prefix_of_prompt(make_core, num_window_blocks):
     store = SlowStore(2)
     core = make_core(
         num_blocks=400, num_window_blocks=num_window_blocks, window=20, max_num_batched_tokens=64, max_num_seqs=4,
@@ -84,11 +84,11 @@ def test_what_a_slow_store_gets_of_a_prompt_is_found_from_its_beginning_on(make_
         assert num_saved >= 75 or num_window_blocks < 400
 
 
-def test_where_there_is_no_store_nothing_is_saved(make_core):
+def test_no_store_allows_no_saved_blocks(make_core):
     assert make_core(num_window_blocks=64, window=20).scheduler.transfers.most_saved_blocks == 0
 
 
-def test_as_many_are_saved_at_once_as_windows_and_a_step_leave():
+def test_save_limit_excludes_blocks_for_windows_and_step():
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=63)
 
     def most(num_window_blocks, num_blocks=400):
@@ -109,7 +109,7 @@ def manager_share(window):
     return manager.bounded[0].num_reserved(400)
 
 
-def test_what_has_lost_its_window_part_is_saved_without_it_unless_the_store_has_it_so():
+def test_block_without_window_part_is_saved_in_part_unless_store_has_it():
     manager, store = KVCacheManager(16, 4, bounded_groups=[KVGroupSpec(SlidingWindow(40), 16)]), SlowStore()
     request = Request("a", list(range(20)), SamplingParams())
     manager.add_tables(request)
@@ -158,10 +158,10 @@ class TestRoom:
             ([], 0),
         ],
     )
-    def test_it_ends_where_either_is_full(self, transfers, parts, expected):
+    def test_save_ends_at_limit_of_blocks_or_window_parts(self, transfers, parts, expected):
         assert transfers._num_with_room([part != NO_BLOCK for part in parts]) == expected
 
-    def test_what_is_being_saved_takes_of_both(self, transfers):
+    def test_saves_in_flight_count_against_both_limits(self, transfers):
         transfers._saving, transfers._saving_in_part = set(range(8)), set(range(20, 27))
         assert transfers._num_with_room([False] * 20) == 10
         assert transfers._num_with_room([True] * 20) == 4
@@ -172,9 +172,7 @@ class TestRoom:
     @pytest.mark.parametrize(
         ("num_in_full", "num_in_part", "is_asked"), [(11, 13, True), (12, 12, True), (12, 13, False), (0, 25, False)]
     )
-    def test_a_store_is_asked_while_a_block_has_room_in_part_at_least(
-        self, transfers, num_in_full, num_in_part, is_asked
-    ):
+    def test_store_is_queried_while_limits_allow_partial_save(self, transfers, num_in_full, num_in_part, is_asked):
         """Blocks that the store has completely may precede blocks saved in part. Handovers have no limit."""
         for name, params in (("a", None), ("b", donor_params("b"))):
             request = Request(name, list(range(9)), SamplingParams(), kv_transfer_params=params)
@@ -189,7 +187,7 @@ class TestRoom:
             assert bool(asked) == (is_asked or params is not None)
 
 
-def test_what_waits_for_room_is_saved_without_what_it_loses_meanwhile(make_core):
+def test_delayed_save_omits_window_part_lost_while_waiting(make_core):
     store = SlowStore()
     core = make_donor(make_core, store, 200)
     request = core.add("a", 200, max_tokens=60)
@@ -238,7 +236,7 @@ class TestSavedInPart:
             core.step()
         return request
 
-    def test_they_are_not_ordered_again(self, core):
+    def test_blocks_being_saved_in_part_are_not_ordered_again(self, core):
         [saved] = core.log.of_type(events.KVSaveStarted)[-1:]
         transfers = core.scheduler.transfers
         assert saved.num_blocks == 10
@@ -246,13 +244,13 @@ class TestSavedInPart:
         self.add(core, "c", 6)
         assert core.log.of_type(events.KVSaveStarted)[-1] is saved
 
-    def test_who_hands_them_over_computes_them(self, core):
+    def test_handover_recomputes_blocks_being_saved_in_part(self, core):
         request = self.add(core, "c", 6, donor_params("c"))
         assert request.sequence.num_cached_tokens == 8
         saves = [each.num_blocks for each in core.log.of_type(events.KVSaveStarted)]
         assert saves[-2:] == [10, 3], "what is being saved in part is handed over whole"
 
-    def test_a_save_in_part_ends_beside_one_of_the_whole_block(self, core):
+    def test_partial_save_ends_without_affecting_complete_save_of_block(self, core):
         request = self.add(core, "c", 6, donor_params("c"))
         transfers = core.scheduler.transfers
         in_part = core.log.of_type(events.KVSaveStarted)[-2]
@@ -277,7 +275,7 @@ def donor_params(name):
 
 
 @pytest.mark.parametrize(("num_window_blocks", "num_found"), [(40, 12), (60, 120)])
-def test_all_is_handed_over_though_windows_of_what_is_found_are_gone(make_core, num_window_blocks, num_found):
+def test_handover_is_complete_despite_lost_window_parts_of_hit(make_core, num_window_blocks, num_found):
     store = SlowStore()
     core = make_donor(make_core, store, num_window_blocks)
     beginning = list(range(121))
@@ -291,7 +289,7 @@ def test_all_is_handed_over_though_windows_of_what_is_found_are_gone(make_core, 
     assert store.num_found(request) == (32, 32)
 
 
-def test_what_a_store_has_is_used_though_its_window_is_gone(make_core):
+def test_handover_uses_hit_without_window_parts_if_store_has_blocks(make_core):
     store = SlowStore()
     core = make_donor(make_core, store)
     beginning = list(range(121))
@@ -304,7 +302,7 @@ def test_what_a_store_has_is_used_though_its_window_is_gone(make_core):
     assert store.num_found(request) == (32, 32)
 
 
-def test_what_is_found_is_saved_before_the_request_that_hands_it_over_runs(make_core):
+def test_handover_saves_hit_blocks_in_step_of_admission(make_core):
     store = SlowStore()
     core = make_donor(make_core, store, 60)
     core.add("a", list(range(41)), max_tokens=1)
@@ -324,7 +322,7 @@ def test_what_is_found_is_saved_before_the_request_that_hands_it_over_runs(make_
     assert len(core.log.of_type(events.KVSaveStarted)) == num_saves, "what is being saved is not ordered again"
 
 
-def test_what_others_find_is_used_as_it_is(make_core):
+def test_request_without_handover_uses_hit_without_window_part(make_core):
     store = SlowStore()
     core = make_donor(make_core, store, 60)
     core.add("a", list(range(41)), max_tokens=1)
@@ -337,7 +335,7 @@ def test_what_others_find_is_used_as_it_is(make_core):
     assert request.sequence.num_cached_tokens == 40
 
 
-def test_what_was_swapped_out_comes_back_whole(make_core):
+def test_swapped_handover_request_resumes_with_all_tokens(make_core):
     store = SlowStore()
     core = make_donor(make_core, store, 60, num_host_blocks=50, preemption="swap")
     request = core.add("a", list(range(60)), max_tokens=9, kv_transfer_params=donor_params("a"))
@@ -371,34 +369,34 @@ class TestWholeHit:
         request = Request("b", list(range(13)), SamplingParams())
         return request, manager.get_computed_blocks(request)
 
-    def test_all_is_used_where_nothing_is_lacking(self, manager, found):
+    def test_hit_is_unchanged_if_store_has_every_block_without_part(self, manager, found):
         request, computed = found
         manager.bounded[0].block_forgotten(computed.blocks[0])
         assert whole_hit(manager, request, computed, set()) is computed
         assert whole_hit(manager, request, computed, set(request.block_hashes[1:])) is computed
 
     @pytest.mark.parametrize(("lost", "expected"), [(0, 0), (1, 1), (2, 2)])
-    def test_what_is_lacking_and_has_lost_its_window_ends_it(self, manager, found, lost, expected):
+    def test_hit_ends_at_block_without_window_part_missing_in_store(self, manager, found, lost, expected):
         request, computed = found
         assert computed.num_tokens == 12
         manager.bounded[0].block_forgotten(computed.blocks[lost])
         cut = whole_hit(manager, request, computed, {request.block_hashes[lost]})
         assert cut == (ComputedBlocks(computed.blocks[:expected], 4 * expected) if expected else NO_COMPUTED_BLOCKS)
 
-    def test_what_is_left_has_to_be_seen(self, manager, found):
+    def test_shortened_hit_requires_window_parts_of_next_row(self, manager, found):
         request, computed = found
         for index in (1, 2):
             manager.bounded[0].block_forgotten(computed.blocks[index])
         assert whole_hit(manager, request, computed, {request.block_hashes[2]}).num_tokens == 4
 
-    def test_what_is_in_host_memory_is_not_given_to_a_store(self, manager, found):
+    def test_hit_ends_at_host_block_missing_in_store(self, manager, found):
         request, computed = found
         in_host = ComputedBlocks(computed.blocks[:2], 12, host_blocks=[0])
         assert whole_hit(manager, request, in_host, set(request.block_hashes[:2])) is in_host
         assert whole_hit(manager, request, in_host, {request.block_hashes[2]}).num_tokens == 8
 
 
-def test_a_block_that_lost_a_part_in_one_of_two_groups_is_saved_with_the_first_group_alone():
+def test_block_with_one_lost_part_is_saved_with_first_group_only():
     groups = [KVGroupSpec(SlidingWindow(40), 16), KVGroupSpec(SlidingWindow(30), 16)]
     manager, store = KVCacheManager(16, 4, bounded_groups=groups), SlowStore()
     request = Request("a", list(range(12)), SamplingParams())
@@ -415,7 +413,7 @@ def test_a_block_that_lost_a_part_in_one_of_two_groups_is_saved_with_the_first_g
     assert blocks_to_save(manager, request, [0, 1], store) == ([0, 1], expected)
 
 
-def test_a_hit_that_is_handed_over_has_its_parts_in_every_group():
+def test_handover_hit_requires_parts_in_every_group():
     groups = [KVGroupSpec(SlidingWindow(6), 16), KVGroupSpec(SlidingWindow(6), 16)]
     manager = KVCacheManager(16, 4, bounded_groups=groups)
     first, request = (Request(name, list(range(12 + extra)), SamplingParams()) for name, extra in (("a", 0), ("b", 1)))

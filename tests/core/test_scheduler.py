@@ -21,7 +21,7 @@ def idle(core) -> None:
     assert all(block.ref_count == 0 for block in manager.pool.blocks)
 
 
-def test_scheduler_add_request(make_core):
+def test_added_request_waits_and_its_id_is_taken(make_core):
     core = make_core()
     request = core.add("a", 5)
     assert request.status is RequestStatus.WAITING
@@ -31,7 +31,7 @@ def test_scheduler_add_request(make_core):
         core.add("a", 5)
 
 
-def test_scheduler_schedule_new_request(make_core):
+def test_new_request_is_scheduled_with_prompt_and_blocks(make_core):
     core = make_core()
     request = core.add("a", 5)
     scheduled = core.scheduler.schedule()
@@ -42,7 +42,7 @@ def test_scheduler_schedule_new_request(make_core):
     assert request.status is RequestStatus.RUNNING
 
 
-def test_scheduler_schedule_multiple_requests(make_core):
+def test_step_computes_all_prompts_then_one_token_each(make_core):
     core = make_core()
     for name, length in (("a", 5), ("b", 3), ("c", 9)):
         core.add(name, length)
@@ -56,7 +56,7 @@ def test_scheduler_schedule_multiple_requests(make_core):
     assert scheduled.scheduled_cached_reqs.num_computed_tokens == [5, 3, 9]
 
 
-def test_scheduler_token_budget(make_core):
+def test_step_never_exceeds_token_budget(make_core):
     core = make_core(max_num_batched_tokens=10)
     core.add("a", 6)
     core.add("b", 8)
@@ -65,7 +65,7 @@ def test_scheduler_token_budget(make_core):
     assert core.step().num_scheduled_tokens == {"a": 1, "b": 1}
 
 
-def test_decodes_never_wait_for_a_long_prompt(make_core):
+def test_decodes_never_wait_for_long_prompt(make_core):
     core = make_core(max_num_batched_tokens=8)
     core.add("long", 100)
     core.step()
@@ -78,7 +78,7 @@ def test_decodes_never_wait_for_a_long_prompt(make_core):
             assert scheduled.num_scheduled_tokens["short"] >= 1
 
 
-def test_prompts_get_less_of_a_step_in_which_others_decode(make_core):
+def test_max_num_mixed_prefill_tokens_limits_prompts_while_requests_decode(make_core):
     core = make_core(num_blocks=64, max_num_batched_tokens=16, max_num_mixed_prefill_tokens=4)
     core.add("a", 6, max_tokens=3)
     core.add("long", 100)
@@ -91,7 +91,7 @@ def test_prompts_get_less_of_a_step_in_which_others_decode(make_core):
     idle(core)
 
 
-def test_beside_many_answers_a_prompt_gets_what_is_left_of_the_budget(make_core):
+def test_prompt_gets_budget_that_decodes_do_not_use(make_core):
     core = make_core(num_blocks=64, max_num_batched_tokens=6, max_num_seqs=6, max_num_mixed_prefill_tokens=4)
     for name in "abcd":
         core.add(name, 1, max_tokens=20)
@@ -100,7 +100,7 @@ def test_beside_many_answers_a_prompt_gets_what_is_left_of_the_budget(make_core)
     assert core.step().num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "d": 1, "long": 2}
 
 
-def test_prompts_take_no_tokens_of_who_decodes_behind_them(make_core):
+def test_long_prompts_do_not_starve_later_decodes(make_core):
     core = make_core(
         num_blocks=600, max_num_seqs=8, max_num_batched_tokens=64, long_prefill_token_threshold=8,
         max_num_mixed_prefill_tokens=2,
@@ -140,7 +140,7 @@ class Timed:
         return [self.step() for _ in range(count)]
 
 
-def test_beside_answers_prompts_get_what_a_step_has_time_for(make_core):
+def test_prefill_limit_follows_measured_step_time(make_core):
     timed = Timed(make_core, ms=2.0)
     counts = timed.steps(20)
     assert counts[0] == 20  # an eighth of a step, until a time is measured
@@ -156,7 +156,7 @@ def test_beside_answers_prompts_get_what_a_step_has_time_for(make_core):
     assert timed.core.scheduler.get_stats().prefill_limit == 160
 
 
-def test_one_slow_step_takes_no_more_than_half(make_core):
+def test_one_slow_step_at_most_halves_prefill_limit(make_core):
     timed = Timed(make_core, ms=1.0)
     before = timed.steps(20)[-1]
     timed.ms = 1000.0
@@ -166,7 +166,7 @@ def test_one_slow_step_takes_no_more_than_half(make_core):
     assert timed.steps(10)[-1] >= before - 1
 
 
-def test_what_prompts_do_not_use_teaches_nothing(make_core):
+def test_unused_prefill_limit_does_not_change(make_core):
     timed = Timed(make_core, ms=1.0, long_prefill_token_threshold=10)
     assert timed.steps(20) == [10] * 20
     assert timed.core.scheduler.get_stats().prefill_limit == 20
@@ -175,7 +175,7 @@ def test_what_prompts_do_not_use_teaches_nothing(make_core):
     assert timed.core.scheduler.get_stats().prefill_limit == 20
 
 
-def test_a_step_is_short_too_where_the_next_token_would_not_fit(make_core):
+def test_prefill_limit_grows_if_next_token_does_not_fit(make_core):
     timed = Timed(make_core, ms=50.0, attention_cost_tokens=1.0)
     request = timed.core.scheduler.requests["prompt"]
     while request.num_computed_tokens < 6100:
@@ -186,7 +186,7 @@ def test_a_step_is_short_too_where_the_next_token_would_not_fit(make_core):
     assert timed.core.scheduler.get_stats().prefill_limit == 25
 
 
-def test_answers_that_are_slow_alone_teach_nothing(make_core):
+def test_slow_decode_only_steps_do_not_change_prefill_limit(make_core):
     timed = Timed(make_core, ms=2.0)
     before = timed.steps(20)[-1]
     timed.core.scheduler.abort_request("prompt")
@@ -197,7 +197,7 @@ def test_answers_that_are_slow_alone_teach_nothing(make_core):
     assert timed.step() == before
 
 
-def test_a_slow_step_takes_from_prompts_though_these_did_not_fill_it(make_core):
+def test_slow_step_halves_prefill_limit_even_if_not_filled(make_core):
     timed = Timed(make_core, ms=1.0)
     before = timed.steps(20)[-1]
     timed.core.scheduler.abort_request("prompt")
@@ -207,7 +207,7 @@ def test_a_slow_step_takes_from_prompts_though_these_did_not_fill_it(make_core):
     assert timed.core.scheduler.get_stats().prefill_limit == before // 2
 
 
-def test_who_waits_for_budget_says_that_more_would_fit(make_core):
+def test_requests_waiting_for_budget_raise_prefill_limit(make_core):
     timed = Timed(make_core, ms=1.0)
     timed.core.scheduler.abort_request("prompt")
     for index in range(200):
@@ -216,12 +216,12 @@ def test_who_waits_for_budget_says_that_more_would_fit(make_core):
     assert timed.core.scheduler.get_stats().prefill_limit > 80
 
 
-def test_however_fast_steps_are_prompts_get_no_more_than_was_asked_for(make_core):
+def test_fast_steps_never_exceed_max_num_mixed_prefill_tokens(make_core):
     assert max(Timed(make_core, ms=0.1, max_num_mixed_prefill_tokens=50).steps(20)) == 50
     assert Timed(make_core, ms=0.1, max_num_mixed_prefill_tokens=7).steps(20) == [7] * 20
 
 
-def test_a_step_that_failed_teaches_nothing(make_core):
+def test_failed_step_does_not_change_prefill_limit(make_core):
     timed = Timed(make_core, ms=1.0)
     timed.steps(5)
     before = timed.core.scheduler.get_stats().prefill_limit
@@ -231,7 +231,7 @@ def test_a_step_that_failed_teaches_nothing(make_core):
     assert timed.core.scheduler.get_stats().prefill_limit == before
 
 
-def test_a_prompts_token_costs_more_the_more_stand_before_it(make_core):
+def test_prompt_token_cost_grows_with_position(make_core):
     core = make_core(num_blocks=64, max_num_batched_tokens=16, attention_cost_tokens=1000 / 16)
     core.add("long", 60)
     counts = [core.step().num_scheduled_tokens["long"] for _ in range(7)]
@@ -244,7 +244,7 @@ def test_a_prompts_token_costs_more_the_more_stand_before_it(make_core):
     idle(core)
 
 
-def test_a_prompt_goes_on_however_much_its_next_token_costs(make_core):
+def test_prompt_advances_even_if_next_token_exceeds_budget(make_core):
     core = make_core(num_blocks=64, max_num_batched_tokens=8, attention_cost_tokens=1000.0)
     core.add("a", 1, max_tokens=30)
     core.add("long", 40)
@@ -253,7 +253,7 @@ def test_a_prompt_goes_on_however_much_its_next_token_costs(make_core):
     assert all(count["a"] == 1 for count in counts)
 
 
-def test_who_was_cached_to_its_middle_pays_for_what_stands_before_it(make_core):
+def test_cached_prefix_counts_in_prompt_token_cost(make_core):
     core = make_core(num_blocks=64, max_num_batched_tokens=16, attention_cost_tokens=1000 / 16)
     core.add("first", list(range(33)))
     core.run()
@@ -261,7 +261,7 @@ def test_who_was_cached_to_its_middle_pays_for_what_stands_before_it(make_core):
     assert core.step().num_scheduled_tokens == {"second": 5}  # 16 / (1 + 32 / 16)
 
 
-def test_a_short_prompt_behind_a_long_one_shares_the_steps(make_core):
+def test_short_prompt_shares_steps_with_earlier_long_prompt(make_core):
     core = make_core(max_num_batched_tokens=8, long_prefill_token_threshold=5)
     core.add("long", 100)
     core.add("short", 9)
@@ -271,7 +271,7 @@ def test_a_short_prompt_behind_a_long_one_shares_the_steps(make_core):
     assert core.step().num_scheduled_tokens == {"long": 5, "short": 1}
 
 
-def test_no_head_of_line_bypass(make_core):
+def test_small_request_does_not_overtake_blocked_head_of_line(make_core):
     core = make_core(num_blocks=4, max_num_batched_tokens=100)
     core.add("a", 8)
     core.step()
@@ -282,7 +282,7 @@ def test_no_head_of_line_bypass(make_core):
     assert core.scheduler.get_request_counts() == (1, 2)
 
 
-def test_unchunked_prompt_waits_until_it_fits_whole(make_core):
+def test_unchunked_prompt_is_cut_only_if_larger_than_budget(make_core):
     core = make_core(max_num_batched_tokens=10, enable_chunked_prefill=False)
     core.add("a", 6)
     core.add("b", 8)
@@ -297,7 +297,7 @@ def test_unchunked_prompt_waits_until_it_fits_whole(make_core):
             make_core(enable_chunked_prefill=False, **{name: 4})
 
 
-def test_max_num_seqs(make_core):
+def test_max_num_seqs_limits_running_requests(make_core):
     core = make_core(max_num_seqs=2)
     for name in "abc":
         core.add(name, 3, max_tokens=2)
@@ -315,7 +315,7 @@ def test_max_num_seqs(make_core):
         ({"max_tokens": 2, "stop_token_ids": [9]}, [5, 9], "stop", 2, None),
     ],
 )
-def test_stop(make_core, options, answers, reason, num_output, stop_reason):
+def test_stop_token_or_max_tokens_ends_request(make_core, options, answers, reason, num_output, stop_reason):
     core = make_core()
     request = core.add("a", 4, **options)
     core.answers["a"] = answers
@@ -326,7 +326,7 @@ def test_stop(make_core, options, answers, reason, num_output, stop_reason):
     idle(core)
 
 
-def test_several_tokens_in_one_step_stop_at_the_first_that_ends(make_core):
+def test_step_with_several_tokens_stops_at_first_stop_token(make_core):
     core = make_core()
     request = core.add("a", 4, stop_token_ids=[9], max_tokens=50)
     core.step()
@@ -355,7 +355,7 @@ def test_rejected_drafts_are_rolled_back(make_core):
     assert core.step().num_scheduled_tokens == {"a": 1}
 
 
-def test_max_model_len_ends_a_request(make_core):
+def test_max_model_len_ends_request(make_core):
     core = make_core(max_model_len=10)
     request = core.add("a", 6, max_tokens=100)
     core.run()
@@ -371,7 +371,7 @@ def test_max_model_len_ends_a_request(make_core):
         (16, {"num_blocks": 4, "max_model_len": 100}, "cannot fit"),
     ],
 )
-def test_what_can_never_fit_is_refused_on_arrival(make_core, prompt, limits, word):
+def test_request_that_can_never_fit_is_refused_on_arrival(make_core, prompt, limits, word):
     core = make_core(**limits)
     with pytest.raises(RequestError, match=word) as caught:
         core.add("a", prompt)
@@ -382,7 +382,7 @@ def test_what_can_never_fit_is_refused_on_arrival(make_core, prompt, limits, wor
     assert core.finished == {"b": "length"}
 
 
-def test_queue_limit(make_core):
+def test_full_queue_refuses_request_until_it_drains(make_core):
     core = make_core(max_num_waiting=1)
     core.add("a", 4)
     with pytest.raises(RequestError, match="queue is full"):
@@ -391,7 +391,7 @@ def test_queue_limit(make_core):
     core.add("b", 4)
 
 
-def test_lone_request_fills_the_cache_and_ends_with_length(make_core):
+def test_lone_request_fills_cache_and_ends_with_length(make_core):
     core = make_core(num_blocks=4, block_size=4)
     request = core.add("a", 10, max_tokens=100)
     core.run()
@@ -401,7 +401,7 @@ def test_lone_request_fills_the_cache_and_ends_with_length(make_core):
     idle(core)
 
 
-def test_preemption_takes_the_latest_and_keeps_its_tokens(make_core):
+def test_latest_request_is_preempted_and_keeps_its_tokens(make_core):
     core = make_core(num_blocks=5, block_size=4, enable_prefix_caching=False)
     core.add("old", 8, max_tokens=10)
     young = core.add("young", 8, max_tokens=10)
@@ -422,7 +422,7 @@ def test_preemption_takes_the_latest_and_keeps_its_tokens(make_core):
     idle(core)
 
 
-def test_nobody_is_admitted_in_a_step_that_preempted(make_core):
+def test_step_that_preempts_admits_no_new_request(make_core):
     core = make_core(num_blocks=6, block_size=4, enable_prefix_caching=False)
     core.add("a", 8, max_tokens=30)
     core.add("b", 11, max_tokens=30)
@@ -437,7 +437,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted(make_core):
         raise AssertionError("nothing was preempted")
 
 
-def test_resumed_request_is_sent_whole_and_hits_its_own_blocks(make_core):
+def test_resumed_request_is_sent_completely_and_hits_its_cached_blocks(make_core):
     core = make_core(num_blocks=5, block_size=4)
     core.add("old", 8, max_tokens=4)
     young = core.add("young", 8, max_tokens=9)
@@ -456,7 +456,7 @@ def test_resumed_request_is_sent_whole_and_hits_its_own_blocks(make_core):
     idle(core)
 
 
-def test_priority_victim_is_the_least_important_and_returns_its_budget(make_core):
+def test_priority_policy_preempts_least_important_request(make_core):
     core = make_core(num_blocks=5, block_size=4, policy="priority", enable_prefix_caching=False)
     lazy = core.add("lazy", 8, priority=5, max_tokens=10)
     core.add("urgent", 8, priority=1, max_tokens=10)
@@ -470,7 +470,7 @@ def test_priority_victim_is_the_least_important_and_returns_its_budget(make_core
     idle(core)
 
 
-def test_scheduled_victim_leaves_the_step(make_core):
+def test_preempted_request_is_removed_from_step_that_scheduled_it(make_core):
     core = make_core(num_blocks=7, block_size=4, policy="priority", enable_prefix_caching=False)
     core.add("lazy", 7, priority=5, max_tokens=20)
     core.add("urgent", 14, priority=1, max_tokens=8)
@@ -485,7 +485,7 @@ def test_scheduled_victim_leaves_the_step(make_core):
 
 
 @pytest.mark.parametrize("moment", ["waiting", "running", "between"])
-def test_abort_at_any_moment(make_core, moment):
+def test_abort_ends_waiting_running_or_in_flight_request(make_core, moment):
     core = make_core()
     core.add("bystander", 6, max_tokens=5)
     core.add("a", 6, max_tokens=50)
@@ -506,7 +506,7 @@ def test_abort_at_any_moment(make_core, moment):
     idle(core)
 
 
-def test_finished_ids_are_delivered_even_when_nothing_is_scheduled(make_core):
+def test_finished_ids_are_delivered_even_if_nothing_is_scheduled(make_core):
     core = make_core()
     core.add("a", 4, max_tokens=1)
     core.step()
@@ -532,7 +532,7 @@ def test_late_and_duplicate_results_change_nothing(make_core):
     assert len(core.log.of_type(StaleResultDropped)) == 2
 
 
-def test_failed_step_ends_its_requests_only(make_core):
+def test_failed_step_ends_only_its_requests(make_core):
     core = make_core(max_num_seqs=1)
     core.add("a", 4)
     core.add("b", 4, max_tokens=2)
@@ -544,7 +544,7 @@ def test_failed_step_ends_its_requests_only(make_core):
     idle(core)
 
 
-def test_one_request_with_an_error_fails_alone(make_core):
+def test_request_error_fails_only_that_request(make_core):
     core = make_core()
     core.add("bad", 4)
     core.add("good", 4, max_tokens=2)
@@ -558,7 +558,7 @@ def test_one_request_with_an_error_fails_alone(make_core):
     idle(core)
 
 
-def test_stats_are_read_from_the_events(make_core):
+def test_stats_are_derived_from_events(make_core):
     core = make_core()
     core.add("a", 8, max_tokens=3)
     core.run()
@@ -571,7 +571,7 @@ def test_stats_are_read_from_the_events(make_core):
     assert stats.kv_cache_usage == 0.0
 
 
-def test_the_same_arrivals_give_the_same_trace(make_core):
+def test_equal_arrivals_give_equal_event_traces(make_core):
     def trace() -> list[object]:
         core = make_core(num_blocks=12, block_size=4, max_num_batched_tokens=16)
         for index in range(6):
@@ -582,7 +582,7 @@ def test_the_same_arrivals_give_the_same_trace(make_core):
     assert trace() == trace()
 
 
-def test_f10_admission_leaves_each_running_request_a_block_to_grow(make_core):
+def test_f10_admission_reserves_one_free_block_per_running_request(make_core):
     core = make_core(num_blocks=6, block_size=4, enable_prefix_caching=False)
     core.add("a", 8, max_tokens=5)
     core.step()
@@ -593,7 +593,7 @@ def test_f10_admission_leaves_each_running_request_a_block_to_grow(make_core):
     assert core.finished == {"a": "length", "b": "length"}
 
 
-def test_f9_a_computed_request_without_a_token_fails_and_does_not_wait_for_ever(make_core):
+def test_f9_computed_request_without_sampled_token_fails(make_core):
     core = make_core()
     core.add("a", 4)
     scheduled = core.scheduler.schedule()
@@ -603,7 +603,7 @@ def test_f9_a_computed_request_without_a_token_fails_and_does_not_wait_for_ever(
     idle(core)
 
 
-def test_a_failed_step_tells_the_worker_again_who_ended(make_core):
+def test_failed_step_reports_ended_requests_to_worker_again(make_core):
     core = make_core(num_blocks=5, block_size=4, enable_prefix_caching=False)
     core.add("old", 8, max_tokens=10)
     core.add("young", 8, max_tokens=10)

@@ -33,7 +33,7 @@ def told(core, kind):
 # --- arrivals ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_refused_changes_nothing(make_core):
+def test_refused_request_changes_no_state(make_core):
     core = make_core(num_blocks=4, max_model_len=14, max_num_waiting=1)
     core.add("a", 3, max_tokens=99)
     for name, prompt, error in (("a", 3, "in use"), ("b", [], "empty"), ("b", 15, "14"), ("b", 3, "full")):
@@ -57,14 +57,14 @@ def test_what_is_refused_changes_nothing(make_core):
 @pytest.mark.parametrize(
     ("num_blocks", "max_model_len", "expected"), [(99, 14, 14), (99, 999, 102), (3, 999, 13), (3, 12, 12)]
 )
-def test_a_request_ends_where_length_and_cache_do(make_core, num_blocks, max_model_len, expected):
+def test_max_total_tokens_is_limited_by_model_length_and_cache(make_core, num_blocks, max_model_len, expected):
     core = make_core(num_blocks=num_blocks, max_model_len=max_model_len)
     assert core.add("a", 3, max_tokens=99).max_total_tokens == expected
 
 
 @pytest.mark.parametrize("admission", ["optimistic", "reservation"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_pooled_prompt_may_fill_the_models_length_and_the_cache(make_core, admission, async_scheduling):
+def test_pooled_prompt_may_fill_model_length_and_cache(make_core, admission, async_scheduling):
     core = make_core(
         num_blocks=3,
         max_model_len=12,
@@ -85,7 +85,7 @@ def test_a_pooled_prompt_may_fill_the_models_length_and_the_cache(make_core, adm
         core.add("c", 12)
 
 
-def test_under_reservation_all_of_it_must_fit_the_models_length_first(make_core):
+def test_reservation_refuses_request_larger_than_cache(make_core):
     core = make_core(num_blocks=3, max_model_len=10, admission="reservation")
     core.add("a", 3, max_tokens=99)
     core = make_core(num_blocks=3, max_model_len=13, admission="reservation")
@@ -93,7 +93,7 @@ def test_under_reservation_all_of_it_must_fit_the_models_length_first(make_core)
         core.add("a", 3, max_tokens=99)
 
 
-def test_without_host_memory_and_a_store_there_is_none(make_core):
+def test_host_memory_and_store_are_absent_by_default(make_core):
     core = make_core()
     scheduler = Scheduler(
         core.scheduler.config, CacheConfig(block_size=4), num_blocks=4, max_model_len=99, clock=Clock()
@@ -119,7 +119,7 @@ def busy(make_core):
     return core
 
 
-def test_counts_and_statistics(busy):
+def test_stats_count_running_and_waiting_requests(busy):
     scheduler = busy.scheduler
     assert scheduler.get_request_counts() == (2, 2)
     assert scheduler.get_num_unfinished_requests() == 4
@@ -135,7 +135,7 @@ def test_counts_and_statistics(busy):
     assert (second.num_running, second.num_waiting, second.kv_cache_usage) == (2, 2, pool.usage)
 
 
-def test_records_are_counted_in_every_part(busy):
+def test_num_kept_records_sums_all_components(busy):
     scheduler = busy.scheduler
     assert scheduler._state.builder.num_records == 2
     assert scheduler.transfers.num_records == 3  # a load, and the offers of two requests
@@ -143,7 +143,7 @@ def test_records_are_counted_in_every_part(busy):
     assert scheduler.num_kept_records == 2 + 3 + 1 + scheduler.kv_cache_manager.num_tracked_requests
 
 
-def test_the_map_of_blocks_names_their_holders(busy):
+def test_block_map_names_holders_of_blocks(busy):
     found = busy.scheduler.block_map()
     assert found.block_size == 4
     assert found.states == busy.scheduler.kv_cache_manager.pool.states()
@@ -152,7 +152,7 @@ def test_the_map_of_blocks_names_their_holders(busy):
     assert found.holders["cut"] is not requests["cut"].sequence.block_table
 
 
-def test_there_is_work_while_anything_is_to_be_told(make_core):
+def test_scheduler_has_work_until_every_notice_is_sent(make_core):
     core = make_core(num_blocks=2)
     scheduler = core.scheduler
     assert scheduler.has_work() is False
@@ -178,7 +178,7 @@ def test_there_is_work_while_anything_is_to_be_told(make_core):
 # --- checks of the state ----------------------------------------------------------------------------------------------
 
 
-def test_books_are_checked_when_idle_and_every_ten_seconds(make_core):
+def test_invariants_are_checked_when_idle_every_ten_seconds(make_core):
     clock = Clock()
     core = make_core(num_blocks=4, clock=clock)
     core.add("a", 3)
@@ -202,13 +202,13 @@ def test_books_are_checked_when_idle_and_every_ten_seconds(make_core):
     assert [breach.invariant for breach in core.scheduler.check_when_idle()] == [18]
 
 
-def test_books_are_checked_from_the_first_moment(make_core):
+def test_first_idle_check_is_immediate(make_core):
     core = make_core(num_blocks=4, clock=Clock())
     core.scheduler.kv_cache_manager.pool.take(1)
     assert len(core.scheduler.check_when_idle()) == 2
 
 
-def test_books_are_not_looked_into_while_anything_is_to_be_done(make_core):
+def test_invariants_are_not_checked_while_work_remains(make_core):
     core = make_core(num_blocks=4)
     core.add("a", 3)
     core.scheduler.kv_cache_manager.pool.take(1)
@@ -221,7 +221,7 @@ def test_books_are_not_looked_into_while_anything_is_to_be_done(make_core):
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_result_of_another_step_is_told_of_and_dropped(make_core):
+def test_result_of_wrong_step_is_dropped_with_event(make_core):
     clock = Clock()
     core = make_core(clock=clock)
     core.add("a", 3)
@@ -237,7 +237,7 @@ def test_a_result_of_another_step_is_told_of_and_dropped(make_core):
     assert core.log.of_type(events.StepFailed) == []
 
 
-def test_a_step_that_failed_is_told_of_and_its_result_comes_too_late(make_core):
+def test_failed_step_emits_event_and_drops_late_result(make_core):
     clock = Clock()
     core = make_core(clock=clock)
     core.add("a", 3)
@@ -250,7 +250,7 @@ def test_a_step_that_failed_is_told_of_and_its_result_comes_too_late(make_core):
     assert core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {"a": [1]})) == []
 
 
-def test_how_long_a_step_took_is_learned_from_its_begin_to_its_result(make_core):
+def test_step_time_is_measured_from_schedule_to_result(make_core):
     clock = Clock()
     core = make_core(clock=clock)
     learned = []
@@ -266,7 +266,7 @@ def test_how_long_a_step_took_is_learned_from_its_begin_to_its_result(make_core)
 # --- a step -----------------------------------------------------------------------------------------------------------
 
 
-def test_who_is_preempted_as_told_is_so_once_and_for_nobody(make_core):
+def test_requested_preemption_happens_once_without_beneficiary(make_core):
     core = make_core(policy="priority")
     request = core.add("a", 3)
     core.add("waits", 3)
@@ -281,7 +281,7 @@ def test_who_is_preempted_as_told_is_so_once_and_for_nobody(make_core):
     assert core.log.of_type(events.RequestPreempted)[0].request_id == "a"
 
 
-def test_who_falls_for_want_of_blocks_falls_for_somebody_and_by_the_policy(make_core):
+def test_preemption_for_blocks_names_beneficiary_and_policy(make_core):
     core = make_core(num_blocks=5, block_size=4, policy="priority")
     core.add("a", 8, max_tokens=9, priority=0)
     core.add("b", 5, max_tokens=9, priority=1)
@@ -293,7 +293,7 @@ def test_who_falls_for_want_of_blocks_falls_for_somebody_and_by_the_policy(make_
     assert (event.num_lost_tokens, event.swapped) == (5, False)
 
 
-def test_why_the_head_of_the_queue_waits_is_told_once_for_each_reason(make_core):
+def test_blocked_event_is_emitted_once_per_reason(make_core):
     core = make_core(max_num_seqs=1)
     core.add("a", 3, max_tokens=5)
     core.add("b", 3, max_tokens=1)
@@ -306,7 +306,7 @@ def test_why_the_head_of_the_queue_waits_is_told_once_for_each_reason(make_core)
     assert core.log.of_type(events.RequestBlocked)[1].reason is events.WaitReason.PREEMPTING
 
 
-def test_who_waits_for_budget_for_blocks_and_for_a_reservation_says_so(make_core):
+def test_blocked_event_names_budget_blocks_or_reservation(make_core):
     core = make_core(max_num_batched_tokens=8)
     core.add("a", 20)
     core.add("b", 3)
@@ -324,7 +324,7 @@ def test_who_waits_for_budget_for_blocks_and_for_a_reservation_says_so(make_core
     assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_RESERVATION,)]
 
 
-def test_who_is_loaded_has_a_seat_and_may_wait_for_blocks(make_core):
+def test_loads_count_in_max_num_seqs_and_may_wait_for_blocks(make_core):
     core = make_core(connector=Store(prefix="load"), max_num_seqs=2)
     core.add("load a", 12)
     core.add("load b", 12)
@@ -339,7 +339,7 @@ def test_who_is_loaded_has_a_seat_and_may_wait_for_blocks(make_core):
     assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_BLOCKS,)]
 
 
-def test_who_has_a_reservation_waits_for_blocks_to_load_into_as_long_as_others_hold_them(make_core):
+def test_reserved_load_waits_until_held_blocks_are_released(make_core):
     core = make_core(connector=Store(num_tokens=8, prefix="load"), num_blocks=4, admission="reservation")
     pool = core.scheduler.kv_cache_manager.pool
     held = pool.take(3)  # like saves of ended requests, which no reservation counts
@@ -350,7 +350,7 @@ def test_who_has_a_reservation_waits_for_blocks_to_load_into_as_long_as_others_h
     assert len(core.step().kv_transfers) == 1
 
 
-def test_who_was_not_held_up_meanwhile_says_again_why_it_waits(make_core):
+def test_blocked_event_repeats_if_request_ran_in_between(make_core):
     core = make_core(max_num_seqs=1)
     core.add("b", 3)
     core.step()
@@ -361,7 +361,7 @@ def test_who_was_not_held_up_meanwhile_says_again_why_it_waits(make_core):
     assert told(core, events.RequestBlocked) == [(events.WaitReason.PREEMPTING,)] * 2
 
 
-def test_the_first_request_of_all_may_have_to_wait(make_core):
+def test_first_request_may_be_blocked_by_missing_blocks(make_core):
     core = make_core(num_blocks=4)
     core.scheduler.kv_cache_manager.pool.take(4)
     core.add("a", 3)
@@ -369,7 +369,7 @@ def test_the_first_request_of_all_may_have_to_wait(make_core):
     assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_BLOCKS,)]
 
 
-def test_who_waits_for_a_block_is_told_of_when_it_goes_and_comes(make_core):
+def test_deferral_emits_parked_and_unparked_events(make_core):
     core = make_core(long_prefill_token_threshold=4)
     prompt = list(range(9))
     core.add("a", prompt)
@@ -381,7 +381,7 @@ def test_who_waits_for_a_block_is_told_of_when_it_goes_and_comes(make_core):
     assert told(core, events.RequestUnparked)[0] == (False,)
 
 
-def test_who_waits_for_a_block_in_vain_is_back_after_16_steps(make_core):
+def test_deferral_times_out_after_16_steps(make_core):
     core = make_core(long_prefill_token_threshold=1, block_size=32)
     core.add("slow", list(range(100)))
     core.add("waits", list(range(100)))
@@ -392,7 +392,7 @@ def test_who_waits_for_a_block_in_vain_is_back_after_16_steps(make_core):
     assert unparked.step - deferred.step == 16
 
 
-def test_nobody_parks_behind_a_less_important_one(make_core):
+def test_priority_request_is_not_deferred_for_less_important_one(make_core):
     for policy, is_parked in (("priority", False), ("fair", True), ("fcfs", True)):
         core = make_core(policy=policy, ageing_s=None, long_prefill_token_threshold=4)
         core.add("a", list(range(9)), priority=5, tenant="x")
@@ -402,7 +402,7 @@ def test_nobody_parks_behind_a_less_important_one(make_core):
         assert bool(core.log.of_type(events.RequestParked)) is is_parked
 
 
-def test_a_deadline_ends_at_its_very_moment(make_core):
+def test_request_fails_exactly_at_its_deadline(make_core):
     clock = Clock()
     core = make_core(clock=clock)
     request = core.add("a", 3, deadline=5.0)
@@ -417,7 +417,7 @@ def test_a_deadline_ends_at_its_very_moment(make_core):
     assert "deadline" in output.error
 
 
-def test_a_transfer_expires_after_the_time_that_it_may_take(make_core):
+def test_load_expires_after_kv_transfer_timeout_s(make_core):
     clock = Clock()
     core = make_core(clock=clock, connector=Store(prefix="loads"), kv_transfer_timeout_s=5.0)
     request = core.add("loads", 12)
@@ -432,7 +432,7 @@ def test_a_transfer_expires_after_the_time_that_it_may_take(make_core):
     assert scheduled.kv_cancels == [0]
 
 
-def test_who_waits_to_hear_what_a_store_has_holds_nobody_up(make_core):
+def test_pending_store_lookup_does_not_block_queue(make_core):
     store = Store(None, prefix="loads")
     core = make_core(connector=store, kv_lookup_timeout_s=1e9)
     core.add("loads", 12, max_tokens=2)
@@ -447,7 +447,7 @@ def test_who_waits_to_hear_what_a_store_has_holds_nobody_up(make_core):
     assert [event.timed_out for event in core.log.of_type(events.RequestUnparked)] == [False]
 
 
-def test_what_computing_takes_is_learned_where_there_is_a_store(make_core):
+def test_compute_time_per_token_is_learned_with_store(make_core):
     now = [5.0]
     core = make_core(clock=lambda: now[0], connector=Store(0))
     core.add("a", 40)
@@ -458,7 +458,7 @@ def test_what_computing_takes_is_learned_where_there_is_a_store(make_core):
 
 
 @pytest.mark.parametrize("is_expected", [True, False])
-def test_what_another_engine_computes_is_waited_for_by_time_and_not_by_steps(make_core, is_expected):
+def test_lookup_for_paired_engine_is_limited_by_time_not_steps(make_core, is_expected):
     store = Store(None, "waits")
     core = make_core(connector=store, clock=lambda: 0.0)
     core.add("runs", 4, max_tokens=60)

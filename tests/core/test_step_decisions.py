@@ -32,7 +32,7 @@ def load(core, scheduled):
     )
 
 
-def test_nobody_has_to_listen():
+def test_scheduler_runs_without_event_sinks():
     scheduler = Scheduler(
         SchedulerConfig(), CacheConfig(block_size=4), num_blocks=9, max_model_len=99, clock=lambda: 0.0
     )
@@ -43,7 +43,7 @@ def test_nobody_has_to_listen():
 # --- stalled requests -------------------------------------------------------------------------------------------------
 
 
-def test_who_runs_alone_in_a_cache_that_shrank_ends_with_what_it_has(make_core):
+def test_lone_request_in_shrunken_cache_ends_with_length(make_core):
     core = make_core(num_blocks=4, block_size=4)
     core.add("a", 3, max_tokens=12)
     core.step()
@@ -56,7 +56,7 @@ def test_who_runs_alone_in_a_cache_that_shrank_ends_with_what_it_has(make_core):
     assert (output.request_id, output.finish_reason) == ("a", "length")
 
 
-def test_who_stalls_beside_others_waits_for_them_and_nobody_overtakes_it(make_core):
+def test_stalled_request_waits_and_is_not_overtaken(make_core):
     core = make_core(num_blocks=20, block_size=4, max_num_batched_tokens=40, long_prefill_token_threshold=24)
     first = core.add("first", 48, max_tokens=2)
     core.add("holder", 24, max_tokens=3).num_preemptions = 99
@@ -73,7 +73,7 @@ def test_who_stalls_beside_others_waits_for_them_and_nobody_overtakes_it(make_co
     assert first.sequence.num_output_tokens == 2
 
 
-def test_behind_one_that_stalls_each_gets_a_token_as_long_as_there_are_any(make_core):
+def test_requests_after_stalled_one_get_tokens_until_budget_is_spent(make_core):
     core = make_core(
         policy="priority", ageing_s=None, mixed_step_ms=None, max_num_batched_tokens=12, long_prefill_token_threshold=3
     )
@@ -99,7 +99,7 @@ def test_behind_one_that_stalls_each_gets_a_token_as_long_as_there_are_any(make_
 # --- preempted requests -----------------------------------------------------------------------------------------------
 
 
-def test_who_falls_loses_what_the_step_gave_it(make_core):
+def test_preempted_request_loses_tokens_scheduled_in_same_step(make_core):
     """Under fair share the least important request may precede the request that needs its blocks."""
     core = make_core(policy="fair", num_blocks=5, block_size=4)
     core.add("greedy", 6, tenant="x")
@@ -113,7 +113,7 @@ def test_who_falls_loses_what_the_step_gave_it(make_core):
 
 
 @pytest.mark.parametrize(("preemption", "is_swapped"), [("recompute", False), ("swap", True)])
-def test_who_falls_is_saved_where_that_was_asked_for(make_core, preemption, is_swapped):
+def test_preempted_request_is_swapped_only_if_configured(make_core, preemption, is_swapped):
     core = make_core(preemption=preemption, num_host_blocks=9)
     core.add("a", 9)
     core.step()
@@ -122,7 +122,7 @@ def test_who_falls_is_saved_where_that_was_asked_for(make_core, preemption, is_s
     assert [event.swapped for event in core.log.of_type(events.RequestPreempted)] == [is_swapped]
 
 
-def test_who_was_preempted_did_not_give_way_as_well(make_core):
+def test_preempted_request_is_not_also_reported_as_outranked(make_core):
     core = make_core(
         policy="priority", ageing_s=None, max_num_batched_tokens=8, long_prefill_token_threshold=4, block_size=4
     )
@@ -137,7 +137,7 @@ def test_who_was_preempted_did_not_give_way_as_well(make_core):
     assert core.log.of_type(events.RequestOutranked) == []
 
 
-def test_nobody_falls_in_a_step_that_began_a_load(make_core):
+def test_step_that_starts_load_preempts_nothing(make_core):
     core = make_core(
         policy="priority",
         ageing_s=None,
@@ -161,7 +161,7 @@ def test_nobody_falls_in_a_step_that_began_a_load(make_core):
 # --- outranked requests -----------------------------------------------------------------------------------------------
 
 
-def test_without_a_seat_nobody_gives_way(make_core):
+def test_full_max_num_seqs_outranks_no_request(make_core):
     core = make_core(policy="priority", ageing_s=None, max_num_batched_tokens=8, max_num_seqs=2)
     core.add("answer", 4, priority=5)
     core.step()
@@ -172,7 +172,7 @@ def test_without_a_seat_nobody_gives_way(make_core):
     assert blocked(core)[-1] == ("user", WaitReason.NO_SEAT)
 
 
-def test_what_did_not_fit_is_not_asked_again_in_the_step(make_core):
+def test_request_that_does_not_fit_is_tried_once_per_step(make_core):
     core = make_core(policy="priority", ageing_s=None, max_num_batched_tokens=8, num_blocks=10, block_size=4)
     core.add("batch", 30, priority=5)
     core.step()
@@ -181,7 +181,7 @@ def test_what_did_not_fit_is_not_asked_again_in_the_step(make_core):
     assert blocked(core) == [("user", WaitReason.NO_BLOCKS)]
 
 
-def test_the_last_token_of_a_prompt_costs_one(make_core):
+def test_last_prompt_token_costs_one_budget_token(make_core):
     core = make_core(max_num_batched_tokens=8, attention_cost_tokens=1000.0, block_size=16)
     core.add("a", 9, max_tokens=1)
     core.step()
@@ -192,7 +192,7 @@ def test_the_last_token_of_a_prompt_costs_one(make_core):
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-def test_who_ran_in_between_is_told_of_again(make_core):
+def test_blocked_event_is_emitted_again_after_request_ran(make_core):
     core = make_core()
     core.add("a", 3)
     for _ in range(2):
@@ -202,7 +202,7 @@ def test_who_ran_in_between_is_told_of_again(make_core):
     assert blocked(core) == [("a", WaitReason.PREEMPTING)] * 2
 
 
-def test_who_loaded_in_between_is_told_of_again(make_core):
+def test_blocked_event_is_emitted_again_after_load(make_core):
     core = make_core(connector=Store(prefix="loads"), enable_prefix_caching=False)
     core.add("loads", 12)
     for _ in range(2):
@@ -213,7 +213,7 @@ def test_who_loaded_in_between_is_told_of_again(make_core):
     assert blocked(core) == [("loads", WaitReason.PREEMPTING)] * 2
 
 
-def test_who_waited_for_a_block_in_between_is_told_of_again(make_core):
+def test_blocked_event_is_emitted_again_after_deferral(make_core):
     core = make_core(max_num_batched_tokens=8, block_size=4)
     prompt = list(range(12))
     core.add("owner", prompt)
@@ -226,7 +226,7 @@ def test_who_waited_for_a_block_in_between_is_told_of_again(make_core):
     assert blocked(core) == [("waits", WaitReason.NO_BUDGET)] * 2
 
 
-def test_an_ending_from_outside_has_its_own_time(make_core):
+def test_abort_event_has_time_of_abort(make_core):
     now = [0.0]
     core = make_core(clock=lambda: now[0])
     core.add("a", 3)
@@ -235,7 +235,7 @@ def test_an_ending_from_outside_has_its_own_time(make_core):
     assert core.log.of_type(events.RequestFinished)[0].time == 5.0
 
 
-def test_a_step_fails_once(make_core):
+def test_step_fails_only_once(make_core):
     core = make_core()
     core.add("a", 3)
     scheduled = core.scheduler.schedule()
@@ -244,7 +244,7 @@ def test_a_step_fails_once(make_core):
     assert len(core.log.of_type(events.StepFailed)) == 1
 
 
-def test_who_waited_in_vain_and_ended_is_forgotten(make_core):
+def test_aborted_request_drops_record_of_timed_out_deferral(make_core):
     core = make_core(long_prefill_token_threshold=1, block_size=32)
     core.add("slow", list(range(100)))
     core.add("waits", list(range(100)))
@@ -260,7 +260,7 @@ def test_who_waited_in_vain_and_ended_is_forgotten(make_core):
 
 
 @pytest.mark.parametrize(("num_tokens", "is_short"), [(8, False), (9, True)])
-def test_a_step_is_short_of_what_it_has_no_room_for_and_not_of_what_just_fits(make_core, num_tokens, is_short):
+def test_step_is_short_only_if_tokens_exceed_budget(make_core, num_tokens, is_short):
     core = make_core(max_num_batched_tokens=8)
     core.add("a", num_tokens)
     core.scheduler.schedule()
@@ -268,7 +268,7 @@ def test_a_step_is_short_of_what_it_has_no_room_for_and_not_of_what_just_fits(ma
 
 
 @pytest.mark.parametrize(("threshold", "limit"), [(0, 25), (10, 20)])
-def test_a_step_is_short_where_a_newcomer_gets_less_than_it_may(make_core, threshold, limit):
+def test_step_is_short_if_new_request_gets_less_than_its_threshold(make_core, threshold, limit):
     now = [0.0]
     core = make_core(
         clock=lambda: now[0], max_num_batched_tokens=160, mixed_step_ms=100.0, long_prefill_token_threshold=threshold

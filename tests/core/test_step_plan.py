@@ -7,7 +7,7 @@ from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 
-def test_what_is_given_is_taken_of_the_budget_and_comes_back_whole():
+def test_take_back_restores_given_budget():
     plan = StepPlan(20, 20)
     first, second = (Request(name, [1], SamplingParams()) for name in "ab")
     assert (plan.budget, plan.is_balanced, plan.has_admitted, plan.is_short) == (20, True, False, False)
@@ -24,7 +24,7 @@ def test_what_is_given_is_taken_of_the_budget_and_comes_back_whole():
     assert not plan.is_balanced
 
 
-def test_a_budget_is_lowered_and_never_raised():
+def test_budget_can_be_lowered_but_not_raised():
     plan = StepPlan(20, 20)
     plan.lower_budget(30)
     assert (plan.whole_budget, plan.budget) == (20, 20)
@@ -32,7 +32,7 @@ def test_a_budget_is_lowered_and_never_raised():
     assert (plan.whole_budget, plan.budget) == (7, 7)
 
 
-def test_prompts_share_a_room_of_their_own_and_a_victim_returns_its_part():
+def test_prompts_share_prompt_budget_and_take_back_returns_part():
     plan = StepPlan(20, 8)
     first, second, third = (Request(name, [1], SamplingParams()) for name in "abc")
     assert plan.within_room(99, of_prompt=True) == 8

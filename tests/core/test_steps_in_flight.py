@@ -37,7 +37,7 @@ def state(request):
 # --- predicted outcomes -----------------------------------------------------------------------------------------------
 
 
-def test_the_next_step_is_decided_as_if_the_token_were_there(make_ahead):
+def test_next_step_is_scheduled_before_sampled_token_arrives(make_ahead):
     core = make_ahead()
     request = core.add("a", 5)
     first = decided(core)
@@ -56,7 +56,7 @@ def test_the_next_step_is_decided_as_if_the_token_were_there(make_ahead):
     assert invariants.check(core.scheduler) == []
 
 
-def test_a_prompt_goes_on_behind_a_chunk_that_is_still_computed(make_ahead):
+def test_prompt_continues_after_chunk_in_flight(make_ahead):
     core = make_ahead(max_num_batched_tokens=4, max_num_seqs=2)
     core.add("a", 10)
     steps = [decided(core)]
@@ -67,7 +67,7 @@ def test_a_prompt_goes_on_behind_a_chunk_that_is_still_computed(make_ahead):
     assert core.scheduler.requests["a"].sequence.output_token_ids == [7, 7]
 
 
-def test_who_ends_by_length_is_not_computed_in_vain(make_ahead):
+def test_request_ending_by_length_is_not_scheduled_ahead(make_ahead):
     core = make_ahead()
     core.add("short", 5, max_tokens=1)
     core.add("long", 5, max_tokens=3)
@@ -84,7 +84,7 @@ def test_who_ends_by_length_is_not_computed_in_vain(make_ahead):
     assert [event.request_id for event in core.log.of_type(events.RequestFinished)] == ["short", "long"]
 
 
-def test_a_token_that_ends_a_request_costs_one_row_and_no_token(make_ahead):
+def test_stop_token_wastes_one_row_and_emits_no_extra_token(make_ahead):
     core = make_ahead()
     request = core.add("a", 5, stop_token_ids=[9])
     core.add("b", 5)
@@ -100,7 +100,7 @@ def test_a_token_that_ends_a_request_costs_one_row_and_no_token(make_ahead):
     assert invariants.check(core.scheduler) == []
 
 
-def test_an_id_that_is_given_away_gets_nothing_of_who_had_it(make_ahead):
+def test_reused_request_id_gets_no_token_of_aborted_request(make_ahead):
     core = make_ahead()
     core.add("a", 5)
     core.add("b", 5)
@@ -115,7 +115,7 @@ def test_an_id_that_is_given_away_gets_nothing_of_who_had_it(make_ahead):
     assert (output.new_token_ids, request.sequence.output_token_ids) == ([5], [5])
 
 
-def test_newcomers_start_in_a_step_that_is_decided_ahead(make_ahead):
+def test_new_request_starts_in_step_scheduled_ahead(make_ahead):
     core = make_ahead()
     core.add("a", 5)
     first = decided(core)
@@ -129,7 +129,7 @@ def test_newcomers_start_in_a_step_that_is_decided_ahead(make_ahead):
 
 
 @pytest.mark.parametrize("token", [0, 1, UNKNOWN_TOKEN])
-def test_no_token_that_is_known_is_taken_for_one_that_is_to_come(make_ahead, token):
+def test_known_token_is_not_mistaken_for_placeholder(make_ahead, token):
     core = make_ahead(max_num_batched_tokens=4, max_num_seqs=2)
     request = core.add("a", [5, 5, 5, 5, 5, token])
     first, _ = decided(core), decided(core)
@@ -141,7 +141,7 @@ def test_no_token_that_is_known_is_taken_for_one_that_is_to_come(make_ahead, tok
 # --- when nothing is decided ahead ------------------------------------------------------------------------------------
 
 
-def test_it_is_off_where_nobody_asked_for_it(make_core):
+def test_scheduling_ahead_is_off_by_default(make_core):
     core = make_core()
     core.add("a", 5)
     core.scheduler.schedule()
@@ -150,7 +150,7 @@ def test_it_is_off_where_nobody_asked_for_it(make_core):
         core.scheduler.schedule()
 
 
-def test_at_most_one_step_is_decided_ahead_and_none_of_nothing(make_ahead):
+def test_at_most_one_step_is_scheduled_ahead(make_ahead):
     core = make_ahead()
     assert not core.scheduler.may_look_ahead()
     core.add("a", 5)
@@ -160,7 +160,7 @@ def test_at_most_one_step_is_decided_ahead_and_none_of_nothing(make_ahead):
     assert not core.scheduler.may_look_ahead()
 
 
-def test_nothing_is_decided_ahead_of_a_step_that_computes_nothing(make_ahead):
+def test_no_step_is_scheduled_ahead_of_empty_step(make_ahead):
     core = make_ahead()
     core.add("a", 5, max_tokens=1)
     answer(core, decided(core))
@@ -171,7 +171,7 @@ def test_nothing_is_decided_ahead_of_a_step_that_computes_nothing(make_ahead):
     assert not core.scheduler.may_look_ahead()
 
 
-def test_a_prompt_goes_on_though_one_token_is_all_that_it_is_to_give(make_ahead):
+def test_prompt_with_max_tokens_1_continues_in_step_scheduled_ahead(make_ahead):
     core = make_ahead(max_num_batched_tokens=4, max_num_seqs=2)
     core.add("a", 6, max_tokens=1)
     decided(core)
@@ -179,7 +179,7 @@ def test_a_prompt_goes_on_though_one_token_is_all_that_it_is_to_give(make_ahead)
 
 
 @pytest.mark.parametrize("ends", ["first", "last"])
-def test_one_that_goes_on_is_enough(make_ahead, ends):
+def test_one_continuing_request_allows_look_ahead(make_ahead, ends):
     core = make_ahead()
     for name in ("first", "last"):
         core.add(name, 5, max_tokens=1 if name == ends else 9)
@@ -189,7 +189,7 @@ def test_one_that_goes_on_is_enough(make_ahead, ends):
 
 
 @pytest.mark.parametrize("what", ["grammar", "drafts"])
-def test_nothing_is_decided_ahead_of_a_result_that_cannot_be_foreseen(make_ahead, what):
+def test_grammar_or_drafts_prevent_look_ahead(make_ahead, what):
     core = make_ahead()
     options = {"structured_outputs": StructuredOutputsParams(regex="a+")} if what == "grammar" else {}
     core.add("a", 5, **options)
@@ -206,7 +206,7 @@ def test_nothing_is_decided_ahead_of_a_result_that_cannot_be_foreseen(make_ahead
     assert core.scheduler.may_look_ahead(), "of whom it is does not matter any more"
 
 
-def test_drafts_that_a_step_had_no_room_for_are_of_no_use_behind_it(make_ahead):
+def test_drafts_beyond_budget_prevent_look_ahead(make_ahead):
     core = make_ahead(max_num_batched_tokens=2, max_num_seqs=2)
     core.add("a", 1)
     core.add("b", 1)
@@ -216,7 +216,7 @@ def test_drafts_that_a_step_had_no_room_for_are_of_no_use_behind_it(make_ahead):
     assert not core.scheduler.may_look_ahead()
 
 
-def test_drafts_of_whom_the_next_step_is_decided_come_too_late(make_ahead):
+def test_drafts_are_dropped_if_next_step_is_already_scheduled(make_ahead):
     core = make_ahead()
     request = core.add("a", 5)
     first, second = decided(core), decided(core)
@@ -228,7 +228,7 @@ def test_drafts_of_whom_the_next_step_is_decided_come_too_late(make_ahead):
     assert request.spec_token_ids == [7]
 
 
-def test_drafts_of_whom_nothing_is_computed_come_in_time(make_ahead):
+def test_drafts_are_kept_if_request_is_not_in_flight(make_ahead):
     core = make_ahead(max_num_batched_tokens=8, max_num_seqs=2, batching="prefill_first")
     request = core.add("a", 5)
     answer(core, decided(core))
@@ -239,7 +239,7 @@ def test_drafts_of_whom_nothing_is_computed_come_in_time(make_ahead):
     assert request.spec_token_ids == [7]
 
 
-def test_drafts_of_whom_one_of_two_steps_computes_come_too_late(make_ahead):
+def test_drafts_are_dropped_if_one_of_two_steps_computes_request(make_ahead):
     core = make_ahead(max_num_batched_tokens=8, max_num_seqs=2, batching="prefill_first")
     request = core.add("a", 5)
     answer(core, decided(core))
@@ -250,7 +250,7 @@ def test_drafts_of_whom_one_of_two_steps_computes_come_too_late(make_ahead):
     assert request.spec_token_ids == []
 
 
-def test_nobody_loses_blocks_in_a_step_that_is_decided_ahead(make_ahead):
+def test_step_scheduled_ahead_preempts_no_request(make_ahead):
     core = make_ahead(
         num_blocks=12, block_size=2, max_num_batched_tokens=8, max_num_seqs=2, enable_prefix_caching=False
     )
@@ -272,7 +272,7 @@ def test_nobody_loses_blocks_in_a_step_that_is_decided_ahead(make_ahead):
     assert behind > 5
 
 
-def test_the_blocks_that_a_step_may_take_are_counted(make_ahead):
+def test_look_ahead_requires_enough_free_blocks(make_ahead):
     """A step of 8 tokens may take 4 blocks, and one more for each running request."""
     core = make_ahead(num_blocks=40, block_size=2, max_num_batched_tokens=8, enable_prefix_caching=False)
     core.add("a", 30, max_tokens=20)
@@ -284,7 +284,7 @@ def test_the_blocks_that_a_step_may_take_are_counted(make_ahead):
     assert not core.scheduler.may_look_ahead()
 
 
-def test_who_only_decodes_takes_less_than_a_step_has_room_for(make_ahead):
+def test_look_ahead_requires_fewer_free_blocks_for_decodes(make_ahead):
     core = make_ahead(num_blocks=40, block_size=2, max_num_batched_tokens=64, enable_prefix_caching=False)
     core.add("a", 2, max_tokens=20)
     core.add("b", 2, max_tokens=20)
@@ -297,7 +297,7 @@ def test_who_only_decodes_takes_less_than_a_step_has_room_for(make_ahead):
     assert not core.scheduler.may_look_ahead()
 
 
-def test_so_are_window_blocks(make_ahead):
+def test_look_ahead_requires_enough_free_window_blocks(make_ahead):
     core = make_ahead(num_blocks=40, block_size=2, max_num_batched_tokens=8, window=4, num_window_blocks=20)
     core.add("a", 30, max_tokens=20)
     decided(core)
@@ -309,7 +309,7 @@ def test_so_are_window_blocks(make_ahead):
     assert not core.scheduler.may_look_ahead()
 
 
-def test_who_finds_no_block_all_the_same_waits_for_the_next_step(make_ahead):
+def test_request_without_free_block_stalls_until_next_step(make_ahead):
     core = make_ahead(num_blocks=40, block_size=2, max_num_batched_tokens=8, enable_prefix_caching=False)
     core.add("a", 2, max_tokens=20)
     first = decided(core)
@@ -324,7 +324,7 @@ def test_who_finds_no_block_all_the_same_waits_for_the_next_step(make_ahead):
     assert decided(core).num_scheduled_tokens == {"a": 1, "b": 2}
 
 
-def test_who_is_to_be_preempted_is_so_when_nothing_is_in_flight(make_ahead):
+def test_requested_preemption_waits_until_no_step_is_in_flight(make_ahead):
     core = make_ahead()
     core.add("a", 5)
     first = decided(core)
@@ -337,7 +337,7 @@ def test_who_is_to_be_preempted_is_so_when_nothing_is_in_flight(make_ahead):
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_result_before_its_turn_changes_nothing(make_ahead):
+def test_result_out_of_order_is_dropped(make_ahead):
     core = make_ahead()
     request = core.add("a", 5)
     first, second = decided(core), decided(core)
@@ -349,7 +349,7 @@ def test_a_result_before_its_turn_changes_nothing(make_ahead):
     assert output.new_token_ids == [7]
 
 
-def test_events_of_a_result_bear_the_number_of_its_step(make_ahead):
+def test_events_of_result_have_number_of_its_step(make_ahead):
     core = make_ahead()
     core.add("a", 5)
     first, second = decided(core), decided(core)
@@ -359,7 +359,7 @@ def test_events_of_a_result_bear_the_number_of_its_step(make_ahead):
     assert decided(core).step == 3
 
 
-def test_a_step_that_was_decided_ahead_begins_with_the_end_of_the_one_before(make_ahead):
+def test_step_scheduled_ahead_is_timed_from_previous_result(make_ahead):
     clock = {"now": 0.0}
     core = make_ahead(clock=lambda: clock["now"])
     learned = []
@@ -380,7 +380,7 @@ def test_a_step_that_was_decided_ahead_begins_with_the_end_of_the_one_before(mak
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_behind_a_step_that_failed_nothing_is_done_and_newcomers_start_again(make_ahead):
+def test_failed_step_discards_next_step_and_restarts_new_requests(make_ahead):
     core = make_ahead()
     core.add("a", 5)
     first = decided(core)
@@ -402,7 +402,7 @@ def test_behind_a_step_that_failed_nothing_is_done_and_newcomers_start_again(mak
     assert (output.request_id, output.new_token_ids) == ("b", [7])
 
 
-def test_a_step_that_fails_ends_whom_the_next_one_computes_as_well(make_ahead):
+def test_failed_step_ends_requests_also_scheduled_in_next_step(make_ahead):
     core = make_ahead()
     core.add("a", 5)
     first, _ = decided(core), decided(core)
@@ -413,7 +413,7 @@ def test_a_step_that_fails_ends_whom_the_next_one_computes_as_well(make_ahead):
     assert core.scheduler.num_kept_records == 0
 
 
-def test_a_later_step_cannot_fail_before_the_oldest(make_ahead):
+def test_later_step_cannot_fail_before_oldest(make_ahead):
     core = make_ahead()
     core.add("a", 5)
     first, second = decided(core), decided(core)
@@ -422,7 +422,7 @@ def test_a_later_step_cannot_fail_before_the_oldest(make_ahead):
     assert [each.request_id for each in core.scheduler.fail_step(second, "broken")] == ["a"]
 
 
-def test_there_is_work_as_long_as_a_step_is_in_flight(make_ahead):
+def test_scheduler_has_work_while_step_is_in_flight(make_ahead):
     core = make_ahead()
     core.add("a", 5)
     first, second = decided(core), decided(core)

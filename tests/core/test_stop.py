@@ -25,7 +25,7 @@ STOPPED, CAPPED = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_
         ([5, 5, 5, 5, 9], STOPPED, None),
     ],
 )
-def test_what_ends_a_request(output, status, reason):
+def test_check_stop_returns_finish_status_and_stop_reason(output, status, reason):
     params = SamplingParams(max_tokens=5, min_tokens=2, stop_token_ids=[8])
     request = Request("a", [8, 9, 9], params, stop_token_ids=frozenset({8, 9}))
     request.sequence.token_ids += output

@@ -7,7 +7,7 @@ import pytest
 from octavo.core.transfer_cost import TransferCost
 
 
-def test_what_was_never_measured_is_tried():
+def test_unmeasured_load_is_tried():
     cost = TransferCost()
     assert cost.is_worth_loading(8)
     cost.learn_load(8, 100.0)
@@ -18,7 +18,7 @@ def test_what_was_never_measured_is_tried():
 
 
 @pytest.mark.parametrize(("seconds", "is_worth"), [(0.0955, True), (0.0965, False)])
-def test_a_load_is_worth_as_long_as_computing_takes_now_and_took_before(seconds, is_worth):
+def test_load_is_worth_it_if_faster_than_average_compute(seconds, is_worth):
     cost = TransferCost()
     cost.learn_step(100, 1.0)
     cost.learn_step(100, 2.0)  # 10 ms a token, then 20: 12

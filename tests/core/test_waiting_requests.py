@@ -29,7 +29,7 @@ def ids(room):
     return [request.request_id for request in room]
 
 
-def test_tokens_of_all_who_wait_are_counted(room):
+def test_num_tokens_counts_queued_and_deferred_requests(room):
     first, second = add(room, "a", 3), add(room, "b", 5)
     assert room.num_tokens == 8
     assert room.defer(b"block", 0) is first
@@ -43,7 +43,7 @@ def test_tokens_of_all_who_wait_are_counted(room):
     assert (room.num_tokens, len(room), room.num_records) == (0, 0, 0)
 
 
-def test_who_is_put_back_goes_first(room):
+def test_put_back_request_is_first_in_queue(room):
     first = add(room, "a")
     add(room, "b")
     assert room.take() is first
@@ -51,7 +51,7 @@ def test_who_is_put_back_goes_first(room):
     assert ids(room) == ["a", "b"]
 
 
-def test_the_parked_come_back_in_order_once_nobody_computes_their_block(room):
+def test_deferred_requests_resume_in_order_once_block_is_not_pending(room):
     requests = [add(room, name) for name in "abc"]
     for is_pending in (False, True, False):
         room.defer(partial(bool, is_pending), 0)
@@ -62,7 +62,7 @@ def test_the_parked_come_back_in_order_once_nobody_computes_their_block(room):
     assert all(room.may_defer(request) for request in requests)
 
 
-def test_nobody_waits_longer_than_16_steps_and_only_once(room):
+def test_request_is_deferred_once_for_at_most_16_steps(room):
     request = add(room, "a")
     room.defer(lambda: True, 100)
     assert room.resume_deferred(115) == []
@@ -76,7 +76,7 @@ def test_nobody_waits_longer_than_16_steps_and_only_once(room):
     assert room.may_defer(request)
 
 
-def test_the_queue_has_a_limit_of_requests_and_of_tokens(room):
+def test_queue_limits_requests_and_tokens(room):
     add(room, "a", 3)
     room.defer(b"x", 0)
     add(room, "b", 4)  # 2 requests, 7 tokens

@@ -37,25 +37,25 @@ def table_of(core):
     return sequence_of(core).block_tables[1]
 
 
-def test_a_window_block_in_no_place(core):
+def test_window_block_in_no_list_breaks_invariant_1(core):
     windows_of(core)._free.pop()
     assert breaches(core) == [1]
 
 
-def test_a_window_block_in_two_places(core):
+def test_window_block_listed_twice_breaks_invariant_1(core):
     windows_of(core)._free.append(windows_of(core)._free[0])
     assert breaches(core) == [1]
 
 
 @pytest.mark.parametrize("change", [1, -1])
-def test_a_hold_too_many_or_too_few(core, change):
+def test_wrong_window_reference_count_breaks_invariant_2(core, change):
     part = table_of(core)[-1]
     windows_of(core)._num_holders[part] += change
     assert breaches(core)[-1] == 2
     assert set(breaches(core)) == ({2} if change > 0 else {1, 2})  # an unheld block must be in a list
 
 
-def test_a_block_whose_part_says_otherwise(core):
+def test_block_mapped_to_wrong_part_breaks_invariant_5(core):
     windows = windows_of(core)
     part = table_of(core)[-1]
     windows._id_of[windows.block_of(part)] = table_of(core)[-2]
@@ -63,27 +63,27 @@ def test_a_block_whose_part_says_otherwise(core):
     assert set(breaches(core)) == {5}
 
 
-def test_a_free_one_that_is_a_part(core):
+def test_free_window_block_mapped_as_part_breaks_invariant_5(core):
     windows = windows_of(core)
     part = windows._free[-1]
     windows._block_of[part], windows._id_of[999] = 999, part
     assert breaches(core) == [5]
 
 
-def test_a_cached_one_that_is_no_part(core):
+def test_cached_window_block_that_is_no_part_breaks_invariant_5(core):
     windows = windows_of(core)
     windows._separate(windows.cached_ids()[0])
     assert breaches(core) == [5]
 
 
 @pytest.mark.parametrize("num_computed", [13, 29])
-def test_what_is_let_go_is_what_is_not_seen(core, num_computed):
+def test_wrong_released_window_range_breaks_invariant_3(core, num_computed):
     request = core.scheduler.requests["runs"]
     request.num_computed_tokens = num_computed
     assert 3 in breaches(core)
 
 
-def test_a_request_may_be_a_block_late_and_no_more(core):
+def test_window_release_may_lag_by_at_most_one_block(core):
     request = core.scheduler.requests["runs"]
     request.num_computed_tokens = 24  # the next block is its first one
     assert windows_of(core).first_read(24) == 4
@@ -97,14 +97,14 @@ def test_a_request_may_be_a_block_late_and_no_more(core):
     assert [each.invariant for each in invariants.check(core.scheduler) if "has released" in each.message] == [3]
 
 
-def test_a_table_too_short_for_what_is_computed(core):
+def test_window_table_shorter_than_computed_tokens_breaks_invariant_3(core):
     part = table_of(core).pop()
     windows_of(core)._release([part])
     sequence_of(core).num_slots -= 4
     assert breaches(core) == [3]
 
 
-def test_a_table_longer_than_that_of_blocks(core):
+def test_window_table_longer_than_block_table_breaks_invariant_3(core):
     manager = core.scheduler.kv_cache_manager
     part = windows_of(core)._free.pop()
     windows_of(core)._num_holders[part] = 1
@@ -114,18 +114,18 @@ def test_a_table_longer_than_that_of_blocks(core):
     assert breaches(core) == [3]
 
 
-def test_a_part_behind_the_window(core):
+def test_part_before_window_breaks_invariants_2_and_3(core):
     part = windows_of(core).cached_ids()[0]
     table_of(core)[3] = part
     assert breaches(core) == [2, 3]
 
 
-def test_room_that_no_table_has(core):
+def test_excess_num_slots_breaks_invariant_3(core):
     sequence_of(core).num_slots += 1
     assert breaches(core) == [3]
 
 
-def test_a_single_window_block_is_examined_too(make_core):
+def test_single_window_block_is_checked_too(make_core):
     core = make_core(num_window_blocks=1, window=1, max_num_batched_tokens=4, max_num_seqs=4)
     core.add("runs", 3, max_tokens=20)
     core.step()
@@ -135,7 +135,7 @@ def test_a_single_window_block_is_examined_too(make_core):
     assert 3 in breaches(core)
 
 
-def test_nobody_is_left_and_a_window_block_is_held(core):
+def test_held_window_block_without_requests_breaks_invariants_2_and_18(core):
     core.scheduler.finish_requests(["runs"], RequestStatus.FINISHED_ABORTED)
     core.scheduler.schedule()
     assert breaches(core) == []

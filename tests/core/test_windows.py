@@ -44,7 +44,7 @@ def check(core):
     assert invariants.check(core.scheduler) == []
 
 
-def test_a_long_answer_holds_its_window_and_no_more(make_windowed):
+def test_long_output_holds_only_its_window_blocks(make_windowed):
     core = make_windowed(num_window_blocks=5)
     request = core.add("a", 21, max_tokens=300)
     most = 0
@@ -57,7 +57,7 @@ def test_a_long_answer_holds_its_window_and_no_more(make_windowed):
     assert most == 3
 
 
-def test_the_worker_is_told_of_window_blocks_as_they_are_taken(make_windowed):
+def test_worker_gets_window_block_ids_in_step_that_allocates_them(make_windowed):
     core = make_windowed()
     request = core.add("a", 10, max_tokens=12)
     [new] = core.step().scheduled_new_reqs
@@ -67,20 +67,20 @@ def test_the_worker_is_told_of_window_blocks_as_they_are_taken(make_windowed):
     assert all(len(parts) <= 1 for [parts] in told)
 
 
-def test_window_blocks_are_asked_for():
+def test_no_window_group_exists_by_default():
     scheduler = Scheduler(SchedulerConfig(), CacheConfig(), num_blocks=9, max_model_len=99, clock=lambda: 0.0)
     assert scheduler.kv_cache_manager.bounded == []
     assert len(KVCacheManager(9, 4).groups) == 1
 
 
-def test_without_windows_nothing_is_told(make_core):
+def test_steps_without_windows_carry_one_block_table(make_core):
     core = make_core()
     core.add("a", 10)
     assert len(core.step().scheduled_new_reqs[0].block_ids) == 1
     assert len(core.step().scheduled_cached_reqs.new_block_ids) == 1
 
 
-def test_a_hit_holds_the_window_of_what_it_found(make_windowed):
+def test_prefix_hit_holds_its_window_blocks(make_windowed):
     core = make_windowed()
     core.add("a", list(range(30)), max_tokens=1)
     core.run()
@@ -91,7 +91,7 @@ def test_a_hit_holds_the_window_of_what_it_found(make_windowed):
     check(core)
 
 
-def test_a_hit_ends_where_a_window_is_gone_and_is_whole_again_behind_who_computed_it(make_windowed):
+def test_prefix_hit_misses_evicted_window_until_recomputed(make_windowed):
     core = make_windowed(num_window_blocks=5)
     core.add("a", list(range(30)), max_tokens=1)
     core.run()
@@ -104,7 +104,7 @@ def test_a_hit_ends_where_a_window_is_gone_and_is_whole_again_behind_who_compute
         check(core)
 
 
-def test_nothing_is_taken_where_there_are_not_enough_window_blocks(make_windowed):
+def test_request_without_enough_window_blocks_takes_none(make_windowed):
     core = make_windowed(num_window_blocks=6, max_num_seqs=3)
     first, second = core.add("a", 10, max_tokens=40), core.add("b", 10, max_tokens=40)
     for _ in range(2):
@@ -116,7 +116,7 @@ def test_nothing_is_taken_where_there_are_not_enough_window_blocks(make_windowed
     assert core.finished == {"a": "length", "b": "length"}
 
 
-def test_who_needs_a_window_block_takes_it_from_the_less_important(make_windowed):
+def test_missing_window_block_preempts_less_important_request(make_windowed):
     core = make_windowed(num_window_blocks=5, max_num_seqs=3, preemption="recompute")
     first, second = core.add("a", 3, max_tokens=40), core.add("b", 3, max_tokens=40)
     while core.scheduler.has_work():
@@ -127,7 +127,7 @@ def test_who_needs_a_window_block_takes_it_from_the_less_important(make_windowed
     assert [request.sequence.num_output_tokens for request in (first, second)] == [40, 40]
 
 
-def test_who_was_preempted_often_enough_stops_for_nobody(make_windowed):
+def test_protected_request_is_not_preempted_for_window_blocks(make_windowed):
     core = make_windowed(num_window_blocks=7, max_num_seqs=4, preemption="recompute", max_num_preemptions=1)
     requests = [core.add(name, 3, max_tokens=60) for name in "abcd"]
     while core.scheduler.has_work():
@@ -137,7 +137,7 @@ def test_who_was_preempted_often_enough_stops_for_nobody(make_windowed):
     assert [request.sequence.num_output_tokens for request in requests] == [60] * 4
 
 
-def test_reservation_sets_window_blocks_aside_too(make_windowed):
+def test_reservation_includes_window_blocks(make_windowed):
     core = make_windowed(num_window_blocks=10, admission="reservation", max_num_seqs=4)
     requests = [core.add(name, 10, max_tokens=40) for name in "abc"]
     core.step()
@@ -153,7 +153,7 @@ def test_reservation_sets_window_blocks_aside_too(make_windowed):
 
 
 @pytest.mark.parametrize(("store", "num_running"), [(None, 2), (Store(num_tokens=0, wants=True), 1)])
-def test_reservation_leaves_saves_their_window_blocks(make_windowed, store, num_running):
+def test_reservation_keeps_window_blocks_for_saves(make_windowed, store, num_running):
     core = make_windowed(num_window_blocks=10, admission="reservation", max_num_seqs=4, connector=store)
     for name in "ab":
         core.add(name, 10, max_tokens=40)
@@ -162,7 +162,7 @@ def test_reservation_leaves_saves_their_window_blocks(make_windowed, store, num_
     assert len(core.scheduler.running) == num_running  # 4 each, 2 for a step, and 1 for saves
 
 
-def test_a_reservation_alone_is_admitted_whatever_it_takes(make_windowed):
+def test_lone_reservation_is_always_admitted(make_windowed):
     core = make_windowed(num_window_blocks=5, admission="reservation")
     core.add("a", 10, max_tokens=40)
     core.add("b", 10, max_tokens=40)
@@ -172,7 +172,7 @@ def test_a_reservation_alone_is_admitted_whatever_it_takes(make_windowed):
     assert core.finished == {"a": "length", "b": "length"}
 
 
-def test_what_is_swapped_out_is_copied_with_its_window_and_comes_back(make_windowed):
+def test_swapped_request_is_copied_out_and_in_with_its_window(make_windowed):
     core = make_windowed(num_host_blocks=20, preemption="swap", enable_prefix_caching=False)
     request = core.add("a", 18, max_tokens=9)
     for _ in range(3):
@@ -196,7 +196,7 @@ def test_what_is_swapped_out_is_copied_with_its_window_and_comes_back(make_windo
     core.run()
 
 
-def test_what_is_evicted_goes_to_host_memory_with_its_window_where_it_has_one(make_windowed):
+def test_evicted_block_is_offloaded_with_window_part_if_present(make_windowed):
     core = make_windowed(num_blocks=9, num_window_blocks=9, num_host_blocks=9)
     core.add("a", list(range(16)), max_tokens=1)
     core.run()
@@ -220,7 +220,7 @@ def test_what_is_evicted_goes_to_host_memory_with_its_window_where_it_has_one(ma
     check(core)
 
 
-def test_what_host_memory_has_without_its_window_is_kept_anew_with_it(make_core):
+def test_host_block_without_window_part_is_replaced_by_complete_one(make_core):
     pool = make_core(num_host_blocks=2).scheduler.kv_cache_manager
     [block] = pool.pool.take(1)
     pool.pool.register(block, b"h", (1, 2, 3, 4), None)
@@ -233,7 +233,7 @@ def test_what_host_memory_has_without_its_window_is_kept_anew_with_it(make_core)
     assert pool.host.keep(block) is None
 
 
-def test_a_partly_filled_block_is_copied_with_its_window(make_windowed):
+def test_partial_block_is_copied_with_its_window_part(make_windowed):
     core = make_windowed(cache_decoded_blocks=False)
     first = core.add("a", list(range(7)), max_tokens=20)
     core.step()
@@ -250,7 +250,7 @@ def test_a_partly_filled_block_is_copied_with_its_window(make_windowed):
     check(core)
 
 
-def test_the_last_block_of_a_prompt_is_copied_with_its_window(make_windowed):
+def test_last_prompt_block_is_copied_with_its_window_part(make_windowed):
     core = make_windowed()
     core.add("a", list(range(8)), max_tokens=1)
     core.run()
@@ -261,7 +261,7 @@ def test_the_last_block_of_a_prompt_is_copied_with_its_window(make_windowed):
     assert (source, target) == (1, second.sequence.block_tables[1][1])
 
 
-def test_what_was_copied_from_is_the_last_to_be_evicted(make_windowed):
+def test_source_of_block_copy_is_evicted_last(make_windowed):
     core = make_windowed()
     for prompt in (range(8), range(100, 108)):
         core.add(str(prompt), list(prompt), max_tokens=1)
@@ -282,7 +282,7 @@ def end(core, scheduled, transfer_id, num_blocks):
 
 
 @pytest.mark.parametrize(("num_loaded", "num_computed"), [(5, 20), (4, 0), (1, 0)])
-def test_a_load_brings_what_is_seen_behind_it_and_is_believed_with_that_alone(make_windowed, num_loaded, num_computed):
+def test_load_brings_visible_window_parts_and_counts_only_with_them(make_windowed, num_loaded, num_computed):
     core = make_windowed(connector=Store(num_tokens=20))
     request = core.add("a", 30)
     scheduled = core.scheduler.schedule()
@@ -298,7 +298,7 @@ def test_a_load_brings_what_is_seen_behind_it_and_is_believed_with_that_alone(ma
 
 
 @pytest.mark.parametrize("num_then", [4, 3])
-def test_what_came_of_a_load_that_ended_too_early_is_asked_for_once_more(make_windowed, num_then):
+def test_load_that_ended_early_is_retried_once_for_fewer_blocks(make_windowed, num_then):
     core = make_windowed(connector=Store(num_tokens=20))
     request = core.add("a", 30)
     scheduled = core.scheduler.schedule()
@@ -319,7 +319,7 @@ def test_what_came_of_a_load_that_ended_too_early_is_asked_for_once_more(make_wi
 
 
 @pytest.mark.parametrize(("num_loaded", "params"), [(0, None), (4, KVTransferParams("a", is_prefill=False))])
-def test_where_nothing_came_or_of_another_engine_nothing_more_is_asked_for(make_windowed, num_loaded, params):
+def test_empty_or_paired_load_is_not_retried(make_windowed, num_loaded, params):
     core = make_windowed(connector=Store(num_tokens=20))
     core.add("a", 30, kv_transfer_params=params)
     scheduled = core.scheduler.schedule()
@@ -329,7 +329,7 @@ def test_where_nothing_came_or_of_another_engine_nothing_more_is_asked_for(make_
     core.run()
 
 
-def test_nothing_is_kept_of_one_that_ends_before_it_asks_once_more(make_windowed):
+def test_aborted_request_drops_pending_load_retry(make_windowed):
     core = make_windowed(connector=Store(num_tokens=20))
     core.add("a", 30)
     scheduled = core.scheduler.schedule()
@@ -339,7 +339,7 @@ def test_nothing_is_kept_of_one_that_ends_before_it_asks_once_more(make_windowed
     assert core.scheduler.transfers.num_records == 0
 
 
-def test_blocks_found_here_count_where_it_is_asked_once_more(make_windowed):
+def test_load_retry_accounts_for_local_prefix_hit(make_windowed):
     core = make_windowed(connector=Store(num_tokens=0))
     core.add("a", list(range(8)), max_tokens=1)
     core.run()
@@ -357,7 +357,7 @@ def test_blocks_found_here_count_where_it_is_asked_once_more(make_windowed):
 
 
 @pytest.mark.parametrize("num_loaded", [1, 2])
-def test_of_a_load_that_its_window_holds_whole_any_part_will_do(make_windowed, num_loaded):
+def test_partial_load_counts_if_window_covers_all_of_it(make_windowed, num_loaded):
     core = make_windowed(connector=Store(num_tokens=8), window=20)
     request = core.add("a", 30)
     scheduled = core.scheduler.schedule()
@@ -366,14 +366,14 @@ def test_of_a_load_that_its_window_holds_whole_any_part_will_do(make_windowed, n
     assert request.num_computed_tokens == 4 * num_loaded
 
 
-def test_a_load_of_a_whole_prompt_has_the_window_of_its_last_token(make_windowed):
+def test_load_of_complete_prompt_brings_window_of_last_token(make_windowed):
     core = make_windowed(connector=Store(num_tokens=20))
     core.add("a", 20)
     [order] = core.scheduler.schedule().kv_transfers
     assert order.block_ids[1] == [NO_BLOCK] * 3 + [0, 1]  # position 19 sees 14 to 19
 
 
-def test_a_save_holds_window_blocks_though_nobody_sees_them_any_more(make_windowed):
+def test_save_pins_window_blocks_after_request_released_them(make_windowed):
     core = make_windowed(connector=Store(num_tokens=0, wants=True), num_window_blocks=24)
     request = core.add("a", 24, max_tokens=1)
     core.step()
@@ -391,7 +391,7 @@ def test_a_save_holds_window_blocks_though_nobody_sees_them_any_more(make_window
     check(core)
 
 
-def test_what_has_lost_its_window_is_not_saved(make_windowed):
+def test_block_without_window_part_is_not_saved(make_windowed):
     store = Store(num_tokens=0)
     core = make_windowed(connector=store, num_window_blocks=24)
     request = core.add("a", 24, max_tokens=1)
@@ -406,7 +406,7 @@ def test_what_has_lost_its_window_is_not_saved(make_windowed):
     assert scheduled.kv_transfers == []
 
 
-def test_what_is_held_of_window_blocks_is_told_with_each_step(make_windowed):
+def test_step_event_reports_window_block_usage(make_windowed):
     core = make_windowed(num_window_blocks=5)
     core.add("a", 8, max_tokens=2)
     core.run()
@@ -414,14 +414,14 @@ def test_what_is_held_of_window_blocks_is_told_with_each_step(make_windowed):
 
 
 @pytest.mark.parametrize(("window", "num_behind"), [(4, 4), (5, 3)])
-def test_a_load_of_a_whole_prompt_reaches_as_far_back_as_its_last_token_sees(make_windowed, window, num_behind):
+def test_load_of_complete_prompt_reaches_back_as_far_as_window(make_windowed, window, num_behind):
     core = make_windowed(connector=Store(num_tokens=20), window=window)
     core.add("a", 20)
     [order] = core.scheduler.schedule().kv_transfers
     assert [part == NO_BLOCK for part in order.block_ids[1]] == [index < num_behind for index in range(5)]
 
 
-def test_an_eighth_of_the_window_blocks_is_saved_at_once(make_windowed):
+def test_saves_pin_at_most_one_eighth_of_window_blocks(make_windowed):
     core = make_windowed(connector=Store(num_tokens=0, wants=True), num_window_blocks=16, max_num_batched_tokens=32)
     core.add("a", 24, max_tokens=1)
     core.step()
@@ -429,7 +429,7 @@ def test_an_eighth_of_the_window_blocks_is_saved_at_once(make_windowed):
     assert len(order.keys) == len(order.block_ids[1]) == 2
 
 
-def test_what_is_forgotten_has_no_window_parts(make_windowed):
+def test_reset_prefix_cache_drops_window_parts(make_windowed):
     core = make_windowed()
     core.add("a", 10, max_tokens=1)
     core.run()
@@ -439,7 +439,7 @@ def test_what_is_forgotten_has_no_window_parts(make_windowed):
     check(core)
 
 
-def test_who_comes_back_shares_what_has_its_window_and_has_the_rest_copied_in(make_windowed):
+def test_resumed_request_shares_complete_blocks_and_swaps_in_rest(make_windowed):
     core = make_windowed(num_host_blocks=20, preemption="swap", num_window_blocks=20, max_num_batched_tokens=16)
     request = core.add("a", 15, max_tokens=9)
     core.step()
@@ -456,7 +456,7 @@ def test_who_comes_back_shares_what_has_its_window_and_has_the_rest_copied_in(ma
     check(core)
 
 
-def test_a_hit_in_host_memory_ends_where_a_window_is_gone(make_windowed):
+def test_host_memory_hit_ends_at_missing_window_part(make_windowed):
     core = make_windowed(num_blocks=9, num_window_blocks=9, num_host_blocks=9)
     core.add("a", list(range(20)), max_tokens=1)
     core.run()
@@ -471,7 +471,7 @@ def test_a_hit_in_host_memory_ends_where_a_window_is_gone(make_windowed):
 
 
 @pytest.mark.parametrize("how", ["quarantine", "_orphan", "evict"])
-def test_what_can_be_found_no_more_has_no_window_part_either(make_windowed, how):
+def test_block_removed_from_prefix_cache_loses_its_window_part(make_windowed, how):
     core = make_windowed()
     core.add("a", 8, max_tokens=1)
     core.run()
@@ -489,7 +489,7 @@ def found(core, request_id, prompt, max_tokens=3):
     return request.sequence.num_cached_tokens
 
 
-def test_conversations_find_their_last_turn_though_many_windows_went_by_meanwhile(make_windowed):
+def test_conversation_hits_its_last_turn_despite_many_other_windows(make_windowed):
     core = make_windowed(num_window_blocks=60)
     conversations = [list(range(1000 * number, 1000 * number + 81)) for number in range(6)]  # 120 blocks and more
     for turn in range(3):
@@ -500,14 +500,14 @@ def test_conversations_find_their_last_turn_though_many_windows_went_by_meanwhil
 
 
 @pytest.mark.parametrize("num_tokens", [80, 81, 82, 83])
-def test_a_prompt_is_found_to_its_last_full_block_wherever_it_ends(make_windowed, num_tokens):
+def test_prompt_hits_up_to_its_last_full_block(make_windowed, num_tokens):
     core = make_windowed(num_window_blocks=20)
     found(core, "a", range(num_tokens), max_tokens=1)
     found(core, "b", range(1000, 1080), max_tokens=1)
     assert found(core, "c", [*range(num_tokens), 99, 98], max_tokens=1) == 80
 
 
-def test_a_common_beginning_stays_for_those_who_branch_from_it(make_windowed):
+def test_common_prefix_stays_cached_across_branches(make_windowed):
     core, common = make_windowed(num_window_blocks=20), list(range(40))
     found(core, "first", common, max_tokens=1)
     for number in range(6):
@@ -515,7 +515,7 @@ def test_a_common_beginning_stays_for_those_who_branch_from_it(make_windowed):
         assert found(core, str(number), branch, max_tokens=1) == 40
 
 
-def test_what_one_has_found_that_must_not_fall_is_found_by_others(make_windowed):
+def test_prefix_found_by_protected_request_stays_shared(make_windowed):
     core, common = make_windowed(num_window_blocks=40, window=60, max_num_preemptions=0), list(range(25))
     found(core, "first", common, max_tokens=1)
     core.add("long", [*common, 1], max_tokens=150)
@@ -530,7 +530,7 @@ def test_what_one_has_found_that_must_not_fall_is_found_by_others(make_windowed)
 
 
 @pytest.mark.parametrize("num_window_blocks", [5, 6, 7, 8])
-def test_who_must_not_fall_and_found_its_beginning_runs_with_as_few_as_it_needs(make_windowed, num_window_blocks):
+def test_protected_request_with_prefix_hit_runs_in_minimal_window_blocks(make_windowed, num_window_blocks):
     core = make_windowed(num_window_blocks=num_window_blocks, max_num_preemptions=0)
     found(core, "first", range(25), max_tokens=1)
     requests = [core.add(name, [*range(25), token], max_tokens=40) for name, token in (("a", 1), ("b", 2))]
@@ -542,7 +542,7 @@ def test_who_must_not_fall_and_found_its_beginning_runs_with_as_few_as_it_needs(
     assert [request.num_preemptions for request in requests] == [0, 0]
 
 
-def test_of_one_that_was_preempted_nothing_is_kept_of_what_the_worker_was_sent(make_windowed):
+def test_preempted_request_keeps_no_record_of_sent_blocks(make_windowed):
     core = make_windowed()
     core.add("a", 8)
     core.step()
@@ -557,7 +557,7 @@ def test_of_one_that_was_preempted_nothing_is_kept_of_what_the_worker_was_sent(m
 
 
 @pytest.mark.parametrize(("num_blocks", "num_window_blocks"), [(100, 100), (100, 30), (100, 12), (1000, 12)])
-def test_host_memory_gives_back_what_fewer_window_blocks_than_blocks_lost(make_core, num_blocks, num_window_blocks):
+def test_host_memory_restores_evicted_window_parts(make_core, num_blocks, num_window_blocks):
     core = make_core(
         num_blocks=num_blocks,
         num_window_blocks=num_window_blocks,
@@ -584,7 +584,7 @@ def test_host_memory_gives_back_what_fewer_window_blocks_than_blocks_lost(make_c
     assert metrics.stats.host_cache_hit_parts == {1: num_in}
 
 
-def test_what_loses_its_window_part_is_copied_to_host_memory_with_it_once(make_windowed):
+def test_block_losing_its_window_part_is_offloaded_with_it_once(make_windowed):
     core = make_windowed(num_window_blocks=5, num_host_blocks=20)
     core.add("a", list(range(16)), max_tokens=1)
     core.run()
@@ -601,7 +601,7 @@ def test_what_loses_its_window_part_is_copied_to_host_memory_with_it_once(make_w
     check(core)
 
 
-def test_a_source_whose_window_part_is_taken_for_the_copy_needs_no_copy_of_it(make_windowed):
+def test_block_copy_may_take_over_window_part_of_its_source(make_windowed):
     core = make_windowed(num_window_blocks=2)
     core.add("a", list(range(8)), max_tokens=1)
     core.run()
@@ -613,7 +613,7 @@ def test_a_source_whose_window_part_is_taken_for_the_copy_needs_no_copy_of_it(ma
     check(core)
 
 
-def test_what_has_lost_its_window_part_is_the_last_to_leave_host_memory_where_it_is_there(make_windowed):
+def test_evicting_block_without_window_part_refreshes_its_host_copy(make_windowed):
     core = make_windowed(num_host_blocks=20)
     for name, num_tokens in (("a", 8), ("b", 4)):
         core.add(name, num_tokens, max_tokens=1)
@@ -629,7 +629,7 @@ def test_what_has_lost_its_window_part_is_the_last_to_leave_host_memory_where_it
     assert manager.host.cached_blocks()[-1].name == names[0]
 
 
-def test_what_has_lost_its_window_part_is_kept_where_what_follows_is(make_windowed):
+def test_block_without_window_part_is_offloaded_if_successor_is_in_host(make_windowed):
     core = make_windowed(num_host_blocks=20)
     core.add("a", list(range(16)), max_tokens=1)
     core.run()
@@ -652,7 +652,7 @@ def test_what_has_lost_its_window_part_is_kept_where_what_follows_is(make_window
     assert manager.host.cached_blocks()[-1].name == names[0]
 
 
-def test_what_is_not_reachable_is_not_copied_with_its_window(make_windowed):
+def test_unreachable_block_is_not_offloaded_with_its_window_part(make_windowed):
     core = make_windowed(num_window_blocks=5, num_host_blocks=20)
     core.add("a", list(range(16)), max_tokens=1)
     core.run()
@@ -699,25 +699,23 @@ def full_hit(core, num_tokens, *, lost, in_host, bare=(), evicted=()):
         (6, [1], [1], (4, 4, 0)),  # every part that the next row sees is present
     ],
 )
-def test_host_memory_gives_what_the_device_has_without_window_parts(make_windowed, window, lost, in_host, expected):
+def test_host_memory_supplies_window_parts_missing_on_device(make_windowed, window, lost, in_host, expected):
     core = make_windowed(window=window, max_num_batched_tokens=16, num_host_blocks=20)
     assert full_hit(core, 16, lost=lost, in_host=in_host) == expected
 
 
-def test_host_memory_gives_more_than_what_follows_the_device(make_windowed):
+def test_host_memory_replaces_lost_part_and_extends_hit(make_windowed):
     core = make_windowed(max_num_batched_tokens=16, num_host_blocks=20)
     assert full_hit(core, 18, lost=[2], in_host=[2, 3], evicted=[3]) == (4, 2, 2)
 
 
-def test_what_host_memory_has_behind_a_lost_window_part_is_not_copied(make_windowed):
+def test_host_block_without_window_part_ends_usable_hit(make_windowed):
     core = make_windowed(max_num_batched_tokens=16, num_host_blocks=20)
     assert full_hit(core, 18, lost=[], in_host=[2], bare=[3], evicted=[2, 3]) == (3, 2, 2)
 
 
 @pytest.mark.parametrize(("window", "num_found"), [(6, 13), (7, 4)])
-def test_a_block_that_is_filled_in_part_is_copied_where_all_is_there_that_the_last_token_sees(
-    make_windowed, window, num_found
-):
+def test_partial_block_hit_requires_window_of_last_token(make_windowed, window, num_found):
     core = make_windowed(window=window, max_num_batched_tokens=16)
     core.add("a", list(range(14)), max_tokens=2)
     core.step()

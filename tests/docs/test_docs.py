@@ -178,14 +178,14 @@ def diagrams(kind: str) -> list[list[str]]:
     return found
 
 
-def test_every_kind_of_diagram_is_there_and_read():
+def test_every_diagram_kind_exists_and_is_parsed():
     kinds = {text.split()[0] for page in PAGES for text in blocks(page, "mermaid")}
     assert kinds == {"flowchart", "classDiagram", "sequenceDiagram", "stateDiagram-v2"}
     assert all(diagrams(kind) for kind in kinds)
 
 
 @pytest.mark.parametrize("lines", diagrams("classDiagram"))
-def test_class_diagrams(lines):
+def test_class_diagrams_match_classes(lines):
     current = ""
     for line in lines:
         if opened := re.fullmatch(r"class (\w+)( \{)?", line):
@@ -209,7 +209,7 @@ def test_class_diagrams(lines):
 
 
 @pytest.mark.parametrize("lines", diagrams("flowchart"))
-def test_layers_import_what_their_arrows_say(lines):
+def test_layer_diagrams_match_imports(lines):
     node = r"(\w+)(?:\[\"([\w.]+)\"\])?"
     modules: dict[str, str] = {}
     arrows = []
@@ -229,7 +229,7 @@ def test_layers_import_what_their_arrows_say(lines):
 
 
 @pytest.mark.parametrize("lines", diagrams("sequenceDiagram"))
-def test_sequences_call_methods_that_exist(lines):
+def test_sequence_diagrams_call_existing_methods(lines):
     participants: dict[str, str] = {}
     for line in lines:
         if participant := re.fullmatch(r"participant (\w+) as (\w+)", line):
@@ -246,7 +246,7 @@ def test_sequences_call_methods_that_exist(lines):
 
 
 @pytest.mark.parametrize("lines", diagrams("stateDiagram-v2"))
-def test_states_are_the_statuses(lines):
+def test_state_diagrams_match_request_statuses(lines):
     from octavo.data.request import RequestStatus
 
     states: set[str] = set()
@@ -275,7 +275,7 @@ def test_dotted_names_can_be_imported(page):
 
 
 @every_page
-def test_members_of_our_classes_exist(page):
+def test_named_members_of_classes_exist(page):
     text = prose(page)
     if page.name == "names.md":  # the first columns have names of other engines
         text = "\n".join("|".join(row[2:]) for row in table(text))
@@ -286,7 +286,7 @@ def test_members_of_our_classes_exist(page):
 
 
 @every_page
-def test_paths_that_are_named_exist(page):
+def test_named_paths_exist(page):
     if page.name == "CHANGELOG.md":
         return  # it also names files of the past
     folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -296,13 +296,13 @@ def test_paths_that_are_named_exist(page):
 
 
 @every_page
-def test_tests_that_are_named_exist(page):
+def test_named_tests_exist(page):
     for path, name in {pair for code in INLINE.findall(prose(page)) for pair in re.findall(r"(\S+\.py)::(\w+)", code)}:
         functions = ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
         assert name in {each.name for each in functions if isinstance(each, ast.FunctionDef)}, f"{path} has no {name}"
 
 
-def test_names_has_enough_rows_and_each_has_one_of_ours():
+def test_names_page_maps_180_distinct_terms_to_octavo_names():
     text = (DOCS / "names.md").read_text(encoding="utf-8")
     built = [row for row in table(text.split("\n## Not built yet\n")[0]) if len(row) == 4]
     terms = [term for row in built for term in INLINE.findall(row[0])]
@@ -312,7 +312,7 @@ def test_names_has_enough_rows_and_each_has_one_of_ours():
         assert re.fullmatch(r"`octavo(\.\w+)+`", ours), ours
 
 
-def test_compatibility_lists_the_accepted_arguments():
+def test_compatibility_page_lists_accepted_arguments():
     from octavo.compatibility import ACCEPTED_ARGUMENTS
 
     text = (DOCS / "compatibility.md").read_text(encoding="utf-8")
@@ -328,7 +328,7 @@ def test_compatibility_lists_the_accepted_arguments():
     }
 
 
-def test_compatibility_lists_the_arguments_of_llm():
+def test_compatibility_page_lists_arguments_of_LLM():
     from octavo import LLM
 
     text = (DOCS / "compatibility.md").read_text(encoding="utf-8")
@@ -341,7 +341,7 @@ def test_compatibility_lists_the_arguments_of_llm():
     }
 
 
-def test_the_guide_for_models_names_all_that_run():
+def test_model_guide_names_every_supported_architecture():
     from octavo.models.registry import FAMILIES
     from octavo.models.text_part import TEXT_PARTS
 
@@ -376,7 +376,7 @@ def test_relative_links_resolve(page):
             assert anchor in anchors(path), f"{path} has no heading #{anchor}"
 
 
-def test_the_tours_name_the_same_files():
+def test_chinese_tour_names_only_files_of_english_tour():
     def files(page):
         return {path for path, _ in targets(page) if path.suffix in {".py", ".h"}}
 
@@ -388,7 +388,7 @@ def test_the_tours_name_the_same_files():
 
 
 @every_page
-def test_python_snippets_compile_and_use_what_exists(page):
+def test_python_snippets_compile_and_use_existing_names(page):
     for text in blocks(page, "python"):
         tree = ast.parse(text)
         compile(tree, str(page), "exec")
@@ -475,7 +475,7 @@ def worked(monkeypatch):
 
 
 @pytest.mark.parametrize("page", [DOCS / "questions.md", DOCS / "zh" / "questions.md"], ids=["en", "zh"])
-def test_figures_of_the_questions_are_those_of_the_worked_examples(page, worked):
+def test_figures_in_questions_match_worked_examples(page, worked):
     text = " ".join(page.read_text(encoding="utf-8").split())
     batching, shared, chunked = worked("static_and_continuous"), worked("shared_blocks"), worked("chunked_prefill")
     chunks, (busy, slots), five = chunked["chunks"], batching["busy_of_one_batch"], batching["steps_of_five"]
@@ -512,7 +512,7 @@ def sum_of(scheduled: dict[str, int]) -> str:
     return " + ".join(map(str, scheduled.values()))
 
 
-def test_the_kv_bytes_of_the_questions():
+def test_questions_state_correct_kv_bytes_per_token():
     from octavo.models.architecture import Architecture
     from octavo.models.attention import AttentionConfig
     from octavo.models.decoder_layer import LayerConfig
@@ -531,7 +531,7 @@ def test_the_kv_bytes_of_the_questions():
 # --- what runs
 
 
-def test_the_table_of_architectures_is_that_of_the_registry():
+def test_architecture_table_matches_registry():
     """A failure prints the expected rows, to be copied."""
     expected = []
     for name in sorted(FAMILIES):
@@ -541,7 +541,7 @@ def test_the_table_of_architectures_is_that_of_the_registry():
     assert [line for line in lines if re.match(r"\| `\w+ForCausalLM` \|", line)] == expected, "\n".join(expected)
 
 
-def test_the_readme_names_every_family():
+def test_readme_names_every_family():
     """Each family's own name has to appear, in any spelling: Gemma 2, Phi-3."""
     rows = table(section((ROOT / "README.md").read_text(encoding="utf-8"), "Does it run my model?"))
     works = re.sub(r"\W", "", " ".join(models for _, models, _ in rows)).lower()

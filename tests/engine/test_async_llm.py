@@ -30,7 +30,7 @@ async def free_blocks(llm) -> int:
     return await llm.call(lambda engine: engine.core.scheduler.kv_cache_manager.pool.num_free_blocks)
 
 
-def test_many_streams_at_once(llm):
+def test_concurrent_streams_get_correct_texts_and_free_all_blocks(llm):
     async def main():
         prompts = ["x" * (index + 1) for index in range(20)]
         texts = await asyncio.gather(
@@ -42,7 +42,7 @@ def test_many_streams_at_once(llm):
     run(main())
 
 
-def test_a_fault_while_what_nobody_reads_is_counted_is_its_own(llm, caplog):
+def test_fault_in_on_unread_affects_only_its_request(llm, caplog):
     """The fault is reported on the event loop, next to outputs of other requests."""
 
     def fails(_output):
@@ -60,7 +60,7 @@ def test_a_fault_while_what_nobody_reads_is_counted_is_its_own(llm, caplog):
     assert {record.getMessage().split()[1] for record in caplog.records if record.levelname == "ERROR"} == {"left"}
 
 
-def test_f22_leaving_a_stream_aborts_its_request(llm):
+def test_f22_closed_stream_aborts_its_request(llm):
     async def main():
         stream = llm.generate("hello", SamplingParams(max_tokens=None, ignore_eos=True), "a")
         async for _ in stream:
@@ -73,7 +73,7 @@ def test_f22_leaving_a_stream_aborts_its_request(llm):
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "reads nothing"])
-def test_what_nobody_reads_is_told_of_all_the_same(leaves):
+def test_unread_outputs_are_reported_through_on_unread(leaves):
     """Each token is reported once: to the reader, or as unread."""
     made = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)), max_unread_outputs=20)
 
@@ -102,7 +102,7 @@ def test_what_nobody_reads_is_told_of_all_the_same(leaves):
     assert tokens == [answer_token(5, 0, index) for index in range(len(tokens))]
 
 
-def test_cancelling_a_reader_aborts_its_request(llm):
+def test_cancelled_reader_aborts_its_request(llm):
     async def main():
         task = asyncio.create_task(collect(llm, "hello", "a", max_tokens=None, ignore_eos=True))
         await until_free_blocks(llm, 256, equal=False)
@@ -114,7 +114,7 @@ def test_cancelling_a_reader_aborts_its_request(llm):
     run(main())
 
 
-def test_a_refused_request_raises_for_its_caller_alone(llm):
+def test_refused_request_raises_only_for_its_caller(llm):
     async def main():
         good = asyncio.create_task(collect(llm, "hello", "a", max_tokens=30))
         with pytest.raises(RequestError):
@@ -126,7 +126,7 @@ def test_a_refused_request_raises_for_its_caller_alone(llm):
     run(main())
 
 
-def test_who_leaves_before_it_is_accepted_is_aborted_at_once(monkeypatch):
+def test_reader_cancelled_before_acceptance_aborts_request(monkeypatch):
     """Its preparation, for example of a grammar, is no longer needed."""
     engine = make_engine(FakeExecutor())
     submitted, aborted = threading.Event(), threading.Event()
@@ -144,7 +144,7 @@ def test_who_leaves_before_it_is_accepted_is_aborted_at_once(monkeypatch):
     llm.shutdown()
 
 
-def test_who_leaves_under_an_id_that_is_in_use_ends_nobody_else(monkeypatch):
+def test_cancelled_duplicate_id_does_not_abort_first_request(monkeypatch):
     engine = make_engine(FakeExecutor(step_s=0.001))
     llm, submitted = AsyncLLM(engine), threading.Event()
 
@@ -161,7 +161,7 @@ def test_who_leaves_under_an_id_that_is_in_use_ends_nobody_else(monkeypatch):
     llm.shutdown()
 
 
-def test_the_time_of_a_request_begins_when_it_is_asked():
+def test_timeout_s_counts_from_call_of_generate():
     llm = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)))
 
     async def main():
@@ -183,7 +183,7 @@ def test_the_time_of_a_request_begins_when_it_is_asked():
     llm.shutdown()
 
 
-def test_the_engines_death_reaches_every_reader():
+def test_engine_death_reaches_every_reader():
     executor = FakeExecutor()
     llm = AsyncLLM(make_engine(executor))
 
@@ -202,7 +202,7 @@ def test_the_engines_death_reaches_every_reader():
     assert executor.is_shut_down
 
 
-def test_a_request_that_the_engine_dies_of_hears_so_too(monkeypatch):
+def test_request_that_kills_engine_raises_EngineDeadError(monkeypatch):
     executor = FakeExecutor()
     engine = make_engine(executor)
     monkeypatch.setattr(engine, "submit", lambda *_: 1 / 0)

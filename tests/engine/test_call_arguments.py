@@ -31,7 +31,7 @@ UNREADABLE = ("[1]", "nonsense", '{"a": "C:\\path\\new"}', '{"a": oops, "b": 1}'
         ('{"a": ' + "[" * 9999, None),
     ],
 )
-def test_whole_arguments_are_an_object_or_none(text: str, value: dict[str, Any] | None) -> None:
+def test_parse_arguments_returns_object_or_none(text: str, value: dict[str, Any] | None) -> None:
     assert parse_arguments(text) == value
 
 
@@ -49,10 +49,10 @@ def test_whole_arguments_are_an_object_or_none(text: str, value: dict[str, Any] 
         ),
     ],
 )
-def test_a_template_is_never_given_an_empty_object_for_arguments(text: str, value: dict[str, Any]) -> None:
+def test_read_arguments_repairs_text_or_keeps_raw_text(text: str, value: dict[str, Any]) -> None:
     assert read_arguments(text) == value
 
 
-def test_begun_arguments_have_no_half_string() -> None:
+def test_begun_arguments_drop_incomplete_string() -> None:
     assert begun_arguments('{"a": 1, "b": "x') == {"a": 1}
     assert begun_arguments("nonsense") == {}

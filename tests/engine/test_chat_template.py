@@ -146,55 +146,55 @@ def both(oracle, template, messages, **options):
 
 @pytest.mark.parametrize(
     ("name", "conversation"),
-    # Mistral's template refuses tools: see test_what_the_template_raises.
+    # Mistral's template refuses tools: see test_template_errors_become_request_errors.
     [pair for pair in itertools.product(TEMPLATES, CONVERSATIONS) if pair != ("mistral", "calls")],
 )
-def test_equals_transformers(name, conversation, oracle):
+def test_rendered_conversations_equal_transformers(name, conversation, oracle):
     messages = CONVERSATIONS[conversation]
     options = {"date_string": "26 Jul 2024"}
     both(oracle, TEMPLATES[name], messages, **options)
     both(oracle, TEMPLATES[name], messages, add_generation_prompt=False, **options)
 
 
-def test_tools(oracle):
+def test_tools_render_as_in_transformers(oracle):
     text = both(oracle, CHATML, CONVERSATIONS["system"], tools=TOOLS)
     assert '{"type": "function", "function": {"name": "f", "description": "ä <x>"' in text
 
 
-def test_template_variables(oracle):
+def test_enable_thinking_reaches_template_as_in_transformers(oracle):
     with_thoughts = both(oracle, CHATML, CONVERSATIONS["reasoning"])
     without = both(oracle, CHATML, CONVERSATIONS["reasoning"], enable_thinking=False)
     assert "<think>1 + 1</think>" in with_thoughts
     assert "<think>" not in without
 
 
-def test_the_bos_is_the_tokenizers():
+def test_template_gets_bos_token_of_tokenizer():
     assert ChatTemplate(LLAMA3, SPECIAL).render([USER], date_string="x").startswith("<s><|start")
     assert ChatTemplate(LLAMA3, SPECIAL).render([USER], date_string="x", bos_token="<B>").startswith("<B><|start")
     assert ChatTemplate(LLAMA3).render([USER], date_string="x").startswith("<|start")
 
 
-def test_the_clock_is_injected():
+def test_strftime_now_uses_injected_clock():
     template = ChatTemplate(LLAMA3, SPECIAL, now=lambda: datetime(2024, 7, 26))  # noqa: DTZ001 - local time, as shown
     assert "Today Date: 26 Jul 2024" in template.render([USER])
 
 
 @pytest.mark.parametrize("content", ["It begins", "It begins ", "  "])
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
-def test_continue_final_message(name, content, oracle):
+def test_continue_final_message_equals_transformers(name, content, oracle):
     messages = [USER, {"role": "assistant", "content": content}]
     options = {"continue_final_message": True, "add_generation_prompt": False, "date_string": "x"}
     text = both(oracle, TEMPLATES[name], messages, **options)
     assert text.rstrip().endswith(content.strip())
 
 
-def test_continue_final_message_of_parts(oracle):
+def test_continue_final_message_supports_text_parts(oracle):
     messages = [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     text = both(oracle, PARTS, messages, continue_final_message=True, add_generation_prompt=False)
     assert text.endswith("<assistant>[a][b")
 
 
-def test_final_message_that_cannot_be_continued():
+def test_final_message_that_cannot_be_continued_is_refused():
     chatml = ChatTemplate(CHATML, SPECIAL)
     for messages, options, words in (
         ([USER], {}, "exclude each other"),
@@ -206,7 +206,7 @@ def test_final_message_that_cannot_be_continued():
         ChatTemplate("{{ messages[0].role }}").render([USER], continue_final_message=True, add_generation_prompt=False)
 
 
-def test_text_parts(oracle):
+def test_text_parts_are_rendered_and_image_parts_refused(oracle):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": "user", "content": parts}]
     assert both(oracle, PARTS, messages) == "<user>[one][two]"
@@ -229,7 +229,7 @@ def test_text_parts(oracle):
         ([{"role": "user", "content": b"x"}], "only, got bytes"),
     ],
 )
-def test_unusable_messages(messages, words):
+def test_malformed_messages_are_refused(messages, words):
     with pytest.raises(RequestError, match=words) as caught:
         ChatTemplate(CHATML).render(messages)
     assert caught.value.parameter == "messages"
@@ -250,19 +250,19 @@ def test_unusable_messages(messages, words):
         ("{% include 'x' %}", "refused"),
     ],
 )
-def test_what_the_template_raises(template, words):
+def test_template_errors_become_request_errors(template, words):
     with pytest.raises(RequestError, match=words) as caught:
         ChatTemplate(template, SPECIAL).render([{"role": "ipython", "content": "x"}])
     assert caught.value.parameter == "messages"
 
 
-def test_broken_template():
+def test_broken_chat_template_is_refused():
     with pytest.raises(RequestError, match="the chat template is broken") as caught:
         ChatTemplate("{% for %}").render([USER])
     assert caught.value.parameter == "chat_template"
 
 
-def test_template_of_a_request():
+def test_request_may_name_or_supply_chat_template():
     template = ChatTemplate({"default": "D", "other": "O"})
     assert template.render([USER]) == "D"
     assert template.render([USER], chat_template="other") == "O"
@@ -279,7 +279,7 @@ def write(directory, config=None, **files):
     return directory
 
 
-def test_where_templates_are_found(tmp_path):
+def test_from_directory_finds_templates_in_config_and_files(tmp_path):
     assert ChatTemplate.from_directory(tmp_path) is None
     write(tmp_path, {"bos_token": "<s>"})
     assert ChatTemplate.from_directory(tmp_path) is None
@@ -301,19 +301,19 @@ def test_where_templates_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("value", [5, [1], [{"name": "default"}], [{"name": "default", "template": 1}]])
-def test_unusable_template_entry(value, tmp_path):
+def test_invalid_chat_template_entry_is_refused(value, tmp_path):
     write(tmp_path, {"chat_template": value})
     with pytest.raises(ModelError, match="chat_template must be a string or a list"):
         ChatTemplate.from_directory(tmp_path)
 
 
-def test_a_template_file_that_is_not_text(tmp_path):
+def test_template_file_that_is_not_utf8_is_refused(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ModelError, match=r"chat_template\.jinja is not UTF-8"):
         ChatTemplate.from_directory(tmp_path)
 
 
-def test_a_message_that_is_nested_too_deep_is_refused(tmp_path):
+def test_message_nested_too_deep_is_refused(tmp_path):
     deep = []
     for _ in range(sys.getrecursionlimit()):
         deep = [deep]
@@ -333,14 +333,14 @@ LOOPS_OVER_TOOLS = "<tools>{% for tool in tools %}{{ tool.function.name }}{% end
         ("{% if tools is defined %}{{ tools | length }}{% endif %}{{ messages[0].content }}", "0Hello"),
     ],
 )
-def test_a_template_that_takes_no_null_for_tools_gets_an_empty_list(source: str, plain: str) -> None:
+def test_template_that_rejects_null_tools_gets_empty_list(source: str, plain: str) -> None:
     template = ChatTemplate(source)
     message = {"role": "user", "content": "Hello"}
     assert template.render([message]) == plain
     assert "look" in ChatTemplate(LOOPS_OVER_TOOLS).render([message], tools=[{"function": {"name": "look"}}])
 
 
-def test_an_empty_list_of_tools_is_no_way_around_a_refusal() -> None:
+def test_empty_tools_do_not_bypass_refusal_by_template() -> None:
     refuses = "{{ raise_exception('Tools, please') if not tools }}{{ messages[0].content }}"
     with pytest.raises(RequestError, match="Tools, please"):
         ChatTemplate(refuses).render([{"role": "user", "content": "Hello"}])

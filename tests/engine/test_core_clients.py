@@ -160,7 +160,7 @@ class Driven:
 
 
 @pytest.mark.parametrize("seed", range(NUM_RUNS))
-def test_each_request_is_answered_once_and_ends_once_in_this_process(seed: int) -> None:
+def test_LocalCore_answers_and_ends_each_request_once(seed: int) -> None:
     rng, executor = random.Random(seed), Preparing()
     driven, names = Driven(LocalCore(make_core(executor))), [f"r{index}" for index in range(rng.randrange(1, 12))]
     waiting = list(names)
@@ -182,9 +182,7 @@ def test_each_request_is_answered_once_and_ends_once_in_this_process(seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(NUM_RUNS))
-def test_each_request_is_answered_once_and_ends_once_across_the_border(
-    seed: int, remote: RemoteCore, lives: list[Life]
-) -> None:
+def test_RemoteCore_answers_and_ends_each_request_once(seed: int, remote: RemoteCore, lives: list[Life]) -> None:
     """Messages arrive late, requests are aborted between two messages, and the process dies and restarts."""
     rng = random.Random(seed)
     driven, names = Driven(remote), [f"r{index}" for index in range(rng.randrange(1, 12))]
@@ -214,9 +212,7 @@ def test_each_request_is_answered_once_and_ends_once_across_the_border(
     driven.check(names)
 
 
-def test_requests_that_a_dead_core_has_not_answered_are_refused_before_open_ones_end(
-    remote: RemoteCore, lives: list[Life]
-) -> None:
+def test_dead_core_refuses_pending_requests_before_open_ones_end(remote: RemoteCore, lives: list[Life]) -> None:
     driven, told = Driven(remote), list[str]()
     driven.engine.on_lost(lambda request_id, _error: told.append(f"{request_id} ends"))
     driven.submit("open", random.Random(0))
@@ -230,7 +226,7 @@ def test_requests_that_a_dead_core_has_not_answered_are_refused_before_open_ones
     assert told == ["late: EngineRestartingError", "open ends"]
 
 
-def test_a_core_in_another_process_cannot_be_touched() -> None:
+def test_RemoteCore_refuses_access_to_core_object() -> None:
     core = RemoteCore([], EngineConfig())
     with pytest.raises(EngineError, match="another process"):
         _ = core.core
@@ -239,7 +235,7 @@ def test_a_core_in_another_process_cannot_be_touched() -> None:
     core.wake()  # a late call does no harm
 
 
-def test_a_shut_down_refuses_what_is_held() -> None:
+def test_shutdown_refuses_held_requests() -> None:
     core, answers = LocalCore(make_core(executor := Preparing())), list[Any]()
     executor.prepare(None, "")  # the next request is held
     processed = make_engine().input_processor.process("r", "hello", SamplingParams())
@@ -250,7 +246,7 @@ def test_a_shut_down_refuses_what_is_held() -> None:
     assert [type(answer) for answer in answers] == [EngineDeadError]
 
 
-def test_an_interrupt_while_a_request_is_prepared_leaves_its_id_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_during_preparation_frees_request_id(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = Preparing()
     engine = make_engine(executor)
 
@@ -267,7 +263,7 @@ def test_an_interrupt_while_a_request_is_prepared_leaves_its_id_free(monkeypatch
     assert [output.request_id for output in engine.step()] == ["a"]
 
 
-def test_an_interrupt_while_a_request_is_submitted_leaves_its_id_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_during_submission_frees_request_id(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(FakeExecutor())
 
     def interrupt(*_: Any) -> None:
@@ -282,13 +278,13 @@ def test_an_interrupt_while_a_request_is_submitted_leaves_its_id_free(monkeypatc
 
 
 @pytest.mark.parametrize("client", [LocalCore, RemoteCore])
-def test_both_clients_have_the_signatures_of_the_protocol(client: type) -> None:
+def test_both_clients_match_signatures_of_CoreClient(client: type) -> None:
     for name, member in vars(CoreClient).items():
         if inspect.isfunction(member) and not name.startswith("_"):
             assert inspect.signature(getattr(client, name)) == inspect.signature(member), name
 
 
-def test_requests_are_prepared_and_added_at_one_place() -> None:
+def test_only_local_core_prepares_and_adds_requests() -> None:
     """The package has one call of each, so that the rules exist once."""
     calls = {
         (path.name, node.func.attr)

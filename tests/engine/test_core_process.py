@@ -85,7 +85,7 @@ def ask(mail: _Mail, request_id: str, tenant: str) -> None:
     mail.requests.put(ipc.encode(ipc.Add.of(request_id, [request])))
 
 
-def test_the_time_of_a_preparation_counts_from_its_own_start(
+def test_preparation_timeout_counts_from_start_of_preparation(
     mail: _Mail, executor: _Preparing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_process, "PREPARE_S", 0.05)
@@ -100,7 +100,7 @@ def test_the_time_of_a_preparation_counts_from_its_own_start(
     assert mail.answer(ipc.Accepted, ipc.Refused) == ipc.Accepted("waits")
 
 
-def test_who_waits_too_long_for_a_turn_may_come_again(
+def test_request_waiting_too_long_for_preparation_gets_QueueFullError(
     mail: _Mail, executor: _Preparing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_process, "TURN_S", 0.0)
@@ -110,7 +110,7 @@ def test_who_waits_too_long_for_a_turn_may_come_again(
     assert executor.prepared["one of many"].cancelled()
 
 
-def test_what_is_aborted_before_it_is_prepared_ends_as_others_do(mail: _Mail, executor: _Preparing) -> None:
+def test_request_aborted_during_preparation_ends_with_abort(mail: _Mail, executor: _Preparing) -> None:
     ask(mail, "a", "x")
     mail.requests.put(ipc.encode(ipc.Finish(["a"], RequestStatus.FINISHED_ABORTED)))
     assert mail.answer(ipc.Accepted, ipc.Refused) == ipc.Accepted("a")
@@ -120,7 +120,7 @@ def test_what_is_aborted_before_it_is_prepared_ends_as_others_do(mail: _Mail, ex
 
 
 @pytest.mark.parametrize("fails_at_once", [True, False])
-def test_a_fault_while_something_is_prepared_ends_that_request_alone(
+def test_preparation_fault_refuses_only_its_request(
     mail: _Mail,
     executor: _Preparing,
     monkeypatch: pytest.MonkeyPatch,
@@ -151,7 +151,7 @@ def test_a_fault_while_something_is_prepared_ends_that_request_alone(
 
 
 @pytest.mark.parametrize(("saving_s", "may_go_on"), [(60.0, True), (-1.0, False)])
-def test_a_server_that_is_told_to_stop_finishes_transfers_for_a_while(
+def test_stopped_server_finishes_transfers_for_limited_time(
     monkeypatch: pytest.MonkeyPatch, saving_s: float, may_go_on: bool
 ) -> None:
     monkeypatch.setattr(core_process, "_SAVING_S", saving_s)

@@ -50,7 +50,7 @@ def some_tokens(tokenizer, draw):
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_behind_any_prompt_streamed_text_is_that_of_all(tokenizer, skip):
+def test_streamed_text_after_any_prompt_equals_full_decode(tokenizer, skip):
     draw, num_within = random.Random(3), 0
     for _ in range(2000):
         prompt, ids = some_tokens(tokenizer, draw), some_tokens(tokenizer, draw)
@@ -72,12 +72,12 @@ def test_behind_any_prompt_streamed_text_is_that_of_all(tokenizer, skip):
         ("狐".encode(), b"\xe7", "\ufffd"),
     ],
 )
-def test_a_prompt_that_ends_within_a_character(tokenizer, prompt, answer, text):
+def test_prompt_ending_inside_character_streams_correct_text(tokenizer, prompt, answer, text):
     ids = byte_tokens(tokenizer, answer)
     assert "".join(stream(tokenizer, ids, prompt_token_ids=byte_tokens(tokenizer, prompt))) == text
 
 
-def test_a_lone_byte_is_a_replacement_character_and_the_stream_goes_on():
+def test_lone_byte_becomes_replacement_character_and_stream_continues():
     """The library's own stream raises "Invalid prefix encountered" here."""
     tokenizer = Tokenizer(byte_fallback(), CONFIG)
     ids = [*byte_tokens(tokenizer, b"\xf0"), tokenizer.token_id("h"), tokenizer.token_id("▁th")] * 3
@@ -86,7 +86,7 @@ def test_a_lone_byte_is_a_replacement_character_and_the_stream_goes_on():
     assert "".join(stream(tokenizer, ids, prompt_token_ids=prompt)) == "\ufffdh th" * 3
 
 
-def test_bytes_of_every_token():
+def test_piece_returns_bytes_that_token_decodes_to():
     """They are the bytes that the library decodes to text."""
     for make in BACKENDS.values():
         tokenizer = Tokenizer(make(), CONFIG)
@@ -107,7 +107,7 @@ def test_bytes_of_every_token():
     ("decoder", "name"),
     [(decoders.BPEDecoder(), "BPEDecoder"), (decoders.Sequence([decoders.Fuse(), decoders.CTC()]), "CTC")],
 )
-def test_decoders_that_no_stream_can_follow_are_refused(decoder, name):
+def test_decoders_that_cannot_stream_are_refused(decoder, name):
     backend = Backend(models.BPE({"a": 0}, []))
     backend.decoder = decoder
     with pytest.raises(ModelError, match=f"has the decoder {name}, which"):
@@ -115,7 +115,7 @@ def test_decoders_that_no_stream_can_follow_are_refused(decoder, name):
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Metaspace(prepend_scheme="always")])
-def test_other_decoders(decoder):
+def test_other_decoders_stream_text_of_full_decode(decoder):
     vocabulary = {token: index for index, token in enumerate(["a", "b", "##c", "▁", "▁▁d", "e", "."])}
     backend = Backend(models.BPE(vocabulary, []))
     backend.decoder = decoder
@@ -127,7 +127,7 @@ def test_other_decoders(decoder):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_where_some_special_tokens_are_shown_the_others_are_as_if_they_were_not_there(backend):
+def test_hidden_special_tokens_do_not_change_shown_text(backend):
     """So text that only hidden tokens precede is the start of a text, without the space before the first word."""
     tokenizer = Tokenizer(BACKENDS[backend](), CONFIG)
     bos, end, marker = (tokenizer.token_id(each) for each in ("<s>", "</s>", "<|im_end|>"))
@@ -142,7 +142,7 @@ def test_where_some_special_tokens_are_shown_the_others_are_as_if_they_were_not_
             assert [bool(piece) for piece in pieces] == [each not in {bos, end} for each in ids]
 
 
-def test_a_character_is_shown_with_its_last_byte():
+def test_character_is_shown_with_its_last_byte():
     tokenizer = Tokenizer(byte_level(), CONFIG)
     ids = byte_tokens(tokenizer, "狐é".encode())
     assert stream(tokenizer, ids, prompt_token_ids=[]) == ["", "", "狐", "", "é", ""]
@@ -150,7 +150,7 @@ def test_a_character_is_shown_with_its_last_byte():
     assert (detokenizer.add(ids[:2]), detokenizer.held, detokenizer.num_prompt_bytes) == ("", b"\xe7\x8b", 0)
 
 
-def test_held_bytes_tell_how_many_the_prompt_has():
+def test_num_prompt_bytes_counts_held_bytes_of_prompt():
     tokenizer = Tokenizer(byte_level(), CONFIG)
     ids = byte_tokens(tokenizer, "狐".encode())
     detokenizer = tokenizer.incremental_detokenizer(ids[:2])
@@ -158,7 +158,7 @@ def test_held_bytes_tell_how_many_the_prompt_has():
     assert (detokenizer.add(ids[2:]), detokenizer.held, detokenizer.num_prompt_bytes) == ("狐", b"", 0)
 
 
-def test_a_token_that_is_spelled_as_a_byte_is_text_without_byte_fallback():
+def test_byte_like_token_is_text_without_byte_fallback():
     backend = Backend(models.BPE({"<0x41>": 0, "b": 1}, []))
     backend.decoder = decoders.Metaspace()
     assert Tokenizer(backend).piece(0) == "<0x41>"

@@ -41,16 +41,18 @@ def write(directory: Path, modules: list[tuple[str, str]], pooling: dict[str, An
     ],
 )
 @pytest.mark.parametrize("has_modules", [True, False])
-def test_poolings(tmp_path: Path, pooling: dict[str, Any], expected: str, has_modules: bool) -> None:
+def test_pooling_is_read_from_old_and_new_config_forms(
+    tmp_path: Path, pooling: dict[str, Any], expected: str, has_modules: bool
+) -> None:
     write(tmp_path, [(OWN + kind, path) for kind, path in USUAL] if has_modules else [], pooling)
     assert read_embedding_config(tmp_path) == EmbeddingConfig(expected)
 
 
-def test_a_checkpoint_that_says_nothing_gets_its_last_state(tmp_path: Path) -> None:
+def test_missing_config_selects_last_token_pooling(tmp_path: Path) -> None:
     assert read_embedding_config(tmp_path) == EmbeddingConfig("last")
 
 
-def test_the_folder_is_the_one_that_modules_json_names(tmp_path: Path) -> None:
+def test_pooling_folder_is_read_from_modules_json(tmp_path: Path) -> None:
     kinds = [
         ("sentence_transformers.base.modules.transformer.Transformer", ""),
         ("sentence_transformers.sentence_transformer.modules.pooling.Pooling", "pooling"),
@@ -73,7 +75,7 @@ def test_the_folder_is_the_one_that_modules_json_names(tmp_path: Path) -> None:
         ([("modeling_own.Transformer", ""), (OWN + "Pooling", "1_Pooling")], {}, "modeling_own.Transformer"),
     ],
 )
-def test_what_octavo_does_not_compute_is_a_problem(
+def test_unsupported_pooling_or_module_is_reported_as_problem(
     tmp_path: Path, modules: list[tuple[str, str]], pooling: dict[str, Any], problem: str
 ) -> None:
     write(tmp_path, modules, pooling)
@@ -83,7 +85,7 @@ def test_what_octavo_does_not_compute_is_a_problem(
     assert str(tmp_path) not in found, "clients are told of it"
 
 
-def test_a_pooling_that_got_lost_is_missed(tmp_path: Path) -> None:
+def test_missing_pooling_config_is_reported_as_problem(tmp_path: Path) -> None:
     write(tmp_path, [(OWN + kind, path) for kind, path in USUAL], {"pooling_mode": "mean"})
     (tmp_path / "1_Pooling" / "config.json").unlink()
     problem = read_embedding_config(tmp_path).problem
@@ -105,14 +107,14 @@ def test_a_pooling_that_got_lost_is_missed(tmp_path: Path) -> None:
         ("1_Pooling/config.json", "{"),
     ],
 )
-def test_broken_files_are_errors_that_name_them(tmp_path: Path, name: str, text: str) -> None:
+def test_broken_config_file_raises_error_with_its_name(tmp_path: Path, name: str, text: str) -> None:
     write(tmp_path, [(OWN + kind, path) for kind, path in USUAL], {})
     (tmp_path / name).write_text(text)
     with pytest.raises(ModelError, match=name):
         read_embedding_config(tmp_path)
 
 
-def test_a_vector_is_refused_where_it_would_be_another_than_the_checkpoints(tmp_path: Path) -> None:
+def test_embed_is_refused_for_unsupported_module_unless_pooling_is_given(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "tiny", tiny_config("Qwen3ForCausalLM", vocab_size=400), std=0.1)
     kinds = [*((OWN + kind, path) for kind, path in USUAL), (OWN + "Dense", "3_Dense")]
     write(checkpoint, kinds, {"pooling_mode": "mean"})

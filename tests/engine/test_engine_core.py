@@ -55,14 +55,14 @@ def run(engine):
     return [(each.request_id, tuple(each.new_token_ids), each.finish_reason) for each in outputs]
 
 
-def test_one_step_after_the_other():
+def test_steps_run_one_after_another_without_async_scheduling():
     engine, core, executor = make_engine(ahead=False)
     core.add("a", 3, max_tokens=2)
     assert run(engine) == [("a", (7,), None), ("a", (7,), "length")]
     assert executor.calls == [(what, step) for step in (1, 2, 3) for what in ("submit", "collect")]
 
 
-def test_the_next_step_is_submitted_before_the_result_of_the_last_is_asked_for():
+def test_next_step_is_submitted_before_previous_result_is_collected():
     engine, core, executor = make_engine(ahead=True)
     core.add("a", 3, max_tokens=3)
     assert run(engine) == [("a", (7,), None), ("a", (7,), None), ("a", (7,), "length")]
@@ -79,7 +79,7 @@ def test_the_next_step_is_submitted_before_the_result_of_the_last_is_asked_for()
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(ahead):
+def test_failed_step_ends_its_requests_and_engine_continues(ahead):
     engine, core, executor = make_engine(ahead=ahead)
     core.add("a", 3)
     executor.fails = ExecutionError("broken")
@@ -109,7 +109,7 @@ def test_engine_becomes_idle_if_every_step_fails(ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_what_an_interrupt_ends_is_told_with_the_next_step(ahead):
+def test_requests_ended_by_interrupt_are_reported_with_next_step(ahead):
     engine, core, executor = make_engine(ahead=ahead)
     core.add("a", 3)
     executor.fails = KeyboardInterrupt()
@@ -121,7 +121,7 @@ def test_what_an_interrupt_ends_is_told_with_the_next_step(ahead):
     assert run(engine) == [("a", (), "error"), ("b", (7,), "length")]
 
 
-def test_an_interrupt_while_the_next_step_is_decided_gives_up_the_one_that_is_computed(monkeypatch):
+def test_interrupt_while_scheduling_ahead_abandons_step_in_flight(monkeypatch):
     engine, core, executor = make_engine(ahead=True)
     request = core.add("a", 3)
     schedule, bound = core.scheduler.schedule, core.scheduler._state.draft_policy.bound
@@ -167,19 +167,19 @@ def saving_engine(scheduler):
 
 
 @pytest.mark.parametrize(("num_open_steps", "num_steps"), [(0, 3), (1, 0)])
-def test_transfers_are_finished_unless_a_request_is_open(num_open_steps, num_steps):
+def test_finish_transfers_steps_only_without_open_requests(num_open_steps, num_steps):
     scheduler = Saving(num_open_steps)
     saving_engine(scheduler).finish_transfers()
     assert scheduler.num_steps == num_steps
 
 
-def test_finishing_transfers_ends_when_its_caller_says_so():
+def test_finish_transfers_stops_when_callback_returns_false():
     scheduler, answers = Saving(), iter([True, False])
     saving_engine(scheduler).finish_transfers(lambda: next(answers))
     assert scheduler.num_steps == 1
 
 
-def test_finishing_transfers_ends_with_a_step_that_fails():
+def test_finish_transfers_stops_after_failed_step():
     scheduler = Saving()
     engine = saving_engine(scheduler)
 
@@ -193,7 +193,7 @@ def test_finishing_transfers_ends_with_a_step_that_fails():
     assert scheduler.num_steps == 1
 
 
-def test_news_of_steps_that_finish_transfers_are_delivered_later():
+def test_undelivered_outputs_survive_finish_transfers():
     engine, core, _ = make_engine(ahead=False)
     core.add("a", 3, max_tokens=1)
     engine._undelivered = engine.step()

@@ -64,7 +64,7 @@ def build(metadata):
     return GGUFVocabulary(PATH, metadata).build()
 
 
-def test_scores_merge_as_sentencepiece_does(pieces):
+def test_score_merges_equal_sentencepiece(pieces):
     tokenizer = build(metadata_of(pieces))
     plain = [text for text in texts() if not any(each in text for each in ("<s>", "</s>", "<unk>", "\u2581"))]
     assert sum(len(text) > 5 for text in plain) > 200
@@ -76,13 +76,13 @@ def test_scores_merge_as_sentencepiece_does(pieces):
     assert len({len(pieces.encode(text)) for text in plain}) > 10
 
 
-def test_spaces_in_front_as_the_file_says(pieces):
+def test_space_prefix_bos_and_eos_follow_metadata(pieces):
     without = build(metadata_of(pieces, add_space_prefix=False, add_bos_token=False, add_eos_token=True))
     assert without.encode("a") == [pieces.piece_to_id("a"), pieces.eos_id()]
     assert without.decode(without.encode(" a", add_special_tokens=False)) == " a"
 
 
-def test_special_tokens_are_found_in_texts_and_user_defined_ones_kept(pieces):
+def test_user_defined_tokens_are_parsed_in_text_but_not_special(pieces):
     metadata = metadata_of(pieces)
     metadata["tokenizer.ggml.tokens"][5], metadata["tokenizer.ggml.token_type"][5] = "<tool>", 4
     tokenizer = build(metadata)
@@ -94,7 +94,7 @@ def test_special_tokens_are_found_in_texts_and_user_defined_ones_kept(pieces):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (pieces.bos_id(), pieces.eos_id())
 
 
-def test_spaces_behind_phi_3s_tokens_belong_to_them(pieces):
+def test_phi3_special_tokens_absorb_following_spaces(pieces):
     metadata = metadata_of(pieces)
     metadata["tokenizer.ggml.tokens"][5], metadata["tokenizer.ggml.token_type"][5] = "<|end|>", 3
     kept = build(metadata).encode("<|end|>  a", add_special_tokens=False)
@@ -103,7 +103,7 @@ def test_spaces_behind_phi_3s_tokens_belong_to_them(pieces):
     assert kept == [5, *pieces.encode("  a")]
 
 
-def test_merged_bytes_are_those_of_the_library():
+def test_byte_level_merges_equal_tokenizers_library():
     backend = Backend(models.BPE())
     cut = pre_tokenizers.Split(Regex(_QWEN2), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -127,7 +127,7 @@ def test_merged_bytes_are_those_of_the_library():
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_what_ends_an_answer_is_named_or_known_by_its_text():
+def test_eos_token_ids_come_from_metadata_and_token_text():
     metadata = byte_vocabulary(288)
     assert GGUFVocabulary(PATH, metadata).eos_token_ids() == (0, 2)  # <|endoftext|>, and <|im_end|> by its text
     metadata["tokenizer.ggml.eot_token_id"] = 3
@@ -136,7 +136,7 @@ def test_what_ends_an_answer_is_named_or_known_by_its_text():
 
 
 @pytest.mark.parametrize("kind", [1, 4, 5])
-def test_what_ends_a_turn_does_so_whatever_its_type(kind):
+def test_end_of_turn_token_is_eos_whatever_its_type(kind):
     """Files of Gemma, and of ChatML on Llama, mark this token as user-defined or as a normal token."""
     metadata = byte_vocabulary(288)
     metadata["tokenizer.ggml.token_type"][2] = kind
@@ -147,14 +147,14 @@ def test_what_ends_a_turn_does_so_whatever_its_type(kind):
     assert tokenizer.decode([2]) == ""
 
 
-def test_marks_of_html_among_the_words_of_the_user_end_nothing():
+def test_user_defined_html_tag_is_not_eos():
     metadata = byte_vocabulary(288)
     metadata["tokenizer.ggml.tokens"][3] = "</s>"
     assert metadata["tokenizer.ggml.token_type"][3] == 4
     assert GGUFVocabulary(PATH, metadata).eos_token_ids() == (0, 2)
 
 
-def test_a_vocabulary_alike_in_every_kind_of_cut():
+def test_every_known_pre_tokenizer_round_trips_text():
     """Each known pre-tokenizer builds, and encoded text is decoded to the same text."""
     for name in PRE_TOKENIZERS:
         tokenizer = build(byte_vocabulary(288) | {"tokenizer.ggml.pre": name, "tokenizer.ggml.eos_token_id": None})
@@ -165,7 +165,7 @@ def test_a_vocabulary_alike_in_every_kind_of_cut():
             )
 
 
-def test_llama_3s_pieces_that_are_tokens_need_no_merges():
+def test_llama3_pieces_that_are_tokens_need_no_merges():
     metadata = byte_vocabulary(288)
     unmerged = metadata["tokenizer.ggml.tokens"].index("Ġw")
     metadata["tokenizer.ggml.merges"] = metadata["tokenizer.ggml.merges"][:3]
@@ -173,7 +173,7 @@ def test_llama_3s_pieces_that_are_tokens_need_no_merges():
     assert unmerged in build(metadata | {"tokenizer.ggml.pre": "llama-bpe"}).encode("a w")
 
 
-def test_a_file_that_does_not_say_how_to_cut_is_told(caplog):
+def test_file_without_pre_tokenizer_logs_warning(caplog):
     metadata = byte_vocabulary(288)
     del metadata["tokenizer.ggml.pre"]
     with caplog.at_level(logging.WARNING):
@@ -199,7 +199,7 @@ def test_a_file_that_does_not_say_how_to_cut_is_told(caplog):
         ({"model": "llama", "scores": [0.0]}, r"tokenizer.ggml.scores = .0.0.: has 1 entries"),
     ],
 )
-def test_what_cannot_be_built_is_named(changes, message):
+def test_invalid_tokenizer_metadata_is_named_in_error(changes, message):
     metadata = byte_vocabulary(288) | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     with pytest.raises(ModelError, match=message) as caught:
         build(metadata)

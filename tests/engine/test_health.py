@@ -44,11 +44,11 @@ def ready() -> Watcher:
     return Watcher().hear(READY)
 
 
-def test_one_that_gets_further_is_well_for_ever() -> None:
+def test_progressing_engine_stays_healthy() -> None:
     assert ready().watch(10_000, advances=True).state == (True, None)
 
 
-def test_one_that_is_silent_is_not_well_and_then_given_up() -> None:
+def test_silent_engine_is_unhealthy_and_then_given_up() -> None:
     assert ready().watch(2.75, beats=False).state == (True, None)
     assert ready().watch(3, beats=False).state == (False, None)
     assert ready().watch(8, beats=False).state == (False, None)
@@ -56,7 +56,7 @@ def test_one_that_is_silent_is_not_well_and_then_given_up() -> None:
     assert ready().watch(8, beats=False).watch(0.5, advances=True).state == (True, None)
 
 
-def test_one_whose_pulse_beats_and_that_gets_no_further_is_not_well_and_then_given_up() -> None:
+def test_beating_engine_without_progress_is_unhealthy_and_then_given_up() -> None:
     assert ready().watch(59).state == (True, None)
     assert ready().watch(61).state == (False, None)
     assert ready().watch(299).state == (False, None)
@@ -64,14 +64,14 @@ def test_one_whose_pulse_beats_and_that_gets_no_further_is_not_well_and_then_giv
     assert ready().watch(200).watch(0.5, advances=True).state == (True, None)
 
 
-def test_figures_that_come_again_and_again_are_no_progress() -> None:
+def test_repeated_stats_reports_do_not_count_as_progress() -> None:
     watcher = ready()
     for _ in range(70):
         watcher.watch(1).hear(Report(EngineStats()))
     assert watcher.state == (False, None)
 
 
-def test_a_load_may_be_silent_for_longer_and_must_get_further() -> None:
+def test_load_may_be_silent_longer_but_must_progress() -> None:
     assert Watcher().watch(120, beats=False).health.why_given_up is None
     assert Watcher().watch(121, beats=False).health.why_given_up == "sent no message for 120 s"
     assert Watcher().watch(299).health.why_given_up is None
@@ -82,7 +82,7 @@ def test_a_load_may_be_silent_for_longer_and_must_get_further() -> None:
     assert watcher.hear(READY).state == (True, None)
 
 
-def test_what_a_watcher_did_not_hear_while_it_did_not_run_says_nothing() -> None:
+def test_pause_of_watcher_does_not_count_as_silence() -> None:
     watcher = ready().watch(5, advances=True)
     watcher.now += 1000
     assert watcher.watch(0.25, beats=False).state == (True, None)  # before it reads the message in the queue
@@ -90,7 +90,7 @@ def test_what_a_watcher_did_not_hear_while_it_did_not_run_says_nothing() -> None
     assert watcher.watch(0.5, beats=False).state == (False, None)
 
 
-def test_a_gap_of_the_watcher_is_no_second_life_for_one_that_is_stuck() -> None:
+def test_pause_of_watcher_does_not_reset_time_without_progress() -> None:
     watcher = ready().watch(55)
     watcher.now += 1000
     assert watcher.watch(4).state == (True, None)

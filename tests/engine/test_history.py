@@ -90,7 +90,7 @@ ALTERNATING = """\
 
 
 @pytest.mark.parametrize("call_id", ["call_abcdefghijklmnop01", "toolu_01ABC", "1", "", "a:b/c{}\u00fc", "call_0001"])
-def test_ids_are_renamed_if_the_template_demands_it(call_id: str) -> None:
+def test_tool_call_ids_are_shortened_if_template_requires_it(call_id: str) -> None:
     text = render(IDS, USER, calling(call(call_id)), result(call_id), USER)
     found = re.search(r"\[([A-Za-z0-9]{9}):Rome.*\]<tool>sunny\(([A-Za-z0-9]{9})\)<user>hi$", text)
     assert found is not None
@@ -100,13 +100,13 @@ def test_ids_are_renamed_if_the_template_demands_it(call_id: str) -> None:
     assert f"[{call_id}:Rome" in shown  # not asked for: the id stays
 
 
-def test_ids_that_fit_are_kept() -> None:
+def test_tool_call_ids_that_fit_are_kept() -> None:
     messages = [USER, calling(call("abcdef123")), result("abcdef123")]
     assert with_short_ids(messages) == messages
     assert "[abcdef123:Rome" in render(IDS, *messages)
 
 
-def test_a_longer_history_has_the_same_ids() -> None:
+def test_shortened_ids_stay_equal_as_history_grows() -> None:
     messages = [USER]
     for number in range(20):
         messages += [calling(call(f"call_{number}"), call(f"call_{number}_b")), result(f"call_{number}")]
@@ -118,7 +118,7 @@ def test_a_longer_history_has_the_same_ids() -> None:
     assert len({*ids}) == 40
 
 
-def test_new_ids_collide_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shortened_ids_do_not_collide(monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.engine import history
 
     hashed = {
@@ -133,7 +133,7 @@ def test_new_ids_collide_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told[1]["tool_call_id"] == "ccccccccc"
 
 
-def test_calls_without_ids_get_some() -> None:
+def test_tool_calls_without_ids_get_ids() -> None:
     text = render(IDS, USER, calling(call(None, "A"), call(None, "B")), result(None, "a"), result(None, "b"), USER)
     first, second = re.findall(r"\[(\w{9}):", text)
     assert first != second
@@ -141,7 +141,7 @@ def test_calls_without_ids_get_some() -> None:
 
 
 @pytest.mark.parametrize("template", [SINGLE, FIRST_CALL])
-def test_parallel_calls_become_rounds(template: str) -> None:
+def test_parallel_tool_calls_become_sequential_rounds(template: str) -> None:
     calls = [call(f"c{n}", city) for n, city in enumerate("ABC")]
     results = [result("c1", "b"), result("c2", "c"), result("c0", "a"), result("stray", "s")]
     text = re.sub(r"\{.*?\}", "", render(template, USER, calling(*calls, content="look"), *results, USER))
@@ -151,7 +151,7 @@ def test_parallel_calls_become_rounds(template: str) -> None:
     assert whole == "<user>hi<assistant>[c0:A][c1:B][c2:C]<tool>b<tool>c<tool>a<tool>s"
 
 
-def test_calls_that_wait_for_results_are_told() -> None:
+def test_tool_calls_without_results_are_kept() -> None:
     assert with_single_calls([calling(call("a"), call("b")), result("b")]) == [
         calling(call("a")),
         calling(call("b")),
@@ -164,7 +164,7 @@ def test_calls_that_wait_for_results_are_told() -> None:
 
 
 @pytest.mark.parametrize("template", [SYSTEM_FIRST, SYSTEM_LOST])
-def test_a_late_system_message_becomes_a_users_turn(template: str) -> None:
+def test_late_system_message_becomes_user_turn(template: str) -> None:
     assert render(template, SYSTEM, USER, ANSWER, LATE, USER) == (
         "<system>rules<user>hi<assistant>well<user>late<user>hi"
     )
@@ -174,14 +174,14 @@ def test_a_late_system_message_becomes_a_users_turn(template: str) -> None:
     assert render(PLAIN, SYSTEM, USER, LATE) == "<system>rules<user>hi<system>late"
 
 
-def test_a_template_without_system_messages_gets_users_turns() -> None:
+def test_system_messages_become_user_turns_if_template_refuses_them() -> None:
     assert render(NO_SYSTEM, SYSTEM, USER) == "<user>rules\n\nhi"
     assert render(NO_SYSTEM, SYSTEM, LATE, USER, ANSWER, LATE, USER) == (
         "<user>rules\n\nlate\n\nhi<assistant>well<user>late\n\nhi"
     )
 
 
-def test_alternation_is_made_where_a_template_demands_it() -> None:
+def test_turns_alternate_if_template_requires_it() -> None:
     late = render(
         ALTERNATING.replace("<{{", "{%- if m.role == 'system' -%}{{ raise_exception('no') }}{%- endif -%}<{{"),
         USER,
@@ -201,12 +201,12 @@ def test_alternation_is_made_where_a_template_demands_it() -> None:
         assert "hi" in render(ALTERNATING, first, second, USER)
 
 
-def test_a_conversation_that_a_user_begins_stays() -> None:
+def test_conversation_that_starts_with_user_is_unchanged() -> None:
     for messages in ([USER, ANSWER], [SYSTEM, USER], [SYSTEM]):
         assert begun_by_user(messages) == messages
 
 
-def test_messages_that_are_malformed_are_left_to_the_template() -> None:
+def test_malformed_messages_are_passed_to_template() -> None:
     odd = {"role": "assistant", "content": "x", "tool_calls": [1, 2]}
     for function in (with_short_ids, with_single_calls):
         assert function([USER, odd, result("a")])[:2] == [USER, odd]
@@ -214,7 +214,7 @@ def test_messages_that_are_malformed_are_left_to_the_template() -> None:
         render("{{ raise_exception('never') }}", USER)
 
 
-def test_nothing_is_changed_in_place() -> None:
+def test_rendering_does_not_mutate_messages() -> None:
     messages = [SYSTEM, USER, calling(call("a"), call("b")), result("a"), LATE, USER]
     before = json.dumps(messages)
     for template in (IDS, SINGLE, SYSTEM_FIRST, ALTERNATING):
@@ -222,7 +222,7 @@ def test_nothing_is_changed_in_place() -> None:
     assert json.dumps(messages) == before
 
 
-def test_a_message_of_many_calls_takes_linear_time() -> None:
+def test_message_with_many_tool_calls_takes_linear_time() -> None:
     count = 20_000  # comparing all pairs would take minutes
     calls = [call(f"call_{number}") for number in range(count)]
     results = [result(f"call_{number}", str(number)) for number in reversed(range(count))]
@@ -231,7 +231,7 @@ def test_a_message_of_many_calls_takes_linear_time() -> None:
 
 
 @pytest.mark.parametrize("odd", [7, ["a"], {"a": 1}])
-def test_odd_ids_are_matched_all_the_same(odd: Any) -> None:
+def test_non_string_tool_call_ids_are_matched(odd: Any) -> None:
     chat = [{**calling(call("x"), call("y"))}, result("y"), {**result("x"), "tool_call_id": odd}]
     chat[0]["tool_calls"][0]["id"] = odd
     told = with_short_ids(chat)

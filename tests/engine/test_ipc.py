@@ -9,7 +9,7 @@ from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 
-def test_streams_of_a_request_share_what_form_they_must_have():
+def test_streams_of_request_share_one_structured_outputs_object():
     """So its grammar is held while any of the streams waits."""
     wanted = StructuredOutputsParams(regex="[ab]+")
     sent = [Request(f"r-{i}", [1, 2], SamplingParams(seed=i, structured_outputs=wanted)) for i in range(3)]
@@ -20,14 +20,14 @@ def test_streams_of_a_request_share_what_form_they_must_have():
     assert all(request.sampling_params.structured_outputs is first for request in arrived)
 
 
-def test_how_much_may_be_guessed_for_a_request_arrives():
+def test_num_speculative_tokens_survives_encoding():
     for most in (None, 0, 5):
         sent = Request("r", [1], SamplingParams(num_speculative_tokens=most))
         (arrived,) = ipc.decode_to_engine(ipc.encode(ipc.Add.of("r", [sent]))).to_requests()
         assert arrived.sampling_params.num_speculative_tokens == most
 
 
-def test_a_prediction_arrives_once_for_all_streams():
+def test_prediction_is_encoded_once_for_all_streams():
     predicted = list(range(1000, 3000))
     sent = [Request(f"r-{i}", [1], SamplingParams(), predicted_token_ids=predicted) for i in range(3)]
     encoded = ipc.encode(ipc.Add.of("r", sent))
@@ -38,7 +38,7 @@ def test_a_prediction_arrives_once_for_all_streams():
     assert without.predicted_token_ids is None
 
 
-def test_a_part_in_a_prefill_decode_pair_arrives():
+def test_kv_transfer_params_survive_encoding():
     for params in (None, KVTransferParams("t", is_prefill=True), KVTransferParams("t", source="10.0.0.1:4000")):
         sent = [Request(f"r-{i}", [1], SamplingParams(), kv_transfer_params=params) for i in range(2)]
         arrived = ipc.decode_to_engine(ipc.encode(ipc.Add.of("r", sent))).to_requests()
@@ -47,7 +47,7 @@ def test_a_part_in_a_prefill_decode_pair_arrives():
         assert arrived[0].hands_kv_over is (params is not None and params.is_prefill)
 
 
-def test_a_part_in_a_pair_names_its_transfer_and_an_address():
+def test_kv_transfer_params_validate_transfer_id_and_source():
     for name in ("", "x" * 257, "two\nlines"):
         with pytest.raises(RequestError, match="transfer_id"):
             KVTransferParams(name)

@@ -28,7 +28,7 @@ def assert_idle(engine) -> None:
     assert engine.core.executor._rows == {}
 
 
-def test_batch_inference_basic():
+def test_batch_returns_text_of_each_prompt():
     engine = make_engine()
     results = engine.generate_batch(["one", "three"], SamplingParams(max_tokens=10))
     assert [output.outputs[0].text for output in results.values()] == [answer_text(3, 0, 10), answer_text(5, 0, 10)]
@@ -37,7 +37,7 @@ def test_batch_inference_basic():
     assert_idle(engine)
 
 
-def test_batch_inference_different_lengths():
+def test_batch_accepts_different_max_tokens():
     engine = make_engine(max_num_seqs=3)
     lengths = [1, 30, 2, 17, 8]
     params = [SamplingParams(max_tokens=length) for length in lengths]
@@ -45,7 +45,7 @@ def test_batch_inference_different_lengths():
     assert [len(output.outputs[0].token_ids) for output in results.values()] == lengths
 
 
-def test_batch_inference_single_prompt():
+def test_generate_stops_at_eos():
     output = make_engine().generate("hello", SamplingParams(max_tokens=200))
     assert output.outputs[0].text == answer_text(5)
     assert output.outputs[0].finish_reason == "stop"
@@ -54,12 +54,12 @@ def test_batch_inference_single_prompt():
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 15, 16, 17])
-def test_batch_inference_max_tokens(max_tokens):
+def test_generate_returns_exactly_max_tokens(max_tokens):
     output = make_engine().generate("hello", SamplingParams(max_tokens=max_tokens))
     assert len(output.outputs[0].token_ids) == max_tokens
 
 
-def test_batch_vs_sequential_consistency():
+def test_batch_texts_equal_sequential_texts():
     prompts = ["x" * (1 + 7 * index) for index in range(12)]
     params = SamplingParams(max_tokens=40)
     batch = make_engine(max_num_seqs=5, max_num_batched_tokens=32).generate_batch(prompts, params)
@@ -71,14 +71,14 @@ def test_default_max_tokens_is_16():
     assert len(make_engine().generate("hello").outputs[0].token_ids) == 16
 
 
-def test_max_tokens_none_goes_to_the_models_limit():
+def test_max_tokens_none_generates_up_to_max_model_len():
     output = make_engine(max_model_len=40).generate("hello", SamplingParams(max_tokens=None, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 35
     assert output.outputs[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_logprobs_of_every_kind_of_output_and_none_kept_that_were_sent(kind):
+def test_logprobs_fit_every_output_kind_and_sent_ones_are_freed(kind):
     engine, params = make_engine(), SamplingParams(max_tokens=9, n=2, logprobs=2, output_kind=kind)
     engine.add_request("a", "hello", params)
     sent, counts = [[], []], []
@@ -100,7 +100,7 @@ def test_logprobs_of_every_kind_of_output_and_none_kept_that_were_sent(kind):
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_streams_add_up_to_the_whole(kind):
+def test_streamed_outputs_add_up_to_complete_text(kind):
     engine = make_engine()
     engine.add_request("a", "hello", SamplingParams(max_tokens=60, n=2, output_kind=kind, stop=["zz"]))
     outputs = run(engine)["a"]
@@ -117,7 +117,7 @@ def test_streams_add_up_to_the_whole(kind):
     assert_idle(engine)
 
 
-def test_a_stop_string_ends_the_request_and_frees_it():
+def test_stop_string_ends_request_and_frees_blocks():
     engine = make_engine()
     whole = answer_text(5)
     stop = whole[12:17]
@@ -132,14 +132,14 @@ def test_a_stop_string_ends_the_request_and_frees_it():
     assert_idle(engine)
 
 
-def test_stop_string_may_stay_in_the_output():
+def test_include_stop_str_in_output_keeps_stop_string():
     engine = make_engine()
     params = SamplingParams(max_tokens=70, stop="brown", include_stop_str_in_output=True)
     text = engine.generate("x" * len(TEXT.encode()), params).outputs[0].text
     assert text == TEXT[: TEXT.index("brown") + 5]
 
 
-def test_stop_token_ids_and_min_tokens():
+def test_stop_token_ends_output_after_min_tokens():
     engine = make_engine()
     first = answer_text(5)
     token = ord(first[4])
@@ -163,7 +163,7 @@ def test_logprobs_are_delivered_with_their_tokens():
 
 
 @pytest.mark.parametrize("after_steps", [0, 1, 3])
-def test_abort_gives_one_last_output(after_steps):
+def test_abort_yields_exactly_one_final_output(after_steps):
     engine = make_engine()
     engine.add_request("a", "hello", SamplingParams(max_tokens=100, n=2))
     engine.add_request("b", "hello there", SamplingParams(max_tokens=8))
@@ -178,7 +178,7 @@ def test_abort_gives_one_last_output(after_steps):
     assert_idle(engine)
 
 
-def test_f20_a_failing_step_ends_its_requests_and_nobody_elses():
+def test_f20_failed_step_ends_only_its_requests():
     executor = FakeExecutor()
     engine = make_engine(executor, max_num_seqs=1)
     engine.add_request("a", "hello", SamplingParams(max_tokens=5))
@@ -207,7 +207,7 @@ def test_f20_a_failing_step_ends_its_requests_and_nobody_elses():
         ("x", SamplingParams(allowed_token_ids=[257]), "allowed_token_ids"),
     ],
 )
-def test_bad_requests_are_refused_and_change_nothing(prompt, params, parameter):
+def test_invalid_requests_are_refused_and_change_nothing(prompt, params, parameter):
     engine = make_engine(max_model_len=200)
     with pytest.raises(RequestError) as caught:
         engine.add_request("a", prompt, params)
@@ -218,7 +218,7 @@ def test_bad_requests_are_refused_and_change_nothing(prompt, params, parameter):
     assert_idle(engine)
 
 
-def test_a_refused_stream_takes_its_siblings_back():
+def test_refused_stream_removes_its_siblings():
     engine = make_engine(max_num_waiting=2)
     with pytest.raises(RequestError, match="queue is full"):
         engine.add_request("a", "hello", SamplingParams(n=3))
@@ -228,7 +228,7 @@ def test_a_refused_stream_takes_its_siblings_back():
     assert len(run(engine)["a"][-1].outputs) == 2
 
 
-def test_an_id_in_use_is_refused():
+def test_request_id_in_use_is_refused():
     engine = make_engine()
     engine.add_request("a", "hello", SamplingParams(max_tokens=3))
     with pytest.raises(RequestError, match="in use"):
@@ -236,7 +236,7 @@ def test_an_id_in_use_is_refused():
     assert len(run(engine)["a"]) == 3
 
 
-def test_one_bad_prompt_of_a_batch_refuses_the_batch():
+def test_one_invalid_prompt_refuses_entire_batch():
     engine = make_engine()
     with pytest.raises(RequestError):
         engine.generate_batch(["good", ""], SamplingParams(max_tokens=3))
@@ -244,14 +244,14 @@ def test_one_bad_prompt_of_a_batch_refuses_the_batch():
     assert_idle(engine)
 
 
-def test_seeds_are_drawn_from_the_engines_seed_and_the_arrival():
+def test_seeds_depend_on_engine_seed_and_arrival_number():
     seeds = {draw_seed(engine_seed, arrival) for engine_seed in range(10) for arrival in range(100)}
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**64 for seed in seeds)
     assert draw_seed(0, 0) == draw_seed(0, 0)
 
 
-def test_an_empty_step_does_not_reach_the_executor():
+def test_empty_step_does_not_reach_executor():
     engine = make_engine()
     assert isinstance(engine.core, EngineCore)
     assert engine.step() == []
@@ -259,7 +259,7 @@ def test_an_empty_step_does_not_reach_the_executor():
 
 
 @pytest.mark.parametrize("salt", ["", "x" * 2000, "\ud800", 3])
-def test_a_bad_cache_salt_is_refused(salt):
+def test_invalid_cache_salt_is_refused(salt):
     engine = make_engine()
     with pytest.raises(RequestError) as caught:
         engine.add_request("a", "hello", cache_salt=salt)
@@ -267,7 +267,7 @@ def test_a_bad_cache_salt_is_refused(salt):
     assert engine.generate("hello", SamplingParams(max_tokens=3)).finished
 
 
-def test_parameters_may_be_changed_until_they_are_sent():
+def test_sampling_params_may_change_until_request_is_added():
     params = SamplingParams(max_tokens=3)
     params.max_tokens = 5
     engine = make_engine()
@@ -279,7 +279,7 @@ def test_parameters_may_be_changed_until_they_are_sent():
         engine.add_request("b", "hello", params)
 
 
-def test_an_interrupt_leaves_an_engine_that_serves(monkeypatch):
+def test_engine_serves_again_after_interrupt(monkeypatch):
     executor = FakeExecutor()
     engine = make_engine(executor, max_num_seqs=2)
     submit = executor.submit
@@ -304,7 +304,7 @@ def test_an_interrupt_leaves_an_engine_that_serves(monkeypatch):
     assert engine.generate("hello", SamplingParams(max_tokens=4)).outputs[0].text == answer_text(5, 0, 4)
 
 
-def test_an_interrupted_batch_takes_all_of_it_back(monkeypatch):
+def test_interrupted_batch_removes_all_its_requests(monkeypatch):
     executor = FakeExecutor()
     engine = make_engine(executor, max_num_seqs=2)
     submit = executor.submit
@@ -322,7 +322,7 @@ def test_an_interrupted_batch_takes_all_of_it_back(monkeypatch):
     assert len(engine.generate_batch(["a", "b"], SamplingParams(max_tokens=3))) == 2
 
 
-def test_a_request_past_its_time_ends_with_an_error_and_others_go_on():
+def test_timed_out_request_fails_and_other_request_continues():
     engine = make_engine(FakeExecutor(step_s=0.01), max_num_seqs=2)
     engine.add_request("slow", "hello", SamplingParams(max_tokens=60), timeout_s=0.1)
     engine.add_request("other", "hello", SamplingParams(max_tokens=20), tenant="b")
@@ -336,12 +336,12 @@ def test_a_request_past_its_time_ends_with_an_error_and_others_go_on():
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), "soon", True])
-def test_a_time_limit_is_a_number_above_zero(timeout_s):
+def test_timeout_s_must_be_number_above_zero(timeout_s):
     with pytest.raises(RequestError, match="timeout_s"):
         make_engine().add_request("a", "hello", SamplingParams(), timeout_s=timeout_s)
 
 
-def test_a_text_that_cannot_fit_is_not_even_taken_apart(monkeypatch):
+def test_text_that_cannot_fit_is_refused_without_tokenizing(monkeypatch):
     engine = make_engine(max_model_len=100)
     encoded = []
     monkeypatch.setattr(ByteTokenizer, "encode", lambda _self, text, **_: encoded.append(text) or [1])

@@ -36,7 +36,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("add", [True, False])
-def test_a_long_text_has_the_ids_of_the_whole(tokenizer: Tokenizer, small_pieces: None, add: bool) -> None:
+def test_long_text_in_pieces_has_ids_of_whole_text(tokenizer: Tokenizer, small_pieces: None, add: bool) -> None:
     for seed in range(40):
         text = texts(seed, 2000)
         whole = tokenizer._encode_at_once(text, add_special_tokens=add)
@@ -45,7 +45,7 @@ def test_a_long_text_has_the_ids_of_the_whole(tokenizer: Tokenizer, small_pieces
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("first", range(3))
-def test_an_end_has_the_last_ids_of_the_whole(tokenizer: Tokenizer, small_pieces: None, first: int) -> None:
+def test_encode_end_returns_last_ids_of_whole_text(tokenizer: Tokenizer, small_pieces: None, first: int) -> None:
     for seed in range(first, 40, 3):
         text = texts(seed, 2000)
         whole = tokenizer._encode_at_once(text, add_special_tokens=True)
@@ -53,7 +53,7 @@ def test_an_end_has_the_last_ids_of_the_whole(tokenizer: Tokenizer, small_pieces
             assert tokenizer._long_texts.encode_end(text, num_tokens, add_special_tokens=True) == whole[-num_tokens:]
 
 
-def test_no_more_is_taken_apart_than_is_kept(tokenizer: Tokenizer) -> None:
+def test_limited_encoding_tokenizes_only_needed_pieces(tokenizer: Tokenizer) -> None:
     text = texts(0, 16 * PIECE_CHARS)
     work = _local.work = _Work()
     try:
@@ -67,7 +67,7 @@ def test_no_more_is_taken_apart_than_is_kept(tokenizer: Tokenizer) -> None:
     assert kept == tokenizer._encode_at_once(text, add_special_tokens=True)[-100:]
 
 
-def test_a_text_that_cannot_be_cut_has_a_limit(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_without_cut_points_has_length_limit(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "1" * (PIECE_CHARS * 2)
     assert tokenizer.encode(text) == tokenizer._encode_at_once(text, add_special_tokens=True)
     monkeypatch.setattr(long_text, "MAX_UNCUT_CHARS", PIECE_CHARS)

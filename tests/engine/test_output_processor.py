@@ -48,7 +48,7 @@ def logprobs_of(text):
     return [TokenLogprobs([byte, EOS], [-1.0, -2.0], 3) for byte in text.encode()]
 
 
-def test_texts_of_tokens_are_looked_up_once_and_forgotten_when_there_are_many(monkeypatch):
+def test_token_texts_are_cached_and_cleared_when_full(monkeypatch):
     monkeypatch.setattr("octavo.engine.output_processor._NUM_TEXTS", 2)
     asked = []
     texts = TokenTexts(lambda token_id: asked.append(token_id) or str(token_id))
@@ -57,7 +57,7 @@ def test_texts_of_tokens_are_looked_up_once_and_forgotten_when_there_are_many(mo
     assert (texts[3], dict(texts)) == ("3", {3: "3"})
 
 
-def test_texts_without_a_request():
+def test_decode_and_piece_work_without_request():
     processor = Answering().processor
     assert processor.decode([*b"ab", EOS]) == "ab"
     assert processor.decode([*b"ab", EOS], skip_special_tokens=False) == "ab<eos>"
@@ -65,7 +65,7 @@ def test_texts_without_a_request():
     assert [processor.piece(each) for each in (97, 0xC3, EOS)] == ["a", b"\xc3", "<eos>"]
 
 
-def test_without_a_tokenizer_there_is_no_text():
+def test_text_is_empty_without_tokenizer():
     processor = OutputProcessor(None, lambda: 0.0)
     assert (processor.decode([1, 2]), processor.piece(1)) == ("", "")
 
@@ -75,7 +75,7 @@ def test_without_a_tokenizer_there_is_no_text():
     [({}, "ab"), ({"skip_special_tokens": False}, "<eos>ab"), ({"shown_special_token_ids": [EOS]}, "<eos>ab"),
      ({"detokenize": False}, "")],
 )  # fmt: skip
-def test_what_of_the_tokens_is_text(params, text):
+def test_special_token_and_detokenize_options_select_text(params, text):
     answering = Answering(**params)
     assert answering.step([EOS, *b"ab"]).outputs[0].text == text
     own = answering.processor.tokenizer
@@ -85,7 +85,7 @@ def test_what_of_the_tokens_is_text(params, text):
 @pytest.mark.parametrize(
     ("kind", "texts"), [(CUMULATIVE, ["a", "abc", "abcd"]), (DELTA, ["a", "bc", "d"]), (FINAL, [None, None, "abcd"])]
 )
-def test_an_output_tells_what_its_kind_says(kind, texts):
+def test_output_contents_follow_output_kind(kind, texts):
     answering = Answering(output_kind=kind, logprobs=1)
     outputs = [
         answering.step(text, new_logprobs=logprobs_of(text), finish_reason=end)
@@ -104,7 +104,7 @@ def test_an_output_tells_what_its_kind_says(kind, texts):
     assert "r" not in answering.processor
 
 
-def test_an_output_that_was_given_does_not_change():
+def test_emitted_output_is_not_mutated_later():
     answering = Answering(logprobs=1)
     first = answering.step("a", new_logprobs=logprobs_of("a"))
     answering.step("b", new_logprobs=logprobs_of("b"))
@@ -112,12 +112,12 @@ def test_an_output_that_was_given_does_not_change():
     assert not first.finished
 
 
-def test_without_log_probabilities_there_is_no_sum_of_them():
+def test_cumulative_logprob_is_none_without_logprobs():
     [completion] = Answering().step("a").outputs
     assert (completion.logprobs, completion.cumulative_logprob) == (None, None)
 
 
-def test_log_probabilities_of_the_prompt_are_those_of_the_first_stream():
+def test_prompt_logprobs_come_from_first_stream():
     answering = Answering(num_streams=2, prompt_logprobs=1)
     [entry] = logprobs_of("i")
     output = answering.process(
@@ -127,19 +127,19 @@ def test_log_probabilities_of_the_prompt_are_those_of_the_first_stream():
     assert Answering().step("a").prompt_logprobs is None
 
 
-def test_unfinished_characters_come_with_the_end():
+def test_incomplete_character_is_flushed_at_end():
     answering = Answering()
     assert answering.step([0xC3]).outputs[0].text == ""
     assert answering.step(finish_reason="abort").outputs[0].text == "\ufffd"
     assert Answering().step([97, 0xC3], finish_reason="length").outputs[0].text == "a\ufffd"
 
 
-def test_an_unfinished_character_waits_while_news_have_no_token():
+def test_incomplete_character_is_held_while_no_token_arrives():
     answering = Answering()
     assert [answering.step(text).outputs[0].text for text in ([0xC3], [], [0xA9])] == ["", "", "é"]
 
 
-def test_a_text_ends_once():
+def test_detokenizer_is_finished_once():
     class Marking(ByteTokenizer):
         def incremental_detokenizer(self, prompt_token_ids, *, skip_special_tokens):
             inner = super().incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
@@ -153,7 +153,7 @@ def test_a_text_ends_once():
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abc")])
-def test_the_token_that_ends_an_answer_is_hidden_unless_it_is_asked_for(include, text):
+def test_stop_token_is_hidden_unless_include_stop_str_in_output(include, text):
     params = {"stop_token_ids": [99], "include_stop_str_in_output": include}
     [completion] = Answering(**params).step("abc", finish_reason="stop", stop_reason=99).outputs
     assert (completion.text, completion.token_ids) == (text, [97, 98, 99])
@@ -162,7 +162,7 @@ def test_the_token_that_ends_an_answer_is_hidden_unless_it_is_asked_for(include,
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "aST")])
-def test_a_stop_string_ends_an_answer_at_its_token(include, text):
+def test_stop_string_ends_output_at_its_token(include, text):
     answering = Answering(stop=["ST"], include_stop_str_in_output=include)
     held = answering.step("aS")
     assert (held.outputs[0].text, held.finished) == ("a", False)
@@ -176,7 +176,7 @@ def test_a_stop_string_ends_an_answer_at_its_token(include, text):
     assert answering.process(said("more")).request_outputs == []
 
 
-def test_a_stop_string_within_a_piece_cuts_off_what_is_after_it():
+def test_stop_string_inside_piece_cuts_off_rest():
     class Long(ByteTokenizer):
         """A tokenizer with pieces of three characters."""
 
@@ -191,25 +191,25 @@ def test_a_stop_string_within_a_piece_cuts_off_what_is_after_it():
     assert completion.text == "aa.b"
 
 
-def test_a_stream_that_the_core_has_ended_need_not_be_stopped():
+def test_stream_ended_by_core_is_not_stopped_again():
     answering = Answering(stop=["ST"])
     processed = answering.process(said("aST", finish_reason="length"))
     assert (processed.streams_to_stop, processed.request_outputs[0].outputs[0].finish_reason) == ([], "stop")
 
 
-def test_a_stop_string_counts_after_the_least_number_of_tokens():
+def test_stop_string_counts_only_after_min_tokens():
     answering = Answering(stop=["S"], min_tokens=2)
     assert answering.step("aS").outputs[0].text == "aS"
     assert answering.step("bS").outputs[0].text == "aSb"
 
 
-def test_what_is_held_back_for_a_stop_string_comes_with_the_end():
+def test_text_held_for_stop_string_is_flushed_at_end():
     answering = Answering(stop=["ST"], output_kind=DELTA)
     assert answering.step("aS").outputs[0].text == "a"
     assert answering.step(finish_reason="length").outputs[0].text == "S"
 
 
-def test_streams_of_a_request_end_one_by_one():
+def test_streams_of_request_finish_independently():
     answering = Answering(num_streams=2)
     assert answering.processor.stream_ids("r") == ["r-0", "r-1"]
     assert answering.processor.stream_ids("other") == []
@@ -222,7 +222,7 @@ def test_streams_of_a_request_end_one_by_one():
     assert answering.processor.stream_ids("r") == []
 
 
-def test_requests_of_one_step_have_an_output_each():
+def test_each_request_of_step_gets_one_output():
     answering = Answering(num_streams=2)
     answering.add("s", ["s-0"])
     outputs = answering.process(said("a"), said("x", stream="s-0"), said("b", stream="r-1")).request_outputs
@@ -231,7 +231,7 @@ def test_requests_of_one_step_have_an_output_each():
     ]  # fmt: skip
 
 
-def test_when_things_happened_is_told_once():
+def test_metrics_record_each_time_once():
     answering = Answering()
     assert answering.step(admitted_time=60.0).metrics.first_token_time is None
     answering.step("a", admitted_time=61.0)  # at 101
@@ -241,7 +241,7 @@ def test_when_things_happened_is_told_once():
     assert times == (50.0, 60.0, 101.0, 103.0)
 
 
-def test_computed_tokens_are_those_of_all_streams_and_recomputed_ones_beyond_need():
+def test_computed_tokens_are_summed_and_recomputed_ones_counted():
     answering = Answering(num_streams=2)
     answering.step("abc", num_cached_tokens=1, num_computed_tokens=4)  # 2 + 3 - 1 are needed, of which 1 was found
     answering.step("x", stream="r-1", num_computed_tokens=1, num_cached_tokens=1)
@@ -255,14 +255,14 @@ def test_computed_tokens_are_those_of_all_streams_and_recomputed_ones_beyond_nee
     assert (plain.num_computed_tokens, plain.num_recomputed_tokens) == (3, 0)
 
 
-def test_drafts_are_counted_over_all_steps():
+def test_draft_counts_are_summed_over_steps():
     answering = Answering()
     answering.step("abc", num_draft_tokens=4, num_accepted_tokens=2)
     metrics = answering.step("d", num_draft_tokens=3, num_accepted_tokens=0).metrics
     assert (metrics.num_draft_tokens, metrics.num_accepted_tokens) == (7, 2)
 
 
-def test_the_first_error_is_told_and_one_of_the_engine_names_the_request():
+def test_first_error_is_kept_and_engine_error_names_request():
     answering = Answering(num_streams=2)
     assert answering.step("a").error is None
     assert answering.step(error="too late", finish_reason="error").error == "too late"
@@ -270,7 +270,7 @@ def test_the_first_error_is_told_and_one_of_the_engine_names_the_request():
     assert Answering().step(error=ErrorCode.REQUEST_FAILED, finish_reason="error").error == request_failed("r")
 
 
-def test_a_vector_comes_with_the_output():
+def test_pooled_vector_is_kept_in_output():
     answering = Answering()
     assert answering.step(pooled=b"vector").pooled == b"vector"
     assert answering.step(finish_reason="stop").pooled == b"vector"
@@ -292,7 +292,7 @@ class Breaking(ByteTokenizer):
         return inner
 
 
-def test_what_fails_ends_its_request_alone(caplog):
+def test_detokenizer_fault_fails_only_its_request(caplog):
     answering = Answering(tokenizer=Breaking(), num_streams=2)
     answering.add("s", ["s-0"])
     answering.step("a", finish_reason="length")
@@ -313,7 +313,7 @@ def test_what_fails_ends_its_request_alone(caplog):
     assert answering.process(said("c", stream="r-1")).request_outputs == []
 
 
-def test_an_output_that_cannot_be_made_ends_its_request_alone(caplog, monkeypatch):
+def test_fault_in_output_creation_fails_only_its_request(caplog, monkeypatch):
     answering = Answering(num_streams=2)
     answering.add("s", ["s-0"])
     emit = OutputProcessor._emit
@@ -337,14 +337,14 @@ def test_an_output_that_cannot_be_made_ends_its_request_alone(caplog, monkeypatc
     assert answering.process(said("c"), said("c", stream="r-1")).request_outputs == []
 
 
-def test_an_interrupt_is_no_fault_of_a_request(monkeypatch):
+def test_interrupt_is_not_treated_as_request_fault(monkeypatch):
     answering = Answering()
     monkeypatch.setattr(OutputProcessor, "_append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         answering.step("a")
 
 
-def test_all_requests_can_be_forgotten():
+def test_forget_all_drops_every_request():
     answering = Answering(num_streams=2)
     answering.add("s", ["s-0"])
     assert answering.processor.forget_all() == ["r", "s"]

@@ -51,7 +51,7 @@ def calls_of_a_decode_step(engine):
 
 
 @pytest.mark.parametrize("method", BOUNDS)
-def test_a_decode_step_enters_few_python_functions(method):
+def test_decode_step_enters_few_python_functions(method):
     one, many = calls_of_a_decode_step(LLM(max_num_seqs=32, speculative_config={"method": method}).llm_engine)
     assert one < BOUNDS[method][0]
     assert (many - one) / 31 < BOUNDS[method][1], (one, many)
@@ -67,7 +67,7 @@ class WantsNothing(MemoryStore):
         return set()
 
 
-def test_a_store_that_never_hits_costs_a_decode_step_one_function():
+def test_store_without_hits_costs_one_function_call_per_decode_step():
     without, over_store = (
         LLMEngine(
             scheduler_config=SchedulerConfig(max_num_seqs=32),

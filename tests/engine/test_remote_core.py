@@ -110,7 +110,7 @@ async def begin(llm, count=3):
     return tasks
 
 
-def test_answers_are_those_of_an_engine_in_this_process(shared):
+def test_remote_outputs_equal_local_outputs(shared):
     ways = [
         {"max_tokens": 40},
         {"n": 3, "max_tokens": 9},
@@ -137,7 +137,7 @@ def test_answers_are_those_of_an_engine_in_this_process(shared):
     assert run(all_of(shared)) == expected  # ids of ended requests are free again
 
 
-def test_the_thread_that_drives_the_engine_reads_the_socket_itself():
+def test_engine_thread_reads_socket_itself():
     before = set(threading.enumerate())
     with running() as llm:
         assert run(collect(llm, "hello", "a", max_tokens=3)) == answer_text(5, 0, 3)
@@ -145,7 +145,7 @@ def test_the_thread_that_drives_the_engine_reads_the_socket_itself():
         assert [name for name in started if not name.startswith("octavo-text")] == ["octavo-engine"]
 
 
-def test_refusals_reach_their_caller_alone(narrow):
+def test_refusals_reach_only_their_caller(narrow):
     async def main(llm):
         good = asyncio.create_task(collect(llm, "hello", "good", **ENDLESS))
         with pytest.raises(RequestError, match="empty"):
@@ -167,7 +167,7 @@ def test_refusals_reach_their_caller_alone(narrow):
     run(main(narrow))
 
 
-def test_what_cannot_be_sent_is_refused_and_nobody_else_hears_of_it(lasting):
+def test_unsendable_request_is_refused_without_affecting_running_one(lasting):
     async def main(llm):
         whole = await collect(llm, "hello", "alone", max_tokens=200)
         good = asyncio.create_task(collect(llm, "hello", "good", max_tokens=200))
@@ -193,7 +193,7 @@ def test_what_cannot_be_sent_is_refused_and_nobody_else_hears_of_it(lasting):
 
 
 @pytest.mark.parametrize("accepted", [True, False])
-def test_f22_who_leaves_holds_no_seat(narrow, accepted):
+def test_f22_cancelled_request_frees_max_num_seqs_for_next_one(narrow, accepted):
     """This includes a client that disconnects before the engine has answered."""
 
     async def main(llm):
@@ -212,7 +212,7 @@ def test_f22_who_leaves_holds_no_seat(narrow, accepted):
     run(main(narrow))
 
 
-def test_f7_a_killed_engine_is_heard_of_by_all_and_started_again_time_after_time(lasting):
+def test_f7_killed_engine_fails_open_requests_and_restarts_each_time(lasting):
     async def main(llm):
         for _ in range(3):
             tasks, pid = await begin(llm), llm.engine.client.pid
@@ -227,7 +227,7 @@ def test_f7_a_killed_engine_is_heard_of_by_all_and_started_again_time_after_time
     run(main(lasting))
 
 
-def test_while_it_starts_again_requests_are_refused_at_once(tmp_path):
+def test_requests_are_refused_immediately_during_restart(tmp_path):
     flag = tmp_path / "crash"
 
     async def main(llm):
@@ -244,7 +244,7 @@ def test_while_it_starts_again_requests_are_refused_at_once(tmp_path):
         run(main(llm))
 
 
-def test_f24_a_frozen_engine_is_not_ready_and_then_killed(lasting):
+def test_f24_frozen_engine_is_unready_and_then_killed(lasting):
     async def main(llm):
         tasks, pid = await begin(llm), llm.engine.client.pid
         os.kill(pid, signal.SIGSTOP)
@@ -261,7 +261,7 @@ def test_f24_a_frozen_engine_is_not_ready_and_then_killed(lasting):
     run(main(lasting))
 
 
-def test_an_engine_in_a_long_step_is_ready_until_it_takes_for_ever(tmp_path):
+def test_engine_in_long_step_is_ready_until_stuck_limit(tmp_path):
     goes_on = tmp_path / "goes on"
 
     async def main(llm):
@@ -280,7 +280,7 @@ def test_an_engine_in_a_long_step_is_ready_until_it_takes_for_ever(tmp_path):
         run(main(llm))
 
 
-def test_f7_a_step_that_never_ends_and_a_load_that_freezes_are_given_up(tmp_path):
+def test_f7_endless_step_and_frozen_load_trigger_restart(tmp_path):
     hang = tmp_path / "hang"
 
     async def main(llm):
@@ -307,7 +307,7 @@ def test_f7_a_step_that_never_ends_and_a_load_that_freezes_are_given_up(tmp_path
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("fault", ["wedged", "hang_between_steps"])
-def test_f24_an_engine_whose_pulse_beats_and_that_gets_no_further_is_not_ready_and_then_killed(fault):
+def test_f24_beating_engine_without_progress_is_unready_and_then_killed(fault):
     """One fault is a queue from which nothing is scheduled, the other a main loop that hangs outside a step."""
 
     async def main(llm):
@@ -327,7 +327,7 @@ def test_f24_an_engine_whose_pulse_beats_and_that_gets_no_further_is_not_ready_a
         run(main(llm))
 
 
-def test_an_engine_with_nothing_to_do_is_ready():
+def test_idle_engine_is_ready():
     """A look for work counts as progress, and no request arrives meanwhile."""
 
     async def main(llm):
@@ -341,14 +341,14 @@ def test_an_engine_with_nothing_to_do_is_ready():
         run(main(llm))
 
 
-def test_f24_a_load_that_hangs_while_the_pulse_beats_is_given_up():
+def test_f24_beating_load_without_progress_is_given_up():
     engine = make_remote(Patience(endless=1.0), hang=True)
     with pytest.raises(EngineDeadError, match="made no progress for 1 s before it was ready"):
         start_engine(engine)
     engine.shutdown()
 
 
-def test_an_engine_that_cannot_be_started_again_is_counted_and_says_when_to_come_back(tmp_path):
+def test_failed_restarts_are_counted_and_set_retry_after_s(tmp_path):
     flag = tmp_path / "crash"
 
     async def main(llm):
@@ -368,7 +368,7 @@ def test_an_engine_that_cannot_be_started_again_is_counted_and_says_when_to_come
         run(main(llm))
 
 
-def test_failed_starts_are_forgotten_when_one_succeeds(tmp_path):
+def test_successful_start_resets_num_failed_starts(tmp_path):
     flag = tmp_path / "crash"
 
     async def main(llm):
@@ -388,7 +388,7 @@ def test_failed_starts_are_forgotten_when_one_succeeds(tmp_path):
         run(main(llm))
 
 
-def test_who_is_not_accepted_yet_is_told_how_it_ends(lasting, monkeypatch):
+def test_pending_request_is_answered_after_abort_kill_or_shutdown(lasting, monkeypatch):
     """The request is aborted, shut down, or lost with the engine, while the engine does not answer."""
     monkeypatch.setattr(remote_core, "_STOP_S", 0.5)  # the full time that a stopped process takes
 
@@ -422,7 +422,7 @@ def test_who_is_not_accepted_yet_is_told_how_it_ends(lasting, monkeypatch):
         run(main(llm, shut_down))
 
 
-def test_f28_more_than_the_engine_can_take_in_a_step_are_refused_and_no_abort_is_lost(monkeypatch):
+def test_f28_excess_pending_requests_are_refused_and_no_abort_is_lost(monkeypatch):
     monkeypatch.setattr(remote_core, "_MAX_PENDING", 3000)
 
     async def main(llm):
@@ -440,7 +440,7 @@ def test_f28_more_than_the_engine_can_take_in_a_step_are_refused_and_no_abort_is
         run(main(llm))
 
 
-def test_a_system_that_refuses_a_process_is_told_of(monkeypatch, tmp_path):
+def test_too_long_ipc_path_fails_start_and_removes_folder(monkeypatch, tmp_path):
     """An ipc path has at most 107 characters."""
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
@@ -463,7 +463,7 @@ def without_temporary_directory(monkeypatch, tmp_path, shared_memory):
     monkeypatch.setattr(ipc, "_SHARED_MEMORY", str(tmp_path / shared_memory))
 
 
-def test_without_a_writable_directory_the_start_fails_with_one_line(monkeypatch, tmp_path, caplog):
+def test_start_without_writable_directory_fails_with_one_line(monkeypatch, tmp_path, caplog):
     without_temporary_directory(monkeypatch, tmp_path, "missing")
     engine = make_remote()
     with pytest.raises(
@@ -475,14 +475,14 @@ def test_without_a_writable_directory_the_start_fails_with_one_line(monkeypatch,
     assert not any(record.exc_info for record in caplog.records)
 
 
-def test_without_a_temporary_directory_sockets_are_made_in_shared_memory(monkeypatch, tmp_path):
+def test_sockets_use_shared_memory_without_temporary_directory(monkeypatch, tmp_path):
     without_temporary_directory(monkeypatch, tmp_path, ".")
     folder = ipc.make_folder()
     assert folder.parent == tmp_path
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "only this user can enter it"
 
 
-def test_s4_a_module_in_the_current_directory_is_not_imported(monkeypatch, tmp_path):
+def test_s4_module_in_current_directory_is_not_imported(monkeypatch, tmp_path):
     (tmp_path / "msgspec.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
     engine = launch_engine(EngineConfig(cache=CacheConfig(num_gpu_blocks=16)))
@@ -490,7 +490,7 @@ def test_s4_a_module_in_the_current_directory_is_not_imported(monkeypatch, tmp_p
     engine.shutdown()
 
 
-def test_what_fails_while_the_process_loads_ends_it(monkeypatch):
+def test_failure_of_parent_during_load_ends_process(monkeypatch):
     start_process, started = subprocess.Popen, queue.SimpleQueue()
     processes = []
 
@@ -509,7 +509,7 @@ def test_what_fails_while_the_process_loads_ends_it(monkeypatch):
     assert processes[0].poll() is not None
 
 
-def test_f26_a_signal_to_all_processes_leaves_the_engine_to_its_server(lasting):
+def test_f26_engine_ignores_signals_and_keeps_serving(lasting):
     async def main(llm):
         (task,), pid = await begin(llm, 1), llm.engine.client.pid
         for kind in (signal.SIGTERM, signal.SIGINT):
@@ -553,7 +553,7 @@ for line in sys.stdin:
 @pytest.mark.parametrize(
     "is_frozen", [False, pytest.param(True, marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux's"))]
 )
-def test_f25_the_engine_ends_with_its_parent(is_frozen):
+def test_f25_engine_ends_with_its_parent(is_frozen):
     with parent() as (process, engine, folder):
         if is_frozen:
             engine.suspend()
@@ -562,7 +562,7 @@ def test_f25_the_engine_ends_with_its_parent(is_frozen):
     assert not folder.exists()
 
 
-def test_f24_a_parent_that_was_frozen_itself_keeps_its_engine():
+def test_f24_frozen_parent_keeps_its_engine():
     """As when a container is paused: it got no beat for a long time, which is not the engine's fault."""
 
     def ask(stopped_s=0):
@@ -594,7 +594,7 @@ def test_f24_a_parent_that_was_frozen_itself_keeps_its_engine():
         ({"crash": True}, EngineDeadError, "status 3 before it was"),
     ],
 )
-def test_what_keeps_it_from_starting_is_raised(options, error, text):
+def test_startup_error_of_process_is_raised(options, error, text):
     progress = []
     engine = make_remote(**options)
     with pytest.raises(error, match=text):
@@ -605,7 +605,7 @@ def test_what_keeps_it_from_starting_is_raised(options, error, text):
     engine.shutdown()
 
 
-def test_last_words_are_heard_however_late_their_listener_looks(monkeypatch):
+def test_final_error_is_received_even_if_watcher_looks_late(monkeypatch):
     engine = make_remote(fail=True)
     look = Health.look
 
@@ -621,7 +621,7 @@ def test_last_words_are_heard_however_late_their_listener_looks(monkeypatch):
     engine.shutdown()
 
 
-def test_a_mistake_on_this_side_ends_the_process():
+def test_error_in_parent_during_start_ends_process():
     engine = make_remote(hang=True)
 
     def fail():
@@ -632,7 +632,7 @@ def test_a_mistake_on_this_side_ends_the_process():
     assert engine.pid is None
 
 
-def test_a_mistake_of_who_watches_the_process_ends_all_that_is_open(monkeypatch):
+def test_watcher_fault_fails_all_open_requests(monkeypatch):
     """Without this the engine was never ready again, nor dead, and requests waited forever."""
 
     def fail(_core, _reason):
@@ -650,7 +650,7 @@ def test_a_mistake_of_who_watches_the_process_ends_all_that_is_open(monkeypatch)
         run(main(llm))
 
 
-def test_f24_a_process_that_the_system_does_not_end_is_left_behind(monkeypatch, caplog):
+def test_f24_unkillable_process_is_abandoned_and_replaced(monkeypatch, caplog):
     """A process that hangs in a system call, for example on a disk, ignores signals; a new one is started anyway."""
     monkeypatch.setattr(remote_core, "_GIVE_BACK_S", 0.5)
     wait, poll, is_stuck = subprocess.Popen.wait, subprocess.Popen.poll, 0
@@ -685,7 +685,7 @@ def test_f24_a_process_that_the_system_does_not_end_is_left_behind(monkeypatch, 
     assert "the next one starts anyway" in caplog.text
 
 
-def test_shutdown_ends_streams_process_and_folder():
+def test_shutdown_ends_streams_and_process_and_removes_folder():
     async def main(llm):
         tasks = await begin(llm)
         process, folder = psutil.Process(llm.engine.client.pid), llm.engine.client._life.folder
@@ -701,7 +701,7 @@ def test_shutdown_ends_streams_process_and_folder():
         run(main(llm))
 
 
-def test_who_sends_a_request_that_cannot_be_read_hears_of_it(shared):
+def test_unreadable_add_message_is_refused(shared):
     """Otherwise the request waits forever, and counts as one that the engine has not answered."""
     message = msgspec.msgpack.encode({"type": "Add", "request_id": "odd", "prompt_token_ids": "x", "streams": []})
     assert ipc.request_id_of(message) == "odd"
@@ -731,7 +731,7 @@ def test_who_sends_a_request_that_cannot_be_read_hears_of_it(shared):
         b"\x81\xa4type\xa7Unknown",
     ],
 )
-def test_s1_what_is_no_message_is_dropped_on_both_sides(shared, garbage):
+def test_s1_invalid_messages_are_dropped_on_both_sides(shared, garbage):
     async def main(llm):
         await llm.call(lambda engine: engine.client._life.send(garbage))
         with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
@@ -744,7 +744,7 @@ def test_s1_what_is_no_message_is_dropped_on_both_sides(shared, garbage):
     run(main(shared))
 
 
-def test_s2_s3_the_process_listens_nowhere_and_is_told_no_secret(shared):
+def test_s2_s3_process_opens_no_port_and_gets_no_secret(shared):
     process = psutil.Process(shared.engine.client.pid)
     assert os.environ["OCTAVO_API_KEY"] == "very-secret"
     assert not process.net_connections(kind="inet")

@@ -39,7 +39,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("kind", EVENT_TYPES, ids=lambda kind: kind.__name__)
-def test_every_event_crosses_to_another_process(kind):
+def test_every_event_type_survives_encoding(kind):
     event = kind(*(SAMPLES[field.type] for field in dataclasses.fields(kind)))
     blocks = BlockMap(16, bytes([0, 1, 2]), {"a": [2]})
     snapshot = Snapshot([event, event], is_first=True, blocks=blocks)
@@ -49,7 +49,7 @@ def test_every_event_crosses_to_another_process(kind):
     assert type(seen.to_snapshot().events[0]) is kind
 
 
-def test_the_newest_events_are_kept_by_their_weight():
+def test_newest_events_are_kept_within_max_weight():
     recent, every = RecentEvents(max_weight=100), []
     rng = random.Random(5)
     for number in range(500):
@@ -98,7 +98,7 @@ def check_blocks(engine, blocks):
         assert state == expected.get(held[block], BlockState.SHARED)
 
 
-def test_nothing_is_left_out_and_the_map_is_true(monkeypatch):
+def test_feed_delivers_every_event_and_correct_block_map(monkeypatch):
     monkeypatch.setattr(snapshot_feed, "_MAX_WEIGHT", 40)
     engine, log, seen = make_engine(num_blocks=24, block_size=4, max_num_seqs=6), EventLog(), []
     engine.core.scheduler._emitter._sink._sinks += (log,)
@@ -121,7 +121,7 @@ def test_nothing_is_left_out_and_the_map_is_true(monkeypatch):
     assert len(engine.core.scheduler.counters.count) > 8
 
 
-def test_who_comes_late_hears_the_past(monkeypatch):
+def test_late_watcher_gets_recent_events(monkeypatch):
     monkeypatch.setattr(snapshot_feed, "_MAX_WEIGHT", 40)
     engine = make_engine()
     serve_some(engine, random.Random(4), lambda: None)
@@ -131,7 +131,7 @@ def test_who_comes_late_hears_the_past(monkeypatch):
     assert [bool(snapshot.blocks) for snapshot in snapshots] == [False] * (len(snapshots) - 1) + [True]
 
 
-def test_who_missed_something_begins_anew():
+def test_watcher_that_missed_events_starts_over():
     engine = make_engine()
     engine.core.recent._max_weight = 50
     watcher = SnapshotFeed(engine.core)
@@ -150,7 +150,7 @@ def queued(snapshots):
     return [e.request_id for each in list(snapshots) for e in each.events if isinstance(e, RequestQueued)]
 
 
-def test_an_engine_in_this_process_is_watched_as_well():
+def test_local_engine_can_be_watched():
     engine, seen = make_engine(), []
     engine.generate("before")
     engine.client.watch(seen.append)
@@ -165,7 +165,7 @@ def test_an_engine_in_this_process_is_watched_as_well():
     assert len(seen) == before
 
 
-def test_an_engine_in_another_process_is_watched_through_its_death():
+def test_remote_engine_is_watched_across_restart():
     seen = []
 
     async def ask(llm, name):

@@ -44,13 +44,13 @@ def stream(pieces: list[str], stops: list[str], *, include: bool = False) -> tup
     return seen, shown, None
 
 
-def test_a_stop_string_is_cut_off_or_kept():
+def test_stop_string_is_removed_or_included():
     assert stream(["abcSTOPdef"], ["STOP"])[0] == "abc"
     assert stream(["abcSTOPdef"], ["STOP"], include=True)[0] == "abcSTOP"
     assert stream(["abcSTO"], ["STOP"]) == ("abcSTO", "abc", None)
 
 
-def test_text_that_was_searched_before_is_not_searched_again():
+def test_text_searched_before_is_not_searched_again():
     search = StopSearch(StopStrings(["STOP"]))
     assert search.add("STOP and", counts=False) is None
     assert search.add(" more") is None
@@ -62,13 +62,13 @@ def test_text_that_was_searched_before_is_not_searched_again():
     ("text", "stops", "held"),
     [("abS", ["STOP"], 1), ("abSTO", ["STOP"], 3), ("abc", ["STOP"], 0), ("a\n\n", ["\n\n\n"], 2), ("aab", ["abc"], 2)],
 )
-def test_the_beginning_of_a_stop_string_is_held_back(text, stops, held):
+def test_prefix_of_stop_string_is_held_back(text, stops, held):
     search = StopSearch(StopStrings(stops))
     assert search.add(text) is None
     assert search.num_held_back_chars == held == num_held_back_chars(text, *stops)
 
 
-def test_a_stop_string_that_begins_a_longer_one_is_held_back_while_it_does_not_count():
+def test_uncounted_stop_string_is_held_back_as_prefix_of_longer_one():
     """Before `min_tokens` a stop string ends nothing, but the longer one that begins with it may still match."""
     search = StopSearch(StopStrings(["ab", "abc"]))
     assert search.add("xab", counts=False) is None
@@ -76,7 +76,7 @@ def test_a_stop_string_that_begins_a_longer_one_is_held_back_while_it_does_not_c
     assert search.add("c") == StopMatch("abc", 0)
 
 
-def test_any_cut_gives_the_same_text():
+def test_result_is_independent_of_piece_boundaries():
     rng = random.Random(0)
     for _ in range(3000):
         text = "".join(rng.choice("ab\n") for _ in range(rng.randint(1, 14)))
@@ -95,7 +95,7 @@ def test_any_cut_gives_the_same_text():
     pieces=st.lists(st.tuples(st.text(ALPHABET, max_size=6), st.booleans()), max_size=8),
     stops=st.lists(st.text(ALPHABET, min_size=1, max_size=7), min_size=1, max_size=6),
 )
-def test_what_is_found_and_held_back_is_what_a_search_finds(pieces, stops):
+def test_automaton_equals_naive_search(pieces, stops):
     """For every piece of any text, including pieces in which no stop string counts."""
     automaton = StopStrings(stops)
     for _ in range(2):  # with the states that the first text visited, and with all of them
@@ -135,7 +135,7 @@ def no_garbage():
 
 @pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("name", worst_cases())
-def test_the_worst_stop_strings_cost_little(name):
+def test_worst_case_stop_strings_stay_fast(name):
     """Searching each piece for every string separately took up to 21 ms; with the automaton one token in a thousand
     takes 2 ms.
     """

@@ -49,7 +49,7 @@ def render(template, messages, **options):
         (USERS, "<user>one+two", "<system>one\ntwo"),
     ],
 )
-def test_parts_are_read_as_the_template_reads_them(template, user, system):
+def test_content_parts_follow_form_that_template_reads(template, user, system):
     assert render(template, [{"role": "user", "content": PARTS}]) == user
     assert render(template, [{"role": "system", "content": PARTS}, USER]).startswith(system)
     nobody_knows = render(template, [USER, {"role": "critic", "content": PARTS}])
@@ -57,7 +57,7 @@ def test_parts_are_read_as_the_template_reads_them(template, user, system):
 
 
 @pytest.mark.parametrize("template", [PLAIN, MACRO, GUARD, JSON, USERS])
-def test_text_that_is_no_part_is_never_lost(template):
+def test_plain_text_content_is_never_lost(template):
     messages = [{"role": "system", "content": "rules"}, USER, {"role": "assistant", "content": "well"}, USER]
     text = render(template, messages)
     for said in ("rules", "hi", "well"):
@@ -80,7 +80,7 @@ LOOP = "{% for m in messages %}<{{ m.role }}>BODY{% endfor %}"
         ("{% if 'content' in m %}{{ m.content + '' }}{% else %}CALLS{% endif %}", "", ""),
     ],
 )
-def test_a_call_without_text_is_spelled_as_the_template_wants(body, from_null, from_empty):
+def test_tool_call_without_text_gets_content_that_template_accepts(body, from_null, from_empty):
     template = LOOP.replace("BODY", body.replace("CALLS", CALLS))
     called = '[f {"city": "Röme"}]'
     for content, spelled in ((None, from_null), ("", from_empty)):
@@ -90,7 +90,7 @@ def test_a_call_without_text_is_spelled_as_the_template_wants(body, from_null, f
     assert f"<assistant>{from_null}{called}<tool>" in render(template, [USER, without, RESULT])
 
 
-def test_content_that_is_null_without_calls_is_empty():
+def test_null_content_without_tool_calls_becomes_empty():
     template = "{% for m in messages %}<{{ m.content + '' }}>{% endfor %}"
     for content in ({}, {"content": None}, {"content": []}):
         assert render(template, [USER, {"role": "assistant", **content}]) == "<hi><>"
@@ -105,7 +105,7 @@ def test_content_that_is_null_without_calls_is_empty():
         ("c.function.arguments", '{"city": "Röme"}'),  # an object would be printed in Python's form
     ],
 )
-def test_arguments_are_what_the_template_reads(arguments, shown):
+def test_tool_arguments_have_form_that_template_reads(arguments, shown):
     template = "{% for m in messages %}{% for c in m.tool_calls or [] %}[{{ ARGS }}]{% endfor %}{% endfor %}"
     as_object = {**CALLING, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"city": "Röme"}}}]}
     for message in (CALLING, as_object):
@@ -134,7 +134,7 @@ TWO_ROLES = """\
 {%- endfor -%}"""
 
 
-def test_turns_are_joined_where_the_template_wants_that():
+def test_consecutive_turns_are_joined_if_template_requires_it():
     twice = [USER, {"role": "user", "content": PARTS}, {"role": "assistant", "content": "a"}]
     twice += [{"role": "assistant", "content": "b", "reasoning": "Hm."}, USER]
     for template in (ALTERNATING, TWO_ROLES):
@@ -145,14 +145,14 @@ def test_turns_are_joined_where_the_template_wants_that():
     assert render(ALTERNATING + thoughts, twice).endswith("Hm.")
 
 
-def test_a_turn_with_calls_stays_its_own():
+def test_turn_with_tool_calls_is_not_joined():
     said = {"role": "assistant", "content": "I look."}
     template = ALTERNATING.replace("or '' }}", "or '' }}" + CALLS)
     text = render(template, [USER, said, CALLING, RESULT, USER])
     assert text == '<user>hi<assistant>I look.<assistant>[f {"city": "Röme"}]<tool>sunny<user>hi'
 
 
-def test_text_behind_a_result_reaches_templates_that_demand_turns():
+def test_user_text_after_tool_result_is_joined_if_template_requires_it():
     messages = [USER, CALLING, RESULT, RESULT, {"role": "user", "content": PARTS}, USER]
     assert render(ALTERNATING, messages) == "<user>hi<assistant><tool>sunny<tool>sunny\n\none\ntwo\n\nhi"
     loop = [*messages, {"role": "assistant", "content": "ok"}, USER]
@@ -162,7 +162,7 @@ def test_text_behind_a_result_reaches_templates_that_demand_turns():
         render(TWO_ROLES, messages)
 
 
-def test_an_answer_goes_on_behind_joined_turns():
+def test_continue_final_message_works_after_joined_turns():
     messages = [USER, {"role": "assistant", "content": "It"}, {"role": "assistant", "content": "is"}]
     options = {"add_generation_prompt": False, "continue_final_message": True}
     assert render(ALTERNATING, messages, **options) == "<user>hi<assistant>It\n\nis"
@@ -182,18 +182,18 @@ def test_an_answer_goes_on_behind_joined_turns():
         "",
     ],
 )
-def test_a_template_that_renders_nothing_has_plain_traits(template):
+def test_template_that_renders_nothing_has_default_traits(template):
     compiled = ChatTemplate(template)._find(None, has_tools=False)
     assert compiled.traits == TemplateTraits(null_content="null" if template == "" else "empty")
 
 
-def test_few_conversations_are_looked_at():
+def test_finding_traits_renders_few_conversations():
     looked_at = []
     TemplateTraits.find(looked_at.append)
     assert 10 < len(looked_at) < 30
 
 
-def test_traits_are_found_once(monkeypatch):
+def test_traits_are_computed_once(monkeypatch):
     found = []
     find = TemplateTraits.find
     monkeypatch.setattr(TemplateTraits, "find", lambda render: found.append(find(render)) or found[-1])
@@ -204,13 +204,13 @@ def test_traits_are_found_once(monkeypatch):
     assert len(found) == 1
 
 
-def test_a_template_that_needs_tools_is_looked_at_with_one():
+def test_template_that_needs_tools_is_probed_with_one():
     template = "{{ tools | length }}" + MACRO
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     assert render(template, [{"role": "user", "content": PARTS}], tools=[tool]) == "1<user>onetwo"
     assert render(template, [USER]).startswith("0<user>")  # an empty list counts as no tools
 
 
-def test_a_templates_own_words_count_for_no_spelling():
+def test_literal_text_of_template_does_not_affect_traits():
     template = "None null {'" + LOOP.replace("BODY", "{{ m.content if m.content is not none else '-' }}" + CALLS)
     assert "<assistant>-[f" in render(template, [USER, CALLING, RESULT])

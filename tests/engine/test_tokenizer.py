@@ -90,7 +90,7 @@ def stream(tokenizer, token_ids, cut=1, **options):
 
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-def test_streamed_text_of_random_tokens_is_the_whole_text(tokenizer, skip_special_tokens):
+def test_streamed_random_tokens_equal_full_decode(tokenizer, skip_special_tokens):
     draw = random.Random(0)
     size = tokenizer.vocab_size + 3  # includes some ids without a token, because models pad their vocabulary
     seen_replacement = 0
@@ -103,7 +103,7 @@ def test_streamed_text_of_random_tokens_is_the_whole_text(tokenizer, skip_specia
     assert seen_replacement > 50 or tokenizer.backend.token_to_id("ä") is not None
 
 
-def test_streamed_text_of_random_bytes_is_the_whole_text():
+def test_streamed_random_bytes_equal_full_decode():
     """Runs of valid and invalid bytes between words, which byte fallback decodes as a whole."""
     tokenizer = Tokenizer(byte_fallback(), CONFIG)
     draw = random.Random(1)
@@ -116,7 +116,7 @@ def test_streamed_text_of_random_bytes_is_the_whole_text():
         assert "".join(stream(tokenizer, token_ids)) == tokenizer.decode(token_ids)
 
 
-def test_real_text_streams_early(tokenizer):
+def test_real_text_streams_with_little_delay(tokenizer):
     text = "der große Boxkämpfer  über naïve 中文 🦜 end"
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     pieces = stream(tokenizer, token_ids)
@@ -131,7 +131,7 @@ def test_real_text_streams_early(tokenizer):
         assert "\ufffd" not in piece
 
 
-def test_unfinished_character_is_held_back():
+def test_incomplete_character_is_held_back_in_stream():
     tokenizer = Tokenizer(byte_level(), CONFIG)
     token_ids = tokenizer.encode("x🎸", add_special_tokens=False)
     held = [""] * (len(token_ids) - 2)
@@ -140,7 +140,7 @@ def test_unfinished_character_is_held_back():
     assert stream(tokenizer, token_ids[:-1]) == ["x", *held, "\ufffd"]
 
 
-def test_text_behind_a_prompt_keeps_its_leading_space(tokenizer):
+def test_text_after_prompt_keeps_its_leading_space(tokenizer):
     prompt = tokenizer.encode("der Deich", add_special_tokens=False)
     whole = tokenizer.encode("der Deich den er", add_special_tokens=False)
     assert whole[: len(prompt)] == prompt
@@ -150,7 +150,7 @@ def test_text_behind_a_prompt_keeps_its_leading_space(tokenizer):
     assert "".join(stream(tokenizer, whole[len(prompt) :], prompt_token_ids=with_special)) == " den er"
 
 
-def test_any_prompt_is_a_fine_start(tokenizer):
+def test_prompt_text_never_appears_in_output(tokenizer):
     """For any end of the prompt, its text never appears in the output."""
     draw = random.Random(2)
     word = tokenizer.encode("der", add_special_tokens=False)
@@ -180,7 +180,7 @@ def without_bos(backend):
 @pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2TokenizerFast"])
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
 @pytest.mark.parametrize("change", [with_bos, without_bos])
-def test_flags_of_the_config_mean_nothing_beside_the_post_processor(change, make, tokenizer_class, tmp_path):
+def test_config_bos_flags_do_not_override_post_processor(change, make, tokenizer_class, tmp_path):
     from transformers import AutoTokenizer
 
     choices = (None, True, False)
@@ -196,13 +196,13 @@ def test_flags_of_the_config_mean_nothing_beside_the_post_processor(change, make
         assert oracle("der")["input_ids"][-1] != oracle.eos_token_id
 
 
-def test_doubled_bos_is_kept_where_the_tokenizer_adds_none():
+def test_doubled_bos_is_kept_if_tokenizer_adds_none():
     tokenizer = Tokenizer(without_bos(byte_level()), CONFIG)
     assert tokenizer.encode("<s><s>der").count(tokenizer.bos_token_id) == 2
 
 
 @pytest.mark.parametrize("add_special_tokens", [True, False])
-def test_text_that_is_not_unicode(add_special_tokens, tokenizer):
+def test_invalid_unicode_text_is_refused(add_special_tokens, tokenizer):
     with pytest.raises(RequestError, match=r"not valid Unicode: it holds '\\udce9'") as caught:
         tokenizer.encode("caf\udce9", add_special_tokens=add_special_tokens)
     assert caught.value.parameter == "prompt"
@@ -225,7 +225,7 @@ IN_FILE = [{"special": True}, {"special": False, "normalized": False}]
 @pytest.mark.parametrize(
     ("in_file", "in_config"), [*itertools.product(IN_FILE, IN_CONFIG), *((None, config) for config in IN_CONFIG[2:])]
 )
-def test_flags_of_added_tokens_are_those_of_transformers(in_file, in_config, tmp_path):
+def test_added_token_flags_equal_transformers(in_file, in_config, tmp_path):
     from transformers import AutoTokenizer
 
     backend = byte_level()
@@ -248,7 +248,7 @@ def flags_of(backend):
     return {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")}
 
 
-def test_special_tokens(tokenizer):
+def test_special_tokens_are_hidden_unless_requested(tokenizer):
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     assert tokenizer.backend.token_to_id("</s>") == tokenizer.eos_token_id
     assert tokenizer.pad_token_id is None
@@ -259,7 +259,7 @@ def test_special_tokens(tokenizer):
     assert tokenizer.decode_token(tokenizer.vocab_size + 5) == ""
 
 
-def test_few_texts_of_single_tokens_are_remembered(tokenizer, monkeypatch):
+def test_piece_cache_is_bounded(tokenizer, monkeypatch):
     monkeypatch.setattr("octavo.engine.detokenizer._NUM_REMEMBERED", 3)
     anew = Tokenizer(tokenizer.backend, CONFIG)
     kept = anew._pieces.kept[False]
@@ -268,7 +268,7 @@ def test_few_texts_of_single_tokens_are_remembered(tokenizer, monkeypatch):
         assert 0 < len(kept) <= 3
 
 
-def test_training_settings_of_the_file_are_dropped():
+def test_truncation_and_padding_of_file_are_ignored():
     backend = byte_level()
     backend.enable_truncation(3)
     backend.enable_padding(length=50)
@@ -292,7 +292,7 @@ def test_from_directory_equals_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("has_decoder", [False, True])
-def test_special_tokens_of_older_checkpoints_are_those_of_transformers(has_decoder, tmp_path):
+def test_special_tokens_of_older_checkpoints_equal_transformers(has_decoder, tmp_path):
     """Their special_tokens_map.json has entries that tokenizer_config.json may lack; newer ones have only the
     latter.
     """
@@ -309,7 +309,7 @@ def test_special_tokens_of_older_checkpoints_are_those_of_transformers(has_decod
     assert (tokenizer.eos_token_id is None) == has_decoder
 
 
-def test_tokens_that_only_the_config_names(tmp_path):
+def test_tokens_only_in_config_are_added_if_their_ids_fit(tmp_path):
     size = byte_level().get_vocab_size()
     added = {str(size): {"content": "<tool>", "special": True}, "1": {"content": "<s>", "special": True}}
     tokenizer = Tokenizer.from_directory(write(tmp_path, config=CONFIG | {"added_tokens_decoder": added}))
@@ -324,7 +324,7 @@ def test_tokens_that_only_the_config_names(tmp_path):
         Tokenizer.from_directory(tmp_path)
 
 
-def test_named_special_token_that_the_file_holds_as_ordinary(tmp_path):
+def test_eos_token_may_be_ordinary_token_of_file(tmp_path):
     backend = byte_level()
     backend.add_tokens([AddedToken("<eot>", special=False)])
     tokenizer = Tokenizer.from_directory(write(tmp_path, backend, {"eos_token": "<eot>", "bos_token": "<absent>"}))
@@ -333,7 +333,7 @@ def test_named_special_token_that_the_file_holds_as_ordinary(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
-def test_other_kinds_of_tokenizer_are_refused_with_what_to_do(name, tmp_path):
+def test_unsupported_tokenizer_files_are_refused_with_instructions(name, tmp_path):
     (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>")
     with pytest.raises(ModelError, match=r"AutoTokenizer\.from_pretrained\(DIR\)\.save_pretrained\(DIR\)") as caught:
         Tokenizer.from_directory(tmp_path)
@@ -341,7 +341,7 @@ def test_other_kinds_of_tokenizer_are_refused_with_what_to_do(name, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
-def test_missing_and_broken_files(tmp_path):
+def test_missing_and_broken_files_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
@@ -353,7 +353,7 @@ def test_missing_and_broken_files(tmp_path):
         Tokenizer.from_directory(tmp_path)
 
 
-def test_generation_defaults(tmp_path):
+def test_generation_defaults_are_read_from_config_files(tmp_path):
     assert read_generation_defaults(tmp_path).sampling == {}
     assert read_generation_defaults(tmp_path).eos_token_ids == ()
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
@@ -381,7 +381,7 @@ def test_generation_defaults(tmp_path):
         ([], "list"),
     ],
 )
-def test_unusable_generation_config(values, words, tmp_path):
+def test_invalid_generation_config_is_refused(values, words, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
     with pytest.raises(ModelError, match=words):
         read_generation_defaults(tmp_path)

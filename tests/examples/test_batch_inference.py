@@ -38,7 +38,7 @@ def run(*arguments):
     return rows, lines
 
 
-def test_compare_sequential_prints_all_ways():
+def test_compare_sequential_prints_all_modes():
     rows, _ = run("--num-prompts", "4", "--max-tokens", "8", "--max-num-seqs", "2", "--compare-sequential")
     assert tuple(rows) == WAYS
     assert len({row["tokens"] for row in rows.values()}) == 1
@@ -50,7 +50,7 @@ def test_compare_sequential_prints_all_ways():
     assert rows["sequential"]["busy"] == 100 > rows["static"]["busy"]
 
 
-def test_each_way_is_measured_after_a_run_that_is_not_counted(monkeypatch):
+def test_each_mode_is_measured_after_warmup_run(monkeypatch):
     """No row includes the engine's first forward passes, or anything that speculation learned."""
     engines, begin = [], LLMEngine.__init__
 
@@ -85,7 +85,7 @@ def test_each_way_is_measured_after_a_run_that_is_not_counted(monkeypatch):
     assert rows["one pass each"]["steps"] == rows["continuous"]["steps"] < engine.stats.num_steps / 8
 
 
-def test_prompts_are_answered_and_kv_slots_told():
+def test_example_prints_answers_and_kv_slots():
     prompts = ["Once upon a time", "The sun"]
     rows, lines = run("--prompts", *prompts, "--max-tokens", "8")
     assert tuple(rows) == ("continuous",)

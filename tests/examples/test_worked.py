@@ -22,7 +22,7 @@ def worked(monkeypatch):
     return run
 
 
-def test_mixed_batch(worked):
+def test_mixed_batch_gives_documented_result(worked):
     assert worked("mixed_batch") == {
         "step_totals": [17, 3],
         "decode_positions": [9, 3, 5],
@@ -32,7 +32,7 @@ def test_mixed_batch(worked):
     }
 
 
-def test_token_budget(worked):
+def test_token_budget_gives_documented_result(worked):
     assert worked("token_budget") == {
         "prompt_and_output": [(2, 2), (4, 1)],
         "positions": [3, 4],
@@ -41,7 +41,7 @@ def test_token_budget(worked):
     }
 
 
-def test_shared_blocks(worked):
+def test_shared_blocks_gives_documented_result(worked):
     assert worked("shared_blocks") == {
         "table_a": [0, 1, 2],
         "table_b": [0, 1, 3],
@@ -51,14 +51,14 @@ def test_shared_blocks(worked):
     }
 
 
-def test_full_hit(worked):
+def test_full_hit_gives_documented_result(worked):
     assert worked("full_hit") == {
         "blocks_of_16": {"from_cache": 47, "computed": 1, "block_table": [0, 1, 3], "copied": [(0, 2, 3)]},
         "blocks_of_256": {"from_cache": 255, "computed": 1, "block_table": [1], "copied": [(0, 0, 1)]},
     }
 
 
-def test_static_and_continuous(worked):
+def test_static_and_continuous_gives_documented_result(worked):
     result = worked("static_and_continuous")
     drawing = result.pop("svg")
     assert result["busy_of_one_batch"] == (28, 60)
@@ -69,7 +69,7 @@ def test_static_and_continuous(worked):
     assert drawing.count("<rect") == 1 + 2 * 16
 
 
-def test_chunked_prefill(worked):
+def test_chunked_prefill_gives_documented_result(worked):
     assert worked("chunked_prefill") == {
         "chunks": [2048, 2048, 2048, 2048],
         "first_sample_in_step": 4,
@@ -77,7 +77,7 @@ def test_chunked_prefill(worked):
     }
 
 
-def test_prefill_first(worked):
+def test_prefill_first_gives_documented_result(worked):
     assert worked("prefill_first") == {
         "steps": [["A", "B"], ["C"], ["A", "B", "C"], ["D"], ["B", "C", "D"]],
         "totals": [14, 10, 3, 5, 3],
@@ -85,7 +85,7 @@ def test_prefill_first(worked):
     }
 
 
-def test_speculation(worked):
+def test_speculation_gives_documented_result(worked):
     result = worked("speculation")
     assert result.pop("measured") == pytest.approx((1 - 0.8**6) / 0.2, rel=0.02)
     assert result == {
@@ -95,7 +95,7 @@ def test_speculation(worked):
     }
 
 
-def test_reservation(worked):
+def test_reservation_gives_documented_result(worked):
     assert worked("reservation") == {
         "first_step": ["first", "second"],
         "left_after_first_step": 1748,
@@ -106,7 +106,7 @@ def test_reservation(worked):
     }
 
 
-def test_shared_pool(worked):
+def test_shared_pool_gives_documented_result(worked):
     assert worked("shared_pool") == {
         "found_by_a": 0,
         "published": (96, ["A"] * 6),

@@ -74,7 +74,7 @@ def cached_tokens(http: httpx.Client, key: str, **fields: Any) -> int:
     return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_s18_a_key_finds_its_own_cached_prompts_and_nobody_elses(tenants: Running) -> None:
+def test_s18_prefix_hits_stay_within_key_unless_shared(tenants: Running) -> None:
     with tenants.http() as http:
         assert cached_tokens(http, KEYS["alice"]) == 0
         assert cached_tokens(http, KEYS["alice"]) == 64 - 1  # the last token is always computed
@@ -84,7 +84,7 @@ def test_s18_a_key_finds_its_own_cached_prompts_and_nobody_elses(tenants: Runnin
         assert cached_tokens(http, KEYS["open2"]) > 0
 
 
-def test_a_key_s_own_limits(tenants: Running) -> None:
+def test_limits_of_key_are_enforced(tenants: Running) -> None:
     with tenants.http() as http:
         response = http.post(COMPLETIONS, json={**BODY, "n": 2}, headers=bearer(KEYS["one"]))
         assert (response.status_code, response.json()["error"]["param"]) == (400, "n")  # not 429: retrying is useless
@@ -95,7 +95,7 @@ def test_a_key_s_own_limits(tenants: Running) -> None:
         assert http.post(COMPLETIONS, json=BODY, headers=bearer(KEYS["one"])).status_code == 200
 
 
-def test_a_prompt_counts_for_its_key_though_nobody_waits_for_the_answer(tenants: Running) -> None:
+def test_disconnected_client_is_charged_for_prompt(tenants: Running) -> None:
     """The tokens are charged before the first output, so a client that disconnects early pays too."""
     tenants.executor.gate.clear()
     try:
@@ -108,7 +108,7 @@ def test_a_prompt_counts_for_its_key_though_nobody_waits_for_the_answer(tenants:
     assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
-def test_an_answer_counts_for_its_key_though_nobody_waits_for_it(tmp_path: Path) -> None:
+def test_disconnected_client_is_charged_for_generated_tokens(tmp_path: Path) -> None:
     """The tokens are charged while they are generated, so a client that disconnects early pays too."""
     path = tmp_path / "keys.toml"
     key = bearer(add_key(path, Tenant(name="hasty", tokens_per_minute=20)))
@@ -126,7 +126,7 @@ def test_an_answer_counts_for_its_key_though_nobody_waits_for_it(tmp_path: Path)
         assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
-def test_tokens_are_counted_by_key(tenants: Running) -> None:
+def test_metrics_count_tokens_per_tenant(tenants: Running) -> None:
     with tenants.http() as http:
         http.post(COMPLETIONS, json=BODY, headers=bearer(KEYS["bob"]))
         text = http.get("/metrics", headers=bearer(KEYS["alice"])).text
@@ -147,7 +147,7 @@ def routes() -> list[tuple[str, str]]:
     ]
 
 
-def test_s6_every_route_but_health_asks_for_a_key(tenants: Running) -> None:
+def test_s6_every_route_except_health_requires_key(tenants: Running) -> None:
     known = routes()
     assert ("POST", "/v1/chat/completions") in known
     assert ("GET", "/metrics") in known
@@ -189,7 +189,7 @@ def test_s6_every_route_but_health_asks_for_a_key(tenants: Running) -> None:
         "http://127.0.0.1/v1/models",
     ],
 )
-def test_s5_no_host_or_path_opens_a_route(
+def test_s5_no_host_or_path_bypasses_key_check(
     tenants: Running, host: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="octavo.audit")
@@ -212,7 +212,7 @@ def reload(running: Running) -> None:
     assert done.wait(DEADLINE_S)
 
 
-def test_keys_are_read_anew_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
+def test_keys_are_reloaded_and_broken_file_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     old = add_key(path, Tenant(name="old"))
     with run_server(api_keys_file=path) as running, running.http() as http:
@@ -227,7 +227,7 @@ def test_keys_are_read_anew_and_a_broken_file_changes_nothing(tmp_path: Path) ->
         assert http.get("/version", headers=bearer(new)).status_code == 200
 
 
-def test_what_a_key_has_open_ends_with_it(tmp_path: Path) -> None:
+def test_removed_key_ends_its_open_streams(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     kept = add_key(path, Tenant(name="kept"))
     before = path.read_text()
@@ -273,13 +273,13 @@ def named() -> Iterator[Running]:
         ("", 421),
     ],
 )
-def test_s21_a_name_that_was_rebound_is_not_answered(named: Running, host: str, status: int) -> None:
+def test_s21_rebound_host_name_is_refused(named: Running, host: str, status: int) -> None:
     with named.http() as http:
         assert http.get("/v1/models", headers={"Host": host}).status_code == status
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_probes_that_come_by_address_are_answered(named: Running, path: str) -> None:
+def test_health_probes_by_address_are_answered(named: Running, path: str) -> None:
     with named.http() as http:
         assert http.get(path, headers={"Host": "10.1.2.3:8000"}).status_code == 200
 
@@ -297,7 +297,7 @@ def test_probes_that_come_by_address_are_answered(named: Running, path: str) -> 
         ("http://127.0.0.1:1", 403),
     ],
 )
-def test_s21_pages_of_other_origins_cannot_ask(named: Running, origin: str | None, status: int) -> None:
+def test_s21_pages_of_other_origins_are_refused(named: Running, origin: str | None, status: int) -> None:
     port = named.url.rpartition(":")[2]
     headers = {} if origin is None else {"Origin": origin.format(port=port)}
     with named.http() as http:
@@ -310,7 +310,7 @@ def test_s21_pages_of_other_origins_cannot_ask(named: Running, origin: str | Non
     )
 
 
-def test_a_page_that_may_ask_is_told_so_beforehand(named: Running) -> None:
+def test_preflight_allows_only_configured_origin(named: Running) -> None:
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
     with named.http() as http:
         good = http.options(COMPLETIONS, headers={"Origin": "https://good.org", **asked})
@@ -321,7 +321,7 @@ def test_a_page_that_may_ask_is_told_so_beforehand(named: Running) -> None:
     assert "access-control-allow-origin" not in bad.headers
 
 
-def test_every_answer_has_an_id(shared: Running) -> None:
+def test_every_response_has_request_id(shared: Running) -> None:
     with shared.http() as http:
         assert http.get("/version", headers={"X-Request-Id": "my-id.1"}).headers["x-request-id"] == "my-id.1"
         made = [http.get(path).headers["x-request-id"] for path in ("/version", "/nothing")]
@@ -334,9 +334,7 @@ def audited(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [json.loads(record.message) for record in caplog.records if record.name == "octavo.audit"]
 
 
-def test_what_is_asked_for_every_second_is_no_line_unless_it_is_refused(
-    tenants: Running, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_polled_routes_are_audited_only_if_refused(tenants: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="octavo.audit")
     with tenants.http() as http:
         for path in ("/health", "/ready", "/metrics", "/model_info", "/version"):
@@ -346,7 +344,7 @@ def test_what_is_asked_for_every_second_is_no_line_unless_it_is_refused(
     assert [(line["path"], line["status"]) for line in audited(caplog)] == [("/version", 200), ("/model_info", 401)]
 
 
-def test_what_is_logged_of_a_request_has_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_lines_of_request_have_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[dict[str, Any]] = []
 
     class Keeper(logging.Handler):
@@ -366,7 +364,9 @@ def test_what_is_logged_of_a_request_has_its_id(monkeypatch: pytest.MonkeyPatch)
     assert failure["request_id"] == "the-one-that-failed"
 
 
-def test_one_line_for_each_request_and_no_text(tenants: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_request_has_one_audit_line_without_prompt_text(
+    tenants: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="octavo.audit")
     body = {"prompt": "hush, this is secret", "max_tokens": 3}
     with tenants.http() as http:
@@ -394,7 +394,7 @@ def test_one_line_for_each_request_and_no_text(tenants: Running, caplog: pytest.
 
 
 @pytest.mark.parametrize(("trusted", "client"), [((), "127.0.0.1"), (("127.0.0.0/8",), "192.0.2.7")])
-def test_only_a_trusted_proxy_says_who_asks(
+def test_only_trusted_proxy_sets_client_address(
     trusted: tuple[str, ...], client: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # a variable of uvicorn, which octavo must ignore
@@ -405,12 +405,12 @@ def test_only_a_trusted_proxy_says_who_asks(
     assert [line["client"] for line in audited(caplog)] == [client]
 
 
-def test_a_proxy_is_named_by_its_address() -> None:
+def test_forwarded_allow_ips_refuses_host_names() -> None:
     with pytest.raises(ConfigError, match="addresses or networks"):
         ServerConfig(forwarded_allow_ips=("proxy.example",))
 
 
-def test_metrics_are_what_prometheus_reads(shared: Running) -> None:
+def test_metrics_are_valid_prometheus_text(shared: Running) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     with shared.http() as http:
@@ -459,7 +459,7 @@ def test_metrics_are_what_prometheus_reads(shared: Running) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
     ],
 )
-def test_guesses_are_told_in_the_usage_and_in_the_metrics(path: str, asked: dict[str, Any]) -> None:
+def test_usage_and_metrics_report_draft_tokens(path: str, asked: dict[str, Any]) -> None:
     body = {**asked, "model": "fake", "max_tokens": 8, "ignore_eos": True, "n": 2}
     with run_server(FakeExecutor(guesses=(True, True, False))) as running, running.http() as http:
         verify_all(running.engine)
@@ -489,7 +489,7 @@ def test_guesses_are_told_in_the_usage_and_in_the_metrics(path: str, asked: dict
         assert line.endswith(f" {float(count)}"), line
 
 
-def test_guesses_behind_a_stop_string_are_none_of_the_answer() -> None:
+def test_drafts_after_stop_string_are_not_counted_as_completion() -> None:
     body = {"prompt": "x", "max_tokens": 30, "stop": "c"}
     with run_server(FakeExecutor(answer="abcdefg", guesses=(True, True, True))) as running, running.http() as http:
         usage = http.post(COMPLETIONS, json=body).json()["usage"]
@@ -499,7 +499,7 @@ def test_guesses_behind_a_stop_string_are_none_of_the_answer() -> None:
     assert usage["receipt"]["wasted_tokens"] == 2
 
 
-def test_refusals_are_counted() -> None:
+def test_queue_full_refusals_are_counted() -> None:
     executor = FakeExecutor(step_s=0.01)
     with run_server(executor, max_open_requests=1) as running, running.http() as http:
         assert http.post(COMPLETIONS, json={**BODY, "n": 2}).status_code == 400
@@ -526,7 +526,7 @@ def send_raw(running: Running, data: bytes, *, behind: bytes | None = None) -> b
         return sock.recv(1 << 16)
 
 
-def test_a_whole_answer_that_is_cut_off_is_written_down_with_its_cost(caplog: pytest.LogCaptureFixture) -> None:
+def test_audit_line_of_timed_out_request_has_its_cost(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="octavo.audit")
     executor = FakeExecutor(step_s=0.01)
     with run_server(executor) as running, running.http() as http, ThreadPoolExecutor(1) as pool:
@@ -544,7 +544,7 @@ def test_a_whole_answer_that_is_cut_off_is_written_down_with_its_cost(caplog: py
     assert line["computed_tokens"] >= line["completion_tokens"]
 
 
-def test_a_whole_answer_that_the_server_ends_is_written_down_with_its_cost(caplog: pytest.LogCaptureFixture) -> None:
+def test_audit_line_of_request_ended_by_shutdown_has_its_cost(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="octavo.audit")
     executor = FakeExecutor(step_s=0.01)
     with run_server(executor) as running, running.http() as http, ThreadPoolExecutor(1) as pool:
@@ -560,7 +560,7 @@ def test_a_whole_answer_that_the_server_ends_is_written_down_with_its_cost(caplo
     assert line["completion_tokens"] > 5
 
 
-def test_what_ended_is_counted_once() -> None:
+def test_usage_counts_finished_choices_once() -> None:
     """Every output of a request with several choices repeats the choices that ended earlier."""
     counter = UsageCounter()
     ended = CompletionOutput(0, "", [1], finish_reason="stop")
@@ -628,7 +628,7 @@ def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: py
     assert all(line["status"] >= 400 and line["status"] != CLIENT_LEFT for line in lines)
 
 
-def test_one_request_hears_one_reason_and_so_does_everyone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_client_counter_and_audit_log_report_same_first_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Client, counter and audit log report the first cause.
 
     The key is removed, then added again before the request has ended, and then the server shuts down.
@@ -662,9 +662,7 @@ def test_one_request_hears_one_reason_and_so_does_everyone(tmp_path: Path, caplo
     assert (line["status"], line["error"]) == (200, "invalid_api_key")
 
 
-def test_a_fault_of_the_server_is_in_its_log_and_not_in_the_audit_s(
-    monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_server_fault_is_in_server_log_but_not_in_audit_log(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("a fault")
 

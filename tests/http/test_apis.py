@@ -18,7 +18,7 @@ NAMES = ["responses", "anthropic", "openai", "ollama", "tgi"]
 
 
 @pytest.mark.parametrize("api", APIS, ids=NAMES)
-def test_error_event_is_the_last_of_a_stream(api: Api) -> None:
+def test_error_event_is_last_of_stream(api: Api) -> None:
     events = [event for event in api.event(ERROR).split(b"\n\n") if event]
     assert ERROR.message.encode() in events[0]
     assert api.is_last(events[-1] + (b"\n" if api.lines else b"\n\n"))
@@ -42,18 +42,18 @@ RESPONSES_EVENT = {"type": "error", "code": "queue_full", "message": "the queue 
     ],
     ids=["openai", "responses", "anthropic", "tgi"],
 )
-def test_error_event_of_a_stream(api: Api, first_line: bytes, body: dict[str, Any]) -> None:
+def test_stream_error_event_has_form_of_its_api(api: Api, first_line: bytes, body: dict[str, Any]) -> None:
     event, _, rest = api.event(ERROR).partition(b"\n\n")
     assert event.startswith(first_line + b"data: ")
     assert msgspec.json.decode(event.removeprefix(first_line + b"data: ")) == body
     assert rest == (b"data: [DONE]\n\n" if api is OPENAI else b"")
 
 
-def test_error_line_of_a_stream_of_ollama() -> None:
+def test_ollama_stream_error_is_one_json_line() -> None:
     assert OLLAMA.event(ERROR) == b'{"error":"the queue is full"}\n'
 
 
-def test_code_of_an_error_of_responses_is_its_type_if_it_has_none() -> None:
+def test_responses_error_without_code_uses_its_type() -> None:
     assert b'"code":"server_error"' in RESPONSES.event(HttpError(500, "failed", "server_error"))
 
 
@@ -68,7 +68,7 @@ def test_code_of_an_error_of_responses_is_its_type_if_it_has_none() -> None:
         (OLLAMA, b'{"done":false}\n'),
     ],
 )
-def test_other_events_are_not_the_last(api: Api, event: bytes) -> None:
+def test_ordinary_events_do_not_end_stream(api: Api, event: bytes) -> None:
     assert not api.is_last(event)
 
 
@@ -85,11 +85,11 @@ def test_other_events_are_not_the_last(api: Api, event: bytes) -> None:
         ("/generate/unknown", OPENAI),
     ],
 )
-def test_api_of_a_path_also_without_a_route(path: str, api: Api) -> None:
+def test_api_is_found_by_path_even_without_route(path: str, api: Api) -> None:
     assert ROUTES.api(path) is api
 
 
-def test_error_before_a_route_of_tgi_is_spelled_as_openais() -> None:
+def test_tgi_error_before_routing_has_openai_form() -> None:
     """No route has been reached yet, so the error has OpenAI's form, as the OpenAPI document says."""
     assert api_below("/generate") is OPENAI
     assert ROUTES.api("/generate").response(HttpError(400, "bad")).status_code == 422
@@ -100,12 +100,12 @@ def test_error_before_a_route_of_tgi_is_spelled_as_openais() -> None:
     ("path", "challenge"),
     [("/dashboard", "Basic"), ("/router", "Basic"), ("/v1/models", "Bearer"), ("/api/tags", "Bearer")],
 )
-def test_only_pages_ask_a_browser_for_a_password(path: str, challenge: str) -> None:
+def test_only_pages_request_basic_authentication(path: str, challenge: str) -> None:
     response = error_response(HttpError(401, "no key"), path)
     assert response.headers["WWW-Authenticate"].startswith(challenge)
 
 
-def test_only_a_missing_key_is_answered_with_a_challenge() -> None:
+def test_only_missing_key_gets_www_authenticate_header() -> None:
     assert "WWW-Authenticate" not in error_response(HttpError(403, "not allowed"), "/dashboard").headers
 
 
@@ -131,36 +131,36 @@ def test_only_a_missing_key_is_answered_with_a_challenge() -> None:
     ],
     ids=["anthropic", "tgi"],
 )
-def test_type_of_an_error_follows_its_status(api: Api, field: str, kinds: dict[int, str]) -> None:
+def test_error_type_follows_status(api: Api, field: str, kinds: dict[int, str]) -> None:
     bodies = {status: api.error(HttpError(status, "")) for status in kinds}
     assert {
         status: body["error"][field] if api is ANTHROPIC else body[field] for status, body in bodies.items()
     } == kinds
 
 
-def test_only_ollamas_programs_may_leave_the_media_type_out_and_read_lines() -> None:
+def test_only_ollama_allows_any_media_type_and_streams_lines() -> None:
     assert [api for api in APIS if api.any_type] == [api for api in APIS if api.lines] == [OLLAMA]
 
 
-def test_details_of_an_error_are_only_anthropics() -> None:
+def test_only_anthropic_errors_have_details() -> None:
     error = HttpError(400, "no threads", details={"unsupported": ["thread"]})
     assert ANTHROPIC.error(error)["error"]["details"] == error.details
     assert all(b"unsupported" not in msgspec.json.encode(api.error(error)) for api in APIS if api is not ANTHROPIC)
 
 
 @pytest.mark.parametrize("api", APIS, ids=NAMES)
-def test_prompt_fields_of_an_api_keep_their_order_among_those_of_all(api: Api) -> None:
+def test_prompt_fields_of_api_keep_order_in_router_list(api: Api) -> None:
     places = [_PROMPT_FIELDS.index(name) for name in api.prompt]
     assert all(one < next_one for one, next_one in pairwise(places))
 
 
-def test_paths_for_operators() -> None:
+def test_operator_paths_are_separated_from_public_ones() -> None:
     private = ("/metrics", "/server_info", "/get_server_info", "/dashboard/events", "/dashboard/requests/a/b")
     assert all(map(ROUTES.is_for_operators, private))
     public = ("/v1/models", "/dashboard", "/dashboard/main.js", "/dashboard/requests", "/health", "/v1/completions")
     assert not any(map(ROUTES.is_for_operators, public))
 
 
-def test_only_routes_with_a_body_take_a_place() -> None:
+def test_find_returns_only_routes_with_work() -> None:
     assert ROUTES.find("/api/show") is not None
     assert [ROUTES.find(path) for path in ("/v1/models", "/api/pull", "/metrics", "/none")] == [None] * 4

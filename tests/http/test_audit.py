@@ -92,7 +92,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ([b"a b", b"two"], False),
     ],
 )
-def test_request_has_its_own_id_if_that_is_a_plain_one(lines: list[Any], given: list[bytes], is_kept: bool) -> None:
+def test_plain_request_id_of_client_is_kept(lines: list[Any], given: list[bytes], is_kept: bool) -> None:
     done = Audited(answers(200), headers=given)
     assert (done.request_id.encode() in given) is is_kept
     assert done.request_id
@@ -101,7 +101,7 @@ def test_request_has_its_own_id_if_that_is_a_plain_one(lines: list[Any], given: 
     assert (b"a", b"b") in done.sent[0]["headers"]
 
 
-def test_line_tells_who_asked_what_and_what_became_of_it(lines: list[Any]) -> None:
+def test_audit_line_describes_request_and_result(lines: list[Any]) -> None:
     usage = SimpleNamespace(summary=lambda: {"prompt_tokens": 3})
     act = answers(429, tenant=Tenant(name="alice"), audit={"engine": "e", "usage": usage})
     done = Audited(act, path="/" + "p" * 300, method="POST", route=SimpleNamespace(path="/{any}"))
@@ -122,7 +122,7 @@ def test_line_tells_who_asked_what_and_what_became_of_it(lines: list[Any]) -> No
     assert done.counts.answers == [("POST", "/{any}", 429)]
 
 
-def test_line_of_an_unknown_client_has_no_name(lines: list[Any]) -> None:
+def test_audit_line_of_unknown_client_has_null_client_and_key(lines: list[Any]) -> None:
     done = Audited(answers(200), client=None, method="BREW")
     (line,) = lines
     assert (line["client"], line["key"], line["method"]) == (None, None, "BREW")
@@ -145,21 +145,21 @@ def test_line_of_an_unknown_client_has_no_name(lines: list[Any]) -> None:
         ("/model_info", 200, False, False),
     ],
 )
-def test_refusals_have_a_line_and_what_is_asked_every_second_has_none(
+def test_refusals_are_logged_and_successful_polls_are_not(
     lines: list[Any], path: str, status: int, is_line: bool, is_refusal: bool
 ) -> None:
     done = Audited(answers(status), path=path)
     assert (bool(lines), bool(done.counts.refusals)) == (is_line, is_refusal)
 
 
-def test_noted_reason_counts_before_the_status(lines: list[Any]) -> None:
+def test_noted_error_takes_precedence_over_status(lines: list[Any]) -> None:
     error = HttpError(503, "full", code="too_many_connections")
     done = Audited(answers(200, error=error))
     assert done.counts.refusals == [error.reason] == [lines[0]["error"]]
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_fault_outside_of_the_routes_is_an_answer_unless_one_was_begun(
+def test_fault_outside_routes_answers_500_unless_response_started(
     lines: list[Any], caplog: pytest.LogCaptureFixture, is_begun: bool
 ) -> None:
     async def act(_scope: Any, send: Any) -> None:
@@ -177,7 +177,7 @@ def test_fault_outside_of_the_routes_is_an_answer_unless_one_was_begun(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_span_is_made_of_each_request(lines: list[Any], caplog: pytest.LogCaptureFixture, fails: bool) -> None:
+def test_each_request_records_one_span(lines: list[Any], caplog: pytest.LogCaptureFixture, fails: bool) -> None:
     told: list[Any] = []
 
     def tell(scope: Any, *rest: Any) -> None:
@@ -195,7 +195,7 @@ def test_span_is_made_of_each_request(lines: list[Any], caplog: pytest.LogCaptur
     assert len(lines) == 1
 
 
-def test_other_than_requests_pass_unseen(lines: list[Any]) -> None:
+def test_non_http_scopes_are_not_audited(lines: list[Any]) -> None:
     seen: list[Any] = []
 
     async def act(scope: Any, _send: Any) -> None:
@@ -205,14 +205,14 @@ def test_other_than_requests_pass_unseen(lines: list[Any]) -> None:
     assert (seen, done.counts.answers, lines) == (["lifespan"], [], [])
 
 
-def test_no_line_is_made_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_audit_logger_gets_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr(audit, "logger", SimpleNamespace(isEnabledFor=lambda _: False, info=told.append))
     Audited(answers(200))
     assert told == []
 
 
-def test_what_was_no_request_is_counted_and_logged(lines: list[Any]) -> None:
+def test_invalid_http_input_is_counted_and_logged(lines: list[Any]) -> None:
     counts: Any = Counts()
     error = HttpError(431, "too large")
     tell_no_request(counts, ("1.2.3.4", 5), error)

@@ -55,14 +55,14 @@ def read(request: Request, pool: Pool, max_bytes: int = 1 << 20, timeout_s: floa
         ([], 0),
     ],
 )
-def test_body_takes_room_for_all_but_its_first_bytes_and_gives_it_back(sizes: list[int], num_held: int) -> None:
+def test_body_reserves_pool_bytes_beyond_FREE_BYTES_and_releases_them(sizes: list[int], num_held: int) -> None:
     pool = Pool(1 << 20)
     assert read(Request(*(b"x" * size for size in sizes)), pool) == (b"x" * sum(sizes), num_held)
     assert pool.num_held == 0
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(100, True), (99, False)])
-def test_body_needs_room_in_the_pool(limit: int, fits: bool) -> None:
+def test_body_that_exceeds_pool_is_refused(limit: int, fits: bool) -> None:
     pool = Pool(limit)
     request = Request(b"x" * (FREE_BYTES + 60), b"x" * 40)
     if fits:
@@ -73,7 +73,7 @@ def test_body_needs_room_in_the_pool(limit: int, fits: bool) -> None:
     assert pool.num_held == 0
 
 
-def test_bodys_own_room_is_not_held_against_it() -> None:
+def test_reserved_bytes_of_body_do_not_count_against_it() -> None:
     pool = Pool(1000)
     pool.is_shared = True
     request = Request(b"x" * (FREE_BYTES + 600), b"x" * 300, tenant=Tenant(name="a"))
@@ -82,7 +82,7 @@ def test_bodys_own_room_is_not_held_against_it() -> None:
 
 @pytest.mark.parametrize(("sizes", "fits"), [([10], True), ([11], False), ([5, 5], True), ([5, 6], False)])
 @pytest.mark.parametrize("says_length", [False, True])
-def test_body_may_be_as_large_as_the_limit(sizes: list[int], fits: bool, says_length: bool) -> None:
+def test_body_may_be_as_large_as_limit(sizes: list[int], fits: bool, says_length: bool) -> None:
     headers = {"content-length": str(sum(sizes))} if says_length else {}
     request = Request(*(b"x" * size for size in sizes), headers=headers)
     if fits:
@@ -93,13 +93,13 @@ def test_body_may_be_as_large_as_the_limit(sizes: list[int], fits: bool, says_le
 
 
 @pytest.mark.parametrize("length", ["11", "9" * 30])
-def test_body_that_is_announced_too_large_is_not_read(length: str) -> None:
+def test_body_with_too_large_content_length_is_not_read(length: str) -> None:
     with pytest.raises(BodyTooLargeError):
         read(Request(b"x", headers={"content-length": length}), Pool(None), 10)
     assert read(Request(b"x", headers={"content-length": "nonsense"}), Pool(None), 10)[0] == b"x"
 
 
-def test_slow_body_ends_with_its_time() -> None:
+def test_slow_body_times_out() -> None:
     with pytest.raises(SlowBodyError, match=r"within 0\.001 s"):
         read(Request(b"x", pause_s=30.0), Pool(None), timeout_s=0.001)
 
@@ -107,14 +107,14 @@ def test_slow_body_ends_with_its_time() -> None:
 @pytest.mark.parametrize(
     ("given", "seconds"), [(None, 60.0), ("7", 7.0), ("0.5", 0.5), ("61", 60.0), ("1e3", 60.0), ("60", 60.0)]
 )
-def test_time_of_a_request_is_what_it_asks_for_up_to_the_limit(given: str | None, seconds: float) -> None:
+def test_request_timeout_header_is_capped_at_limit(given: str | None, seconds: float) -> None:
     headers = {} if given is None else {"x-request-timeout": given}
     request: Any = Request(headers=headers)
     assert read_timeout(request, 60.0) == seconds
 
 
 @pytest.mark.parametrize("given", ["", "x", "0", "-1", "inf", "nan", "-inf"])
-def test_time_that_is_none_is_refused_by_its_name(given: str) -> None:
+def test_invalid_request_timeout_header_is_refused_by_name(given: str) -> None:
     request: Any = Request(headers={"x-request-timeout": given})
     with pytest.raises(RequestError, match="X-Request-Timeout must be a number of seconds above 0") as error:
         read_timeout(request, 60.0)

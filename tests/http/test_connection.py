@@ -153,7 +153,7 @@ def virtually(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /x HT"])
-def test_first_headers_have_their_time(virtually: Any, sent: bytes) -> None:
+def test_incomplete_first_headers_time_out(virtually: Any, sent: bytes) -> None:
     async def work(server: Server, now: Any) -> None:
         made, transport = server.connect()
         await asyncio.sleep(1.0)
@@ -165,7 +165,7 @@ def test_first_headers_have_their_time(virtually: Any, sent: bytes) -> None:
     virtually(work)
 
 
-def test_connection_may_be_idle_for_longer_between_requests(virtually: Any) -> None:
+def test_idle_connection_between_requests_has_longer_timeout(virtually: Any) -> None:
     async def work(server: Server, now: Any) -> None:
         made, transport = server.connect()
         made.data_received(GET)
@@ -178,7 +178,7 @@ def test_connection_may_be_idle_for_longer_between_requests(virtually: Any) -> N
     virtually(work)
 
 
-def test_headers_after_an_answer_have_their_time_from_their_first_byte(virtually: Any) -> None:
+def test_later_headers_time_out_from_their_first_byte(virtually: Any) -> None:
     async def work(server: Server, now: Any) -> None:
         made, transport = server.connect()
         made.data_received(GET)
@@ -191,7 +191,7 @@ def test_headers_after_an_answer_have_their_time_from_their_first_byte(virtually
     virtually(work)
 
 
-def test_body_that_nobody_wanted_has_the_time_of_headers(virtually: Any) -> None:
+def test_unread_body_has_header_timeout(virtually: Any) -> None:
     async def work(server: Server, now: Any) -> None:
         made, transport = server.connect()
         made.data_received(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
@@ -208,7 +208,7 @@ def test_body_that_nobody_wanted_has_the_time_of_headers(virtually: Any) -> None
     virtually(work)
 
 
-def test_answer_that_takes_long_has_no_limit_of_headers(virtually: Any) -> None:
+def test_slow_response_does_not_time_out(virtually: Any) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect()
         made.data_received(GET.replace(b"/x", b"/wait"))
@@ -223,7 +223,7 @@ def test_answer_that_takes_long_has_no_limit_of_headers(virtually: Any) -> None:
 
 @pytest.mark.parametrize(("size", "fits"), [(MAX_HEADER_BYTES, True), (MAX_HEADER_BYTES + 1, False)])
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_headers_may_be_as_large_as_the_limit(virtually: Any, size: int, fits: bool, is_whole: bool) -> None:
+def test_headers_may_be_as_large_as_limit(virtually: Any, size: int, fits: bool, is_whole: bool) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect()
         if is_whole:  # names, values and the path count
@@ -244,7 +244,7 @@ def test_headers_may_be_as_large_as_the_limit(virtually: Any, size: int, fits: b
     virtually(work)
 
 
-def test_headers_of_requests_before_count_no_more(virtually: Any) -> None:
+def test_headers_of_earlier_requests_do_not_count_toward_limit(virtually: Any) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect()
         large = b"GET /x HTTP/1.1\r\nHost: x\r\na: " + b"b" * 40_000
@@ -257,7 +257,7 @@ def test_headers_of_requests_before_count_no_more(virtually: Any) -> None:
     virtually(work)
 
 
-def test_trailers_are_no_headers(virtually: Any) -> None:
+def test_trailers_are_not_added_to_headers(virtually: Any) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, _ = server.connect()
         head = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -269,7 +269,7 @@ def test_trailers_are_no_headers(virtually: Any) -> None:
     virtually(work)
 
 
-def test_what_is_no_request_is_told_so_and_closed(virtually: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_request_is_answered_400_and_closed(virtually: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect()
         made.data_received(b"what is this?\r\n\r\n")
@@ -282,7 +282,7 @@ def test_what_is_no_request_is_told_so_and_closed(virtually: Any, caplog: pytest
     assert caplog.text.count("Invalid HTTP request received.") == 1
 
 
-def test_refused_headers_are_no_invalid_request(virtually: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_oversized_headers_are_not_logged_as_invalid_request(virtually: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, _ = server.connect()
         made.data_received(b"GET /x HTTP/1.1\r\na: " + b"b" * MAX_HEADER_BYTES + b"\r\n\r\n")
@@ -292,7 +292,7 @@ def test_refused_headers_are_no_invalid_request(virtually: Any, caplog: pytest.L
     assert "Invalid HTTP" not in caplog.text
 
 
-def test_nonsense_is_not_answered_in_the_place_of_a_request(virtually: Any) -> None:
+def test_invalid_bytes_get_no_second_response_during_request(virtually: Any) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect()
         made.data_received(GET.replace(b"/x", b"/wait"))
@@ -312,7 +312,7 @@ def test_nonsense_is_not_answered_in_the_place_of_a_request(virtually: Any) -> N
 
 
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
-def test_other_protocols_are_not_spoken(virtually: Any, protocol: bytes) -> None:
+def test_protocol_upgrade_is_ignored(virtually: Any, protocol: bytes) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect()
         head = b"POST /x?a=1 HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: %b\r\n" % protocol
@@ -327,7 +327,7 @@ def test_other_protocols_are_not_spoken(virtually: Any, protocol: bytes) -> None
 
 
 @pytest.mark.parametrize(("client", "expected"), [(("::ffff:1.2.3.4", 5), ("1.2.3.4", 5)), (("::1", 5), ("::1", 5))])
-def test_client_has_one_address_on_every_socket(virtually: Any, client: Any, expected: Any) -> None:
+def test_ipv4_mapped_client_address_is_normalized(virtually: Any, client: Any, expected: Any) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect(client)
         made.data_received(GET)
@@ -338,7 +338,7 @@ def test_client_has_one_address_on_every_socket(virtually: Any, client: Any, exp
     virtually(work)
 
 
-def test_client_without_an_address_is_served(virtually: Any) -> None:
+def test_client_without_address_is_served(virtually: Any) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect(None)
         made.data_received(GET)
@@ -351,7 +351,7 @@ def test_client_without_an_address_is_served(virtually: Any) -> None:
 # --- pipelined requests -------------------------------------------------------------------------------------------
 
 
-def test_pipelined_requests_are_answered_in_turn_and_one_more_is_read(virtually: Any) -> None:
+def test_pipelined_requests_are_answered_in_order_and_reading_pauses(virtually: Any) -> None:
     async def work(server: Server, now: Any) -> None:
         made, transport = server.connect()
         made.data_received(GET.replace(b"/x", b"/wait"))
@@ -372,7 +372,7 @@ def test_pipelined_requests_are_answered_in_turn_and_one_more_is_read(virtually:
     virtually(work)
 
 
-def test_client_that_leaves_ends_the_request_that_is_answered(virtually: Any) -> None:
+def test_disconnect_ends_request_being_answered(virtually: Any) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect()
         made.data_received(GET.replace(b"/x", b"/wait"))
@@ -394,7 +394,7 @@ def test_client_that_leaves_ends_the_request_that_is_answered(virtually: Any) ->
     virtually(work)
 
 
-def test_request_after_the_last_one_is_not_read_in_any_protocol(virtually: Any) -> None:
+def test_request_after_connection_close_is_not_read(virtually: Any) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect()
         made.data_received(b"GET /x HTTP/1.1\r\nConnection: upgrade, close\r\nUpgrade: h2c\r\n\r\n" + GET)
@@ -408,7 +408,7 @@ def test_request_after_the_last_one_is_not_read_in_any_protocol(virtually: Any) 
 # --- too many connections -----------------------------------------------------------------------------------------
 
 
-def test_connections_beyond_the_limit_may_ask_for_health_alone(virtually: Any) -> None:
+def test_connections_beyond_limit_serve_only_health_probes(virtually: Any) -> None:
     async def work(server: Server, now: Any) -> None:
         server.connect()
         made, transport = server.connect()
@@ -432,7 +432,7 @@ def test_connections_beyond_the_limit_may_ask_for_health_alone(virtually: Any) -
     virtually(work, max_connections=1)
 
 
-def test_silent_connections_give_way_to_a_probe(virtually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_probe_connection_is_closed_for_new_probe(virtually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(server: Server, _now: Any) -> None:
         first, first_transport = server.connect()
         probe, probe_transport = server.connect()
@@ -467,7 +467,7 @@ def test_silent_connections_give_way_to_a_probe(virtually: Any, monkeypatch: pyt
     ],
 )
 @pytest.mark.parametrize("is_here", [False, True])
-def test_reader_has_to_take_enough_in_time(
+def test_slow_reader_is_disconnected(
     virtually: Any, waiting: int, takes: int, ends: bool, is_here: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The unread bytes are in the system's buffer, or in this process (`is_here`)."""
@@ -491,7 +491,7 @@ def test_reader_has_to_take_enough_in_time(
     virtually(work)
 
 
-def test_reader_without_an_address_is_a_client(virtually: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_reader_without_address_is_logged_as_client(virtually: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect(None)
         transport.sock.under_way = 5000
@@ -505,7 +505,7 @@ def test_reader_without_an_address_is_a_client(virtually: Any, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("taken", [None, 0])
-def test_connection_of_which_the_system_says_nothing_is_kept(virtually: Any, taken: int | None) -> None:
+def test_connection_without_acknowledged_byte_count_is_kept(virtually: Any, taken: int | None) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect()
         transport.sock.taken, transport.sock.under_way = taken, 5000
@@ -517,7 +517,7 @@ def test_connection_of_which_the_system_says_nothing_is_kept(virtually: Any, tak
     virtually(work)
 
 
-def test_nobody_is_watched_who_has_taken_all(virtually: Any) -> None:
+def test_reader_timer_runs_only_with_unread_bytes(virtually: Any) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect()
         made.data_received(GET)
@@ -533,7 +533,7 @@ def test_nobody_is_watched_who_has_taken_all(virtually: Any) -> None:
     virtually(work)
 
 
-def test_closed_connection_waits_for_its_reader_in_time(virtually: Any) -> None:
+def test_closing_connection_waits_limited_time_for_its_reader(virtually: Any) -> None:
     async def work(server: Server, now: Any) -> None:
         made, transport = server.connect()
         transport.sock.under_way = 5000
@@ -546,7 +546,7 @@ def test_closed_connection_waits_for_its_reader_in_time(virtually: Any) -> None:
     virtually(work)
 
 
-def test_pieces_are_chunks_until_the_client_takes_no_more(virtually: Any) -> None:
+def test_write_body_sends_chunks_and_reports_backpressure(virtually: Any) -> None:
     async def work(server: Server, _now: Any) -> None:
         made, transport = server.connect()
         made.data_received(GET.replace(b"/x", b"/wait"))

@@ -70,7 +70,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_second_signal_leaves_at_once() -> None:
+def test_second_signal_forces_exit() -> None:
     server = server_of(Service())
     server.handle_exit(signal.SIGTERM, None)
     assert (server.should_exit, server.force_exit) == (True, False)
@@ -79,7 +79,7 @@ def test_second_signal_leaves_at_once() -> None:
 
 
 @pytest.mark.parametrize("hears", [False, True])
-def test_server_reads_its_files_again_when_it_begins(
+def test_server_reloads_files_at_startup_if_it_handles_sighup(
     monkeypatch: pytest.MonkeyPatch, base: list[Any], hears: bool
 ) -> None:
     monkeypatch.setattr(graceful, "hears_hang_up", lambda: hears)
@@ -100,7 +100,7 @@ def test_server_reads_its_files_again_when_it_begins(
 @pytest.mark.parametrize(
     ("counter", "is_dead", "leaves"), [(0, False, False), (0, True, True), (9, False, True), (9, True, True)]
 )
-def test_server_that_is_dead_leaves(base: list[Any], counter: int, is_dead: bool, leaves: bool) -> None:
+def test_dead_server_exits(base: list[Any], counter: int, is_dead: bool, leaves: bool) -> None:
     service = Service()
     service.is_dead = is_dead
     assert asyncio.run(server_of(service).on_tick(counter)) is leaves
@@ -135,7 +135,7 @@ def test_reload_reads_keys_and_certificate(monkeypatch: pytest.MonkeyPatch, capl
     assert "the certificate was not reloaded: no pair" in caplog.text
 
 
-def test_server_ends_its_requests_then_its_connections_then_its_service(base: list[Any]) -> None:
+def test_shutdown_drains_requests_then_closes_connections_and_service(base: list[Any]) -> None:
     service = Service()
     server = server_of(service)
     sockets: Any = ["socket"]
@@ -145,7 +145,7 @@ def test_server_ends_its_requests_then_its_connections_then_its_service(base: li
     assert server.server_state.default_headers == [(b"connection", b"close")]
 
 
-def test_second_signal_waits_for_no_request(base: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_forced_exit_does_not_wait_for_requests(base: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     service = Service()
     service.drain_s = 1000.0
     server = server_of(service)
@@ -157,9 +157,7 @@ def test_second_signal_waits_for_no_request(base: list[Any], caplog: pytest.LogC
     assert not caplog.text
 
 
-def test_fault_while_requests_end_is_logged_and_the_server_leaves(
-    base: list[Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_drain_fault_is_logged_and_shutdown_continues(base: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     service = Service()
     service.error = RuntimeError("a fault")  # type: ignore[assignment]
     asyncio.run(server_of(service).shutdown())
@@ -169,7 +167,7 @@ def test_fault_while_requests_end_is_logged_and_the_server_leaves(
 
 
 @pytest.mark.parametrize("trusted", [[], ["10.0.0.1"]])
-def test_server_is_configured_as_its_service_is(trusted: list[str]) -> None:
+def test_http_server_takes_its_configuration_from_service(trusted: list[str]) -> None:
     given: Any = Service(
         body_timeout_s=1.0,
         keep_alive_timeout_s=2.0,

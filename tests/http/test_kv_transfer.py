@@ -24,19 +24,19 @@ def read(own: str, **given: str) -> KVTransferParams | None:
         ("decode", KVTransferParams("x", source="[fe80::1]:9000")),
     ],
 )
-def test_headers_say_what_was_meant(role: str, params: KVTransferParams) -> None:
+def test_kv_transfer_headers_round_trip(role: str, params: KVTransferParams) -> None:
     assert read_kv_transfer(Headers(kv_transfer_headers(params)), role) == params
 
 
 @pytest.mark.parametrize("role", ["both", "prefill", "decode"])
-def test_most_requests_have_none(role: str) -> None:
+def test_request_without_headers_has_no_kv_transfer_params(role: str) -> None:
     assert read(role) is None
 
 
 @pytest.mark.parametrize(
     ("role", "wanted"), [("both", "prefill"), ("both", "decode"), ("prefill", "decode"), ("decode", "prefill")]
 )
-def test_an_engine_takes_those_of_its_role_alone(role: str, wanted: str) -> None:
+def test_engine_accepts_only_headers_of_its_role(role: str, wanted: str) -> None:
     with pytest.raises(RequestError, match=f"started with --role {role}: send it to one of --role {wanted}") as raised:
         read(role, id="a", role=wanted)
     assert raised.value.parameter == "X-KV-Transfer-Role"
@@ -59,12 +59,12 @@ def test_an_engine_takes_those_of_its_role_alone(role: str, wanted: str) -> None
         ),
     ],
 )
-def test_what_is_not_clear_is_refused_by_name(given: dict[str, str], name: str) -> None:
+def test_invalid_kv_transfer_header_is_refused_by_name(given: dict[str, str], name: str) -> None:
     with pytest.raises(RequestError, match=f"X-KV-Transfer-{name} must be") as raised:
         read("decode", **given)
     assert raised.value.parameter == f"X-KV-Transfer-{name}"
 
 
-def test_a_prefill_engine_asks_nobody_for_kv() -> None:
+def test_prefill_engine_refuses_kv_source() -> None:
     with pytest.raises(RequestError, match="is only for an engine of --role decode"):
         read("prefill", id="a", role="prefill", source="h:1")

@@ -27,7 +27,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_a_bucket_fills_at_its_rate() -> None:
+def test_bucket_refills_at_its_rate() -> None:
     bucket = Bucket(60, now=0.0)
     assert bucket.wait_s(60, 0.0) == 0
     bucket.take(60, 0.0)
@@ -38,7 +38,7 @@ def test_a_bucket_fills_at_its_rate() -> None:
     assert bucket.wait_s(0, 1000.0) == pytest.approx(40.0)  # the debt has to be refilled first
 
 
-def test_more_than_the_limit_is_refused_and_places_come_back(clock: Clock) -> None:
+def test_limiter_refuses_streams_over_limit_and_frees_permits(clock: Clock) -> None:
     limiter = RequestLimiter(4, clock=clock)
     first = limiter.enter(EVERYBODY, 3)
     with pytest.raises(QueueFullError, match="the limit is 4"):
@@ -53,7 +53,7 @@ def test_more_than_the_limit_is_refused_and_places_come_back(clock: Clock) -> No
     assert limiter.streams.num_held == 1
 
 
-def test_a_place_that_a_stream_keeps_outlives_its_block(clock: Clock) -> None:
+def test_kept_permit_outlives_its_with_block(clock: Clock) -> None:
     limiter = RequestLimiter(4, clock=clock)
     with limiter.enter(EVERYBODY, 1) as place:
         place.is_kept = True
@@ -62,7 +62,7 @@ def test_a_place_that_a_stream_keeps_outlives_its_block(clock: Clock) -> None:
     assert limiter.streams.num_held == 0
 
 
-def test_the_time_to_wait_is_that_of_the_queue(clock: Clock) -> None:
+def test_retry_after_follows_drain_rate_of_queue(clock: Clock) -> None:
     limiter = RequestLimiter(10, clock=clock)
     places = [limiter.enter(EVERYBODY, 1) for _ in range(10)]
     with pytest.raises(QueueFullError) as error:
@@ -82,7 +82,7 @@ def test_the_time_to_wait_is_that_of_the_queue(clock: Clock) -> None:
     assert error.value.retry_after_s == 60
 
 
-def test_only_streams_that_had_room_say_how_fast_the_queue_is_worked_off(clock: Clock) -> None:
+def test_only_admitted_streams_count_for_drain_rate(clock: Clock) -> None:
     """Refused requests and requests without waiting tokens end immediately, so they do not count.
 
     A request with n streams counts as n endings.
@@ -111,7 +111,7 @@ def test_only_streams_that_had_room_say_how_fast_the_queue_is_worked_off(clock: 
         place.leave()
 
 
-def test_limits_of_a_key(clock: Clock) -> None:
+def test_tenant_over_its_limits_is_refused(clock: Clock) -> None:
     limiter = RequestLimiter(None, clock=clock)
     tenant = Tenant(name="a", max_concurrency=2, requests_per_minute=6, tokens_per_minute=100)
     limiter.change((tenant,))
@@ -137,7 +137,7 @@ def test_limits_of_a_key(clock: Clock) -> None:
     limiter.enter(tenant, 1).leave()
 
 
-def test_reload_of_unchanged_keys_refills_no_rate(clock: Clock) -> None:
+def test_reload_of_unchanged_keys_keeps_rate_debt(clock: Clock) -> None:
     limiter = RequestLimiter(None, clock=clock)
     tenant = Tenant(name="a", requests_per_minute=2, tokens_per_minute=100)
     limiter.change((tenant,))
@@ -152,7 +152,7 @@ def test_reload_of_unchanged_keys_refills_no_rate(clock: Clock) -> None:
     assert error.value.retry_after_s == pytest.approx(30.0)
 
 
-def test_reload_changes_only_the_rate_whose_limit_changed(clock: Clock) -> None:
+def test_reload_resets_only_rate_with_changed_limit(clock: Clock) -> None:
     limiter = RequestLimiter(None, clock=clock)
     limiter.change((Tenant(name="a", requests_per_minute=1, tokens_per_minute=100),))
     limiter.begin(old := Tenant(name="a", requests_per_minute=1, tokens_per_minute=100))
@@ -168,7 +168,7 @@ def test_reload_changes_only_the_rate_whose_limit_changed(clock: Clock) -> None:
         limiter.begin(new)
 
 
-def test_new_limits_hold_for_what_is_open(clock: Clock) -> None:
+def test_reloaded_limit_counts_already_open_streams(clock: Clock) -> None:
     limiter = RequestLimiter(None, clock=clock)
     limiter.change((Tenant(name="a"),))
     limiter.enter(Tenant(name="a"), 3)
@@ -178,7 +178,7 @@ def test_new_limits_hold_for_what_is_open(clock: Clock) -> None:
         limiter.enter(strict, 1)
 
 
-def test_a_flood_leaves_room_for_others(clock: Clock) -> None:
+def test_flooding_tenant_cannot_take_capacity_of_other_tenants(clock: Clock) -> None:
     limiter = RequestLimiter(100, clock=clock)
     flood, small, heavy = Tenant(name="flood"), Tenant(name="small"), Tenant(name="heavy", weight=2.0)
     limiter.change((flood, small, heavy))
@@ -189,7 +189,7 @@ def test_a_flood_leaves_room_for_others(clock: Clock) -> None:
     assert limiter.streams.num_held <= 100
 
 
-def test_alone_a_key_may_take_all(clock: Clock) -> None:
+def test_sole_tenant_may_use_all_capacity(clock: Clock) -> None:
     limiter = RequestLimiter(100, clock=clock)
     limiter.change((Tenant(name="only"),))
     assert fill(limiter, Tenant(name="only")) == 100
@@ -204,7 +204,7 @@ def fill(limiter: RequestLimiter, tenant: Tenant) -> int:
     raise AssertionError("nothing is refused")
 
 
-def test_what_can_never_fit_is_no_matter_of_waiting(clock: Clock) -> None:
+def test_request_that_never_fits_gets_no_queue_full_error(clock: Clock) -> None:
     """A client that was asked to retry would retry forever."""
     limiter = RequestLimiter(8, 1000, clock=clock)
     tenant = Tenant(name="a", max_concurrency=3)
@@ -219,7 +219,7 @@ def test_what_can_never_fit_is_no_matter_of_waiting(clock: Clock) -> None:
     assert not isinstance(error.value, QueueFullError)
 
 
-def test_many_prompts_take_what_they_may_have_and_leave_as_much(clock: Clock) -> None:
+def test_batch_of_prompts_takes_at_most_half_of_free_streams(clock: Clock) -> None:
     limiter = RequestLimiter(100, clock=clock)
     batch = limiter.enter(EVERYBODY, 2048, at_least=1)
     assert batch.num_streams == 50
@@ -238,7 +238,7 @@ def test_many_prompts_take_what_they_may_have_and_leave_as_much(clock: Clock) ->
         limiter.enter(heavy, 10, at_least=3)
 
 
-def test_what_a_thing_holds_itself_is_not_held_against_it() -> None:
+def test_pool_share_excludes_amount_already_held_by_request() -> None:
     pool, light = Pool(1000), Tenant(name="light", weight=0.05)
     pool.is_shared = True
     pool.take(light, 60)
@@ -247,7 +247,7 @@ def test_what_a_thing_holds_itself_is_not_held_against_it() -> None:
     assert pool.room(light, besides=20) == pytest.approx(0.05 * 940 - 40)
 
 
-def test_nobody_is_woken_for_nothing() -> None:
+def test_pool_wakes_waiters_only_if_amount_is_returned() -> None:
     async def wait() -> None:
         pool = Pool(10)
         pool.take(EVERYBODY, 4)
@@ -263,7 +263,7 @@ def test_nobody_is_woken_for_nothing() -> None:
     asyncio.run(wait())
 
 
-def test_waiting_tokens_have_room_of_their_own(clock: Clock) -> None:
+def test_waiting_tokens_are_limited_and_shared_between_tenants(clock: Clock) -> None:
     async def run() -> None:
         limiter = RequestLimiter(None, 1000, clock=clock)
         flood, small = Tenant(name="flood"), Tenant(name="small")
@@ -283,7 +283,7 @@ def test_waiting_tokens_have_room_of_their_own(clock: Clock) -> None:
     asyncio.run(run())
 
 
-def test_who_is_in_waits_for_room_prompt_by_prompt(clock: Clock) -> None:
+def test_prompts_of_admitted_request_wait_in_order_for_token_capacity(clock: Clock) -> None:
     async def run() -> None:
         limiter = RequestLimiter(None, 1000, clock=clock)
         place = limiter.enter(EVERYBODY, 3)
@@ -340,7 +340,7 @@ class Waiting:
             await asyncio.sleep(0)
 
 
-def test_a_large_prompt_is_not_starved_by_small_ones() -> None:
+def test_small_prompts_do_not_starve_large_prompt() -> None:
     """Small prompts always fit, and arrive without end. The large one still gets its turn, and they get theirs."""
 
     async def run() -> None:
@@ -360,7 +360,7 @@ def test_a_large_prompt_is_not_starved_by_small_ones() -> None:
     asyncio.run(run())
 
 
-def test_those_of_one_key_come_in_as_they_came() -> None:
+def test_requests_of_one_key_are_admitted_fcfs() -> None:
     async def run() -> None:
         waiting = Waiting()
         holds = await waiting.begin()
@@ -383,7 +383,7 @@ def test_those_of_one_key_come_in_as_they_came() -> None:
     asyncio.run(run())
 
 
-def test_who_leaves_the_line_holds_up_nobody() -> None:
+def test_cancelled_waiter_blocks_no_other_waiter() -> None:
     """The waiter ends by its deadline or by cancellation, also in the moment in which its turn comes."""
 
     async def run() -> None:
@@ -414,7 +414,7 @@ def test_who_leaves_the_line_holds_up_nobody() -> None:
     asyncio.run(run())
 
 
-def test_who_waits_holds_up_another_key_no_longer_than_its_share() -> None:
+def test_overtaking_by_other_key_is_limited_to_its_share() -> None:
     """A waiter of weight 1 is passed by twice its tokens of a key of weight 2. After that, room is kept for it."""
 
     async def run() -> None:
@@ -433,7 +433,7 @@ def test_who_waits_holds_up_another_key_no_longer_than_its_share() -> None:
     asyncio.run(run())
 
 
-def test_one_whose_own_key_holds_the_room_keeps_no_other_out() -> None:
+def test_tenant_over_its_share_does_not_block_other_tenants() -> None:
     async def run() -> None:
         flood, small = Tenant(name="flood"), Tenant(name="small")
         waiting = Waiting(flood, small)
@@ -454,7 +454,7 @@ def test_one_whose_own_key_holds_the_room_keeps_no_other_out() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_counts_are_those_of_the_open_places(clock: Clock, seed: int) -> None:
+def test_limiter_counts_equal_open_permits(clock: Clock, seed: int) -> None:
     rng = random.Random(seed)
     tenants = [
         Tenant(name=name, weight=rng.choice([0.5, 1, 3]), max_concurrency=rng.choice([None, 5])) for name in "abc"
@@ -487,7 +487,7 @@ def test_counts_are_those_of_the_open_places(clock: Clock, seed: int) -> None:
 
 
 @pytest.mark.parametrize("per_minute", [1, 30, 60, 600])
-def test_rate_is_so_much_a_minute_and_no_more_is_kept(per_minute: float) -> None:
+def test_bucket_capacity_is_one_minute_of_its_rate(per_minute: float) -> None:
     bucket = Bucket(per_minute, now=100.0)
     bucket.take(per_minute, 100.0)
     assert bucket.wait_s(per_minute, 100.0) == pytest.approx(60.0)
@@ -499,7 +499,7 @@ def test_rate_is_so_much_a_minute_and_no_more_is_kept(per_minute: float) -> None
     assert bucket.wait_s(per_minute, 10_000.0) == pytest.approx(60.0)
 
 
-def test_key_without_rates_waits_for_nothing(clock: Clock) -> None:
+def test_key_without_rates_is_never_limited(clock: Clock) -> None:
     limiter = RequestLimiter(None, clock=clock)
     tenant = Tenant(name="a")
     for _ in range(100):
@@ -508,7 +508,7 @@ def test_key_without_rates_waits_for_nothing(clock: Clock) -> None:
     limiter.enter(tenant, 1)
 
 
-def test_begun_request_takes_one_of_the_rate_and_asks_for_a_place(clock: Clock) -> None:
+def test_begin_charges_request_rate_only_if_stream_is_free(clock: Clock) -> None:
     limiter = RequestLimiter(2, clock=clock)
     tenant = Tenant(name="a", requests_per_minute=2)
     held = limiter.enter(EVERYBODY, 2)
@@ -522,7 +522,7 @@ def test_begun_request_takes_one_of_the_rate_and_asks_for_a_place(clock: Clock) 
     assert error.value.retry_after_s == pytest.approx(30.0)
 
 
-def test_key_without_rates_gets_them_by_a_reload_and_loses_them(clock: Clock) -> None:
+def test_reload_adds_and_removes_rates_of_key(clock: Clock) -> None:
     limiter = RequestLimiter(None, clock=clock)
     limiter.change((Tenant(name="a"),))
     new = Tenant(name="a", requests_per_minute=1, tokens_per_minute=1)
@@ -536,14 +536,14 @@ def test_key_without_rates_gets_them_by_a_reload_and_loses_them(clock: Clock) ->
 
 
 @pytest.mark.parametrize(("num_tenants", "is_shared"), [(0, False), (1, False), (2, True), (3, True)])
-def test_pools_are_shared_by_several_keys(clock: Clock, num_tenants: int, is_shared: bool) -> None:
+def test_pools_are_shared_only_with_several_keys(clock: Clock, num_tenants: int, is_shared: bool) -> None:
     limiter = RequestLimiter(10, 10, 10, clock=clock)
     limiter.change(tuple(Tenant(name=str(index)) for index in range(num_tenants)))
     pools = (limiter.streams, limiter.waiting_tokens, limiter.body_bytes)
     assert [pool.is_shared for pool in pools] == [is_shared] * 3
 
 
-def test_reload_lets_in_whom_its_shares_have_room_for() -> None:
+def test_reload_admits_waiters_that_fit_new_shares() -> None:
     async def run() -> None:
         flood = Tenant(name="flood")
         waiting = Waiting(flood, Tenant(name="other"))
@@ -574,7 +574,7 @@ def test_reload_lets_in_whom_its_shares_have_room_for() -> None:
         ([(-10.0, 1), (0.0, 3)], 1, 4.0),
     ],
 )
-def test_time_to_wait_is_that_of_the_last_minute(
+def test_retry_after_uses_endings_of_last_minute(
     clock: Clock, endings: list[tuple[float, int]], num_ahead: int, seconds: float
 ) -> None:
     """endings: (time in seconds, number of streams). The first one only starts the counting."""
@@ -588,7 +588,7 @@ def test_time_to_wait_is_that_of_the_last_minute(
     assert limiter._soon(now, num_ahead) == seconds
 
 
-def test_only_the_last_endings_count(clock: Clock) -> None:
+def test_drain_rate_uses_only_last_64_endings(clock: Clock) -> None:
     limiter = RequestLimiter(None, clock=clock)
     for _ in range(100):
         clock.now += 0.5
@@ -599,7 +599,7 @@ def test_only_the_last_endings_count(clock: Clock) -> None:
     assert limiter._soon(clock.now, 10) == 5.0
 
 
-def test_refusals_say_for_how_many_one_waits(clock: Clock) -> None:
+def test_retry_after_counts_endings_that_request_needs(clock: Clock) -> None:
     """The wait is for as many endings as the request needs.
 
     These are: the places that the key lacks at its own limit; all open answers if the server is full; the key's own
@@ -622,7 +622,7 @@ def test_refusals_say_for_how_many_one_waits(clock: Clock) -> None:
     assert asked == [1, 6, 4]
 
 
-def test_line_is_passed_by_weights() -> None:
+def test_overtaking_of_waiter_is_bounded_by_tenant_weights() -> None:
     """The overtaking units count by weight: half a unit for a tenant of weight 2, one for weight 1."""
 
     async def run() -> None:
@@ -653,7 +653,7 @@ def test_line_is_passed_by_weights() -> None:
     asyncio.run(run())
 
 
-def test_heads_of_a_line_are_served_as_they_came() -> None:
+def test_line_serves_tenants_in_order_of_their_first_waiter() -> None:
     async def run() -> None:
         pool = Pool(10)
         line = Line(pool)

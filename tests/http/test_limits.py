@@ -111,7 +111,7 @@ def flood(running: Running, name: str) -> int:
     return len(sent)
 
 
-def test_s8_headers_without_end_are_cut_off(shared: Running) -> None:
+def test_s8_endless_headers_answer_431(shared: Running) -> None:
     assert sum(flood(shared, name) for name in FLOODS) == len(FLOODS) * (MAX_HEADER_BYTES + 1)
     check_serves(shared)  # make the one-time allocations first
     with flat_memory(shared, 32 * len(FLOODS) * MAX_HEADER_BYTES, at_once=1 / 2, kept=1 / 64):
@@ -121,7 +121,7 @@ def test_s8_headers_without_end_are_cut_off(shared: Running) -> None:
     check_serves(shared)
 
 
-def test_s8_who_sends_headers_on_and_on_is_cut_off(shared: Running) -> None:
+def test_s8_client_that_keeps_sending_headers_is_disconnected(shared: Running) -> None:
     piece, num_pieces = b"a" * (1 << 16), 1600
 
     def flood_on(sock: socket.socket) -> None:
@@ -139,7 +139,7 @@ def test_s8_who_sends_headers_on_and_on_is_cut_off(shared: Running) -> None:
     check_serves(shared)
 
 
-def test_s8_complete_headers_that_are_too_large_are_refused(shared: Running) -> None:
+def test_s8_complete_headers_over_limit_answer_431(shared: Running) -> None:
     with connect(shared) as sock:
         for piece in (b"GET /version HTTP/1.1\r\nX-Flood: ", b"a" * 60_000, b"a" * 6000 + b"\r\n\r\n"):
             sock.sendall(piece)
@@ -147,7 +147,7 @@ def test_s8_complete_headers_that_are_too_large_are_refused(shared: Running) -> 
     check_serves(shared)
 
 
-def test_s8_a_body_in_millions_of_chunks_costs_what_its_bytes_do() -> None:
+def test_s8_body_in_tiny_chunks_uses_memory_of_its_bytes() -> None:
     chunks = b"1\r\na\r\n" * 10_000
     request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n".encode()
     with run_server(max_body_bytes=1 << 20) as running:
@@ -164,12 +164,12 @@ def test_s8_a_body_in_millions_of_chunks_costs_what_its_bytes_do() -> None:
         check_serves(running)
 
 
-def test_large_but_lawful_headers_are_taken(shared: Running) -> None:
+def test_headers_below_limit_are_accepted(shared: Running) -> None:
     with shared.http() as http:
         assert http.get("/version", headers={"X-Large": "a" * 30_000}).status_code == 200
 
 
-def test_s8_trailers_are_not_kept(shared: Running) -> None:
+def test_s8_trailers_are_dropped(shared: Running) -> None:
     """Headers after a chunked body are read and dropped."""
     body = json.dumps({"prompt": "hello", "max_tokens": 5}).encode()
     request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n".encode()
@@ -190,7 +190,7 @@ def test_s8_trailers_are_not_kept(shared: Running) -> None:
 
 
 @pytest.mark.parametrize("size", [1000, 300_000])
-def test_one_answer_for_a_body_that_nobody_wanted(size: int) -> None:
+def test_unread_body_after_401_is_not_parsed_as_request(size: int) -> None:
     """The key is wrong, so the answer comes immediately. The body that follows is not parsed as a request."""
     with run_server(api_key="key", body_timeout_s=5.0) as running, connect(running) as sock:
         sock.sendall(head(COMPLETIONS, size))
@@ -205,7 +205,7 @@ def test_one_answer_for_a_body_that_nobody_wanted(size: int) -> None:
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
 @pytest.mark.parametrize("num_bytes", [1, 10_000])
-def test_who_asks_for_another_protocol_is_answered_by_this_one(shared: Running, protocol: str, num_bytes: int) -> None:
+def test_protocol_upgrade_request_is_answered_with_http_1(shared: Running, protocol: str, num_bytes: int) -> None:
     """The JDK's client asks for an upgrade with each request over plain HTTP. num_bytes: sent together."""
     body = json.dumps({"prompt": "hello", "max_tokens": 5}).encode()
     extra = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n\r\n"
@@ -221,7 +221,7 @@ def test_who_asks_for_another_protocol_is_answered_by_this_one(shared: Running, 
     check_serves(shared)
 
 
-def test_s8_thousands_who_ask_for_another_protocol_at_once(shared: Running) -> None:
+def test_s8_thousands_of_pipelined_upgrade_requests_are_answered(shared: Running) -> None:
     """The pipelined requests reach the parser in one piece."""
     asking = b"GET /version HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n"
     last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -231,7 +231,7 @@ def test_s8_thousands_who_ask_for_another_protocol_at_once(shared: Running) -> N
     check_serves(shared)
 
 
-def test_s8_headers_that_ask_for_another_protocol_have_a_limit_too(shared: Running) -> None:
+def test_s8_upgrade_request_over_header_limit_answers_431(shared: Running) -> None:
     with connect(shared) as sock:
         sock.sendall(head(COMPLETIONS, 10).removesuffix(b"\r\n") + b"Connection: Upgrade\r\nUpgrade: h2c\r\n")
         sock.sendall(b"x: " + b"a" * MAX_HEADER_BYTES + b"\r\n\r\n")
@@ -239,7 +239,7 @@ def test_s8_headers_that_ask_for_another_protocol_have_a_limit_too(shared: Runni
     check_serves(shared)
 
 
-def test_a_pipelined_request_has_all_its_time() -> None:
+def test_pipelined_request_gets_full_body_timeout() -> None:
     executor = FakeExecutor(step_s=0.03)
     body = json.dumps({"prompt": "hello", "max_tokens": 40, "ignore_eos": True}).encode()
     with run_server(executor, body_timeout_s=0.4) as running, connect(running) as sock:
@@ -250,7 +250,7 @@ def test_a_pipelined_request_has_all_its_time() -> None:
     assert answer_text(5, 0, 40).encode()[:20] in answer
 
 
-def test_one_connection_too_many_is_told_so_and_a_probe_is_answered() -> None:
+def test_connection_over_limit_answers_503_except_for_probes() -> None:
     with run_server(max_connections=2) as running, connect(running), connect(running):
         connections = running.server.server_state.connections
         wait_until(lambda: len(connections) == 2, "both are connected")
@@ -271,7 +271,7 @@ def test_one_connection_too_many_is_told_so_and_a_probe_is_answered() -> None:
         wait_until(lambda: len(connections) == 2, "the others are gone")
 
 
-def test_who_says_nothing_does_not_keep_a_probe_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connection_is_closed_for_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "PROBE_CONNECTIONS", 1)
     with run_server(max_connections=1) as running, connect(running):
         connections = running.server.server_state.connections
@@ -285,7 +285,7 @@ def test_who_says_nothing_does_not_keep_a_probe_out(monkeypatch: pytest.MonkeyPa
             assert read_all(probe).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_probe_has_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_probe_connection_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_PROBE_TIMEOUT_S", 0.1)
     with run_server(max_connections=1) as running, connect(running), connect(running) as silent:
         assert read_all(silent) == b""
@@ -296,7 +296,7 @@ ENDLESS = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_leaving_with_a_request_in_the_pipeline_stops_the_one_that_is_answered(is_stream: bool) -> None:
+def test_disconnect_with_pipelined_request_aborts_running_request(is_stream: bool) -> None:
     body = json.dumps({**ENDLESS, "stream": is_stream}).encode()
     with run_server(FakeExecutor(step_s=0.02)) as running:
         with connect(running) as sock:
@@ -309,7 +309,7 @@ def test_leaving_with_a_request_in_the_pipeline_stops_the_one_that_is_answered(i
         check_serves(running)
 
 
-def test_what_is_no_request_is_not_answered_in_the_place_of_another() -> None:
+def test_invalid_bytes_after_request_close_connection_without_answer() -> None:
     """The bytes follow a request that is being computed, or are the body of a request that was answered already.
 
     An error answer would look like the answer of the earlier request.
@@ -340,7 +340,7 @@ def arrived(running: Running) -> int:
     return running.server._service.limiter.body_bytes.num_held
 
 
-def test_bodies_that_arrive_together_have_one_budget() -> None:
+def test_concurrent_large_bodies_share_one_byte_budget() -> None:
     """While the budget is full, large bodies are refused and small ones are not."""
     size = 1 << 20
     with run_server(max_body_bytes=size) as running:
@@ -353,7 +353,7 @@ def test_bodies_that_arrive_together_have_one_budget() -> None:
         wait_until(lambda: arrived(running) == 0, "all room is given back")
 
 
-def test_large_bodies_of_one_key_leave_room_for_the_others(tmp_path: Path) -> None:
+def test_large_bodies_of_one_key_leave_budget_for_other_keys(tmp_path: Path) -> None:
     path, size = tmp_path / "keys.toml", 1 << 20
     flood, other = add_key(path, Tenant(name="flood")), add_key(path, Tenant(name="other"))
     with run_server(max_body_bytes=size, api_keys_file=path) as running, contextlib.ExitStack() as stack:
@@ -378,7 +378,7 @@ def peek(sock: socket.socket) -> bytes:
     return b""
 
 
-def test_requests_count_though_their_bodies_never_come(tmp_path: Path) -> None:
+def test_requests_with_missing_bodies_count_for_rate_limit(tmp_path: Path) -> None:
     key = add_key(path := tmp_path / "keys.toml", Tenant(name="few", requests_per_minute=2))
     with run_server(api_keys_file=path) as running, contextlib.ExitStack() as stack:
         for route in (COMPLETIONS, "/tokenize"):
@@ -390,7 +390,7 @@ def test_requests_count_though_their_bodies_never_come(tmp_path: Path) -> None:
         read_until(last, b"rate_limit_exceeded")
 
 
-def test_many_prompts_are_served_with_few_places_one_after_another() -> None:
+def test_request_with_more_prompts_than_capacity_is_served_in_turns() -> None:
     """There are more prompts than places, and more tokens than may wait: they are served one after the other."""
     prompts = [f"hello {number}" for number in range(50)]
     options: dict[str, Any] = {"max_open_requests": 9, "max_num_waiting_tokens": 40}
@@ -420,7 +420,7 @@ def test_many_prompts_are_served_with_few_places_one_after_another() -> None:
         wait_until(lambda: limiter.streams.num_held == limiter.waiting_tokens.num_held == 0, "all is given back")
 
 
-def test_many_prompts_have_the_time_of_one_request() -> None:
+def test_request_timeout_covers_all_prompts_of_request() -> None:
     executor = FakeExecutor(step_s=0.02)
     body = {"prompt": ["hello"] * 50, "max_tokens": 20, "ignore_eos": True}
     with run_server(executor, max_open_requests=2) as running, running.http() as http:
@@ -434,7 +434,7 @@ def test_many_prompts_have_the_time_of_one_request() -> None:
     [({"n": 9}, "n", "8"), ({"n": 9, "prompt": ["a"] * 20}, "n", "8"), ({"prompt": "x" * 101}, "prompt", "100")],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_can_never_fit_is_the_request_s_own_fault(
+def test_request_that_never_fits_answers_400_not_429(
     fields: dict[str, Any], parameter: str, limit: str, stream: bool
 ) -> None:
     """A 429 would make every client retry forever without success."""
@@ -445,13 +445,13 @@ def test_what_can_never_fit_is_the_request_s_own_fault(
         assert "retry-after" not in response.headers
 
 
-def test_a_prompt_waits_once_for_all_its_answers() -> None:
+def test_prompt_tokens_count_once_for_all_n_choices() -> None:
     with run_server(max_num_waiting_tokens=100) as running, running.http() as http:
         response = http.post(COMPLETIONS, json={"prompt": "x" * 90, "n": 4, "max_tokens": 2})
     assert response.status_code == 200
 
 
-def test_what_is_no_http_is_an_error_object(shared: Running) -> None:
+def test_non_http_bytes_answer_400_with_error_object(shared: Running) -> None:
     with connect(shared) as sock:
         sock.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
         answer = read_all(sock)
@@ -460,7 +460,7 @@ def test_what_is_no_http_is_an_error_object(shared: Running) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /version HTT", b"GET /version HTTP/1.1\r\nHost: x\r\n"])
-def test_headers_that_do_not_come_end_the_connection(sent: bytes) -> None:
+def test_missing_headers_close_connection_after_timeout(sent: bytes) -> None:
     with run_server(body_timeout_s=0.3) as running, connect(running) as sock:
         sock.sendall(sent)
         assert read_all(sock) == b""
@@ -472,7 +472,7 @@ def ask(sock: socket.socket) -> bytes:
     return sock.recv(1 << 16)
 
 
-def test_a_connection_may_be_idle_for_longer_than_its_headers_may_take() -> None:
+def test_keep_alive_connection_may_idle_longer_than_header_timeout() -> None:
     with (
         run_server(body_timeout_s=0.3, keep_alive_timeout_s=60.0) as running,
         connect(running) as used,
@@ -488,18 +488,18 @@ def test_a_connection_may_be_idle_for_longer_than_its_headers_may_take() -> None
         assert read_all(used) == b""  # a request that has begun has to continue arriving
 
 
-def test_an_idle_connection_ends_in_time() -> None:
+def test_idle_connection_closes_after_keep_alive_timeout() -> None:
     with run_server(body_timeout_s=60.0, keep_alive_timeout_s=0.2) as running, connect(running) as sock:
         assert ask(sock).startswith(b"HTTP/1.1 200 ")
         assert read_all(sock) == b""
 
 
-def test_connections_outlive_those_of_a_proxy_by_default() -> None:
+def test_default_keep_alive_exceeds_proxy_keep_alive() -> None:
     """Nginx and other proxies keep idle connections for 60 s. The side that closes first loses a request on its way."""
     assert ServerConfig().keep_alive_timeout_s > 60
 
 
-def test_open_files_are_allowed_as_far_as_the_system_lets() -> None:
+def test_allow_open_files_sets_limits_of_real_process() -> None:
     code = (
         "import resource\nfrom octavo.http.listening import allow_open_files\n"
         "for soft, hard in ((300, 2000), (300, 600)):\n"
@@ -514,7 +514,7 @@ def test_open_files_are_allowed_as_far_as_the_system_lets() -> None:
     assert "1256" in warning
 
 
-def test_headers_that_trickle_end_the_connection() -> None:
+def test_trickled_headers_close_connection() -> None:
     with (
         run_server(body_timeout_s=0.5) as running,
         connect(running) as sock,
@@ -523,7 +523,7 @@ def test_headers_that_trickle_end_the_connection() -> None:
         trickle(sock)
 
 
-def test_a_trickle_behind_an_answer_ends_the_connection() -> None:
+def test_trickled_body_after_413_closes_connection() -> None:
     """The body is larger than the limit: the answer comes immediately, and the rest is not awaited."""
     with run_server(body_timeout_s=0.5, max_body_bytes=100) as running, connect(running) as sock:
         sock.sendall(head(COMPLETIONS, 10_000))
@@ -532,7 +532,7 @@ def test_a_trickle_behind_an_answer_ends_the_connection() -> None:
             trickle(sock)
 
 
-def test_s9_a_body_is_cut_off_while_it_streams_in() -> None:
+def test_s9_chunked_body_over_limit_answers_413_before_its_end() -> None:
     """The size is checked while the body arrives: the answer comes before the end of the body."""
     request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n".encode()
     with run_server(max_body_bytes=10_000) as running, connect(running) as sock:
@@ -542,13 +542,13 @@ def test_s9_a_body_is_cut_off_while_it_streams_in() -> None:
         check_serves(running)
 
 
-def test_s9_a_body_that_says_it_is_too_large_is_not_read() -> None:
+def test_s9_content_length_over_limit_answers_413_without_reading_body() -> None:
     with run_server(max_body_bytes=10_000) as running, connect(running) as sock:
         sock.sendall(head(COMPLETIONS, 10_001))
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
 
 
-def test_s8_a_body_that_trickles_is_cut_off() -> None:
+def test_s8_trickled_body_answers_408() -> None:
     with run_server(body_timeout_s=0.4) as running, connect(running) as sock:
         sock.sendall(head(COMPLETIONS, 1000) + b'{"prompt": ')
         answer = read_until(sock, b"request_too_slow")
@@ -556,7 +556,7 @@ def test_s8_a_body_that_trickles_is_cut_off() -> None:
         check_serves(running)
 
 
-def test_f23_a_stream_that_nobody_reads_ends_and_costs_no_memory() -> None:
+def test_f23_unread_stream_is_aborted_and_frees_its_blocks() -> None:
     """A request with four choices: their unread outputs are counted together."""
     executor = FakeExecutor(step_s=0.0005)
     options = {"max_model_len": 200_000, "num_blocks": 13_000}
@@ -574,7 +574,7 @@ def test_f23_a_stream_that_nobody_reads_ends_and_costs_no_memory() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be told to hold less")
-def test_f23_a_stream_that_nobody_reads_is_not_computed_for_the_systems_buffers() -> None:
+def test_f23_unread_stream_does_not_fill_kernel_send_buffer() -> None:
     """The system would buffer 3 MB, more than this answer. The transport buffers 64 KiB, about 300 outputs."""
     executor = FakeExecutor(step_s=0.0002)
     options = {"max_model_len": 20_000, "num_blocks": 2_000}
@@ -591,7 +591,7 @@ def test_f23_a_stream_that_nobody_reads_is_not_computed_for_the_systems_buffers(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
-def test_what_a_client_has_taken_is_what_arrived_and_not_what_waits() -> None:
+def test_bytes_taken_excludes_bytes_in_send_buffer() -> None:
     with listening("127.0.0.1") as door, socket.create_connection(door.getsockname()) as client:
         server, _ = door.accept()
         with server:
@@ -654,7 +654,7 @@ def take(sock: socket.socket, num_bytes: int) -> bytes:
     return data
 
 
-def test_f23_who_takes_next_to_nothing_of_an_answer_keeps_no_place_for_it(transport: Transport) -> None:
+def test_f23_reader_below_minimum_rate_loses_its_permit(transport: Transport) -> None:
     """The client reads 10 KB/s of an answer of 600 KB/s; the minimum is 16 KB/s.
 
     It never has too many unread outputs, and never a second without any read.
@@ -678,7 +678,7 @@ def test_f23_who_takes_next_to_nothing_of_an_answer_keeps_no_place_for_it(transp
         wait_until(lambda: not running.num_unfinished, "nothing is computed for it")
 
 
-def test_who_takes_an_answer_steadily_is_not_cut_off(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steady_reader_is_not_disconnected(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of the answer and its total time do not matter.
 
     Each interval ends after 60 KB, and 16 KB are the minimum.
@@ -711,7 +711,7 @@ def test_who_takes_an_answer_steadily_is_not_cut_off(transport: Transport, monke
     assert len(looks) > 1  # several intervals were checked, any of which could have cut it off
 
 
-def test_a_whole_answer_is_over_when_it_has_been_taken(transport: Transport) -> None:
+def test_unread_answer_keeps_connection_from_being_idle(transport: Transport) -> None:
     """Until then its connection is not idle. An idle connection is closed even if unread bytes remain."""
     options = {"max_model_len": 5_000, "num_blocks": 400}
     body = json.dumps({"prompt": "hello", "max_tokens": 4_500, "ignore_eos": True, "logprobs": 5}).encode()
@@ -735,7 +735,7 @@ def test_a_whole_answer_is_over_when_it_has_been_taken(transport: Transport) -> 
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, MAX_UNSENT_BYTES, MAX_UNSENT_BYTES + 1, 3 * MAX_UNSENT_BYTES])
-def test_whole_answers_are_cut_into_pieces_and_events_are_not(num_bytes: int) -> None:
+def test_paced_answers_split_whole_bodies_but_not_stream_events(num_bytes: int) -> None:
     """A stream's messages stay whole, since a keep-alive comment may be sent between two of them."""
     body = bytes(number % 251 for number in range(num_bytes))
     given = [
@@ -761,7 +761,7 @@ def test_whole_answers_are_cut_into_pieces_and_events_are_not(num_bytes: int) ->
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
-def test_f23_a_connection_that_closes_behind_its_answer_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f23_closing_connection_with_unread_answer_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is complete, its rest is buffered in this process, and the client does not read."""
     cuts = list[tuple[bool, bool]]()
     abort = connection.BoundedHttpProtocol._abort
@@ -787,7 +787,7 @@ def test_f23_a_connection_that_closes_behind_its_answer_does_not_wait_for_ever(m
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
-def test_f23_who_reads_nothing_of_a_slow_stream_is_cut_off_before_it_has_to_wait(
+def test_f23_unread_slow_stream_is_aborted_before_writes_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The system buffers the stream for a long time, so writing never pauses. The place is given back all the same."""
@@ -807,7 +807,7 @@ def test_f23_who_reads_nothing_of_a_slow_stream_is_cut_off_before_it_has_to_wait
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no socket of both families")
-def test_every_address_is_those_of_ipv4_too() -> None:
+def test_ipv6_wildcard_socket_accepts_ipv4() -> None:
     with listening("::") as door:
         port = door.getsockname()[1]
         for address in ("127.0.0.1", "::1"):
@@ -816,7 +816,7 @@ def test_every_address_is_those_of_ipv4_too() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no such limit")
-def test_the_system_ends_no_connection_by_a_clock_of_its_own() -> None:
+def test_accepted_sockets_have_no_tcp_user_timeout() -> None:
     """Linux's timeout also runs while a slow reader reads: a reader of 10 KB/s was cut off after two timeouts."""
     with listening("127.0.0.1") as door, socket.create_connection(door.getsockname()):
         server, _ = door.accept()
@@ -824,7 +824,7 @@ def test_the_system_ends_no_connection_by_a_clock_of_its_own() -> None:
             assert server.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
 
 
-def test_f23_the_connection_of_who_never_reads_ends() -> None:
+def test_f23_connection_of_client_that_never_reads_is_closed() -> None:
     options = {"max_model_len": 200_000, "num_blocks": 13_000}
     body = json.dumps({"prompt": "hello", "max_tokens": 150_000, "ignore_eos": True, "stream": True}).encode()
     limits = {"max_unread_outputs": 50, "keep_alive_timeout_s": 1.0, "idle_timeout_s": 1.0}
@@ -837,7 +837,7 @@ def test_f23_the_connection_of_who_never_reads_ends() -> None:
         assert running.num_unfinished == 0
 
 
-def test_slow_is_not_too_slow() -> None:
+def test_slow_reader_that_catches_up_gets_whole_stream() -> None:
     """A slow reader that catches up loses nothing."""
     executor = FakeExecutor(step_s=0.001)
     with run_server(executor, max_unread_outputs=1000) as running, running.http() as http:
@@ -853,7 +853,7 @@ def test_slow_is_not_too_slow() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_whose_time_is_over_is_told_so(stream: bool) -> None:
+def test_expired_request_answers_request_timeout(stream: bool) -> None:
     body = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True, "stream": stream}
     asked: dict[str, Any] = {"json": body, "headers": {"X-Request-Timeout": "100"}}
     with run_server(FakeExecutor(step_s=0.02)) as running, running.http() as http, ThreadPoolExecutor(1) as pool:
@@ -877,7 +877,7 @@ def test_a_request_whose_time_is_over_is_told_so(stream: bool) -> None:
         assert running.num_unfinished == 0
 
 
-def test_the_server_s_own_limit_of_time_holds() -> None:
+def test_request_timeout_s_caps_timeout_header() -> None:
     executor = FakeExecutor(step_s=0.02)
     body = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True}
     with run_server(executor, request_timeout_s=0.2) as running, running.http() as http:
@@ -886,14 +886,14 @@ def test_the_server_s_own_limit_of_time_holds() -> None:
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", "", "1e400"])
-def test_s11_a_timeout_that_is_no_time(shared: Running, value: str) -> None:
+def test_s11_invalid_timeout_header_answers_400(shared: Running, value: str) -> None:
     with shared.http() as http:
         response = http.post(COMPLETIONS, json={"prompt": "a"}, headers={"X-Request-Timeout": value})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "X-Request-Timeout"
 
 
-def test_f28_no_more_are_taken_than_there_is_room_for() -> None:
+def test_f28_requests_over_max_open_requests_answer_429() -> None:
     executor = FakeExecutor(step_s=0.005)
     statuses: list[int] = []
     lock = threading.Lock()
@@ -921,7 +921,7 @@ def test_f28_no_more_are_taken_than_there_is_room_for() -> None:
         assert running.server._service.limiter.streams.num_held == 0
 
 
-def test_f28_a_full_server_refuses_with_the_body_unread() -> None:
+def test_f28_full_server_answers_429_without_reading_body() -> None:
     """Every route with a body refuses. Each refusal counts once, and the one place is still usable afterwards."""
     executor = FakeExecutor(step_s=0.005)
     with run_server(executor, max_open_requests=1) as running, running.http() as http:
@@ -951,7 +951,7 @@ def test_f28_a_full_server_refuses_with_the_body_unread() -> None:
         check_serves(running)
 
 
-def test_a_place_comes_back_however_a_request_ends() -> None:
+def test_every_request_ending_releases_its_permit() -> None:
     executor = FakeExecutor(step_s=0.005)
     with run_server(executor, max_open_requests=2) as running, running.http() as http:
         limiter = running.server._service.limiter

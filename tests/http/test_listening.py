@@ -50,7 +50,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the system does not 
         ("0.0.0.0", False, True, True),
     ],
 )
-def test_address_that_others_reach_needs_a_key(host: str, asks: bool, insecure: bool, fits: bool) -> None:
+def test_non_loopback_address_requires_api_key(host: str, asks: bool, insecure: bool, fits: bool) -> None:
     config: Any = SimpleNamespace(asks_for_key=asks)
     if fits:
         check_binding(host, config, insecure=insecure)
@@ -63,11 +63,11 @@ def test_address_that_others_reach_needs_a_key(host: str, asks: bool, insecure: 
     ("host", "expected"),
     [("localhost", True), ("127.8.8.8", True), ("::1", True), ("::", False), ("10.0.0.1", False), ("name", False)],
 )
-def test_loopback_is_this_machine_alone(host: str, expected: bool) -> None:
+def test_only_local_addresses_are_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 
-def test_files_are_checked(tmp_path: Path) -> None:
+def test_check_files_refuses_invalid_keys_and_certificates(tmp_path: Path) -> None:
     path, broken = tmp_path / "keys.toml", tmp_path / "broken"
     add_key(path, Tenant(name="a"))
     broken.write_text("nonsense")
@@ -95,14 +95,14 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
     return present
 
 
-def test_signals_are_heard_until_the_block_is_left(handlers: dict[int, Any]) -> None:
+def test_signal_handlers_are_restored_after_block(handlers: dict[int, Any]) -> None:
     with contextlib.suppress(ZeroDivisionError), hearing_signals():
         assert handlers == {signal.SIGTERM: listening._leave, signal.SIGHUP: signal.SIG_IGN}
         raise ZeroDivisionError
     assert handlers == {signal.SIGTERM: "first", signal.SIGHUP: "second"}
 
 
-def test_other_threads_hear_no_signals(handlers: dict[int, Any]) -> None:
+def test_only_main_thread_installs_signal_handlers(handlers: dict[int, Any]) -> None:
     seen: list[Any] = []
 
     def look() -> None:
@@ -116,14 +116,16 @@ def test_other_threads_hear_no_signals(handlers: dict[int, Any]) -> None:
     assert hears_hang_up()
 
 
-def test_system_without_hang_up_hears_none(handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_without_sighup_handles_only_sigterm(
+    handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listening, "signal", SimpleNamespace(SIGTERM=signal.SIGTERM, signal=listening.signal.signal))
     assert not hears_hang_up()
     with hearing_signals():
         assert handlers == {signal.SIGTERM: listening._leave, signal.SIGHUP: "second"}
 
 
-def test_process_that_is_told_to_end_ends_whatever_its_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_forces_exit_after_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     class Timer:
         daemon = False
 
@@ -175,7 +177,7 @@ IN_USE = OSError(errno.EADDRINUSE, "in use")
 ADDRESS = ("bind", ("h", 1))
 
 
-def test_address_is_shared_only_with_connections_that_linger() -> None:
+def test_bind_retries_with_reuseaddr_only_if_address_is_in_use() -> None:
     sock: Any = Socket(None)
     listening._bind(sock, "h", 1)
     assert sock.calls == [ADDRESS]
@@ -191,7 +193,7 @@ def test_address_is_shared_only_with_connections_that_linger() -> None:
     assert sock.calls == [ADDRESS]
 
 
-def test_door_opens_for_lingering_connections_too() -> None:
+def test_listen_sets_reuseaddr_and_reports_used_port() -> None:
     sock: Any = Socket(None)
     open_door(sock)
     assert sock.calls == [(socket.SO_REUSEADDR, 1), ("listen", 2048)]
@@ -202,7 +204,7 @@ def test_door_opens_for_lingering_connections_too() -> None:
 @pytest.mark.parametrize(
     ("host", "is_dual", "expected"), [("h", True, []), ("::", True, [0]), ("::", False, [1]), ("::1", True, [1])]
 )
-def test_every_address_includes_those_of_ipv4(
+def test_only_ipv6_wildcard_bind_accepts_ipv4(
     monkeypatch: pytest.MonkeyPatch, host: str, is_dual: bool, expected: list[int]
 ) -> None:
     sock: Any = Socket(None)
@@ -223,7 +225,7 @@ def test_every_address_includes_those_of_ipv4(
         assert sock.calls[-1] == (socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
-def test_address_that_cannot_be_had_is_told() -> None:
+def test_bind_to_invalid_port_raises_config_error() -> None:
     for port in (70_000, -1):
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1, port {port}: "):
             bind("127.0.0.1", port)
@@ -241,7 +243,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @linux
-def test_system_says_what_has_arrived(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_byte_counters_are_empty_for_closed_socket(pair: tuple[socket.socket, socket.socket]) -> None:
     server, client = pair
     before = bytes_taken(server)
     assert before is not None
@@ -256,21 +258,21 @@ def test_system_says_what_has_arrived(pair: tuple[socket.socket, socket.socket])
 
 @pytest.mark.parametrize(("length", "taken"), [(128, 7), (120, None)])
 @linux
-def test_only_a_system_that_counts_acknowledged_bytes_says_what_was_taken(length: int, taken: int | None) -> None:
+def test_bytes_taken_is_none_if_tcp_info_lacks_acked_bytes(length: int, taken: int | None) -> None:
     info = bytes(length - 8) + (7).to_bytes(8, sys.byteorder)
     sock: Any = SimpleNamespace(getsockopt=lambda *_: info)
     assert bytes_taken(sock) == taken
 
 
 @pytest.mark.parametrize("ask", [bytes_taken, bytes_under_way])
-def test_other_systems_say_nothing(monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
+def test_byte_counters_are_empty_on_other_platforms(monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
     monkeypatch.setattr(listening.sys, "platform", "other")
     with socket.socket() as sock:
         assert not ask(sock)
 
 
 @linux
-def test_bytes_under_way_are_those_that_the_system_still_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_under_way_reads_kernel_send_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
     def ioctl(*arguments: Any) -> bytes:
@@ -283,7 +285,7 @@ def test_bytes_under_way_are_those_that_the_system_still_has(monkeypatch: pytest
     assert calls == [(5, listening.termios.TIOCOUTQ, bytes(4))]
 
 
-def test_closed_connection_leaves_nothing_to_its_reader(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_reset_when_closed_resets_connection_on_close(pair: tuple[socket.socket, socket.socket]) -> None:
     server, client = pair
     reset_when_closed(server)
     assert server.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8) == struct.pack("ii", 1, 0)
@@ -310,7 +312,7 @@ INFINITE = -1
         (100, 200, 1, 200, 1),
     ],
 )
-def test_open_files_are_allowed_as_far_as_they_may_be(
+def test_allow_open_files_raises_soft_limit_up_to_hard_limit(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     soft: int,
@@ -335,7 +337,7 @@ def test_open_files_are_allowed_as_far_as_they_may_be(
     assert (f"of its unit) to {needed}" in caplog.text) is (num_fit < 1000)
 
 
-def test_system_without_limits_lets_all_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_without_file_limits_allows_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening.sys, "platform", "win32")
     monkeypatch.setattr(listening, "resource", None)
     assert allow_open_files(77) == 77

@@ -87,20 +87,20 @@ OPENS = (("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "navigate"), ("sec
         ([BROWSERS, *OPENS], 401),  # the path is not a page
     ],
 )
-def test_a_request_needs_its_key(headers: Any, status: int) -> None:
+def test_request_without_valid_key_answers_401(headers: Any, status: int) -> None:
     found, seen = keyed(headers)
     assert (found, "tenant" in seen.get("state", {})) == (status, status == 200)
 
 
 @pytest.mark.parametrize(("header", "status"), [("x-api-key", 200), ("authorization", 401)])
-def test_only_a_password_of_a_browser_depends_on_the_page_that_asks(header: str, status: int) -> None:
+def test_only_basic_auth_is_refused_for_cross_site_requests(header: str, status: int) -> None:
     key = basic(f"any:{KEY}")[1]
     keyring = Keyring.of_one(key if header == "x-api-key" else KEY)
     headers = [(header, key), ("sec-fetch-site", "cross-site")]
     assert call(lambda app: ApiKeyMiddleware(app, lambda: keyring), headers=headers)[0] == status
 
 
-def test_another_site_may_open_a_page_and_nothing_else() -> None:
+def test_cross_site_navigation_may_only_get_dashboard_page() -> None:
     assert keyed([BROWSERS, *OPENS], path="/dashboard")[0] == 200
     assert keyed([BROWSERS, *OPENS], path="/dashboard", method="POST")[0] == 401
     for index in (1, 2):
@@ -108,7 +108,7 @@ def test_another_site_may_open_a_page_and_nothing_else() -> None:
         assert keyed([BROWSERS, *without], path="/dashboard")[0] == 401
 
 
-def test_a_server_asks_for_its_one_key_or_for_those_of_a_file(tmp_path: Path) -> None:
+def test_keyring_holds_api_key_or_keys_of_file(tmp_path: Path) -> None:
     assert Keyring.of(SimpleNamespace(api_keys_file=None, api_key=None)) is None
     alone = Keyring.of(SimpleNamespace(api_keys_file=None, api_key=KEY))
     assert (alone.find(KEY.encode()), alone.find(b"other")) == (EVERYBODY, None)
@@ -122,17 +122,17 @@ def test_a_server_asks_for_its_one_key_or_for_those_of_a_file(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_health_is_told_without_a_key(path: str) -> None:
+def test_health_and_ready_need_no_key(path: str) -> None:
     status, seen = keyed(path=path)
     assert (status, seen["state"]["tenant"]) == (200, EVERYBODY)
 
 
-def test_without_keys_everybody_may_ask() -> None:
+def test_server_without_keys_accepts_all_requests() -> None:
     status, seen = call(lambda app: ApiKeyMiddleware(app, lambda: None))
     assert (status, seen["state"]["tenant"]) == (200, EVERYBODY)
 
 
-def test_what_is_no_request_passes_without_a_key() -> None:
+def test_lifespan_events_need_no_key() -> None:
     assert keyed(type="lifespan")[0] == 200
 
 
@@ -159,19 +159,19 @@ def test_what_is_no_request_passes_without_a_key() -> None:
         ([("origin", "http://")], {"http_version": "1.0", "path": "/health"}, 403),
     ],
 )
-def test_hosts_and_origins_must_be_known(headers: Any, options: Any, status: int) -> None:
+def test_unknown_host_or_origin_is_refused(headers: Any, options: Any, status: int) -> None:
     found, _ = call(lambda app: OriginMiddleware(app, {"a"}, {"https://page.org"}), headers=headers, **options)
     assert found == status
 
 
-def test_any_host_and_any_origin_may_be_allowed() -> None:
+def test_origin_wildcard_allows_any_host_and_origin() -> None:
     headers = [("host", "b"), ("origin", "https://other.org")]
     assert call(lambda app: OriginMiddleware(app, None, {"*"}), headers=headers)[0] == 200
     assert call(lambda app: OriginMiddleware(app, None, ()), headers=headers)[0] == 403
     assert call(lambda app: OriginMiddleware(app, {"a"}, ()), type="lifespan")[0] == 200
 
 
-def test_a_request_that_takes_a_place_is_counted_before_its_body_is_read() -> None:
+def test_overload_middleware_admits_request_before_reading_body() -> None:
     begun: list[Tenant] = []
 
     def overloaded(app: Any) -> OverloadMiddleware:
@@ -194,7 +194,7 @@ def test_a_request_that_takes_a_place_is_counted_before_its_body_is_read() -> No
     assert (status, seen) == (429, {})
 
 
-def test_limits_of_time_that_end_together_are_acted_on_in_turns() -> None:
+def test_simultaneous_timeouts_run_in_separate_loop_turns() -> None:
     async def ended() -> list[str]:
         limits, acted = TimeoutQueue(), asyncio.Queue[str]()
         cuts = {name: limits.call_later(0.0, partial(acted.put_nowait, name)) for name in "abcd"}
@@ -213,7 +213,7 @@ def test_limits_of_time_that_end_together_are_acted_on_in_turns() -> None:
     assert asyncio.run(ended()) == ["a", "b", "d", "e", "f"]
 
 
-def test_a_wait_is_bounded() -> None:
+def test_timeout_queue_raises_timeout_error() -> None:
     async def wait() -> None:
         queue = TimeoutQueue()
         async with queue.timeout(60.0):
@@ -226,7 +226,9 @@ def test_a_wait_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("num_backslashes", [0, 1, 2, 3])
-def test_strings_are_no_structure_wherever_a_block_ends(num_backslashes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_structure_ignores_strings_across_block_boundaries(
+    num_backslashes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A quote after an odd number of backslashes belongs to the string, even if a block of bytes ends between them."""
     string = b'"[,' + b"\\" * num_backslashes + (b'"' if num_backslashes % 2 else b"") + b':"'
     body = b"[" + b",".join([string, b'{"a":1}', string]) + b"]"
@@ -236,12 +238,12 @@ def test_strings_are_no_structure_wherever_a_block_ends(num_backslashes: int, mo
         assert sum(map(len, _blocks(body))) <= len(body)
 
 
-def test_all_bytes_may_stand_in_a_text() -> None:
+def test_json_structure_ignores_non_ascii_bytes() -> None:
     assert _count_outside_strings(bytes(range(0x80, 0x100)) + b"[") == [1, 0, 0]
     assert MAX_LISTS_AND_OBJECTS == 1 << 17
 
 
-def test_a_bucket_fills_within_a_minute() -> None:
+def test_bucket_refills_within_one_minute() -> None:
     bucket = Bucket(60, 100.0)
     bucket.take(60, 100.0)
     assert bucket.wait_s(1, 100.0) == 1.0
@@ -254,7 +256,7 @@ def test_a_bucket_fills_within_a_minute() -> None:
     assert bucket.wait_s(60, 500.0) == 10.0
 
 
-def test_a_share_leaves_a_tenant_its_weight_times_the_rest() -> None:
+def test_pool_share_of_tenant_follows_its_weight() -> None:
     pool = Pool(100)
     heavy, light = Tenant(name="heavy", weight=3.0), Tenant(name="light", weight=1.0)
     assert (pool.share(light), pool.share(heavy)) == (50.0, 75.0)

@@ -62,16 +62,14 @@ def keys(tmp_path: Path) -> Path:
     return path
 
 
-def test_limits_are_those_of_the_configuration() -> None:
+def test_limits_come_from_server_config() -> None:
     service = FakeService(ServerConfig(max_open_requests=3, max_body_bytes=10))
     assert (service.limiter.streams.limit, service.limiter.body_bytes.limit) == (3, 20)
     assert service.keyring is None
     assert service.present(EVERYBODY) is EVERYBODY
 
 
-def test_reload_takes_new_keys_and_an_invalid_file_changes_nothing(
-    keys: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reload_adds_new_keys_and_ignores_invalid_file(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "octavo.http.service")
     service = FakeService(ServerConfig(api_keys_file=keys))
     alice = Tenant(name="alice")
@@ -91,13 +89,13 @@ def test_reload_takes_new_keys_and_an_invalid_file_changes_nothing(
     assert str(keys) in kept
 
 
-def test_reload_without_keys_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_reload_without_keys_logs_zero_keys(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "octavo.http.service")
     FakeService(ServerConfig()).reload()
     assert [record.getMessage() for record in caplog.records] == ["the API keys were reloaded: 0 keys"]
 
 
-def test_close_sends_the_last_spans() -> None:
+def test_close_flushes_trace_spans() -> None:
     service = FakeService(ServerConfig())
     service.close()
     service.tracing = tracing = Mock()
@@ -105,7 +103,7 @@ def test_close_sends_the_last_spans() -> None:
     tracing.close.assert_called_once_with()
 
 
-def test_tenant_whose_key_was_removed_is_not_present(keys: Path) -> None:
+def test_tenant_with_removed_key_is_not_present(keys: Path) -> None:
     add_key(keys, Tenant(name="bob"))
     service = FakeService(ServerConfig(api_keys_file=keys))
     remove_key(keys, "alice")
@@ -113,13 +111,13 @@ def test_tenant_whose_key_was_removed_is_not_present(keys: Path) -> None:
     assert service.present(Tenant(name="alice")) is None
 
 
-def test_invalid_file_of_keys_is_refused_at_start(keys: Path) -> None:
+def test_invalid_key_file_is_refused_at_startup(keys: Path) -> None:
     keys.write_text("[keys")
     with pytest.raises(ConfigError):
         FakeService(ServerConfig(api_keys_file=keys))
 
 
-def test_requests_are_refused_without_an_engine_and_while_closing() -> None:
+def test_requests_are_refused_without_engine_and_while_closing() -> None:
     service = FakeService(ServerConfig())
     service.begin(EVERYBODY)
     service.has_engine = False
@@ -130,7 +128,7 @@ def test_requests_are_refused_without_an_engine_and_while_closing() -> None:
         service.begin(EVERYBODY)
 
 
-def test_drain_refuses_new_requests_waits_for_open_ones_and_ends_the_rest() -> None:
+def test_drain_refuses_new_requests_and_waits_for_open_ones() -> None:
     async def drained() -> None:
         service = FakeService(ServerConfig())
         draining = asyncio.create_task(service.drain(3600.0))
@@ -145,7 +143,7 @@ def test_drain_refuses_new_requests_waits_for_open_ones_and_ends_the_rest() -> N
     asyncio.run(drained())
 
 
-def test_drain_waits_no_longer_than_its_grace() -> None:
+def test_drain_waits_at_most_its_grace_period() -> None:
     service = FakeService(ServerConfig())
     asyncio.run(service.drain(0.0))
     assert len(service.ended) == 1

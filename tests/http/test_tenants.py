@@ -25,7 +25,7 @@ def ring(tmp_path: Path, text: str) -> Keyring:
     return Keyring.from_file(path)
 
 
-def test_a_key_opens_as_its_tenant(tmp_path: Path) -> None:
+def test_key_maps_to_its_tenant(tmp_path: Path) -> None:
     text = (
         f'[keys.alice]\nsha256 = "{digest("a")}"\nweight = 2\nmax_concurrency = 3\n[keys.bob]\nsha256="{digest("b")}"\n'
     )
@@ -36,7 +36,7 @@ def test_a_key_opens_as_its_tenant(tmp_path: Path) -> None:
         assert keyring.find(wrong) is None
 
 
-def test_one_key_for_everybody() -> None:
+def test_single_key_maps_to_default_tenant() -> None:
     keyring = Keyring.of_one("secret")
     assert keyring.find(b"secret") is EVERYBODY
     assert keyring.find(b"Secret") is None
@@ -76,19 +76,19 @@ def test_one_key_for_everybody() -> None:
         (f'[keys.a]\nsha256 = "{digest("a")}"\n[keys.b]\nsha256 = "{digest("a")}"', "the same key"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_told_with_its_place(tmp_path: Path, text: str, place: str) -> None:
+def test_invalid_key_file_error_names_its_entry(tmp_path: Path, text: str, place: str) -> None:
     with pytest.raises(ConfigError) as error:
         ring(tmp_path, text)
     assert place in str(error.value)
     assert "keys.toml" in str(error.value)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_missing_key_file_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         Keyring.from_file(tmp_path / "none.toml")
 
 
-def test_added_keys_open_and_stand_nowhere(tmp_path: Path) -> None:
+def test_added_keys_are_valid_and_not_stored_in_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     tenants = [
         Tenant(name="alice", weight=2.5, max_concurrency=4),
@@ -105,7 +105,7 @@ def test_added_keys_open_and_stand_nowhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tenant", [Tenant(name="alice"), Tenant(name="x y"), Tenant(name="bob", weight=-1)])
-def test_a_key_that_cannot_be_added_changes_nothing(tmp_path: Path, tenant: Tenant) -> None:
+def test_failed_add_key_keeps_file_unchanged(tmp_path: Path, tenant: Tenant) -> None:
     path = tmp_path / "keys.toml"
     add_key(path, Tenant(name="alice"))
     before = path.read_text()
@@ -126,7 +126,7 @@ requests_per_minute = 2
 """
 
 
-def test_a_removed_key_opens_nothing_and_all_else_stands_as_it_was(tmp_path: Path) -> None:
+def test_remove_key_revokes_key_and_keeps_rest_of_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(FILE.format(digest("a"), digest("b")))
     path.chmod(0o640)
@@ -142,7 +142,7 @@ def test_a_removed_key_opens_nothing_and_all_else_stands_as_it_was(tmp_path: Pat
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may give files away")
-def test_a_changed_file_stays_its_owner_s(tmp_path: Path) -> None:
+def test_changed_key_file_keeps_its_owner_and_symlink(tmp_path: Path) -> None:
     path, link = tmp_path / "keys.toml", tmp_path / "link.toml"
     path.write_text(FILE.format(digest("a"), digest("b")))
     os.chown(path, 12345, 12346)
@@ -153,7 +153,7 @@ def test_a_changed_file_stays_its_owner_s(tmp_path: Path) -> None:
     assert [tenant.name for tenant in Keyring.from_file(path).tenants] == ["bob"]
 
 
-def test_a_rotated_key_opens_until_it_is_retired(tmp_path: Path) -> None:
+def test_rotated_key_stays_valid_until_retired(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(FILE.format(digest("a"), digest("b")))
     alice = Tenant(name="alice", weight=2.0)
@@ -173,7 +173,7 @@ def test_a_rotated_key_opens_until_it_is_retired(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [remove_key, rotate_key, retire_key])
-def test_a_missing_name_changes_nothing(tmp_path: Path, change: Callable[[Path, str], object]) -> None:
+def test_unknown_key_name_keeps_file_unchanged(tmp_path: Path, change: Callable[[Path, str], object]) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(f'[keys.bob]\nsha256 = "{digest("a")}"\n[keys.carol]\nsha256 = "{digest("b")}"\n')
     before = path.read_text()
@@ -190,7 +190,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("text", SPELLINGS)
-def test_every_spelling_of_a_table_can_be_changed(tmp_path: Path, text: str) -> None:
+def test_keys_in_every_toml_table_syntax_can_be_changed(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(text.format(digest("new"), digest("old"), digest("bob")))
     alice, bob = Tenant(name="alice"), Tenant(name="bob")
@@ -217,14 +217,14 @@ def test_every_spelling_of_a_table_can_be_changed(tmp_path: Path, text: str) -> 
     assert owners("new", newer, carol) == [None, None, Tenant(name="carol", weight=2), bob]
 
 
-def test_keys_are_not_changed_without_tomlkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_changes_need_tomlkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tomlkit", None)
     with pytest.raises(ConfigError, match=r"needs tomlkit: pip install 'octavo\[server\]'"):
         add_key(tmp_path / "keys.toml", Tenant(name="alice"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_salts_of_tenants_never_meet() -> None:
+def test_cache_salts_of_tenants_never_collide() -> None:
     """S18: a salt requested by one client cannot equal a salt of another tenant's blocks."""
     salts = [
         Tenant(name=name).cache_salt(asked)
@@ -241,7 +241,7 @@ def test_salts_of_tenants_never_meet() -> None:
         assert sharing.cache_salt(asked) not in salts
 
 
-def test_file_of_keys_is_written_as_people_write_it(tmp_path: Path) -> None:
+def test_add_key_writes_readable_toml_and_keeps_file_mode(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     first = add_key(path, Tenant(name="alice", weight=2.5, share_prefix_cache=True))
     second = add_key(path, Tenant(name="bob"))
@@ -255,7 +255,7 @@ def test_file_of_keys_is_written_as_people_write_it(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o644  # only a new file is made private
 
 
-def test_changed_file_is_closed_to_others_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_file_is_private_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, modes = tmp_path / "keys.toml", []
     path.write_text(FILE.format(digest("a"), digest("b")))
     path.chmod(0o644)
@@ -272,7 +272,7 @@ def test_changed_file_is_closed_to_others_while_it_is_written(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("change", [rotate_key, lambda path, _: add_key(path, Tenant(name="new"))])
-def test_file_that_cannot_be_written_is_told_and_stays(
+def test_unwritable_key_file_raises_config_error_and_stays_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, str], object]
 ) -> None:
     path = tmp_path / "keys.toml"
@@ -292,12 +292,12 @@ def test_file_that_cannot_be_written_is_told_and_stays(
 
 
 @pytest.mark.parametrize("kept", ["share_prefix_cache", "read_metrics"])
-def test_everybody_shares_caches_and_reads_metrics_and_a_key_does_not(kept: str) -> None:
+def test_only_default_tenant_shares_prefix_cache_and_reads_metrics(kept: str) -> None:
     assert getattr(EVERYBODY, kept) is True
     assert getattr(Tenant(name="a"), kept) is False
 
 
-def test_one_key_has_one_table_only(tmp_path: Path) -> None:
+def test_remove_key_removes_only_table_of_exact_name(tmp_path: Path) -> None:
     text = f'[keys.ab]\nsha256 = "{digest("a")}"\n[keys.a]\nsha256 = "{digest("b")}"\n'
     path = tmp_path / "keys.toml"
     path.write_text(text)
@@ -305,7 +305,7 @@ def test_one_key_has_one_table_only(tmp_path: Path) -> None:
     assert path.read_text() == text[: text.index("[keys.a]")]
 
 
-def test_keyring_names_its_tenants(tmp_path: Path) -> None:
+def test_keyring_finds_tenant_by_name(tmp_path: Path) -> None:
     keyring = ring(tmp_path, FILE.format(digest("a"), digest("b")))
     assert keyring.named("alice") == Tenant(name="alice", weight=2.0)
     assert keyring.named("nobody") is None
@@ -313,11 +313,11 @@ def test_keyring_names_its_tenants(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "A9", "9._-", "a" * 64])
-def test_name_of_a_key_may_be_so(tmp_path: Path, name: str) -> None:
+def test_valid_key_names_are_accepted(tmp_path: Path, name: str) -> None:
     assert ring(tmp_path, f'[keys."{name}"]\nsha256 = "{digest("a")}"').find(b"a") == Tenant(name=name)
 
 
 @pytest.mark.parametrize("name", ["", ".a", "-a", "_", "a" * 65, "a/b", "\u00e9"])
-def test_name_of_a_key_may_not_be_so(tmp_path: Path, name: str) -> None:
+def test_invalid_key_names_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="a name is 1 to 64 letters"):
         ring(tmp_path, f'[keys."{name}"]\nsha256 = "{digest("a")}"')

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def test_each_cut_has_a_turn_of_the_loop_for_itself() -> None:
+def test_each_expired_timeout_runs_in_separate_loop_turn() -> None:
     async def run() -> tuple[list[int], list[int]]:
         turn, order, turns = 0, list[int](), list[int]()
         timeouts = TimeoutQueue()
@@ -42,7 +42,7 @@ def test_each_cut_has_a_turn_of_the_loop_for_itself() -> None:
     assert all(after > before for before, after in itertools.pairwise(turns))
 
 
-def test_who_ends_before_its_turn_is_not_cut_and_takes_none() -> None:
+def test_cancelled_timeouts_neither_run_nor_delay_later_ones() -> None:
     async def run() -> list[str]:
         timeouts, acted, is_over, waiting = TimeoutQueue(), list[str](), asyncio.Event(), list[Timeout]()
 
@@ -63,7 +63,7 @@ def test_who_ends_before_its_turn_is_not_cut_and_takes_none() -> None:
     assert not asyncio.run(run())
 
 
-def test_a_timeout_bounds_what_is_inside() -> None:
+def test_timeout_block_raises_timeout_error_only_if_it_expires() -> None:
     async def run() -> None:
         timeouts, faults, is_over = TimeoutQueue(), list[dict[str, object]](), asyncio.Event()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
@@ -82,7 +82,7 @@ def test_a_timeout_bounds_what_is_inside() -> None:
     asyncio.run(run())
 
 
-def test_a_cut_that_fails_keeps_no_other_from_its_turn() -> None:
+def test_failing_timeout_callback_does_not_block_later_ones() -> None:
     async def run() -> int:
         timeouts, faults, is_over = TimeoutQueue(), list[dict[str, object]](), asyncio.Event()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
@@ -98,9 +98,7 @@ def test_a_cut_that_fails_keeps_no_other_from_its_turn() -> None:
 @pytest.mark.parametrize(
     "sent", [b"GET /version HTT", head(COMPLETIONS, 100), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"]
 )
-def test_connections_that_are_cut_off_in_one_moment_are_so_in_turns(
-    sent: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simultaneously_expired_connections_are_closed_one_by_one(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """For connections without complete headers, without a complete body, and idle ones."""
     times: list[float] = []
     act_on_first: Callable[[TimeoutQueue], None] = TimeoutQueue._act_on_first
@@ -123,7 +121,7 @@ def test_connections_that_are_cut_off_in_one_moment_are_so_in_turns(
     assert all(after - before > 0.09 for before, after in itertools.pairwise(times))
 
 
-def test_an_answer_that_is_not_read_ends_its_connection_though_it_is_finished(
+def test_finished_answer_that_client_never_reads_closes_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It ends after the timeout of a client that takes nothing, even if connections may be idle for longer."""

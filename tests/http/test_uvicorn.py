@@ -66,7 +66,7 @@ def own(of: type) -> set[str]:
 
 
 @pytest.mark.parametrize("of", OVERRIDES)
-def test_what_is_used_is_there(of: type) -> None:
+def test_uvicorn_has_every_attribute_that_octavo_uses(of: type) -> None:
     base, private = OVERRIDES[of], own(of)
     used = {node.attr for node in attributes(of) if is_self(node.value)} - private
     called = {node.attr for node in attributes(of) if is_super(node.value)}
@@ -81,7 +81,7 @@ def test_what_is_used_is_there(of: type) -> None:
 
 
 @pytest.mark.parametrize("of", OVERRIDES)
-def test_overrides_take_what_uvicorn_hands_over(of: type) -> None:
+def test_overrides_have_same_parameters_as_uvicorn_methods(of: type) -> None:
     base = OVERRIDES[of]
     overridden = [name for name in vars(of) if callable(getattr(base, name, None)) and not name.startswith("__")]
     assert overridden
@@ -90,7 +90,7 @@ def test_overrides_take_what_uvicorn_hands_over(of: type) -> None:
         assert ours == theirs, f"{base.__qualname__}.{name} of uvicorn {version('uvicorn')}"
 
 
-def test_the_version_is_one_that_was_looked_at() -> None:
+def test_installed_uvicorn_is_within_pinned_range() -> None:
     needed = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]["server"]
     (wanted,) = (each.specifier for each in map(Requirement, needed) if each.name == "uvicorn")
     assert any(each.operator in {"<", "<="} for each in wanted), "no upper version"

@@ -73,7 +73,7 @@ def make_core():
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("suffix", [".journal", ".journal.gz"])
-def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):
+def test_replay_repeats_every_decision(make_core, tmp_path, options, suffix):
     rng = random.Random(str(options))
     others = {"num_host_blocks": 6} if "preemption" in options else {}
     if "mixed_step_ms" in options:
@@ -149,7 +149,7 @@ def compute(core, scheduled, rng):
     return result
 
 
-def test_how_many_drafts_are_verified_is_decided_the_same_again(make_core, tmp_path, monkeypatch):
+def test_replay_repeats_number_of_verified_drafts(make_core, tmp_path, monkeypatch):
     """It depends on step times, and nothing else in a journal does so here."""
     rng = random.Random(5)
     times = itertools.accumulate(rng.choice([0.001, 0.02, 0.5]) for _ in itertools.count())
@@ -174,7 +174,7 @@ def test_how_many_drafts_are_verified_is_decided_the_same_again(make_core, tmp_p
     assert replay(recorded.path).mismatches
 
 
-def test_how_many_drafts_are_computed_is_decided_the_same_again(make_core, tmp_path, monkeypatch):
+def test_replay_repeats_number_of_computed_drafts(make_core, tmp_path, monkeypatch):
     """It also depends on the times of the draft model."""
     rng = random.Random(6)
     times = itertools.accumulate(rng.choice([0.01, 0.02, 0.03]) for _ in itertools.count())
@@ -203,7 +203,7 @@ def test_how_many_drafts_are_computed_is_decided_the_same_again(make_core, tmp_p
     assert replay(recorded.path).mismatches
 
 
-def test_a_journal_of_a_later_version_is_refused(make_core, tmp_path):
+def test_journal_of_later_version_is_refused(make_core, tmp_path):
     recorded = Recorded(make_core, tmp_path / "run.journal")
     recorded.core.add("a", 3)
     recorded.close()
@@ -215,7 +215,7 @@ def test_a_journal_of_a_later_version_is_refused(make_core, tmp_path):
         replay(recorded.path)
 
 
-def test_a_step_is_another_one_where_its_window_blocks_are(make_core):
+def test_step_checksum_covers_window_blocks_and_copies(make_core):
     core = make_core(window=6, num_window_blocks=60, num_host_blocks=9, connector=Store(num_tokens=0, wants=True))
     core.add("a", 40)
     scheduled = core.step()
@@ -233,7 +233,7 @@ def test_a_step_is_another_one_where_its_window_blocks_are(make_core):
     assert len({checksum(each) for each in [scheduled, *others]}) == 7
 
 
-def test_a_replay_sees_a_different_decision(make_core, tmp_path):
+def test_replay_reports_step_of_different_decision(make_core, tmp_path):
     recorded = Recorded(make_core, tmp_path / "run.journal", max_num_seqs=4)
     for index in range(6):
         recorded.core.add(f"r{index}", 5, max_tokens=3)
@@ -246,7 +246,7 @@ def test_a_replay_sees_a_different_decision(make_core, tmp_path):
     assert replay(recorded.path).mismatches[0].step == 1
 
 
-def test_pseudonyms_agree_as_far_as_tokens_do():
+def test_pseudonyms_are_equal_for_common_token_prefix():
     def names(key, *parts):
         pseudonyms = Pseudonyms(key)
         return decode_tokens(encode_tokens(b"".join(pseudonyms.extend(part) for part in parts)))
@@ -261,14 +261,14 @@ def test_pseudonyms_agree_as_far_as_tokens_do():
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "nonsense\n", '{"journal": 99}\n'])
-def test_what_is_no_journal_gets_a_clear_error(tmp_path, text):
+def test_invalid_journal_file_raises_config_error(tmp_path, text):
     path = tmp_path / "file"
     path.write_text(text)
     with pytest.raises(ConfigError, match="journal"):
         read_journal(path)
 
 
-def test_a_journal_that_was_cut_off_is_read_as_far_as_it_goes(make_core, tmp_path):
+def test_truncated_journal_replays_its_complete_records(make_core, tmp_path):
     recorded = Recorded(make_core, tmp_path / "run.journal")
     recorded.core.add("a", 5, max_tokens=9)
     recorded.core.run()
@@ -315,7 +315,7 @@ def real_run(path, num_requests):
 
 @needs_kernels
 @pytest.mark.parametrize("num_requests", [70, pytest.param(1000, marks=pytest.mark.slow)])
-def test_a_real_run_is_repeated(tmp_path, num_requests, record_testsuite_property):
+def test_journal_of_real_engine_run_replays(tmp_path, num_requests, record_testsuite_property):
     path = tmp_path / "run.journal"
     gc.collect()
     gc.disable()  # collections happen at random, in steps or in recording
@@ -339,7 +339,7 @@ def test_a_real_run_is_repeated(tmp_path, num_requests, record_testsuite_propert
         assert all(a.end == b.start for a, b in itertools.pairwise(life))
 
 
-def test_an_id_that_is_used_again_before_its_expiry_was_told(make_core, tmp_path):
+def test_request_id_reused_before_reported_expiry_replays(make_core, tmp_path):
     recorded = Recorded(make_core, tmp_path / "run.journal")
     core = recorded.core
     core.add("other", 3, max_tokens=6)
@@ -359,7 +359,7 @@ def test_an_id_that_is_used_again_before_its_expiry_was_told(make_core, tmp_path
     assert sorted(line[1] for line in endings) == [0, 1, 2, 3, 4]
 
 
-def test_no_text_is_written(make_core, tmp_path):
+def test_journal_contains_no_tokens_and_no_cache_salt(make_core, tmp_path):
     recorded = Recorded(make_core, tmp_path / "run.journal")
     prompt = [111_111, 222_222, 333_333, 444_444, 555_555]
     recorded.core.answers["a"] = [666_666, 777_777]
@@ -372,7 +372,7 @@ def test_no_text_is_written(make_core, tmp_path):
     assert not any(encode_tokens(token.to_bytes(4, "little"))[:5] in text for token in prompt)
 
 
-def test_a_full_disk_ends_the_journal_and_not_the_engine(make_core, tmp_path, caplog):
+def test_full_disk_stops_journal_but_not_engine(make_core, tmp_path, caplog):
     recorded = Recorded(make_core, tmp_path / "run.journal")
 
     def write(_text):
@@ -396,7 +396,7 @@ def explained(core, request_id):
     return result.text()
 
 
-def test_explains_a_queue_behind_a_long_prompt(make_core):
+def test_explain_names_long_prompt_that_delayed_request(make_core):
     core = make_core(max_num_batched_tokens=10)
     core.add("long", 80, max_tokens=2)
     core.add("short", 3, max_tokens=2)
@@ -407,7 +407,7 @@ def test_explains_a_queue_behind_a_long_prompt(make_core):
     assert "of 80 computed tokens went to long" in text
 
 
-def test_explains_the_time_before_the_queue(make_core):
+def test_explain_includes_time_before_queue(make_core):
     ticks = itertools.count(10)
     core = make_core(clock=lambda: float(next(ticks)))
     core.add("late", 5, max_tokens=3, arrival_time=7.5)
@@ -420,7 +420,7 @@ def test_explains_the_time_before_the_queue(make_core):
     assert intervals(log, last)["late"] == result.intervals
 
 
-def test_explains_how_guesses_went(make_core):
+def test_explain_reports_draft_acceptance(make_core):
     core = make_core(clock=lambda: 0.0)
     core.add("guessed", 4, max_tokens=8)
     core.add("plain", 4, max_tokens=8)
@@ -437,7 +437,7 @@ def test_explains_how_guesses_went(make_core):
     assert "draft tokens" not in explained(core, "plain")
 
 
-def test_explains_that_a_grammar_took_its_time(make_core):
+def test_explain_reports_tokens_postponed_by_grammar(make_core):
     core = make_core()
     core.add("structured", 4, max_tokens=2)
     for _ in range(3):
@@ -449,7 +449,7 @@ def test_explains_that_a_grammar_took_its_time(make_core):
     )
 
 
-def test_explains_what_guesses_gained(make_core):
+def test_explain_reports_speedup_from_drafts(make_core):
     now = [0.0]
     core = make_core(clock=lambda: now[0])
     core.add("guessed", 4, max_tokens=8)
@@ -465,7 +465,7 @@ def test_explains_what_guesses_gained(make_core):
     assert "these steps were 2.25 times as fast as steps without drafts, over all requests in them" in told
 
 
-def test_explains_that_all_seats_were_taken(make_core):
+def test_explain_reports_wait_for_max_num_seqs(make_core):
     core = make_core(max_num_seqs=1)
     core.add("first", 3, max_tokens=20)
     core.add("second", 3)
@@ -473,7 +473,7 @@ def test_explains_that_all_seats_were_taken(make_core):
     assert "max_num_seqs requests run already" in explained(core, "second")
 
 
-def test_explains_a_preemption_by_priority(make_core):
+def test_explain_reports_preemption_by_priority(make_core):
     core = make_core(num_blocks=8, policy="priority")
     core.add("humble", 6, max_tokens=20, priority=7)
     core.step()
@@ -484,7 +484,7 @@ def test_explains_a_preemption_by_priority(make_core):
     assert "preempted, waiting to continue" in text
 
 
-def test_explains_a_swap(make_core):
+def test_explain_reports_swap_to_host_memory(make_core):
     core = make_core(num_host_blocks=4)
     core.add("a", 9, max_tokens=9)
     core.step()
@@ -493,7 +493,7 @@ def test_explains_a_swap(make_core):
     assert "9 tokens were swapped to host memory" in explained(core, "a")
 
 
-def test_explains_an_evicted_prefix(make_core):
+def test_explain_reports_evicted_prefix(make_core):
     core = make_core(num_blocks=12, max_num_seqs=1)
     for name, prompt in (("first", list(range(9))), ("large", list(range(100, 146))), ("again", list(range(9)))):
         core.add(name, prompt, max_tokens=1)
@@ -503,7 +503,7 @@ def test_explains_an_evicted_prefix(make_core):
     )
 
 
-def test_explains_what_came_from_host_memory(make_core):
+def test_explain_reports_prefix_hits_from_host_memory(make_core):
     core = make_core(num_blocks=600, num_host_blocks=600, max_num_seqs=1, max_num_batched_tokens=4000)
     for name, prompt in (("first", range(2049)), ("large", range(5000, 7399)), ("again", range(2049))):
         core.add(name, list(prompt), max_tokens=1)
@@ -514,7 +514,7 @@ def test_explains_what_came_from_host_memory(make_core):
     assert "host memory" not in explained(core, "large")
 
 
-def test_explains_another_tenants_salt(make_core):
+def test_explain_reports_prefix_miss_by_other_salt(make_core):
     core = make_core()
     core.add("theirs", list(range(9)), max_tokens=1, cache_salt="theirs")
     core.run()
@@ -523,7 +523,7 @@ def test_explains_another_tenants_salt(make_core):
     assert "the rest was not found: other salt" in explained(core, "mine")
 
 
-def test_explains_the_first_token_that_differs(make_core):
+def test_explain_reports_first_differing_prefix_token(make_core):
     core = make_core()
     core.add("a", list(range(9)), max_tokens=1)
     core.run()
@@ -535,7 +535,7 @@ def test_explains_the_first_token_that_differs(make_core):
     )
 
 
-def test_explains_a_wait_for_a_block_that_another_computes(make_core):
+def test_explain_reports_wait_for_prefix_of_other_request(make_core):
     core = make_core()
     for name in ("first", "second"):
         core.add(name, [*range(20), ord(name[0])], max_tokens=2)
@@ -545,7 +545,7 @@ def test_explains_a_wait_for_a_block_that_another_computes(make_core):
     assert "waiting for a block that another request computed" in text
 
 
-def test_explains_memory_that_is_short_and_reservations(make_core):
+def test_explain_reports_too_few_blocks_or_tokens_to_reserve(make_core):
     core = make_core(num_blocks=6)
     core.add("a", 12, max_tokens=8)
     core.add("b", 12)
@@ -558,7 +558,7 @@ def test_explains_memory_that_is_short_and_reservations(make_core):
     assert "too few tokens left to reserve" in explained(core, "b")
 
 
-def test_explains_that_other_tenants_were_served(make_core):
+def test_explain_reports_tokens_given_to_other_tenants(make_core):
     core = make_core(max_num_seqs=1, policy="fair")
     core.add("theirs", 9, max_tokens=9, tenant="them")
     core.step()
@@ -567,7 +567,7 @@ def test_explains_that_other_tenants_were_served(make_core):
     assert "computed tokens went to other tenants" in explained(core, "mine")
 
 
-def test_an_old_obstacle_is_no_excuse(make_core):
+def test_explain_ignores_obstacles_before_arrival(make_core):
     core = make_core(max_num_seqs=1)
     core.add("first", 3, max_tokens=3)
     core.add("second", 3, max_tokens=3)
@@ -578,14 +578,14 @@ def test_an_old_obstacle_is_no_excuse(make_core):
     assert "could not start" not in explained(core, "late")
 
 
-def test_explain_of_an_unknown_request_names_some(make_core):
+def test_explain_of_unknown_request_lists_known_ids(make_core):
     core = make_core()
     core.add("a", 3)
     with pytest.raises(ConfigError, match="the journal has a"):
         explain(core.log.events, "b")
 
 
-def test_the_timeline_has_a_lane_for_every_request(make_core, tmp_path):
+def test_chrome_trace_has_one_lane_per_request(make_core, tmp_path):
     recorded = Recorded(make_core, tmp_path / "run.journal", max_num_seqs=2)
     for index in range(4):
         recorded.core.add(f"r{index}", 5, max_tokens=3)

@@ -30,7 +30,7 @@ OF_TIERS = (
 )
 
 
-def test_a_journal_of_an_engine_with_a_store_is_replayed_and_explained(tmp_path, monkeypatch):
+def test_journal_with_kv_store_replays_and_explains_transfers(tmp_path, monkeypatch):
     """The journal has the store's answers; loads, saves and waits for an answer are repeated equally."""
     monkeypatch.setattr("octavo.core.transfer_cost.TransferCost.is_worth_loading", lambda *_: True)
     now = [0.0]
@@ -119,7 +119,7 @@ class StoreOfSome(Store):
         )
 
 
-def test_answers_to_aborts_and_failed_steps_are_recorded_in_their_place(tmp_path):
+def test_store_answers_at_aborts_and_failed_steps_replay(tmp_path):
     """The store is offered blocks when a request ends, also between steps."""
     now = itertools.count()
     clock, recorded = RecordedClock(lambda: float(next(now))), RecordedConnector(Store(num_tokens=0, wants=True))

@@ -49,7 +49,7 @@ def first_difference(name: str, folder: Path) -> str:
     return next(differences(recorded[: len(decided)] if error else recorded, decided), error)
 
 
-def test_there_is_a_journal_for_each_scenario():
+def test_every_scenario_has_recorded_journal():
     assert sorted(each.name for each in RECORDED.glob("*.gz")) == sorted(
         f"{name}.{what}.gz" for name in NAMES for what in ("journal", "decisions")
     )
@@ -57,11 +57,11 @@ def test_there_is_a_journal_for_each_scenario():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_converted_journal_replays_with_the_recorded_decisions(name, tmp_path):
+def test_converted_journal_replays_with_recorded_decisions(name, tmp_path):
     assert first_difference(name, tmp_path) == ""
 
 
-def test_a_converted_journal_is_replayed_without_comparing_steps(tmp_path):
+def test_converted_journal_replays_without_step_checksums(tmp_path):
     path = tmp_path / "new.journal"
     convert(RECORDED / "windows.journal.gz", path)
     done = replay(path)
@@ -69,7 +69,7 @@ def test_a_converted_journal_is_replayed_without_comparing_steps(tmp_path):
     assert done.mismatches == []
 
 
-def test_another_victim_is_noticed(tmp_path, monkeypatch):
+def test_replay_detects_different_preemption_victim(tmp_path, monkeypatch):
     def most_important(running, rank, limit):
         fallible = [request for request in running if request.num_preemptions < limit]
         return min(fallible, key=rank, default=None)
@@ -80,7 +80,7 @@ def test_another_victim_is_noticed(tmp_path, monkeypatch):
     assert re.match(r"(after )?step \d+", different)
 
 
-def test_a_decision_that_was_left_out_is_noticed(tmp_path):
+def test_differences_report_missing_rows_and_fields(tmp_path):
     rows = read_rows(RECORDED / "fcfs.decisions.gz")
     assert list(differences(rows, rows)) == []
     assert list(differences(rows, rows[:-1])) == [f"{len(rows)} rows were recorded, and there are {len(rows) - 1} now"]
@@ -91,7 +91,7 @@ def test_a_decision_that_was_left_out_is_noticed(tmp_path):
     assert told.startswith(f"step {rows[with_tokens]['step']}: tokens was [[")
 
 
-def test_what_is_recorded_now_replays_with_its_decisions(tmp_path):
+def test_newly_recorded_scenario_replays_with_its_decisions(tmp_path):
     scenario = next(each for each in SCENARIOS if each.name == "everything")
     record(scenario, tmp_path)
     path = tmp_path / "everything.journal.gz"
@@ -103,6 +103,6 @@ def test_what_is_recorded_now_replays_with_its_decisions(tmp_path):
     assert list(differences(rows, decided)) == []
 
 
-def test_a_scenario_without_its_events_is_refused(tmp_path):
+def test_recording_without_required_events_is_refused(tmp_path):
     with pytest.raises(RecordingError, match="'swapped': \\(0, 1\\)"):
         record(Scenario("short", num_steps=5, shows={"swapped": 1}), tmp_path)

@@ -25,7 +25,7 @@ HEADS = [  # head_dim, KV heads, group
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("softcap", [None, 0.7])
-def test_error_is_that_of_torch(kernels, generator, softcap, dtype, heads, block_size, window):
+def test_paged_attention_is_as_exact_as_torch(kernels, generator, softcap, dtype, heads, block_size, window):
     head_dim, num_kv_heads, group = heads
     sequences = [(1, 1), (70, 70), (150, 13), (64, 1), (129, 2)]
     batch, k_cache, v_cache = paged_batch(sequences, block_size, num_kv_heads, head_dim, dtype, generator)
@@ -38,7 +38,7 @@ def test_error_is_that_of_torch(kernels, generator, softcap, dtype, heads, block
 @KV
 @pytest.mark.parametrize("heads", [(64, 1, 7), (128, 2, 2)], ids=str)
 @pytest.mark.parametrize("window", [None, 1100])
-def test_several_partitions(kernels, generator, heads, window, dtype, int8):
+def test_attention_over_several_partitions_is_as_exact_as_torch(kernels, generator, heads, window, dtype, int8):
     head_dim, num_kv_heads, group = heads
     sequences = [(2500, 1), (1024, 1), (1025, 3), (2100, 40)]
     batch, k_cache, v_cache = paged_batch(sequences, 16, num_kv_heads, head_dim, dtype, generator)
@@ -52,7 +52,7 @@ def test_several_partitions(kernels, generator, heads, window, dtype, int8):
     assert not torch.equal(capped, result)
 
 
-def test_large_scores(kernels, generator):
+def test_large_scores_neither_overflow_nor_vanish(kernels, generator):
     """The running maximum is subtracted before the exponential: sharp attention neither overflows nor vanishes."""
     batch, k_cache, v_cache = paged_batch([(300, 5)], 16, 1, 64, torch.float32, generator)
     q = torch.randn(5, 2, 64, generator=generator) * 1000
@@ -103,7 +103,7 @@ class Prompt:
     ids=str,
 )
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_chunks_do_not_change_a_bit(compiled, generator, softcap, heads, window, dtype, int8):
+def test_attention_bits_are_equal_for_any_chunks(compiled, generator, softcap, heads, window, dtype, int8):
     head_dim, num_kv_heads, group = heads
     prompt = Prompt(150, num_kv_heads, group, head_dim, dtype, generator, window, int8=int8, softcap=softcap)
     whole = prompt.rows(compiled, 0, 150)
@@ -120,7 +120,7 @@ FEW = [((32, 1, 16), None), ((64, 2, 7), 37), ((80, 1, 2), None), ((128, 2, 8), 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32])
 @pytest.mark.parametrize(("heads", "window"), FEW, ids=str)
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_few_rows_have_the_bits_of_many(compiled, generator, softcap, heads, window, block_size, int8):
+def test_attention_bits_are_equal_for_few_and_many_rows(compiled, generator, softcap, heads, window, block_size, int8):
     """With tiles, up to sixteen rows use another product. Without tiles, they are not multiplied together with other
     keys.
     """
@@ -134,13 +134,13 @@ def test_few_rows_have_the_bits_of_many(compiled, generator, softcap, heads, win
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 32, 128])
-def test_blocks_do_not_change_a_bit(compiled, generator, block_size):
+def test_attention_bits_are_equal_for_any_block_size(compiled, generator, block_size):
     prompt = Prompt(150, 2, 7, 64, torch.bfloat16, generator)
     whole = prompt.rows(compiled, 0, 150)
     assert torch.equal(prompt.in_chunks(compiled, 64, block_size=block_size), whole)
 
 
-def test_company_does_not_change_a_bit(compiled, generator):
+def test_attention_bits_are_independent_of_other_sequences(compiled, generator):
     prompt = Prompt(150, 2, 7, 64, torch.bfloat16, generator)
     whole = prompt.rows(compiled, 0, 150)
     others = [(30, 30), (200, 1), (64, 9)]
@@ -149,7 +149,7 @@ def test_company_does_not_change_a_bit(compiled, generator):
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_partitions_and_threads_do_not_change_a_bit(fastest, single_threaded, generator, int8):
+def test_attention_bits_are_equal_for_any_partitions_and_threads(fastest, single_threaded, generator, int8):
     prompt = Prompt(2500, 1, 7, 64, torch.bfloat16, generator, int8=int8)
     chunk = prompt.rows(single_threaded, 2300, 2500)
     assert torch.equal(prompt.rows(fastest, 2300, 2500), chunk)
@@ -163,7 +163,7 @@ def test_partitions_and_threads_do_not_change_a_bit(fastest, single_threaded, ge
 @pytest.mark.sweep(6)
 @KV
 @pytest.mark.parametrize("at", [50, 51, 70])
-def test_what_a_row_may_not_see_is_not_multiplied(compiled, generator, dtype, int8, at):
+def test_masked_positions_do_not_affect_row(compiled, generator, dtype, int8, at):
     """An infinite value at a later position of a chunk affects no earlier row, and no row with a window after it."""
     prompt = Prompt(100, 1, 2, 64, dtype, generator, window=20, int8=int8)
     clean = prompt.rows(compiled, 0, 100)
@@ -177,7 +177,7 @@ def test_what_a_row_may_not_see_is_not_multiplied(compiled, generator, dtype, in
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_instruction_sets_with_fused_products_agree(generator, softcap):
+def test_attention_bits_are_equal_on_avx512_and_avx2(generator, softcap):
     from kernel_backends import compiled_kernels
 
     prompt = Prompt(150, 2, 7, 64, torch.bfloat16, generator, softcap=softcap)

@@ -54,7 +54,7 @@ def crowd(generator, count, least, most):
 @pytest.mark.sweep(8)
 @KV
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_a_common_prefix_changes_no_bit(compiled, generator, heads, dtype, int8):
+def test_shared_prefix_does_not_change_attention_bits(compiled, generator, heads, dtype, int8):
     sequences = crowd(generator, 9, 330, 500)
     shared = dict.fromkeys(range(1, 9), (0, 300))
     sharing = Sharing(sequences, shared, heads, dtype, generator, int8=int8)
@@ -62,7 +62,7 @@ def test_a_common_prefix_changes_no_bit(compiled, generator, heads, dtype, int8)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 48, 128, 256])
-def test_blocks_of_any_size(compiled, generator, block_size):
+def test_shared_prefix_bits_are_equal_for_any_block_size(compiled, generator, block_size):
     sequences = crowd(generator, 5, 300, 420)
     sharing = Sharing(
         sequences, dict.fromkeys(range(1, 5), (0, 290)), (64, 2, 7), torch.bfloat16, generator, block_size=block_size
@@ -74,7 +74,9 @@ def test_blocks_of_any_size(compiled, generator, block_size):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("positions", [1023, 1024, 1100, 2048, 2300])
 @pytest.mark.parametrize("count", [2, 30])
-def test_several_partitions(fastest, single_threaded, generator, positions, count, dtype, int8):
+def test_shared_prefix_bits_are_equal_over_several_partitions(
+    fastest, single_threaded, generator, positions, count, dtype, int8
+):
     """After the shared part, the partitions of few sequences run on different threads, those of many do not."""
     sequences = crowd(generator, count, 2310, 3400)
     shared = dict.fromkeys(range(1, count), (0, positions))
@@ -85,7 +87,7 @@ def test_several_partitions(fastest, single_threaded, generator, positions, coun
 
 
 @pytest.mark.parametrize("window", [None, 100, 1000])
-def test_prefixes_of_all_sorts_in_one_batch(compiled, generator, window):
+def test_mixed_shared_prefixes_in_one_batch_do_not_change_bits(compiled, generator, window):
     sequences = [
         (600, 1), (700, 1), (650, 5), (640, 8), (640, 9),  # the last one has too many tokens to join
         (200, 64),  # a chunk of a prompt
@@ -102,7 +104,7 @@ def test_prefixes_of_all_sorts_in_one_batch(compiled, generator, window):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_any_number_of_threads(single_threaded, generator, threads):
+def test_shared_prefix_bits_are_equal_for_any_number_of_threads(single_threaded, generator, threads):
     sequences = crowd(generator, 40, 270, 400)
     sharing = Sharing(sequences, dict.fromkeys(range(1, 40), (0, 256)), (64, 3, 5), torch.bfloat16, generator)
     expected = sharing.together(single_threaded)
@@ -115,7 +117,7 @@ def test_any_number_of_threads(single_threaded, generator, threads):
 
 
 @KV
-def test_what_one_of_them_may_not_see_reaches_no_other(compiled, generator, dtype, int8):
+def test_private_infinite_values_do_not_reach_other_sequences(compiled, generator, dtype, int8):
     """Infinite values after the shared part belong to one sequence alone."""
     sequences = [(300, 1), (310, 1), (290, 1)]
     sharing = Sharing(sequences, {1: (0, 256), 2: (0, 256)}, (64, 2, 2), dtype, generator, int8=int8)

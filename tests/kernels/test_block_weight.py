@@ -8,7 +8,7 @@ from octavo.kernels.block_weight import BlockKind, BlockWeight, group_by_kind, r
 
 
 @pytest.mark.parametrize("kind", BlockKind)
-def test_blocks_stand_for_the_numbers_of_llama_cpp(generator, kind):
+def test_gguf_blocks_dequantize_as_in_llama_cpp(generator, kind):
     gguf = pytest.importorskip("gguf")
     weight = random_blocks(generator, kind, 37, 512)
     expected = gguf.quants.dequantize(weight.rows.numpy(), gguf.GGMLQuantizationType[kind.name])
@@ -17,7 +17,7 @@ def test_blocks_stand_for_the_numbers_of_llama_cpp(generator, kind):
     assert sizes == (kind.block_values, kind.block_bytes)
 
 
-def test_every_exponent_of_mxfp4():
+def test_every_mxfp4_exponent_dequantizes_as_in_llama_cpp():
     gguf = pytest.importorskip("gguf")
     data = torch.full((256, 17), 0x5A, dtype=torch.uint8)
     data[:, 0] = torch.arange(256)
@@ -27,14 +27,14 @@ def test_every_exponent_of_mxfp4():
 
 
 @pytest.mark.parametrize("kind", BlockKind)
-def test_rows_are_those_of_the_weight(generator, kind):
+def test_select_rows_returns_rows_of_weight(generator, kind):
     weight, some = random_blocks(generator, kind, 20, 256), torch.tensor([3, 0, 19, 3])
     assert torch.equal(weight.select_rows(some).dequantize(), weight.dequantize()[some])
     assert weight.select_rows(slice(2, 7)).shape == (5, 256)
 
 
 @pytest.mark.parametrize("kind", BlockKind)
-def test_rows_of_another_length_are_refused(kind):
+def test_rows_of_partial_blocks_are_refused(kind):
     with pytest.raises(ValueError, match=f"{kind.name} has blocks of {kind.block_values} values"):
         kind.row_bytes(kind.block_values + 16)
     with pytest.raises(ValueError, match=f"take uint8 rows of {kind.block_bytes} bytes"):
@@ -42,7 +42,7 @@ def test_rows_of_another_length_are_refused(kind):
 
 
 @pytest.mark.parametrize("kind", BlockKind)
-def test_scales_that_are_no_finite_numbers_are_seen(generator, kind):
+def test_has_broken_scale_detects_non_finite_scales(generator, kind):
     """Rows of random bytes: rows with non-finite numbers are detected from their scales, without their integers."""
     size = 192 * 256 // kind.block_values * kind.block_bytes
     data = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
@@ -57,14 +57,14 @@ def test_scales_that_are_no_finite_numbers_are_seen(generator, kind):
     assert not random_blocks(generator, kind, 64, 256).has_broken_scale()
 
 
-def test_the_largest_float16_is_a_scale():
+def test_largest_float16_is_valid_scale():
     data = torch.zeros(1, 34, dtype=torch.uint8)
     for bits, is_broken in ((0x7BFF, False), (0xFBFF, False), (0x7C00, True), (0xFC00, True), (0x7E00, True)):
         data[0, 0], data[0, 1] = bits & 255, bits >> 8
         assert BlockWeight(BlockKind.Q8_0, data, 32).has_broken_scale() is is_broken
 
 
-def test_neighbours_of_one_kind_stand_together(generator):
+def test_group_by_kind_joins_adjacent_weights_of_one_kind(generator):
     q, k = (random_blocks(generator, BlockKind.Q4_K, rows, 256) for rows in (8, 4))
     v, other = random_blocks(generator, BlockKind.Q6_K, 4, 256), random_blocks(generator, BlockKind.Q4_K, 4, 256)
     groups = group_by_kind([q, k, v, other])

@@ -28,7 +28,7 @@ def reference(x, weights, bias=None, **options):
 @pytest.mark.parametrize("shape", [(1, 32, 1), (1, 544, 160), (2, 96, 37), (9, 544, 33), (70, 288, 65)], ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generator, kind, x_dtype, shape):
+def test_gguf_product_has_bits_of_reference_on_every_isa(compiled, generator, kind, x_dtype, shape):
     rows, depth, width = shape
     depth = depth_of(kind, depth)
     x = random(generator, rows, depth, dtype=x_dtype) * 10
@@ -41,7 +41,7 @@ def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_computes_what_the_weight_stands_for(generator, kind):
+def test_gguf_reference_product_is_close_to_dequantized_product(generator, kind):
     x, weight = random(generator, 20, 512), random_blocks(generator, kind, 50, 512)
     exact = x.double() @ weight.dequantize().double().T
     error = (reference(x, [weight]).double() - exact).norm() / exact.norm()
@@ -49,7 +49,7 @@ def test_the_reference_computes_what_the_weight_stands_for(generator, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, kind):
+def test_gguf_row_is_independent_of_batch_rows(compiled, generator, kind):
     packed = compiled.pack_linear([random_blocks(generator, kind, 96, 256)], random(generator, 96))
     x = random(generator, 70, 256, dtype=torch.bfloat16)
     x[0] *= 3
@@ -60,7 +60,7 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, kind):
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-def test_more_rows_than_are_multiplied_together(fastest, generator, rows):
+def test_gguf_product_over_cache_sized_row_blocks_has_reference_bits(fastest, generator, rows):
     """Rows are divided into blocks that fit into a cache."""
     weights = [random_blocks(generator, BlockKind.Q4_K, 33, 65536)]
     x = random(generator, rows, 65536)
@@ -68,7 +68,7 @@ def test_more_rows_than_are_multiplied_together(fastest, generator, rows):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_threads_do_not_change_a_bit(isa, generator):
+def test_gguf_product_bits_are_independent_of_threads(isa, generator):
     weights, x = [random_blocks(generator, BlockKind.Q5_K, 300, 256)], random(generator, 40, 256)
     for rows in (1, 40):
         results = [
@@ -79,7 +79,7 @@ def test_threads_do_not_change_a_bit(isa, generator):
 
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_largest_sums_of_either_sign_do_not_overflow(compiled, kind, rows):
+def test_largest_gguf_sums_do_not_overflow(compiled, kind, rows):
     """All bytes of the values are the same; activations have one sign or both."""
     generator = torch.Generator().manual_seed(1)
     x = torch.full((6, 256), 5.0)
@@ -101,7 +101,7 @@ def test_the_largest_sums_of_either_sign_do_not_overflow(compiled, kind, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-def test_rows_of_zeros_tiny_and_broken_numbers(kernels, generator, rows):
+def test_gguf_product_handles_zero_tiny_and_non_finite_rows(kernels, generator, rows):
     x = random(generator, 40, 256)
     x[1] = 0
     x[2] *= 1e-35
@@ -117,7 +117,7 @@ def test_rows_of_zeros_tiny_and_broken_numbers(kernels, generator, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 40])
-def test_parts_of_several_kinds_are_columns_of_one_product(kernels, generator, rows):
+def test_mixed_gguf_kinds_are_packed_into_one_product(kernels, generator, rows):
     widths = [(BlockKind.Q4_K, 64), (BlockKind.Q4_K, 33), (BlockKind.Q6_K, 33), (BlockKind.Q8_0, 5)]
     weights = [random_blocks(generator, kind, width, 512) for kind, width in widths]
     x, bias = random(generator, rows, 512, dtype=torch.bfloat16), random(generator, 135)
@@ -131,7 +131,7 @@ def test_parts_of_several_kinds_are_columns_of_one_product(kernels, generator, r
 
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_embedding_gives_the_rows_that_the_weight_stands_for(kernels, generator, kind, out_dtype):
+def test_gguf_embedding_returns_dequantized_rows(kernels, generator, kind, out_dtype):
     weight = random_blocks(generator, kind, 77, depth_of(kind, 96))
     ids = torch.cat([torch.randperm(77, generator=generator), torch.tensor([76, 0, 0])])
     packed = kernels.pack_linear([weight])
@@ -141,7 +141,7 @@ def test_an_embedding_gives_the_rows_that_the_weight_stands_for(kernels, generat
     assert kernels.embedding(ids[:0], packed, out_dtype).shape == (0, weight.in_features)
 
 
-def test_every_exponent_of_mxfp4(kernels, generator):
+def test_every_mxfp4_exponent_is_embedded_exactly(kernels, generator):
     weight = random_blocks(generator, BlockKind.MXFP4, 256, 32)
     weight.rows[:, 0] = torch.arange(256)
     rows = kernels.embedding(torch.arange(256), kernels.pack_linear([weight]), torch.float32)
@@ -149,7 +149,7 @@ def test_every_exponent_of_mxfp4(kernels, generator):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_in_memory_are_nearly_those_of_the_file(fastest, generator, kind):
+def test_packed_gguf_weight_is_little_larger_than_file(fastest, generator, kind):
     weight = random_blocks(generator, kind, 96, 512)
     assert fastest.pack_linear([weight]).num_bytes == weight.nbytes
     assert weight.rows.nbytes <= weight.nbytes <= 1.03 * weight.rows.nbytes
@@ -157,7 +157,7 @@ def test_bytes_in_memory_are_nearly_those_of_the_file(fastest, generator, kind):
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_behind_weight_or_result_is_touched(compiled, generator, kind, rows):
+def test_gguf_product_accesses_no_memory_out_of_bounds(compiled, generator, kind, rows):
     weights = [random_blocks(generator, kind, 33, 256)]
     x = random(generator, rows, 256)
     with memory_before_a_guard() as allocate:
@@ -175,7 +175,7 @@ def test_nothing_behind_weight_or_result_is_touched(compiled, generator, kind, r
     assert torch.equal(embedded, weights[0].dequantize()[[0, 32]])
 
 
-def test_weights_in_a_file_are_packed_where_they_stand(fastest, generator):
+def test_packed_gguf_weight_keeps_no_reference_to_file_rows(fastest, generator):
     """Rows may be views, and the packed weight keeps no reference to them."""
     weight = random_blocks(generator, BlockKind.Q4_K, 128, 256)
     packed = fastest.pack_linear([weight.select_rows(slice(32, 96)), weight.select_rows(slice(96, 128))])
@@ -185,7 +185,7 @@ def test_weights_in_a_file_are_packed_where_they_stand(fastest, generator):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_packed_in_parts_that_are_forgotten_one_by_one(compiled, generator, kind, monkeypatch):
+def test_gguf_rows_are_packed_and_released_in_parts(compiled, generator, kind, monkeypatch):
     weight, forgotten = random_blocks(generator, kind, 200, 256), []
     whole = compiled.pack_linear([weight]).storage.panels[0].data
     monkeypatch.setattr("octavo.kernels.block_panels._BYTES_AT_ONCE", 40 * kind.row_bytes(256))
@@ -196,7 +196,7 @@ def test_rows_are_packed_in_parts_that_are_forgotten_one_by_one(compiled, genera
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_kept_is_the_same_weight(compiled, fastest, generator, kind):
+def test_kept_gguf_weight_restores_equal_on_other_isa(compiled, fastest, generator, kind):
     """It does not depend on the instruction set that packed it; with parts of two kinds, each with its bias."""
     other = BlockKind.Q8_0 if kind is not BlockKind.Q8_0 else BlockKind.Q6_K
     weights = [random_blocks(generator, kind, 64, 256), random_blocks(generator, other, 33, 256)]
@@ -222,14 +222,14 @@ def test_what_was_kept_is_the_same_weight(compiled, fastest, generator, kind):
     ],
     ids=str,
 )  # fmt: skip
-def test_numbers_that_kernels_must_not_be_given_are_refused(fastest, generator, changes):
+def test_restore_refuses_invalid_gguf_metadata(fastest, generator, changes):
     """128 x 128 has as many bytes, but its rows are not whole blocks."""
     (kept,) = fastest.keep_linear(fastest.pack_linear([random_blocks(generator, BlockKind.Q4_K, 64, 256)]))
     with pytest.raises(ValueError, match="packed weight"):
         fastest.restore_linear([replace(kept, numbers=kept.numbers | changes)])
 
 
-def test_a_kept_weight_names_its_type(fastest, generator):
+def test_kept_weight_stores_its_type_name(fastest, generator):
     """So a file is never read as another kind, even if the order of the kinds changes."""
     weights = [random_blocks(generator, BlockKind.Q6_K, 64, 256)], [random_blocks(generator, BlockKind.Q8_0, 64, 256)]
     floats = random(generator, 64, 256)
@@ -237,7 +237,7 @@ def test_a_kept_weight_names_its_type(fastest, generator):
     assert types == ["Q6_K", "Q8_0", "float32"]
 
 
-def test_parts_that_do_not_belong_together_are_refused(fastest, generator):
+def test_restore_refuses_mismatched_parts(fastest, generator):
     (first,) = fastest.keep_linear(fastest.pack_linear([random_blocks(generator, BlockKind.Q4_K, 64, 256)]))
     (longer,) = fastest.keep_linear(fastest.pack_linear([random_blocks(generator, BlockKind.Q4_K, 64, 512)]))
     (floats,) = fastest.keep_linear(fastest.pack_linear(random(generator, 64, 256)))

@@ -28,7 +28,7 @@ def checksum(content, seed=0):
         (b"Nobody inspects the spammish repetition", 0, 0xFBCEA83C8A378BF1),
     ],
 )
-def test_published_values(content, seed, expected):
+def test_xxh64_matches_published_values(content, seed, expected):
     assert checksum(content, seed) == expected
 
 
@@ -67,14 +67,14 @@ def specified(content, seed):
     return value ^ value >> 32
 
 
-def test_every_length():
+def test_xxh64_matches_specification_for_every_length():
     rng = random.Random(0)
     for size in (*range(100), 1000, 4099):
         content, seed = rng.randbytes(size), rng.getrandbits(64)
         assert checksum(content, seed) == specified(content, seed), size
 
 
-def test_digest_reads_every_byte_and_the_order_and_size_of_tensors():
+def test_digest_depends_on_bytes_order_and_sizes_of_tensors():
     tensors = [torch.arange(100, dtype=torch.uint8), torch.arange(9.0), torch.zeros(0)]
     whole = digest(tensors)
     assert len(whole) == 16
@@ -88,7 +88,7 @@ def test_digest_reads_every_byte_and_the_order_and_size_of_tensors():
             tensor.view(torch.uint8)[place] ^= 128
 
 
-def test_digest_of_large_memory_does_not_depend_on_threads():
+def test_digest_of_large_tensor_is_independent_of_threads():
     large = torch.arange((9 << 20) // 4, dtype=torch.int32).view(-1, 256)
     whole = digest([large])
     assert whole == digest([large], num_threads=4)

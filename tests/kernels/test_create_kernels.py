@@ -21,13 +21,13 @@ CPU = torch.device("cpu")
 @pytest.mark.skipif(
     os.environ.get("OCTAVO_REQUIRE_KERNELS", "") in ("", "0"), reason="compiled kernels are optional here"
 )
-def test_required_kernels_are_present():
+def test_required_compiled_kernels_are_installed():
     from octavo import _kernels
 
     assert _kernels.instruction_sets()[-1] == "portable"
 
 
-def test_auto_serves_compiled_kernels_where_there_are_some():
+def test_auto_backend_prefers_compiled_cpu_kernels():
     compiled_kernels()
     assert create_kernels(CPU, num_threads=1).name == "cpu"
     assert create_kernels(CPU, "cpu", num_threads=1).name == "cpu"
@@ -35,7 +35,7 @@ def test_auto_serves_compiled_kernels_where_there_are_some():
     assert create_kernels(torch.device("meta")).name == "reference"
 
 
-def test_without_compiled_kernels(monkeypatch):
+def test_missing_compiled_kernels_fall_back_to_reference_with_warning(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "octavo._kernels" else found(name))
     with pytest.warns(RuntimeWarning, match="without its compiled kernels"):
@@ -45,7 +45,7 @@ def test_without_compiled_kernels(monkeypatch):
     assert create_kernels(CPU, "reference").name == "reference"  # requested explicitly: no warning
 
 
-def test_unknown_and_impossible_backends():
+def test_unknown_or_unusable_backend_is_refused():
     with pytest.raises(
         ConfigError,
         match=r"choose auto, reference, cpu, triton or fast-inexact",
@@ -55,7 +55,7 @@ def test_unknown_and_impossible_backends():
         create_kernels(torch.device("meta"), "cpu")
 
 
-def test_instruction_set_that_the_processor_lacks():
+def test_unsupported_instruction_set_is_refused():
     compiled_kernels()
     with pytest.raises(ValueError, match="sve"):
         compiled_kernels_without_skip("sve")
@@ -67,14 +67,14 @@ def compiled_kernels_without_skip(isa):
     return CpuKernels(isa)
 
 
-def test_a_user_may_choose_the_instruction_set():
+def test_isa_option_selects_instruction_set():
     compiled_kernels()
     for isa in instruction_sets():
         assert create_kernels(CPU, num_threads=1, isa=isa).isa == isa
     assert create_kernels(CPU, num_threads=1).isa == default_instruction_set()
 
 
-def test_the_environment_says_which_instruction_set_auto_means(monkeypatch):
+def test_octavo_isa_variable_selects_auto_instruction_set(monkeypatch):
     compiled_kernels()
     monkeypatch.delenv("OCTAVO_ISA", raising=False)
     assert create_kernels(CPU, num_threads=1).isa == instruction_sets()[0]
@@ -86,7 +86,7 @@ def test_the_environment_says_which_instruction_set_auto_means(monkeypatch):
         create_kernels(CPU)
 
 
-def test_instruction_sets_that_cannot_serve(monkeypatch):
+def test_unusable_isa_option_is_refused(monkeypatch):
     compiled_kernels()
     monkeypatch.setattr("octavo.kernels.instruction_sets", lambda: ("avx2", "portable"))
     with pytest.raises(ConfigError, match="'amx' cannot be used: this processor has avx2, portable"):
@@ -98,7 +98,7 @@ def test_instruction_sets_that_cannot_serve(monkeypatch):
         DeviceConfig(isa="sse")
 
 
-def test_number_of_threads_changes_while_results_stay(generator):
+def test_set_num_threads_does_not_change_results(generator):
     kernels = compiled_kernels(num_threads=1)
     x, weight = torch.randn(20, 300, generator=generator), torch.ones(300)
     expected = kernels.rms_norm(x, weight, 1e-6)
@@ -110,7 +110,7 @@ def test_number_of_threads_changes_while_results_stay(generator):
         kernels.set_num_threads(0)
 
 
-def test_concurrent_callers_share_one_pool(generator):
+def test_concurrent_callers_share_one_thread_pool(generator):
     from concurrent.futures import ThreadPoolExecutor
 
     kernels = compiled_kernels()
@@ -122,7 +122,7 @@ def test_concurrent_callers_share_one_pool(generator):
     assert all(map(torch.equal, results, expected))
 
 
-def test_kernels_work_in_a_forked_child_and_end_with_the_process():
+def test_kernels_work_in_forked_child_process():
     compiled_kernels()
     script = """
         import os, torch
@@ -145,7 +145,7 @@ def test_kernels_work_in_a_forked_child_and_end_with_the_process():
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EPERM])
-def test_refused_tiles_are_a_warning(monkeypatch, caplog, error):
+def test_refused_amx_permission_logs_warning(monkeypatch, caplog, error):
     compiled_kernels()
     from octavo import _kernels
 

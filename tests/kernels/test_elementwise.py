@@ -21,7 +21,7 @@ SHAPES = [(1, 1), (5, 123), (7, 1120), (130, 48)]  # wider than one program's bl
 
 @pytest.mark.parametrize("rows", [[], [0], [6], [1, 2, 5], [*range(7)], [3] * 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_take_rows(kernels, generator, dtype, rows):
+def test_take_rows_equals_torch_indexing(kernels, generator, dtype, rows):
     """Of matrices, and of heads that are views of a wider tensor."""
     x = torch.randn(7, 5, 16, generator=generator).to(dtype)
     rows = torch.tensor(rows, dtype=torch.int64)
@@ -34,7 +34,7 @@ def test_take_rows(kernels, generator, dtype, rows):
 @pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rms_norm(kernels, generator, dtype, weight_dtype, shape):
+def test_rms_norm_is_as_exact_as_torch(kernels, generator, dtype, weight_dtype, shape):
     x = (torch.randn(shape, generator=generator) * 5).to(dtype)
     x[0] *= 1e-4  # smaller than the effect of eps
     weight = torch.randn(shape[-1], generator=generator).to(weight_dtype)
@@ -44,7 +44,7 @@ def test_rms_norm(kernels, generator, dtype, weight_dtype, shape):
     assert_as_exact_as_torch(kernels.rms_norm(x, weight, 1e-6), plain, expected)
 
 
-def test_rms_norm_of_heads(kernels, generator):
+def test_rms_norm_accepts_strided_heads(kernels, generator):
     x = torch.randn(3, 4, 48, generator=generator)
     weight = torch.randn(48, generator=generator)
     flat = kernels.rms_norm(x.view(12, 48), weight, 1e-6)
@@ -59,7 +59,7 @@ def test_rms_norm_of_heads(kernels, generator):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_add_rms_norm_rounds_the_sum_then_normalizes_it(kernels, generator, dtype, shape):
+def test_add_rms_norm_normalizes_rounded_sum(kernels, generator, dtype, shape):
     x, residual = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     weight = torch.randn(shape[-1], generator=generator).to(dtype)
     total = x + residual
@@ -70,7 +70,7 @@ def test_add_rms_norm_rounds_the_sum_then_normalizes_it(kernels, generator, dtyp
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_is_added_is_scaled_in_float32(kernels, generator, dtype, shape):
+def test_add_rms_norm_scales_input_in_float32(kernels, generator, dtype, shape):
     x, residual = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     weight = torch.ones(shape[-1])
     total = (residual.float() + x.float() * 0.22).to(dtype)
@@ -80,7 +80,7 @@ def test_what_is_added_is_scaled_in_float32(kernels, generator, dtype, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_divide(kernels, generator, shape):
+def test_divide_equals_torch_division(kernels, generator, shape):
     x = torch.randn(shape, generator=generator)
     expected = x / torch.full_like(x, 0.3)  # for a Python number torch may multiply instead
     divide(kernels, x, 0.3)
@@ -89,7 +89,7 @@ def test_divide(kernels, generator, shape):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gate_by_silu(kernels, generator, dtype, shape):
+def test_silu_gate_is_as_exact_as_torch(kernels, generator, dtype, shape):
     rows, size = shape
     gate_up = (torch.randn(rows, 2 * size, generator=generator) * 20).to(dtype)
     gate_up[0, 0] = -200.0
@@ -101,7 +101,7 @@ def test_gate_by_silu(kernels, generator, dtype, shape):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gate_by_gelu(kernels, generator, dtype, shape):
+def test_gelu_gate_is_as_exact_as_torch(kernels, generator, dtype, shape):
     rows, size = shape
     gate_up = (torch.randn(rows, 2 * size, generator=generator) * 3).to(dtype)
     gate_up[0, 0] = -200.0
@@ -127,7 +127,7 @@ def test_add_rounds_once(kernels, generator, dtype, shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("cap", [0.5, 30.0])
-def test_soft_cap(kernels, generator, cap, shape):
+def test_soft_cap_is_as_exact_as_torch(kernels, generator, cap, shape):
     x = torch.randn(shape, generator=generator) * 20 * torch.logspace(-30, 1, shape[1])
     expected, plain = torch.tanh(x.double() / cap) * cap, torch.tanh(x / cap) * cap
     alone, capped = x[-1:].clone(), x.clone()
@@ -138,7 +138,7 @@ def test_soft_cap(kernels, generator, cap, shape):
     assert torch.equal(alone, capped[-1:])
 
 
-def test_hyperbolic_tangent_is_within_two_units(compiled):
+def test_tanh_error_is_within_two_ulps(compiled):
     x = torch.cat(
         [torch.linspace(-12, 12, 200001), torch.logspace(-38, 38, 1001), torch.tensor([torch.inf, torch.nan])]
     )
@@ -158,7 +158,7 @@ def test_embeddings_are_scaled_and_rounded_once(kernels, generator, dtype, round
     assert torch.equal(kernels.embedding(ids, weight, dtype, 25.25), (plain * 25.25).to(dtype))
 
 
-def test_exponential_is_within_two_units(compiled):
+def test_exponential_error_is_within_two_ulps(compiled):
     x = torch.cat([torch.linspace(-87, 88, 200001), torch.zeros(1)])
     gate_up = torch.stack([-x, torch.ones_like(x)], dim=1)  # silu(-x) = -x / (1 + e^x)
     expected = F.silu(-x.double())
@@ -167,7 +167,7 @@ def test_exponential_is_within_two_units(compiled):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_rows_do_not_depend_on_their_neighbours(compiled, single_threaded, generator, dtype):
+def test_norm_and_gate_rows_are_independent_of_batch_rows(compiled, single_threaded, generator, dtype):
     x = torch.randn(130, 897, generator=generator).to(dtype)
     weight = torch.randn(897, generator=generator)
     gate_up = torch.randn(130, 2 * 77, generator=generator).to(dtype)
@@ -184,7 +184,7 @@ def test_rows_do_not_depend_on_their_neighbours(compiled, single_threaded, gener
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 48, 80, 18])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
-def test_rope_and_write_kv(kernels, generator, dtype, head_dim, block_size):
+def test_rope_and_write_kv_is_exact_and_writes_only_mapped_slots(kernels, generator, dtype, head_dim, block_size):
     batch, k_cache, v_cache = paged_batch([(9, 9), (30, 3), (1, 1)], block_size, 2, head_dim, dtype, generator)
     rows = len(batch.positions)
     projection = torch.randn(rows, 8 * head_dim, generator=generator).to(dtype)
@@ -240,7 +240,9 @@ def turned_part(x, cos_sin, *, interleaved):
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 40), (128, 96), (18, 6), (34, 34), (16, 0)])
-def test_a_part_of_a_head_turns(kernels, generator, dtype, scaled, interleaved, head_dim, rotary_dim):
+def test_partial_rope_rotates_only_rotary_dimensions(
+    kernels, generator, dtype, scaled, interleaved, head_dim, rotary_dim
+):
     """Halves or neighbours are rotated, and the rest of the head is unchanged; queries are scaled after that."""
     batch, k_cache, v_cache = paged_batch([(9, 9), (30, 3), (1, 1)], 5, 2, head_dim, dtype, generator)
     rows = len(batch.positions)
@@ -271,7 +273,7 @@ def test_a_part_of_a_head_turns(kernels, generator, dtype, scaled, interleaved, 
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
-def test_turned_rows_do_not_depend_on_their_neighbours(compiled, generator, kv_dtype):
+def test_rope_rows_are_independent_of_batch_rows(compiled, generator, kv_dtype):
     batch, _, _ = paged_batch([(40, 40)], 16, 2, 80, torch.bfloat16, generator)
     projection = torch.randn(40, 8, 80, generator=generator).bfloat16()
     cos_sin, scale = torch.rand(40, 40, generator=generator), torch.rand(40, generator=generator)

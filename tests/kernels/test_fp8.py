@@ -10,7 +10,7 @@ from octavo.kernels.reference import ReferenceKernels
 FP8 = torch.float8_e4m3fn
 
 
-def test_rows_are_rounded_as_they_are_written(generator):
+def test_kv_rows_are_rounded_to_fp8_on_write(generator):
     batch, k_cache, v_cache = paged_batch([(9, 9), (30, 3), (1, 1)], 5, 2, 20, torch.bfloat16, generator)
     caches = rounded_caches(k_cache, v_cache, dtype=FP8)
     before = [(cache.view(torch.uint8).clone(), kv_scales(cache).clone()) for cache in caches]
@@ -32,7 +32,7 @@ def test_rows_are_rounded_as_they_are_written(generator):
 
 
 @pytest.mark.parametrize("window", [None, 37])
-def test_attention_is_that_over_the_numbers_they_stand_for(generator, window):
+def test_fp8_attention_equals_attention_over_dequantized_kv(generator, window):
     batch, k_cache, v_cache = paged_batch([(70, 70), (150, 13), (64, 1)], 16, 2, 64, torch.float32, generator)
     caches = rounded_caches(k_cache, v_cache, dtype=FP8)
     q = torch.randn(len(batch.positions), 6, 64, generator=generator)
@@ -42,7 +42,7 @@ def test_attention_is_that_over_the_numbers_they_stand_for(generator, window):
     assert torch.equal(result, expected)
 
 
-def test_each_value_is_kept_to_four_bits_beside_a_far_larger_one(generator):
+def test_fp8_keeps_relative_precision_of_small_values(generator):
     """int8 has even steps and would round the small values to zero."""
     rows = torch.rand(50, 64, generator=generator) + 0.1
     rows[:, 7] = 3000.0
@@ -53,7 +53,7 @@ def test_each_value_is_kept_to_four_bits_beside_a_far_larger_one(generator):
     assert not of_int8[:, :7].any()
 
 
-def test_a_weight_is_rounded_row_by_row_and_multiplied_as_the_floats_it_stands_for(generator):
+def test_fp8_weight_is_rounded_per_row_and_multiplied_dequantized(generator):
     weight = torch.randn(40, 200, generator=generator) * torch.logspace(-6, 3, 40)[:, None]
     weight[7] = 0.0
     rounded = quantize_fp8(weight.bfloat16())
@@ -71,7 +71,7 @@ def test_a_weight_is_rounded_row_by_row_and_multiplied_as_the_floats_it_stands_f
     assert result.isnan().nonzero()[:, 1].unique().tolist() == [3]
 
 
-def test_weights_in_groups_are_fused_and_taken_by_rows(generator):
+def test_grouped_fp8_weights_are_sliced_and_fused(generator):
     values = quantize_fp8(torch.randn(6, 130, generator=generator)).values
     weight = Fp8Weight(values, torch.rand(6, 3, generator=generator), 64)
     expected = values.float() * weight.scales.repeat_interleave(64, dim=1)[:, :130]

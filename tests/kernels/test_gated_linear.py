@@ -38,7 +38,7 @@ def apart(kernels, x, packed, activation="silu"):
     ("depth", "size"), [(64, 96), (90, 77), (931, 64), (931, 40)]
 )  # whole and partial tiles and panels
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_the_bits_are_those_of_the_two_apart(kernels, generator, activation, depth, size, stored, dtype, has_bias):
+def test_gated_linear_has_bits_of_linear_and_gate(kernels, generator, activation, depth, size, stored, dtype, has_bias):
     weight = random(generator, 2 * size, depth) / depth**0.5
     packed = kernels.pack_linear(FORMATS[stored](weight), random(generator, 2 * size) if has_bias else None)
     x = random(generator, max(ROWS), depth, dtype=dtype) * 4
@@ -54,7 +54,7 @@ def test_the_bits_are_those_of_the_two_apart(kernels, generator, activation, dep
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a partial last tile, long panels
-def test_tasks_of_many_panels(fastest, single_threaded, generator, depth, stored):
+def test_gated_linear_bits_are_equal_for_many_panels_and_threads(fastest, single_threaded, generator, depth, stored):
     size = 1056  # 33 panels of gates: the last task has fewer than the other tasks
     weight = FORMATS[stored](random(generator, 2 * size, depth) / depth**0.5)
     bias, three = random(generator, 2 * size), compiled_kernels(num_threads=3)
@@ -71,7 +71,7 @@ def test_tasks_of_many_panels(fastest, single_threaded, generator, depth, stored
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [*FORMATS, "float32"])
-def test_threads_do_not_change_a_bit(compiled, generator, stored, dtype):
+def test_gated_linear_bits_are_independent_of_threads(compiled, generator, stored, dtype):
     weight = random(generator, 2 * 1056, 96) / 10
     rounded = FORMATS[stored](weight) if stored in FORMATS else weight
     sides = [(k, k.pack_linear(rounded)) for k in (compiled, compiled_kernels(compiled.isa, num_threads=1))]
@@ -83,7 +83,7 @@ def test_threads_do_not_change_a_bit(compiled, generator, stored, dtype):
 
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("size", [1024, 1056])
-def test_rows_that_would_share_cache_sets_stand_further_apart(fastest, generator, size, stored):
+def test_fused_result_rows_are_padded_against_cache_set_conflicts(fastest, generator, size, stored):
     packed = fastest.pack_linear(FORMATS[stored](random(generator, 2 * size, 96) / 10))
     behind = fastest.pack_linear(random(generator, 40, size, dtype=torch.bfloat16))
     is_fused = fastest.kernel_set.fuses_gate(1, packed.storage.dtype_number, 2 * size)
@@ -96,7 +96,7 @@ def test_rows_that_would_share_cache_sets_stand_further_apart(fastest, generator
 
 
 @pytest.mark.parametrize("stored", FORMATS)
-def test_more_rows_than_are_packed_at_a_time(fastest, generator, stored):
+def test_gated_linear_is_equal_for_more_rows_than_one_pack(fastest, generator, stored):
     depth = 40000
     packed = fastest.pack_linear(FORMATS[stored](random(generator, 128, depth) / depth**0.5))
     x = random(generator, 300, depth + 8).bfloat16()[:, :depth]
@@ -107,7 +107,7 @@ def test_more_rows_than_are_packed_at_a_time(fastest, generator, stored):
 
 
 @pytest.mark.parametrize("stored", FORMATS)
-def test_what_is_extreme_or_no_number(compiled, generator, stored):
+def test_gated_linear_handles_extreme_and_non_finite_values(compiled, generator, stored):
     weight = random(generator, 64, 64) / 8
     packed = compiled.pack_linear(FORMATS[stored](weight))
     x = random(generator, 40, 64) * torch.logspace(-42, 38, 40).unsqueeze(1)
@@ -119,7 +119,7 @@ def test_what_is_extreme_or_no_number(compiled, generator, stored):
 
 @pytest.mark.parametrize(("isa", "stored"), [(isa, stored) for isa, fused in FUSED.items() for stored in sorted(fused)])
 @pytest.mark.parametrize("rows", [1, 5, 33])
-def test_nothing_behind_the_result_is_written(generator, rows, isa, stored):
+def test_gated_linear_writes_no_memory_beyond_result(generator, rows, isa, stored):
     compiled = compiled_kernels(isa)
     packed = compiled.pack_linear(FORMATS[stored](random(generator, 192, 100)))
     x = random(generator, rows, 100, dtype=torch.bfloat16)
@@ -129,7 +129,7 @@ def test_nothing_behind_the_result_is_written(generator, rows, isa, stored):
     assert (memory[rows:] == 7).all()
 
 
-def test_a_gated_product_that_no_kernel_fuses_is_refused(compiled, generator):
+def test_unfused_gated_product_is_refused(compiled, generator):
     packed = compiled.pack_linear(quantize_int4(random(generator, 64, 64)))
     out = torch.zeros(2, 32)
     with pytest.raises(ValueError, match="not gated"):
@@ -138,7 +138,7 @@ def test_a_gated_product_that_no_kernel_fuses_is_refused(compiled, generator):
 
 
 @pytest.mark.parametrize("isa", FUSED)
-def test_what_stands_in_panels_of_its_own_is_fused(isa):
+def test_gate_is_fused_only_for_supported_types_and_whole_panels(isa):
     fuses = compiled_kernels(isa).kernel_set.fuses_gate
     float32, bfloat16 = 0, 1
     numbers = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}  # as in csrc/types.h

@@ -22,7 +22,7 @@ def seconds_of_kernel_threads():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say which thread took how much")
-def test_threads_sleep_once_their_work_is_done(generator):
+def test_idle_kernel_threads_use_no_cpu(generator):
     kernels = compiled_kernels(num_threads=2)
     packed = kernels.pack_linear(torch.randn(4096, 512, generator=generator).bfloat16())
     for rows in (1, 64):

@@ -49,7 +49,7 @@ def reference(x, weight, bias=None, **options):
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
-def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generator, x_dtype, shape, scale_dtype, zeros):
+def test_int4_product_has_bits_of_reference_on_every_isa(compiled, generator, x_dtype, shape, scale_dtype, zeros):
     rows, depth, width, group_size = shape
     x = random(generator, rows, depth, dtype=x_dtype) * 10
     weight, bias = weight_of(generator, width, depth, group_size, scale_dtype, zeros=zeros), random(generator, width)
@@ -63,7 +63,7 @@ def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generat
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
-def test_zero_points_between_whole_numbers(compiled, generator, x_dtype, shape):
+def test_fractional_zero_points_have_bits_of_reference(compiled, generator, x_dtype, shape):
     rows, depth, width, group_size = shape
     x = random(generator, rows, depth, dtype=x_dtype) * 10
     weight = weight_of(generator, width, depth, group_size)
@@ -79,7 +79,7 @@ def test_zero_points_between_whole_numbers(compiled, generator, x_dtype, shape):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
-def test_columns_in_an_order_of_their_own(compiled, generator, x_dtype, shape):
+def test_column_order_gives_bits_of_reordered_inputs(compiled, generator, x_dtype, shape):
     """Integers are summed, so the bits equal those of input features in the weight's order."""
     rows, depth, width, group_size = shape
     x = random(generator, rows, depth, dtype=x_dtype) * 10
@@ -99,13 +99,13 @@ def test_columns_in_an_order_of_their_own(compiled, generator, x_dtype, shape):
     assert packed.num_bytes == compiled.pack_linear(weight).num_bytes + 4 * depth
 
 
-def test_the_reference_computes_what_the_weight_stands_for(generator):
+def test_int4_reference_product_is_close_to_dequantized_product(generator):
     x, weight = random(generator, 20, 256), weight_of(generator, 50, 256, 64)
     exact = x.double() @ weight.dequantize().double().T
     assert (reference(x, weight).double() - exact).norm() / exact.norm() < 0.01  # the rounding of activations
 
 
-def test_zero_points_beyond_the_values_are_refused(kernels, generator):
+def test_zero_points_above_16_are_refused(kernels, generator):
     weight = weight_of(generator, 8, 64, 32)
     assert weight.zeros is not None
     weight.zeros[3, 1] = 17
@@ -113,13 +113,13 @@ def test_zero_points_beyond_the_values_are_refused(kernels, generator):
         kernels.linear(random(generator, 2, 64), kernels.pack_linear(weight))
 
 
-def test_more_input_features_than_sums_hold_are_refused(compiled):
+def test_too_many_input_features_for_int32_sums_are_refused(compiled):
     weight = Int4Weight(torch.zeros(1, 65537, dtype=torch.uint8), torch.ones(1, 1), None, 65537)
     with pytest.raises(ValueError, match="65537 input features"):
         compiled.pack_linear(weight)
 
 
-def test_a_column_whose_groups_differ_much(compiled, generator):
+def test_column_with_very_different_group_scales_stays_accurate(compiled, generator):
     """The error of a group is at most half a unit of its column, however small the group's values are."""
     weight = weight_of(generator, 40, 256, 32, torch.float32)
     weight.scales.mul_(torch.logspace(0, -5, 8))
@@ -130,7 +130,7 @@ def test_a_column_whose_groups_differ_much(compiled, generator):
     assert (result.double() - exact).norm() / exact.norm() < 0.01
 
 
-def test_scales_are_nearly_whole_multiples_of_a_unit(generator):
+def test_int4_scales_are_rounded_to_multiples_of_column_unit(generator):
     for zeros, most in ((False, 4079), (True, 2039)):
         weight = weight_of(generator, 50, 256, 32, zeros=zeros)
         weight.scales[3] = 0
@@ -144,7 +144,7 @@ def test_scales_are_nearly_whole_multiples_of_a_unit(generator):
 
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_a_scale_that_is_no_number_makes_its_column_nan(kernels, generator, broken, rows):
+def test_non_finite_int4_scale_makes_only_its_column_nan(kernels, generator, broken, rows):
     weight = weight_of(generator, 70, 100, 32)
     weight.scales[35, 2] = broken
     result = kernels.linear(random(generator, rows, 100), kernels.pack_linear(weight))
@@ -155,7 +155,7 @@ def test_a_scale_that_is_no_number_makes_its_column_nan(kernels, generator, brok
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("value", [0, 15])
 @pytest.mark.parametrize("scale", [1.0, -1.0])
-def test_the_largest_weights_of_either_sign(compiled, rows, value, scale):
+def test_largest_int4_weights_of_either_sign_are_exact(compiled, rows, value, scale):
     depth, width = 1024, 40
     x = torch.full((rows, depth), 5.0)
     x[1] = -5.0
@@ -172,7 +172,7 @@ def test_the_largest_weights_of_either_sign(compiled, rows, value, scale):
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("group_size", [128, 65536])
 @pytest.mark.parametrize("rows", [3, 33])  # many rows use another product on some processors
-def test_the_largest_sums_do_not_overflow(compiled, rows, group_size, sign):
+def test_largest_int4_sums_do_not_overflow(compiled, rows, group_size, sign):
     depth = 65536
     x = torch.full((rows, depth), 5.0)
     x[1] = -5.0
@@ -190,7 +190,7 @@ def test_the_largest_sums_do_not_overflow(compiled, rows, group_size, sign):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 40])
 @pytest.mark.parametrize("zeros", [False, True])
-def test_the_largest_sums_of_some_of_a_word_do_not_overflow(compiled, rows, zeros):
+def test_largest_partial_sums_within_word_do_not_overflow(compiled, rows, zeros):
     """If the first two of four products have a sum of their own, it is largest if the other two have the other sign."""
     depth = 1024
     is_first = (torch.arange(depth) % 4 < 2).float()
@@ -207,7 +207,7 @@ def test_the_largest_sums_of_some_of_a_word_do_not_overflow(compiled, rows, zero
 
 
 @pytest.mark.parametrize("rows", [6, 40])
-def test_rows_of_zeros_tiny_and_broken_numbers(kernels, generator, rows):
+def test_int4_product_handles_zero_tiny_and_non_finite_rows(kernels, generator, rows):
     x = random(generator, rows, 70)
     x[1] = 0
     x[2] *= 1e-35
@@ -223,7 +223,7 @@ def test_rows_of_zeros_tiny_and_broken_numbers(kernels, generator, rows):
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize(("depth", "width", "group_size"), [(896, 160, 128), (4864, 96, 32), (123, 33, 32)])
-def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, depth, width, group_size, zeros):
+def test_int4_row_is_independent_of_batch_rows(compiled, generator, depth, width, group_size, zeros):
     weight = weight_of(generator, width, depth, group_size, zeros=zeros)
     packed = compiled.pack_linear(weight, random(generator, width))
     x = random(generator, 130, depth, dtype=torch.bfloat16)
@@ -235,7 +235,7 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, depth, wid
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_threads_do_not_change_a_bit(isa, generator):
+def test_int4_product_bits_are_independent_of_threads(isa, generator):
     weight, x = weight_of(generator, 300, 200, 32), random(generator, 40, 200)
     results = [k.linear(x, k.pack_linear(weight)) for k in (compiled_kernels(isa), compiled_kernels(isa, 1))]
     assert torch.equal(*results)
@@ -246,7 +246,7 @@ def test_threads_do_not_change_a_bit(isa, generator):
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("rows", [1, 3, 16, 40])
 @pytest.mark.parametrize("depth", [64, 70, 96, 130])
-def test_nothing_behind_weight_or_result_is_touched(compiled, generator, depth, rows, zeros, group_size):
+def test_int4_product_accesses_no_memory_out_of_bounds(compiled, generator, depth, rows, zeros, group_size):
     weight = weight_of(generator, 33, depth, group_size, zeros=zeros)
     x, expected = random(generator, rows, depth), None
     with memory_before_a_guard() as allocate:
@@ -279,7 +279,7 @@ def memory_before_a_guard():
 
 
 @pytest.mark.parametrize("rows", [6, 40])
-def test_strided_rows_and_none(kernels, generator, rows):
+def test_int4_product_accepts_strided_and_zero_rows(kernels, generator, rows):
     x, weight = random(generator, rows, 200)[:, 50:150], weight_of(generator, 40, 100, 32)
     packed = kernels.pack_linear(weight)
     assert torch.equal(kernels.linear(x, packed), kernels.linear(x.contiguous(), packed))
@@ -297,7 +297,7 @@ def rows_of(weight, ids, dtype):
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize(("depth", "width"), [(1, 1), (44, 32), (123, 77), (128, 33), (257, 40), (300, 100)])
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
-def test_embedding_gives_the_whole_values_times_their_units(
+def test_int4_embedding_equals_integer_values_times_units(
     kernels, generator, out_dtype, depth, width, group_size, zeros
 ):
     weight = weight_of(generator, width, depth, group_size, zeros=zeros)
@@ -310,7 +310,7 @@ def test_embedding_gives_the_whole_values_times_their_units(
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
-def test_the_rows_of_an_embedding_are_those_of_the_weight(kernels, generator, zeros):
+def test_int4_embedding_is_close_to_dequantized_weight(kernels, generator, zeros):
     """Scales have an error of at most half a unit, and values differ from their zero points by at most 16."""
     weight, ids = weight_of(generator, 70, 200, 32, zeros=zeros), torch.arange(70)
     rows = kernels.embedding(ids, kernels.pack_linear(weight), torch.float32)
@@ -318,7 +318,7 @@ def test_the_rows_of_an_embedding_are_those_of_the_weight(kernels, generator, ze
     assert ((rows - weight.dequantize()).abs() <= 16 * 0.501 * units.unsqueeze(1)).all()
 
 
-def test_an_embedding_has_zeros_large_and_broken_rows(kernels, generator):
+def test_int4_embedding_handles_zero_large_and_non_finite_rows(kernels, generator):
     weight = weight_of(generator, 40, 100, 32, torch.float32)
     weight.scales[3] = 0
     weight.scales[4] *= 1e-35
@@ -334,7 +334,7 @@ def test_an_embedding_has_zeros_large_and_broken_rows(kernels, generator):
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
-def test_an_embedding_refuses_ids_outside_the_vocabulary(compiled, generator, zeros):
+def test_int4_embedding_refuses_ids_outside_vocabulary(compiled, generator, zeros):
     """This includes the ids of the panel's padding."""
     packed = compiled.pack_linear(weight_of(generator, 33, 64, 32, zeros=zeros))
     for bad in (33, 63, 64, -1):
@@ -345,9 +345,7 @@ def test_an_embedding_refuses_ids_outside_the_vocabulary(compiled, generator, ze
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("depth", [33, 64, 70, 130])
-def test_nothing_behind_weight_or_rows_is_touched_by_an_embedding(
-    compiled, generator, depth, zeros, out_dtype, monkeypatch
-):
+def test_int4_embedding_accesses_no_memory_out_of_bounds(compiled, generator, depth, zeros, out_dtype, monkeypatch):
     weight, ids = weight_of(generator, 33, depth, 64, zeros=zeros), torch.arange(33)
     with memory_before_a_guard() as allocate, memory_before_a_guard() as allocate_rows:
 
@@ -367,7 +365,7 @@ def test_nothing_behind_weight_or_rows_is_touched_by_an_embedding(
     assert torch.equal(last, rows[-1:])
 
 
-def test_rounding_keeps_what_sixteen_values_hold():
+def test_quantize_int4_is_exact_for_sixteen_values():
     values = torch.arange(-8.0, 8.0).repeat(4)
     weight = torch.stack([values * 0.25, values * -3, torch.zeros(64)])
     weight[2, 7] = torch.nan
@@ -377,7 +375,7 @@ def test_rounding_keeps_what_sixteen_values_hold():
     assert not rounded.dequantize()[2].any()
 
 
-def test_rounding_takes_the_scale_of_least_error(generator):
+def test_quantize_int4_chooses_scale_of_least_error(generator):
     weight = random(generator, 64, 256)
     rounded = quantize_int4(weight)
     groups, best = weight.view(64, 8, 32), rounded.dequantize().view(64, 8, 32)
@@ -391,6 +389,6 @@ def test_rounding_takes_the_scale_of_least_error(generator):
     assert (best - groups).square().sum() < 0.97 * largest_only
 
 
-def test_bytes_are_those_of_the_padded_panels(fastest, generator):
+def test_int4_num_bytes_counts_padded_panels(fastest, generator):
     assert fastest.pack_linear(weight_of(generator, 33, 70, 32, zeros=False)).num_bytes == 64 * (36 + 3 * 2 + 4)
     assert fastest.pack_linear(weight_of(generator, 33, 70, 32)).num_bytes == 64 * (36 + 3 * 4 + 4)

@@ -22,7 +22,7 @@ HEADS = [
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize("head_dim", [64, 48, 20, 4])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_rows_are_rounded_as_they_are_written(kernels, generator, dtype, head_dim, block_size):
+def test_kv_rows_are_rounded_to_int8_on_write(kernels, generator, dtype, head_dim, block_size):
     batch, k_cache, v_cache = paged_batch([(9, 9), (30, 3), (1, 1)], block_size, 2, head_dim, dtype, generator)
     int8 = rounded_caches(k_cache, v_cache)
     before = [(cache.clone(), kv_scales(cache).clone()) for cache in int8]
@@ -53,7 +53,7 @@ def test_rows_are_rounded_as_they_are_written(kernels, generator, dtype, head_di
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_attention_is_that_over_the_numbers_they_stand_for(kernels, generator, heads, block_size, window):
+def test_int8_attention_equals_attention_over_dequantized_kv(kernels, generator, heads, block_size, window):
     """The bits are equal, so every property of a float32 cache holds for this one, except with pairs of bfloat16."""
     head_dim, num_kv_heads, group = heads
     sequences = [(1, 1), (70, 70), (150, 13), (64, 1), (129, 2), (1030, 2)]
@@ -70,7 +70,7 @@ def test_attention_is_that_over_the_numbers_they_stand_for(kernels, generator, h
         assert torch.equal(result, expected.bfloat16())
 
 
-def test_instruction_sets_write_the_same_bytes(compiled, fastest, generator):
+def test_int8_kv_bytes_are_equal_on_every_isa(compiled, fastest, generator):
     batch, k_cache, v_cache = paged_batch([(40, 40)], 16, 2, 64, torch.bfloat16, generator)
     q, k, v = (torch.randn(40, 2, 64, generator=generator).bfloat16() for _ in range(3))
     cos_sin = torch.cat([torch.ones(40, 32), torch.zeros(40, 32)], dim=1)  # no rotation: k is unchanged

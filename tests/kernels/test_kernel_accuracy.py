@@ -21,7 +21,7 @@ def truncated(values):
 
 @FLOATS
 @pytest.mark.parametrize("depth", [64, 520, 4864])
-def test_other_orders_of_sums_are_sound(generator, depth, dtype):
+def test_accuracy_check_accepts_other_summation_orders(generator, depth, dtype):
     x, weight, plain, exact = product(generator, 40, depth, 65, dtype)
     parts = [a.float() @ b.float().T for a, b in zip(x.split(64, 1), weight.split(64, 1), strict=True)]
     assert_as_exact_as_torch(torch.stack(parts).sum(0).to(dtype), plain, exact)
@@ -29,7 +29,7 @@ def test_other_orders_of_sums_are_sound(generator, depth, dtype):
 
 
 @pytest.mark.parametrize("shape", [(130, 520, 65), (5, 123, 123), (3, 64, 33)], ids=str)
-def test_truncation_is_seen(generator, shape):
+def test_accuracy_check_detects_truncation(generator, shape):
     x, weight, plain, exact = product(generator, *shape, torch.bfloat16)
     with pytest.raises(AssertionError, match=r"lean|norm|row"):
         assert_as_exact_as_torch(truncated(F.linear(x.float(), weight.float())), plain, exact)
@@ -37,13 +37,13 @@ def test_truncation_is_seen(generator, shape):
 
 @FLOATS
 @pytest.mark.parametrize("shape", [(130, 520, 65), (9, 257, 40), (12, 4864, 96)], ids=str)
-def test_a_product_without_its_last_k_is_seen(generator, shape, dtype):
+def test_accuracy_check_detects_missing_last_k(generator, shape, dtype):
     x, weight, plain, exact = product(generator, *shape, dtype)
     with pytest.raises(AssertionError, match="norm"):
         assert_as_exact_as_torch(F.linear(x[:, :-1].float(), weight[:, :-1].float()).to(dtype), plain, exact)
 
 
-def test_one_long_chain_in_float32_is_seen(generator):
+def test_accuracy_check_detects_one_long_float32_chain(generator):
     x, weight, plain, exact = product(generator, 12, 4864, 96, torch.float32)
     chain = torch.zeros_like(plain)
     for column, other in zip(x.T, weight.T, strict=True):
@@ -54,7 +54,7 @@ def test_one_long_chain_in_float32_is_seen(generator):
 
 @FLOATS
 @pytest.mark.parametrize("of_a_row", [1e-6, 1.0])
-def test_a_row_that_is_not_its_own_is_seen(generator, of_a_row, dtype):
+def test_accuracy_check_detects_one_wrong_row(generator, of_a_row, dtype):
     x, weight, _, _ = product(generator, 130, 520, 65, dtype)
     x[77] *= of_a_row
     plain, exact = F.linear(x.float(), weight.float()).to(dtype), x.double() @ weight.double().T
@@ -67,7 +67,7 @@ def test_a_row_that_is_not_its_own_is_seen(generator, of_a_row, dtype):
 
 @FLOATS
 @pytest.mark.parametrize("length", [300, 2500])
-def test_attention_without_a_tile_of_positions_is_seen(generator, length, dtype):
+def test_accuracy_check_detects_missing_attention_tile(generator, length, dtype):
     """One of 40 tokens lacks the tile."""
     q, k, v = (torch.randn(2, rows, 128, generator=generator).to(dtype) for rows in (40, length, length))
     seen = torch.arange(length) <= torch.arange(length - 40, length).unsqueeze(1)

@@ -30,7 +30,7 @@ def random(generator, *shape, dtype=torch.float32):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("weight_dtype", [*FLOATS, torch.float16], ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
-def test_error_is_that_of_torch(kernels, generator, x_dtype, weight_dtype, shape):
+def test_linear_is_as_exact_as_torch(kernels, generator, x_dtype, weight_dtype, shape):
     rows, depth, width = shape
     x = random(generator, rows, depth, dtype=x_dtype)
     weight = random(generator, width, depth, dtype=weight_dtype)
@@ -42,7 +42,7 @@ def test_error_is_that_of_torch(kernels, generator, x_dtype, weight_dtype, shape
     assert_as_exact_as_torch(kernels.linear(x, packed), wide.to(x_dtype), expected)
 
 
-def test_without_bias_and_with_strided_rows(kernels, generator):
+def test_linear_accepts_strided_rows_without_bias(kernels, generator):
     x = random(generator, 6, 200)[:, 50:150]
     weight = random(generator, 40, 300)[:, 20:120]
     expected = x.double() @ weight.double().T
@@ -54,7 +54,7 @@ def test_without_bias_and_with_strided_rows(kernels, generator):
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float16], ids=str)
 @pytest.mark.parametrize("heights", [(64, 32, 40), (64, 33, 32), (7,)], ids=str)  # whole and partial panels, one part
 @pytest.mark.parametrize("depth", [1, 31, 100, 256])
-def test_parts_of_a_weight_are_the_whole(kernels, generator, depth, heights, dtype):
+def test_weight_packed_from_parts_equals_whole_weight(kernels, generator, depth, heights, dtype):
     parts = [random(generator, height, 2 * depth, dtype=dtype)[:, :depth] for height in heights]
     bias, x = random(generator, sum(heights)), torch.eye(depth)
     packed = kernels.pack_linear(parts, bias)
@@ -64,12 +64,12 @@ def test_parts_of_a_weight_are_the_whole(kernels, generator, depth, heights, dty
     assert torch.equal(kernels.linear(x, kernels.pack_linear(parts)), torch.cat(parts).T.float())
 
 
-def test_no_rows(kernels):
+def test_linear_accepts_zero_rows(kernels):
     packed = kernels.pack_linear(torch.ones(3, 4))
     assert kernels.linear(torch.ones(0, 4), packed).shape == (0, 3)
 
 
-def test_the_result_stands_where_it_is_asked_for(kernels, generator):
+def test_linear_writes_result_to_out_tensor(kernels, generator):
     x, packed = random(generator, 5, 64), kernels.pack_linear(random(generator, 40, 64))
     out = torch.full((5, 40), float("nan"))
     assert kernels.linear(x, packed, out=out) is out
@@ -79,7 +79,7 @@ def test_the_result_stands_where_it_is_asked_for(kernels, generator):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("weight_dtype", [*FLOATS, torch.float16], ids=str)
 @pytest.mark.parametrize(("depth", "width"), [(896, 160), (4864, 96), (123, 33)])
-def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, weight_dtype, depth, width):
+def test_linear_row_is_independent_of_batch_rows(compiled, generator, weight_dtype, depth, width):
     packed = compiled.pack_linear(random(generator, width, depth, dtype=weight_dtype), random(generator, width))
     x = random(generator, 130, depth, dtype=torch.bfloat16)
     x[0] *= 3
@@ -94,7 +94,7 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, weight_dty
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("width", [200, 1024])  # so wide that a task has several panels
 @pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a partial last tile, long panels
-def test_a_row_does_not_depend_on_the_block_it_stands_in(compiled, generator, depth, width, quantized):
+def test_linear_row_is_independent_of_its_row_block(compiled, generator, depth, width, quantized):
     weight = random(generator, width, depth, dtype=torch.bfloat16)
     packed = compiled.pack_linear(quantize_int8(weight) if quantized else weight, random(generator, width))
     x = random(generator, 300, depth + 8, dtype=torch.bfloat16)[:, :depth]  # no row begins at a cache line
@@ -108,7 +108,7 @@ def test_a_row_does_not_depend_on_the_block_it_stands_in(compiled, generator, de
 
 @pytest.mark.parametrize("rows", [513, 1300])
 @pytest.mark.parametrize("depth", [1024, 3072])
-def test_more_rows_than_stay_in_a_cache(fastest, generator, depth, rows):
+def test_linear_bits_are_equal_for_more_rows_than_fit_cache(fastest, generator, depth, rows):
     """Some blocks of rows go through all panels before the rest, and the last block is smaller."""
     weight = random(generator, 192, depth, dtype=torch.bfloat16)
     x = random(generator, rows, depth, dtype=torch.bfloat16)
@@ -120,7 +120,7 @@ def test_more_rows_than_stay_in_a_cache(fastest, generator, depth, rows):
 
 
 @pytest.mark.sweep(3)
-def test_many_rows_of_many_features(compiled, generator):
+def test_linear_bits_are_equal_for_more_features_than_one_pack(compiled, generator):
     """More features than are packed at a time: the rest needs another pass."""
     depth = 40000
     weight, x = (
@@ -135,7 +135,7 @@ def test_many_rows_of_many_features(compiled, generator):
             assert torch.equal(whole[[0, 255, 256, 299]], alone)
 
 
-def test_rows_of_groups_are_multiplied_with_their_own_weight(fastest, generator):
+def test_grouped_linear_multiplies_rows_with_weight_of_their_group(fastest, generator):
     x, weights = random(generator, 9, 64), random(generator, 4, 33, 64)
     start = torch.tensor([0, 4, 4, 5, 9], dtype=torch.int32)
     groups = [0] * 4 + [2] + [3] * 4
@@ -150,7 +150,7 @@ def test_rows_of_groups_are_multiplied_with_their_own_weight(fastest, generator)
 
 
 @pytest.mark.parametrize("width", [896, 4864, 151936])
-def test_a_row_does_not_depend_on_its_neighbours_in_wide_layers(fastest, generator, width):
+def test_wide_linear_row_is_independent_of_batch_rows(fastest, generator, width):
     few = (torch.rand(min(width, 1187), 896, generator=generator) - 0.5).to(torch.bfloat16)
     weight = few.repeat(-(-width // len(few)), 1)[:width]  # the same columns at other places, as tested here
     packed = fastest.pack_linear(weight)
@@ -163,7 +163,7 @@ def test_a_row_does_not_depend_on_its_neighbours_in_wide_layers(fastest, generat
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("width", [333, 1056])  # so wide that a task has several panels
-def test_threads_do_not_change_a_bit(compiled, generator, width, weight_dtype):
+def test_linear_bits_are_independent_of_threads(compiled, generator, width, weight_dtype):
     weight, bias = random(generator, width, 500, dtype=weight_dtype), random(generator, width)
     sides = [(k, k.pack_linear(weight, bias)) for k in (compiled, compiled_kernels(compiled.isa, num_threads=1))]
     assert [k.num_threads for k, _ in sides] == [2, 1]
@@ -172,7 +172,7 @@ def test_threads_do_not_change_a_bit(compiled, generator, width, weight_dtype):
         assert torch.equal(*(k.linear(x, packed) for k, packed in sides)), (rows, dtype)
 
 
-def test_instruction_sets_with_fused_products_agree(generator):
+def test_linear_bits_are_equal_on_avx512_and_avx2(generator):
     weight, x = random(generator, 100, 900, dtype=torch.float16), random(generator, 40, 900)
     results = [k.linear(x, k.pack_linear(weight)) for k in map(compiled_kernels, ("avx512", "avx2"))]
     assert torch.equal(*results)
@@ -180,7 +180,7 @@ def test_instruction_sets_with_fused_products_agree(generator):
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float16], ids=str)
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
-def test_embedding_gives_the_rows_back(kernels, generator, dtype, out_dtype):
+def test_embedding_returns_weight_rows(kernels, generator, dtype, out_dtype):
     weight = random(generator, 77, 123, dtype=dtype)
     weight[3, 5] = float("inf")
     weight[4, 5] = 2.0**-24 if dtype == torch.float16 else 1e-40  # subnormal
@@ -189,14 +189,14 @@ def test_embedding_gives_the_rows_back(kernels, generator, dtype, out_dtype):
     assert torch.equal(rows, weight[ids].to(out_dtype))
 
 
-def test_embedding_refuses_unknown_ids(kernels):
+def test_embedding_refuses_ids_outside_vocabulary(kernels):
     packed = kernels.pack_linear(torch.ones(3, 4))
     for bad in (3, -1):
         with pytest.raises(IndexError):
             kernels.embedding(torch.tensor([0, bad]), packed, torch.float32)
 
 
-def test_bytes_are_those_of_the_padded_panels(fastest):
+def test_linear_num_bytes_counts_padded_panels(fastest):
     packed = fastest.pack_linear(torch.ones(33, 5, dtype=torch.bfloat16), torch.ones(33))
     assert packed.num_bytes == 64 * 6 * 2 + 64 * 4
     assert (packed.out_features, packed.in_features) == (33, 5)

@@ -32,7 +32,7 @@ def host(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_one_thread_for_each_physical_core(host, monkeypatch):
+def test_default_is_one_thread_per_physical_core(host, monkeypatch):
     assert usable_cores() == [0, 1]
     assert default_num_threads() == 2
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 3})
@@ -41,7 +41,7 @@ def test_one_thread_for_each_physical_core(host, monkeypatch):
     assert usable_cores() == [1]
 
 
-def test_a_machine_that_tells_nothing_of_siblings(host, monkeypatch):
+def test_every_cpu_counts_as_core_without_sibling_information(host, monkeypatch):
     monkeypatch.setattr(machine, "_CPUS", host / "nowhere")
     assert usable_cores() == [0, 1, 2, 3]
 
@@ -55,7 +55,7 @@ def test_a_machine_that_tells_nothing_of_siblings(host, monkeypatch):
         ({"pod/box/cpu.max": "400000 100000"}, 4.0, 2),
     ],
 )
-def test_a_quota_of_any_cgroup_around_leaves_fewer_threads(host, files, quota, threads):
+def test_cgroup_quota_reduces_default_threads(host, files, quota, threads):
     """Then threads are not pinned, because processes with the same quota would be pinned to the same cores."""
     for name, text in files.items():
         (host / "cgroups" / name).write_text(text + "\n")
@@ -65,7 +65,7 @@ def test_a_quota_of_any_cgroup_around_leaves_fewer_threads(host, files, quota, t
 
 
 @pytest.mark.parametrize(("text", "quota"), [("200000", 2.0), ("-1", math.inf)])
-def test_a_quota_of_version_1(host, text, quota):
+def test_cgroup_v1_quota_is_read(host, text, quota):
     (host / "own").write_text("4:memory:/elsewhere\n1:cpu,cpuacct:/box\n")
     folder = host / "cgroups" / "cpu,cpuacct" / "box"
     folder.mkdir(parents=True)
@@ -85,7 +85,7 @@ def test_a_quota_of_version_1(host, text, quota):
         ({0: ("98304K", ""), 1: ("much", "1,3")}, 96, 192),
     ],
 )
-def test_weights_are_cycled_through_more_memory_than_caches_keep(host, caches, mebibytes, cold):
+def test_cold_bytes_exceed_total_l3_cache(host, caches, mebibytes, cold):
     for cpu, (size, shared_by) in caches.items():
         for other in (cpu, cpu + 2):  # its sibling
             folder = host / "cpus" / f"cpu{other}" / "cache" / "index3"
@@ -96,7 +96,7 @@ def test_weights_are_cycled_through_more_memory_than_caches_keep(host, caches, m
     assert machine.cold_bytes() == cold << 20
 
 
-def test_openmp_users_are_heard(host, monkeypatch):
+def test_omp_num_threads_sets_default_threads(host, monkeypatch):
     for text, expected in (("3", 3), ("4,2", 4), ("0", 2), ("many", 2)):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
         assert default_num_threads() == expected
@@ -109,7 +109,7 @@ def affinities(before):
 
 
 @pytest.mark.skipif(not COMPILED or len(usable_cores()) < 2, reason="needs the compiled kernels and two cores")
-def test_threads_are_pinned_where_there_is_one_for_each_core():
+def test_threads_are_pinned_only_if_one_per_core():
     from octavo import _kernels
 
     before = {path.name for path in Path("/proc/self/task").iterdir()}

@@ -36,7 +36,7 @@ def shift(tmp_path_factory):
     del sys.modules["octavo.kernels.operations.shift"]
 
 
-def test_the_plain_version_serves_backends_without_a_file_of_their_own(shift):
+def test_plain_version_of_documented_kernel_serves_every_backend(shift):
     x = torch.randn(5, 33)
     for kernels in (ReferenceKernels(), CpuKernels("portable", num_threads=1)):
         out = kernels.empty(5, 33, like=x)
@@ -44,7 +44,7 @@ def test_the_plain_version_serves_backends_without_a_file_of_their_own(shift):
         assert torch.equal(out, x + 1.5)
 
 
-def test_the_file_for_a_gpu(shift, tmp_path, monkeypatch):
+def test_documented_triton_kernel_replaces_plain_version(shift, tmp_path, monkeypatch):
     pytest.importorskip("triton")
     from octavo.kernels import triton as package
     from octavo.kernels.triton.backend import kernel_of
@@ -68,7 +68,7 @@ def test_the_file_for_a_gpu(shift, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_compiled_file_and_its_line(shift, tmp_path):
+def test_documented_cpp_kernel_compiles_and_is_recorded(shift, tmp_path):
     """Only one instruction set is compiled, without optimization; this takes seconds."""
     generator = torch.Generator().manual_seed(0)
     kernels = CpuKernels("portable", num_threads=2)

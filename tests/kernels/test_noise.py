@@ -20,13 +20,13 @@ def columns(*rows):
     return (torch.tensor(column) for column in zip(*rows, strict=True))
 
 
-def test_philox_is_the_published_one():
+def test_philox_matches_published_random123_answer():
     """Known answers of Random123 (kat_vectors): counter and key are zero; c = 0, lane 0 has the ids 0, 16, 32, 48."""
     words = philox_words(*columns((0, 0, 0)), 64)[0]
     assert [int(words[i]) for i in (0, 16, 32, 48)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
-def test_philox_agrees_with_a_scalar_one():
+def test_philox_equals_scalar_implementation():
     def philox(counter, key):
         for _ in range(10):
             high, low = zip(*(divmod(m * c, 2**32) for m, c in ((0xD2511F53, counter[0]), (0xCD9E8D57, counter[2]))),
@@ -43,21 +43,21 @@ def test_philox_agrees_with_a_scalar_one():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_compiled_noise_has_the_same_bits(compiled, seed):
+def test_compiled_noise_has_bits_of_reference(compiled, seed):
     for position, sample_index in ((0, 0), (1, 0), (0, 1), (131071, 7), (2**31 - 1, 2**31 - 1)):
         expected = gumbel_noise(*columns((seed, position, sample_index)), 5000)[0]
         assert torch.equal(compiled_noise(compiled, seed, position, sample_index, 0, 5000), expected)
         assert torch.equal(compiled_noise(compiled, seed, position, sample_index, 1234, 99), expected[1234:1333])
 
 
-def test_each_of_the_inputs_matters():
+def test_noise_depends_on_seed_position_and_sample_index():
     base = (5, 6, 7)
     noise = gumbel_noise(*columns(base, (6, 6, 7), (5 + 2**32, 6, 7), (5, 7, 7), (5, 6, 8)), 4096)
     for other in noise[1:]:
         assert (noise[0] == other).float().mean() < 0.01
 
 
-def test_words_become_noise_with_full_precision():
+def test_words_map_to_gumbel_noise_with_float32_precision():
     edges = [0, 1, 2, 1000, 2**20, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 2**20, 2**32 - 2, 2**32 - 1]
     random = torch.randint(0, 2**32, (200_000,), generator=torch.Generator().manual_seed(1)).tolist()
     words = torch.tensor(edges + random)
@@ -73,7 +73,7 @@ def test_words_become_noise_with_full_precision():
     assert noise.min() > -3.14
 
 
-def test_noise_is_gumbel():
+def test_noise_has_gumbel_distribution():
     """Chi-square over 64 cells of equal probability. Seeds are fixed, so the result is always the same."""
     noise = gumbel_noise(*columns(*[(seed, 3, 0) for seed in range(8)]), 100_000).double().flatten()
     uniform = torch.exp(-torch.exp(-noise))

@@ -16,18 +16,18 @@ def halve(x: torch.Tensor) -> None:
     x.div_(2)
 
 
-def test_an_operation_has_the_name_and_the_docstring_of_its_plain_version():
+def test_operation_keeps_name_and_docstring_of_plain_version():
     assert (halve.name, halve.__name__, halve.__doc__) == ("halve", "halve", "Divide x by two in place.")
     assert halve.__module__ == __name__
 
 
-def test_a_backend_without_a_kernel_computes_the_plain_version(kernels):
+def test_backend_without_kernel_calls_plain_version(kernels):
     x = torch.tensor([3.0, 5.0])
     halve(kernels, x)
     assert x.tolist() == [1.5, 2.5]
 
 
-def test_the_compiled_kernel_is_called_if_there_is_one(monkeypatch):
+def test_operation_calls_compiled_kernel_if_present(monkeypatch):
     kernels = compiled_kernels("portable")
     monkeypatch.setattr(soft_cap, "reference", lambda *_: pytest.fail("the plain version was called"))
     x = torch.tensor([30.0])
@@ -45,14 +45,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("message", "tensors"), REFUSED.items(), ids=REFUSED)
-def test_tensors_that_a_compiled_kernel_does_not_take(message, tensors):
+def test_compiled_kernel_refuses_invalid_tensors(message, tensors):
     before = tensors[1].clone()
     with pytest.raises(ValueError, match=message):
         add(compiled_kernels("portable"), *tensors, 1.0)
     assert torch.equal(tensors[1], before)
 
 
-def test_a_dimension_of_one_has_any_stride():
+def test_dimension_of_size_one_may_have_any_stride():
     x = torch.zeros(4, 3)[:1]
     total = torch.ones(3, 5).t()[:1]  # [1, 3], strides (1, 5)
     with pytest.raises(ValueError, match="sum is not contiguous"):
@@ -64,7 +64,7 @@ def test_a_dimension_of_one_has_any_stride():
     assert row.tolist() == [[2.0, 2.0, 2.0]]
 
 
-def test_memory_for_results(kernels):
+def test_kernels_empty_allocates_contiguous_tensor(kernels):
     like = torch.zeros(2, dtype=torch.bfloat16)
     made = kernels.empty(3, 4, like=like)
     assert (made.shape, made.dtype, made.device) == ((3, 4), torch.bfloat16, like.device)

@@ -39,7 +39,7 @@ def assert_same_bits(result, expected):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
-def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generator, x_dtype, shape):
+def test_int8_product_has_bits_of_reference_on_every_isa(compiled, generator, x_dtype, shape):
     rows, depth, width = shape
     x = random(generator, rows, depth, dtype=x_dtype) * 10
     weight, bias = quantize_int8(random(generator, width, depth)), random(generator, width)
@@ -51,7 +51,7 @@ def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generat
 
 
 @pytest.mark.parametrize("depth", [1024, 4864, 65536])
-def test_the_largest_sums_do_not_overflow(compiled, depth):
+def test_largest_int8_sums_do_not_overflow(compiled, depth):
     x = torch.full((3, depth), 5.0)
     x[1] = -5.0
     x[2, ::2] = -5.0
@@ -64,7 +64,7 @@ def test_the_largest_sums_do_not_overflow(compiled, depth):
     assert expected[0, 0] == torch.tensor(127.0 * 127 * depth).float() * (torch.tensor(5.0) / 127)
 
 
-def test_rows_of_zeros_tiny_and_broken_numbers(kernels, generator):
+def test_int8_product_handles_zero_tiny_and_non_finite_rows(kernels, generator):
     x = random(generator, 8, 70)
     x[1] = 0
     x[2] *= 1e-35
@@ -85,7 +85,7 @@ def test_rows_of_zeros_tiny_and_broken_numbers(kernels, generator):
 
 
 @pytest.mark.parametrize(("depth", "width"), [(896, 160), (4864, 96), (123, 33)])
-def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, depth, width):
+def test_int8_row_is_independent_of_batch_rows(compiled, generator, depth, width):
     packed = compiled.pack_linear(quantize_int8(random(generator, width, depth)), random(generator, width))
     x = random(generator, 130, depth, dtype=torch.bfloat16)
     x[0] *= 3
@@ -96,21 +96,21 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, depth, wid
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_threads_do_not_change_a_bit(isa, generator):
+def test_int8_product_bits_are_independent_of_threads(isa, generator):
     weight, x = quantize_int8(random(generator, 300, 200)), random(generator, 40, 200)
     results = [k.linear(x, k.pack_linear(weight)) for k in (compiled_kernels(isa), compiled_kernels(isa, 1))]
     assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
-def test_embedding_gives_the_rounded_rows_back(kernels, generator, out_dtype):
+def test_int8_embedding_returns_dequantized_rows(kernels, generator, out_dtype):
     weight = quantize_int8(random(generator, 100, 45))
     ids = torch.tensor([99, 0, 31, 32, 99, 64])
     expected = weight.dequantize()[ids].to(out_dtype)
     assert torch.equal(kernels.embedding(ids, kernels.pack_linear(weight), out_dtype), expected)
 
 
-def test_strided_rows(kernels, generator):
+def test_int8_product_accepts_strided_and_zero_rows(kernels, generator):
     x = random(generator, 6, 200)[:, 50:150]
     weight = quantize_int8(random(generator, 40, 300)[:, 20:120])
     assert torch.equal(
@@ -119,7 +119,7 @@ def test_strided_rows(kernels, generator):
     assert kernels.linear(x[:0], kernels.pack_linear(weight)).shape == (0, 40)
 
 
-def test_rounding_is_symmetric_to_nearest_even_and_the_largest_is_127(generator):
+def test_int8_rounding_is_symmetric_to_nearest_even_with_maximum_127(generator):
     values, scales = quantize_rows(torch.tensor([[127.0, 0.5, 1.5, -0.5, -2.5, -127.0], [0, 0, 0, 0, 0, 0]]))
     assert values.tolist() == [[127, 0, 2, 0, -2, -127], [0] * 6]
     assert scales.tolist() == [1.0, 0.0]
@@ -130,7 +130,7 @@ def test_rounding_is_symmetric_to_nearest_even_and_the_largest_is_127(generator)
     assert (error <= rounded.scales.unsqueeze(1) * 0.5001).all()
 
 
-def test_the_error_is_that_of_rounding_alone(fastest, generator):
+def test_int8_product_error_is_rounding_error_alone(fastest, generator):
     x, weight = random(generator, 64, 512), random(generator, 256, 512)
     exact = x.double() @ weight.double().T
     result = fastest.linear(x, fastest.pack_linear(quantize_int8(weight))).double()
@@ -142,6 +142,6 @@ def test_the_error_is_that_of_rounding_alone(fastest, generator):
     assert 0.8 * expected < relative < 1.2 * expected
 
 
-def test_bytes_are_those_of_the_padded_panels(fastest):
+def test_int8_num_bytes_counts_padded_panels(fastest):
     packed = fastest.pack_linear(quantize_int8(torch.ones(33, 5)))
     assert packed.num_bytes == 64 * (8 + 4 + 4)

@@ -87,7 +87,7 @@ def load(path, kernels, dtype, quantization):
 @pytest.mark.sweep(16)
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantization, tmp_path, compiled, generator):
+def test_recorded_forward_has_bits_of_model_code(name, dtype, quantization, tmp_path, compiled, generator):
     path = write_checkpoint(tmp_path, tiny_config(name, attention_bias=True), std=0.1)
     model = load(path, compiled, dtype, quantization)
     plain, recorded = Cache(model), Cache(model)
@@ -130,7 +130,7 @@ def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantizat
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_step_of_one_token_is_enough_to_record(name, tmp_path, compiled, generator):
+def test_forward_is_recorded_from_one_token_step(name, tmp_path, compiled, generator):
     """It has one row, and torch does not report the row stride of every view of it."""
     path = write_checkpoint(tmp_path, tiny_config(name, attention_bias=True), std=0.1)
     model = load(path, compiled, "bfloat16", None)
@@ -143,7 +143,7 @@ def test_a_step_of_one_token_is_enough_to_record(name, tmp_path, compiled, gener
         assert torch.equal(again(ids, batch), model.forward(ids, batch, plain))
 
 
-def test_columns_in_an_order_of_their_own_are_recorded(tmp_path, compiled, generator):
+def test_weights_with_column_order_are_recorded(tmp_path, compiled, generator):
     model = load(write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"), std=0.1), compiled, "bfloat16", "int4")
     for layer in model.layers:
         weight = quantize_int4(torch.randn(64, 160, generator=generator))
@@ -157,7 +157,7 @@ def test_columns_in_an_order_of_their_own_are_recorded(tmp_path, compiled, gener
         assert torch.equal(again(ids, batch), model.forward(ids, batch, plain))
 
 
-def test_calls_are_measured_when_that_is_asked_for(tmp_path, compiled, generator):
+def test_measure_calls_times_each_recorded_call(tmp_path, compiled, generator):
     model = load(write_checkpoint(tmp_path, tiny_config("Qwen2ForCausalLM"), std=0.1), compiled, "bfloat16", None)
     cache = Cache(model)
     with torch.inference_mode():
@@ -199,7 +199,7 @@ def hold_views(kernels, weights):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_buffer_is_not_used_again_while_anything_refers_to_it(isa, generator):
+def test_buffer_is_not_reused_while_referenced(isa, generator):
     kernels = compiled_kernels(isa)
     make = lambda *shape: torch.randn(*shape, generator=generator) / 8  # noqa: E731
     weights = (
@@ -231,7 +231,7 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
-def test_what_torch_computes_is_not_recorded(compute, compiled, generator):
+def test_forward_with_torch_operations_is_not_recorded(compute, compiled, generator):
     table = compiled.pack_linear(torch.randn(512, 64, generator=generator))
 
     def forward(ids, _batch):
@@ -244,7 +244,7 @@ def test_what_torch_computes_is_not_recorded(compute, compiled, generator):
     assert torch.equal(forward(ids, batch), hidden)  # the recorder is removed completely
 
 
-def test_an_array_of_another_batch_is_refused(compiled, generator):
+def test_array_of_other_batch_is_refused(compiled, generator):
     table = compiled.pack_linear(torch.randn(512, 64, generator=generator))
     ids, batch = step_of([3], generator, [0])
     other = ids.clone()
@@ -257,7 +257,7 @@ def test_an_array_of_another_batch_is_refused(compiled, generator):
     assert compiled.embedding(ids, table, torch.float32).shape == (3, 64)
 
 
-def test_rows_of_the_whole_batch_behind_those_that_are_taken_are_refused(tmp_path, compiled, generator):
+def test_whole_batch_attention_after_take_rows_is_refused(tmp_path, compiled, generator):
     """A replay would use the right batch instead of the one that such a pass keeps."""
     model = load(write_checkpoint(tmp_path, tiny_config("Qwen2ForCausalLM"), std=0.1), compiled, "bfloat16", None)
     cache = Cache(model)
@@ -272,7 +272,7 @@ def test_rows_of_the_whole_batch_behind_those_that_are_taken_are_refused(tmp_pat
             compiled.record_forward(forward, ids, batch, MAX_TOKENS)
 
 
-def test_output_rows_that_are_none_of_the_step_change_nothing(tmp_path, compiled, generator):
+def test_invalid_output_rows_raise_and_change_nothing(tmp_path, compiled, generator):
     model = load(write_checkpoint(tmp_path, tiny_config("Qwen2ForCausalLM"), std=0.1), compiled, "bfloat16", None)
     cache = Cache(model)
     with torch.inference_mode():
@@ -290,7 +290,7 @@ def test_output_rows_that_are_none_of_the_step_change_nothing(tmp_path, compiled
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
-def test_output_rows_behind_long_and_shared_contexts(tmp_path, compiled, generator, kv_dtype):
+def test_output_rows_after_long_and_shared_contexts_have_equal_bits(tmp_path, compiled, generator, kv_dtype):
     """In the last layer, chunks compute only output rows, which share prefixes and are cut into partitions unlike
     chunks.
     """
@@ -341,7 +341,7 @@ def test_output_rows_behind_long_and_shared_contexts(tmp_path, compiled, generat
             assert torch.equal(model.forward(ids, wanted, cache), whole[wanted.outputs.rows]), counts
 
 
-def test_an_id_outside_the_vocabulary_changes_nothing(compiled, generator):
+def test_id_outside_vocabulary_raises_and_changes_nothing(compiled, generator):
     table = compiled.pack_linear(torch.randn(512, 64, generator=generator))
     ids, batch = step_of([3], generator, [0])
     _, again = compiled.record_forward(
@@ -372,7 +372,7 @@ def grouped(batch, num_groups):
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3, 4])
-def test_a_step_of_any_number_of_kv_groups(num_groups, tmp_path, compiled, generator):
+def test_steps_with_one_to_four_kv_groups_are_recorded(num_groups, tmp_path, compiled, generator):
     config = tiny_config("Qwen2ForCausalLM", num_hidden_layers=num_groups)
     model = load(write_checkpoint(tmp_path, config, std=0.1), compiled, "bfloat16", None)
     for index, layer in enumerate(model.layers):
@@ -395,7 +395,7 @@ def test_a_step_of_any_number_of_kv_groups(num_groups, tmp_path, compiled, gener
             again(ids, grouped(with_outputs(batch, [1, 1, 1]), num_groups + 1))
 
 
-def test_an_operation_is_recorded(compiled, generator):
+def test_operation_is_recorded(compiled, generator):
     table = compiled.pack_linear(torch.randn(512, 64, generator=generator))
 
     def forward(ids, _batch):
@@ -410,7 +410,7 @@ def test_an_operation_is_recorded(compiled, generator):
     assert torch.equal(again(ids, batch), forward(ids, batch))
 
 
-def test_a_kernel_that_cannot_be_recorded_is_called_in_each_step(compiled, generator):
+def test_forward_with_unrecordable_kernel_is_not_recorded(compiled, generator):
     table = compiled.pack_linear(torch.randn(512, 64, generator=generator))
 
     def forward(ids, _batch):
@@ -424,7 +424,7 @@ def test_a_kernel_that_cannot_be_recorded_is_called_in_each_step(compiled, gener
     assert torch.equal(hidden, forward(ids, batch))
 
 
-def test_other_backends_record_nothing(generator):
+def test_reference_backend_records_nothing(generator):
     kernels = ReferenceKernels()
     table = kernels.pack_linear(torch.randn(512, 64, generator=generator))
     ids, batch = step_of([3], generator, [0])
@@ -435,7 +435,7 @@ def test_other_backends_record_nothing(generator):
     assert hidden.shape == (3, 64)
 
 
-def test_quantized_rows_stay_in_their_memory(fastest, generator):
+def test_largest_step_of_quantized_rows_has_equal_bits(fastest, generator):
     """The largest step has many times the rows of the recorded one: no write goes past the end of a buffer."""
     weight = fastest.pack_linear(quantize_int8(torch.randn(96, 64, generator=generator)))
     table = fastest.pack_linear(torch.randn(512, 64, generator=generator))

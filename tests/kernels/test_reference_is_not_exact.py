@@ -23,14 +23,14 @@ def assert_rows_are_independent(operation, x):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.xfail(strict=True, reason="one row takes another path (a matrix-vector product) than many")
-def test_float32_linear(generator, width):
+def test_float32_linear_is_batch_invariant(generator, width):
     kernels = ReferenceKernels()
     packed = kernels.pack_linear(torch.randn(160, width, generator=generator))
     assert_rows_are_independent(lambda x: kernels.linear(x, packed), torch.randn(130, width, generator=generator))
 
 
 @pytest.mark.xfail(strict=True, reason="one row takes another path (a matrix-vector product) than many")
-def test_one_row_product_with_a_widened_weight(generator):
+def test_bfloat16_linear_in_float32_is_batch_invariant(generator):
     """The reference computes logits so: bfloat16 weights and activations, products in float32."""
     kernels = ReferenceKernels()
     packed = kernels.pack_linear(torch.randn(160, 896, generator=generator).to(torch.bfloat16))
@@ -40,13 +40,13 @@ def test_one_row_product_with_a_widened_weight(generator):
 
 
 @pytest.mark.xfail(strict=True, reason="elements in the last incomplete vector of the tensor are computed another way")
-def test_float32_silu(generator):
+def test_float32_silu_is_batch_invariant(generator):
     assert_rows_are_independent(F.silu, torch.randn(130, 123, generator=generator) * 5)
 
 
 @pytest.mark.parametrize("operation", [torch.sum, torch.mean])
 @pytest.mark.xfail(strict=True, reason="one row of more elements than a thread's share is summed by several threads")
-def test_float32_reduction_by_two_threads(generator, operation):
+def test_float32_reduction_by_two_threads_is_batch_invariant(generator, operation):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -70,5 +70,5 @@ EXACT = {
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("operation", EXACT)
-def test_exact_on_one_thread(generator, operation, width):
+def test_operation_on_one_thread_is_batch_invariant(generator, operation, width):
     assert_rows_are_independent(EXACT[operation], torch.randn(130, width, generator=generator) * 5)

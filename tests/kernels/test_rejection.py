@@ -31,7 +31,7 @@ def one_by_one(chosen: list[int], drafts: list[int]) -> list[int]:
     return kept
 
 
-def test_the_target_stands_where_it_differs_first(kernels):
+def test_target_token_replaces_first_mismatching_draft(kernels):
     rows = rows_of([([4, 5, 9, 7, 8, 1], [4, 5, 6, 7, 8])])
     sampled, num_sampled = kernels.rejection_sample(*rows, 5)
     assert sampled.tolist() == [[4, 5, 9, -1, -1, -1]]
@@ -39,7 +39,7 @@ def test_the_target_stands_where_it_differs_first(kernels):
     assert (sampled.dtype, num_sampled.dtype) == (torch.int64, torch.int32)
 
 
-def test_requests_have_drafts_of_their_own(kernels):
+def test_requests_may_have_different_numbers_of_drafts(kernels):
     cases = [([7], []), ([1, 2, -1], [1, 2]), ([5, 6], [4]), ([-1, 3], [3]), ([9], []), ([3, -1, 3], [3, 3])]
     sampled, num_sampled = kernels.rejection_sample(*rows_of(cases), 4)
     assert sampled.tolist() == [
@@ -55,7 +55,7 @@ def test_requests_have_drafts_of_their_own(kernels):
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 8])
 @pytest.mark.parametrize("num_requests", [1, 2, 33])
-def test_it_is_what_the_definition_says(kernels, num_steps, num_requests):
+def test_rejection_sample_equals_scalar_definition(kernels, num_steps, num_requests):
     rng = random.Random(num_steps)
     cases = []
     for _ in range(num_requests):
@@ -68,7 +68,7 @@ def test_it_is_what_the_definition_says(kernels, num_steps, num_requests):
 
 
 @pytest.mark.parametrize("bounds", [[0, 3], [0, 1, 1, 3]])
-def test_rows_that_there_cannot_be_are_refused(kernels, bounds):
+def test_rejection_sample_refuses_too_many_or_zero_rows(kernels, bounds):
     tokens = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(IndexError, match="more than 1 drafts"):
         kernels.rejection_sample(tokens, tokens, torch.tensor(bounds, dtype=torch.int32), 1)

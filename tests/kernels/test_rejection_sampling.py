@@ -140,7 +140,7 @@ CASES = {
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", CASES)
-def test_answers_are_distributed_as_without_drafts(case):
+def test_drafts_do_not_change_token_distribution(case):
     found = p_values(CASES[case])
     assert min(found.values()) > LEAST_P, found
 
@@ -169,18 +169,18 @@ MUTANTS = {
 
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_wrong_versions_are_seen(mutant):
+def test_chi_square_test_detects_wrong_verification(mutant):
     assert min(p_values(CASES["8"], rewritten(*MUTANTS[mutant])).values()) < LEAST_P
 
 
-def test_a_found_draft_that_is_resampled_is_seen():
+def test_chi_square_test_detects_resampled_greedy_draft():
     verify = rewritten("target.scatter(1, drafts[at].unsqueeze(1), 0.0)", "target")
     assert min(p_values(CASES["found"], verify).values()) < LEAST_P
 
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("wrong", ["stale q", "top_p of the target alone", "top_p of the draft alone"])
-def test_wrong_distributions_of_drafts_are_seen(wrong):
+def test_chi_square_test_detects_wrong_draft_distribution(wrong):
     plain, filtered = CASES["8"], Chain.make(8, top_p=0.8)
     chain = {
         "stale q": replace(plain, is_stale=True),
@@ -190,7 +190,7 @@ def test_wrong_distributions_of_drafts_are_seen(wrong):
     assert min(p_values(chain).values()) < LEAST_P
 
 
-def test_top_p_of_the_target_alone_is_no_fault_where_it_is_known():
+def test_top_p_on_target_alone_keeps_target_distribution():
     """Any q is right if it is the one that drafts were drawn from."""
     assert min(p_values(replace(CASES["8"], p=Chain.make(8, top_p=0.8).p)).values()) > LEAST_P
 
@@ -214,7 +214,7 @@ def random_probs(n: int, vocab: int = 9) -> torch.Tensor:
     return torch.randn(n, vocab, generator=torch.Generator().manual_seed(n)).double().softmax(dim=1)
 
 
-def test_requests_have_drafts_of_their_own_and_rows_stand_for_themselves():
+def test_batched_verification_equals_verification_of_single_requests():
     """A request in a batch that has room for more drafts gets the tokens that it gets alone."""
     generator = torch.Generator().manual_seed(1)
     cases, rows = [], 0
@@ -244,7 +244,7 @@ def test_requests_have_drafts_of_their_own_and_rows_stand_for_themselves():
         rows += len(chosen)
 
 
-def test_the_third_of_five_drafts_is_rejected():
+def test_rejection_at_third_of_five_drafts_keeps_three_tokens():
     p = q = torch.eye(9, dtype=torch.float64)[[4, 5, 6, 7, 8, 0]]
     p = p.clone()
     p[2] = torch.eye(9)[3]
@@ -252,7 +252,7 @@ def test_the_third_of_five_drafts_is_rejected():
     assert (sampled.tolist(), num_sampled.tolist()) == ([[4, 5, 3, -1, -1, -1]], [3])
 
 
-def test_tokens_of_a_step_are_those_of_the_formula():
+def test_mean_tokens_per_step_match_acceptance_formula():
     """Five drafts, each accepted with probability 0.8: (1 - 0.8^6) / (1 - 0.8) = 3.69 tokens a step."""
     requests = 50_000
     num_rows = 6 * requests
@@ -270,7 +270,7 @@ def test_tokens_of_a_step_are_those_of_the_formula():
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 8), vocab=st.integers(2, 40), num_shared=st.integers(1, 20))
-def test_equal_distributions_accept_all_and_disjoint_ones_nothing(seed, count, vocab, num_shared):
+def test_equal_distributions_accept_all_drafts_and_disjoint_ones_none(seed, count, vocab, num_shared):
     generator = torch.Generator().manual_seed(seed)
     p = torch.rand(count + 1, vocab, generator=generator).double()
     split = 1 + num_shared % (vocab - 1)
@@ -286,7 +286,7 @@ def test_equal_distributions_accept_all_and_disjoint_ones_nothing(seed, count, v
     assert p[0, sampled[0, 0]] > 0
 
 
-def test_rows_that_name_no_token():
+def test_row_without_valid_target_token_samples_nothing():
     """If the target has no valid choice in a row, the step gives no token there, even after accepted drafts."""
     rows = rows_of(torch.arange(4), 0)
     logits = torch.zeros(4, 9)
@@ -304,7 +304,7 @@ def test_rows_that_name_no_token():
             assert verify_rows([([0, 0, 0], [5, 5], equal, None)], 2)[0].tolist() == [[5, -1, -1]]
 
 
-def test_equal_distributions_but_for_rounding_name_a_token():
+def test_rejection_by_rounding_alone_still_samples_token():
     """If only rounding causes a rejection, p - q has no positive part."""
     q = random_probs(1).expand(2, -1)
     p = q * torch.tensor([[0.5], [1.0]])  # an extreme case of it
@@ -313,7 +313,7 @@ def test_equal_distributions_but_for_rounding_name_a_token():
     assert sampled[:, 0].min() >= 0
 
 
-def test_greedy_rows_are_verified_by_equality():
+def test_greedy_drafts_are_accepted_only_if_equal():
     logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
     logits[0, [2, 7]] = 5.0
     probs = filtered_probs(logits, rows_of(torch.arange(3), 0, temperature=0.0, top_k=3, top_p=0.5))
@@ -326,7 +326,7 @@ def test_greedy_rows_are_verified_by_equality():
 
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.4}], ids=str)
-def test_probs_are_those_that_the_sampling_kernel_draws_from(kernels, filters):
+def test_sampling_kernel_draws_from_filtered_probs(kernels, filters):
     row, draws = torch.randn(1, 24, generator=torch.Generator().manual_seed(2)) * 2, 4000
     rows = rows_of(torch.arange(draws), 3, **filters)
     counts = torch.bincount(kernels.sample(row.repeat(draws, 1), rows), minlength=24)
@@ -334,7 +334,7 @@ def test_probs_are_those_that_the_sampling_kernel_draws_from(kernels, filters):
 
 
 @pytest.mark.parametrize("vocab", [7, 333, 4099])
-def test_probs_of_a_row_are_the_same_beside_others(vocab):
+def test_filtered_probs_of_row_are_batch_invariant(vocab):
     logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(2)) * 2
     rows = rows_of(torch.arange(9), 3, temperature=0.7)
     rows = replace(rows, top_p=torch.linspace(0.2, 1.0, 9), top_k=torch.arange(9, dtype=torch.int32) * 11)
@@ -347,14 +347,14 @@ def test_probs_of_a_row_are_the_same_beside_others(vocab):
 
 
 @pytest.mark.parametrize("bounds", [[0, 3], [0, 1, 1, 3]])
-def test_rows_that_there_cannot_be_are_refused(bounds):
+def test_verification_refuses_too_many_or_zero_rows(bounds):
     tokens = torch.zeros(3, dtype=torch.int64)
     arguments = {"target_probs": random_probs(3), "draft_probs": None, "rows": rows_of(torch.arange(3), 0)}
     with pytest.raises(IndexError, match="more than 1 drafts"):
         rejection_sampling_batched(tokens, tokens, torch.tensor(bounds, dtype=torch.int32), 1, **arguments)
 
 
-def test_draw_takes_the_first_token_beyond_its_part():
+def test_draw_inverts_cumulative_distribution():
     weights = torch.tensor([[0.0, 2.0, 0.0, 2.0, 0.0]]).expand(5, -1)
     part = torch.tensor([1e-300, 0.4999, 0.5, 0.9, 1 - 2.0**-53]).double()
     assert draw(weights, part).tolist() == [1, 1, 3, 3, 3]

@@ -21,7 +21,7 @@ def hadamard(size):
 
 
 @pytest.mark.parametrize(("in_features", "block"), BLOCKS.items())
-def test_blocks_are_multiplied_by_a_hadamard_matrix(in_features, block, generator):
+def test_rotation_multiplies_blocks_by_hadamard_matrix(in_features, block, generator):
     assert rotation_block(in_features) == block
     x = torch.randint(-99, 100, (3, in_features), generator=generator)
     expected = (x.double().view(3, -1, block) @ hadamard(block)).view(3, -1)
@@ -32,7 +32,7 @@ def test_blocks_are_multiplied_by_a_hadamard_matrix(in_features, block, generato
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("in_features", list(BLOCKS)[:-1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_are_rotated_in_the_order_of_the_reference(compiled, generator, dtype, in_features):
+def test_compiled_rotation_has_bits_of_reference(compiled, generator, dtype, in_features):
     """The scales of rows and weights depend on the last bits of their largest sums."""
     magnitudes = torch.logspace(-3, 3, 40).unsqueeze(1)
     weight, x = (random(generator, 40, in_features).mul(magnitudes).to(dtype) for _ in range(2))
@@ -45,7 +45,7 @@ def test_rows_are_rotated_in_the_order_of_the_reference(compiled, generator, dty
         assert_same_bits(result, ReferenceKernels().linear(x[-rows:], plain, float32_out=True))
 
 
-def test_another_order_gives_other_bits(generator):
+def test_other_addition_order_changes_rotation_bits(generator):
     """So the test above can fail."""
     x = random(generator, 40, 1536)
     otherwise, apart = x.clone(), 128
@@ -58,7 +58,7 @@ def test_another_order_gives_other_bits(generator):
 
 
 @pytest.mark.parametrize("in_features", [576, 896, 1536])
-def test_features_that_stand_out_cost_little(fastest, generator, in_features):
+def test_rotation_reduces_int8_error_from_outlier_features(fastest, generator, in_features):
     x, weight = random(generator, 64, in_features), random(generator, 96, in_features)
     x[:, [5, 300]] *= 60
     exact = x.double() @ weight.double().T
@@ -69,7 +69,7 @@ def test_features_that_stand_out_cost_little(fastest, generator, in_features):
     assert error < 0.35 * unrotated
 
 
-def test_rows_whose_sums_are_no_numbers_are_nan(kernels):
+def test_overflowing_rotation_makes_row_nan(kernels):
     """float32 ends at 3.4e38: the sum of 32 values of 2e37 overflows."""
     x = torch.full((2, 96), 2e37)
     x[1] *= 0.1
@@ -77,14 +77,14 @@ def test_rows_whose_sums_are_no_numbers_are_nan(kernels):
     assert result.isnan().all(dim=1).tolist() == [True, False]
 
 
-def test_embeddings_are_rotated_back(kernels, generator):
+def test_int8_embedding_reverses_rotation(kernels, generator):
     weight = random(generator, 70, 576)
     packed = kernels.pack_linear(quantize_int8(weight))
     rows = kernels.embedding(torch.arange(70), packed, torch.float32)
     assert (rows - weight).norm() / weight.norm() < 0.01
 
 
-def test_int4_meets_rows_as_they_are(generator):
+def test_int4_weights_are_not_rotated(generator):
     """int4 weights are not rotated: a checkpoint's integers stay unchanged."""
     kernels, x = compiled_kernels("portable"), torch.zeros(1, 96)
     x[0, 3] = 1.0

@@ -34,7 +34,7 @@ def assert_equal(result, expected):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_int8(compiled, generator, dtype, shape):
+def test_int8_rounding_has_bits_of_reference(compiled, generator, dtype, shape):
     weight = weights(generator, shape, dtype)
     assert_equal(compiled.round_weight(weight, 8), quantize_int8(weight))
 
@@ -43,7 +43,7 @@ def test_int8(compiled, generator, dtype, shape):
 @pytest.mark.parametrize("group_size", [32, 128, 4864])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_int4(compiled, generator, dtype, shape, group_size):
+def test_int4_rounding_has_bits_of_reference(compiled, generator, dtype, shape, group_size):
     weight = weights(generator, shape, dtype)
     result, expected = compiled.round_weight(weight, 4, group_size), quantize_int4(weight, group_size)
     assert_equal(result, expected)
@@ -64,7 +64,7 @@ def on_a_grid(generator, out_features, in_features, dtype=torch.float32):
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("in_features", [31, 64, 100, 4864])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_int4_with_minima(kernels, generator, dtype, in_features):
+def test_int4_rounding_with_minima_has_bits_of_reference(kernels, generator, dtype, in_features):
     weight = on_a_grid(generator, 70, in_features, dtype)
     result, expected = kernels.round_weight(weight, 4), quantize_int4(weight)
     assert_equal(result, expected)
@@ -72,7 +72,7 @@ def test_int4_with_minima(kernels, generator, dtype, in_features):
     assert torch.equal(result.zeros, expected.zeros)
 
 
-def test_minima_are_taken_where_they_halve_the_error(generator):
+def test_int4_minima_are_used_only_if_they_reduce_error_enough(generator):
     weight = on_a_grid(generator, 300, 256)
     rounded, without = quantize_int4(weight), quantize_int4(weight, minima=False)
     errors = [(each.dequantize() - weight).norm() / weight.norm() for each in (rounded, without)]
@@ -85,7 +85,7 @@ def test_minima_are_taken_where_they_halve_the_error(generator):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_minima_of_odd_rows(compiled, generator, dtype):
+def test_int4_minima_of_extreme_rows_have_bits_of_reference(compiled, generator, dtype):
     """Rows of zeros, tiny, huge, tied and broken numbers have the bits of the reference, with minima as without."""
     weight = weights(generator, (70, 100), dtype)
     expected = quantize_int4(weight, minima=True)
@@ -93,20 +93,20 @@ def test_minima_of_odd_rows(compiled, generator, dtype):
     assert torch.equal(compiled.round_to_int4(weight, 32, minima=True).zeros, expected.zeros)
 
 
-def test_rows_that_stand_apart(kernels, generator):
+def test_strided_weights_are_rounded_as_contiguous_ones(kernels, generator):
     whole = torch.randn(40, 200, generator=generator)
     assert_equal(kernels.round_weight(whole[:, 7:107], 8), quantize_int8(whole[:, 7:107].contiguous()))
     assert_equal(kernels.round_weight(whole.T, 4), quantize_int4(whole.T.contiguous()))
 
 
-def test_the_reference_rounds_as_it_says(generator):
+def test_reference_round_weight_equals_quantize_functions(generator):
     weight = weights(generator, (40, 64), torch.bfloat16)
     assert_equal(ReferenceKernels().round_weight(weight, 8), quantize_int8(weight))
     assert_equal(ReferenceKernels().round_weight(weight, 4, 64), quantize_int4(weight, 64))
 
 
 @pytest.mark.parametrize(("bits", "digest"), [(8, "178d843c3c8afae3"), (4, "240049daaa033d85")])
-def test_rounded_bytes_change_with_the_version_only(kernels, bits, digest):
+def test_rounded_bytes_change_only_with_rounding_version(kernels, bits, digest):
     """Only the version distinguishes kept weights on disk from older ones."""
     weight = ((torch.arange(96 * 70, dtype=torch.int64) * 7919 % 2003 - 1001).float() / 512).view(96, 70).bfloat16()
     rounded = kernels.round_weight(weight, bits)
@@ -117,7 +117,7 @@ def test_rounded_bytes_change_with_the_version_only(kernels, bits, digest):
     )
 
 
-def test_other_floats_are_rounded_and_integers_refused(kernels, generator):
+def test_round_weight_accepts_float64_and_refuses_integers(kernels, generator):
     weight = torch.randn(40, 70, generator=generator, dtype=torch.float64)
     assert_equal(kernels.round_weight(weight, 8), quantize_int8(weight))
     with pytest.raises(ValueError, match="int8"):

@@ -56,7 +56,7 @@ def one_by_one(logits, rows):
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("vocab", [1, 15, 64, 333])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
-def test_sample_is_its_definition(kernels, generator, vocab, spread):
+def test_sample_equals_scalar_definition(kernels, generator, vocab, spread):
     n = 48
     logits = (torch.randn(n, vocab, generator=generator) * spread * 4).round() / 4  # many ties
     uniform = torch.rand(4, n, generator=generator)
@@ -71,7 +71,7 @@ def test_sample_is_its_definition(kernels, generator, vocab, spread):
 
 
 @pytest.mark.parametrize("vocab", [40_001, 151_936])
-def test_compiled_sample_is_that_of_the_reference(fastest, single_threaded, generator, vocab):
+def test_compiled_sample_equals_reference(fastest, single_threaded, generator, vocab):
     n = 12
     logits = torch.randn(n, vocab, generator=generator) * 4
     logits[1] = 0.5
@@ -92,7 +92,7 @@ def test_compiled_sample_is_that_of_the_reference(fastest, single_threaded, gene
     assert torch.equal(torch.cat(alone), expected)
 
 
-def test_greedy_takes_the_lowest_of_equals(kernels):
+def test_greedy_sampling_breaks_ties_by_lowest_id(kernels):
     logits = torch.zeros(3, 200)
     logits[1, 77] = logits[1, 150] = 1.0
     logits[2, :] = -5.0
@@ -102,7 +102,7 @@ def test_greedy_takes_the_lowest_of_equals(kernels):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 0.01}], ids=str)
-def test_rows_that_name_no_token(kernels, temperature, filters):
+def test_row_without_valid_logits_samples_minus_one(kernels, temperature, filters):
     logits = torch.zeros(5, 100)
     logits[0, 50] = torch.nan
     logits[1, :] = -torch.inf
@@ -113,7 +113,7 @@ def test_rows_that_name_no_token(kernels, temperature, filters):
     assert kernels.sample(logits, rows_of(5, temperature=temperature, **filters)).tolist() == [-1, -1, 60, 70, 99]
 
 
-def test_samples_follow_the_filtered_distribution(fastest):
+def test_samples_follow_filtered_distribution(fastest):
     """Chi-square with fixed seeds: top_k = 4 of 8, in the proportions of softmax."""
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.5, -1.0, 1.5, 0.5]).repeat(20_000, 1)
     drawn = fastest.sample(logits, rows_of(len(logits), temperature=0.8, top_k=4))
@@ -125,7 +125,7 @@ def test_samples_follow_the_filtered_distribution(fastest):
 
 
 @pytest.mark.parametrize(("vocab", "k"), [(1, 1), (50, 50), (333, 7), (5000, 600)])
-def test_top_tokens(kernels, generator, vocab, k):
+def test_top_tokens_equal_stable_sort(kernels, generator, vocab, k):
     values = (torch.randn(7, vocab, generator=generator) * 8).round() / 4
     values[1] = 0.0
     values[2, vocab // 2 :] = -torch.inf
@@ -135,7 +135,7 @@ def test_top_tokens(kernels, generator, vocab, k):
     assert torch.equal(ids, order[:, :k])
 
 
-def test_top_tokens_of_a_row_with_nan_still_ends(kernels):
+def test_top_tokens_rank_nan_last(kernels):
     values = torch.full((1, 100), torch.nan)
     values[0, 40] = 1.0
     largest, ids = kernels.top_tokens(values, 3)

@@ -46,7 +46,7 @@ print([resident() - before - result.nbytes, bound])
     [("256", "0", "0", "256", "8"), ("1", "33000", "60", "0", "2")],
     ids=["behind a prefix", "in partitions"],
 )
-def test_attention_takes_no_more_than_is_counted(batch, request):
+def test_attention_scratch_memory_is_within_scratch_bytes(batch, request):
     """Each batch runs in its own process, with an allocator that has no free memory to reuse."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *batch],

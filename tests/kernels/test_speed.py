@@ -98,7 +98,7 @@ def best_share(ours, reference, work, least):
 @pytest.mark.parametrize(
     ("isa", "precision"), [(isa, precision) for isa, shares in LEAST_SHARES.items() for precision in shares]
 )
-def test_products_of_many_rows_are_near_the_register_peak(isa, precision):
+def test_many_row_product_is_near_register_peak(isa, precision):
     kernels = compiled_kernels(isa, num_threads=1)
     packed = kernels.pack_linear(stored(precision))
     x = torch.randn(512, 896).bfloat16()
@@ -110,7 +110,7 @@ def test_products_of_many_rows_are_near_the_register_peak(isa, precision):
 
 
 @pytest.mark.parametrize("precision", LEAST_BANDWIDTH)
-def test_products_of_one_row_are_near_the_bandwidth(precision):
+def test_one_row_product_is_near_memory_bandwidth(precision):
     kernels = compiled_kernels(num_threads=1)
     if kernels.isa not in LEAST_SHARES:
         pytest.skip(f"nothing is promised for {kernels.isa}")
@@ -134,7 +134,7 @@ def multiply_all(kernels, copies, rows):
 
 @pytest.mark.parametrize("precision", LEAST_OF_ONE_ROW)
 @pytest.mark.parametrize("rows", [8, 32])
-def test_some_rows_take_little_more_than_one(precision, rows):
+def test_few_row_amx_product_is_near_one_row_speed(precision, rows):
     kernels = compiled_kernels("amx", num_threads=1)
     copies = cold_weights(kernels, precision)
     least = LEAST_OF_ONE_ROW[precision][rows > 8]
@@ -147,7 +147,7 @@ def test_some_rows_take_little_more_than_one(precision, rows):
     [(isa, precision) for isa, shares in LEAST_OF_MEMORY_OR_MANY_ROWS.items() for precision in shares],
 )
 @pytest.mark.parametrize("rows", [8, 32])
-def test_some_rows_take_what_memory_or_many_rows_do(isa, precision, rows):
+def test_few_row_product_is_near_memory_or_many_row_speed(isa, precision, rows):
     kernels = compiled_kernels(isa, num_threads=1)
     copies = cold_weights(kernels, precision)
     some, many = multiply_all(kernels, copies, rows), multiply_all(kernels, copies[:1], 512)
@@ -166,7 +166,7 @@ def test_some_rows_take_what_memory_or_many_rows_do(isa, precision, rows):
 
 @pytest.mark.parametrize("isa", LEAST_ATTENTION)
 @pytest.mark.parametrize(("kind", "sequences"), [("decode", [(4096, 1)] * 4), ("chunk", [(1280, 256)])])
-def test_attention_is_near_what_it_needs(isa, kind, sequences):
+def test_attention_is_near_bandwidth_or_register_peak(isa, kind, sequences):
     kernels = compiled_kernels(isa, num_threads=1)
     generator = torch.Generator().manual_seed(0)
     batch, k_cache, v_cache = paged_batch(sequences, 16, 8, 128, torch.bfloat16, generator)
@@ -191,7 +191,7 @@ def test_attention_is_near_what_it_needs(isa, kind, sequences):
 
 
 @pytest.mark.parametrize("isa", LEAST_ATTENTION)
-def test_weights_that_vanish_take_no_longer(isa):
+def test_vanishing_attention_weights_do_not_slow_attention(isa):
     """Underflow handled in microcode would make them three times as slow."""
     kernels = compiled_kernels(isa, num_threads=1)
     generator = torch.Generator().manual_seed(0)
@@ -214,7 +214,7 @@ def tokens_behind_a_common_prefix(generator):
     return (torch.randn(16, 16, 128, generator=generator).bfloat16(), k_cache, v_cache), shared, apart
 
 
-def test_a_common_prefix_is_read_once_by_tiles():
+def test_shared_prefix_is_read_once_with_amx():
     kernels = compiled_kernels("amx", num_threads=1)
     tokens, shared, apart = tokens_behind_a_common_prefix(torch.Generator().manual_seed(0))
     ours, reference = attend_all(kernels, *tokens, shared), attend_all(kernels, *tokens, apart)
@@ -222,7 +222,7 @@ def test_a_common_prefix_is_read_once_by_tiles():
 
 
 @pytest.mark.parametrize("isa", LEAST_OF_ONE_SEQUENCE)
-def test_a_common_prefix_is_read_once(isa):
+def test_shared_prefix_is_read_once_without_amx(isa):
     kernels = compiled_kernels(isa, num_threads=1)
     generator, least = torch.Generator().manual_seed(0), LEAST_OF_ONE_SEQUENCE[isa]
     tokens, shared, _ = tokens_behind_a_common_prefix(generator)

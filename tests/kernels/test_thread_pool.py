@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="needs g++ and Linux")
-def test_refused_threads_are_asked_for_again(tmp_path):
+def test_thread_pool_retries_refused_threads(tmp_path):
     """A pool that cannot create its threads reports it, runs on one thread, and creates them in the next call."""
     sources = [ROOT / "tests" / "csrc" / "refused_threads.cpp", ROOT / "csrc" / "thread_pool.cpp"]
     program = tmp_path / "refused_threads"

@@ -51,7 +51,7 @@ def request(name="r", count=6, *, expects_kv=False):
     )
 
 
-def test_an_answer_comes_beside_the_steps_and_is_kept():
+def test_lookup_runs_asynchronously_and_is_cached():
     asked = Asked()
     one = request()
     assert asked.ask(one) is None
@@ -62,7 +62,7 @@ def test_an_answer_comes_beside_the_steps_and_is_kept():
     assert asked.ask(one, 5 * SIZE) == 0
 
 
-def test_it_is_asked_again_for_what_stands_before_or_is_new():
+def test_lookup_repeats_for_earlier_or_new_blocks():
     asked = Asked()
     assert asked.answer(request(), SIZE * 3) == 0
     assert asked.answer(request(), 0) == 3 * SIZE
@@ -71,7 +71,7 @@ def test_it_is_asked_again_for_what_stands_before_or_is_new():
     assert asked.answer(request(count=7)) == 4 * SIZE
 
 
-def test_nothing_is_kept_of_a_request_that_ended():
+def test_finished_requests_leave_no_lookups():
     asked = Asked()
     for index in range(20):
         asked.answer(request(str(index)))
@@ -80,7 +80,7 @@ def test_nothing_is_kept_of_a_request_that_ended():
     assert asked.connector.num_lookups == 0
 
 
-def test_who_ended_before_it_was_asked_for_is_not_asked_for():
+def test_queued_lookup_of_finished_request_is_skipped():
     store = HangingStore(GlobalKVPool(), "a", 32, "num_matched")
     asked = Asked(store)
     seen = []
@@ -98,7 +98,7 @@ def test_who_ended_before_it_was_asked_for_is_not_asked_for():
     assert len(seen) <= 2
 
 
-def test_a_store_that_is_not_usable_costs_no_lookup():
+def test_failed_store_gets_no_further_lookups():
     asked = Asked()
 
     def fail(_):
@@ -111,7 +111,7 @@ def test_a_store_that_is_not_usable_costs_no_lookup():
     assert asked.connector.keys_to_save(KEYS) == set()
 
 
-def test_a_store_that_hangs_is_not_asked_for_long(monkeypatch):
+def test_hanging_store_gets_no_further_lookups(monkeypatch):
     monkeypatch.setattr(guard, "HANGS_AFTER_S", -1.0)  # a call counts as hanging from its beginning
     store = HangingStore(GlobalKVPool(), "a", 32, "num_matched")
     asked = Asked(store)
@@ -122,13 +122,13 @@ def test_a_store_that_hangs_is_not_asked_for_long(monkeypatch):
     store.release_unread.set()
 
 
-def test_it_wants_what_the_store_lacks():
+def test_keys_to_save_are_missing_keys_of_store():
     asked = Asked()
     asked.answer(request())
     assert asked.connector.keys_to_save(KEYS[1:5]) == set(KEYS[3:5])
 
 
-def test_a_load_that_came_short_is_asked_for_anew():
+def test_partial_load_triggers_new_lookup():
     asked = Asked()
     assert asked.answer(request()) == 3 * SIZE
     order = KVTransfer(0, TransferDirection.LOAD, KEYS[:3], [1, 2, 3], "r")
@@ -160,7 +160,7 @@ def polled(asked, one, seconds=10.0):
     return found
 
 
-def test_what_is_expected_is_asked_for_until_all_of_it_is_there():
+def test_expected_blocks_are_polled_until_complete():
     asked = Asked()
     one = request(expects_kv=True)
     assert asked.ask(one) is None
@@ -176,7 +176,7 @@ def test_what_is_expected_is_asked_for_until_all_of_it_is_there():
     assert asked.connector.num_lookups == 0
 
 
-def test_blocks_behind_the_prompt_are_not_expected():
+def test_blocks_after_prompt_are_not_expected():
     asked = Asked()
     one = request(expects_kv=True)
     one.num_prompt_tokens = 3 * SIZE + 3
@@ -185,7 +185,7 @@ def test_blocks_behind_the_prompt_are_not_expected():
     assert asked.ask(one) == 3 * SIZE
 
 
-def test_what_is_there_is_taken_when_nothing_more_comes(monkeypatch):
+def test_available_blocks_are_used_after_expected_timeout(monkeypatch):
     monkeypatch.setattr(connector, "_EXPECTED_S", 0.1)
     asked = Asked()
     start = time.monotonic()
@@ -194,7 +194,7 @@ def test_what_is_there_is_taken_when_nothing_more_comes(monkeypatch):
     assert polled(asked, request("unexpected")) == 3 * SIZE
 
 
-def test_waiting_for_what_is_expected_takes_no_thread_from_others():
+def test_waiting_for_expected_blocks_holds_no_lookup_thread():
     asked = Asked()
     waiting = [request(str(index), expects_kv=True) for index in range(8)]
     for one in waiting:
@@ -205,7 +205,7 @@ def test_waiting_for_what_is_expected_takes_no_thread_from_others():
     assert [asked.ask(one) for one in waiting] == [None] * 8
 
 
-def test_a_store_that_fails_is_not_waited_for():
+def test_failed_store_is_not_polled_for_expected_blocks():
     asked = Asked()
 
     def fail(_):
@@ -294,7 +294,7 @@ def load_order(count, name="r"):
     return KVTransfer(0, TransferDirection.LOAD, KEYS[:count], [[0] * count], name)
 
 
-def test_store_is_opened_on_a_thread(clock):
+def test_store_is_opened_on_lookup_thread(clock):
     store = Store()
     made, answers = connected(store)
     assert (store.num_opened, made.name, answers) == (1, "store", [])
@@ -303,7 +303,7 @@ def test_store_is_opened_on_a_thread(clock):
     assert made._threads.closed == [0.0]
 
 
-def test_lookup_asks_for_what_follows_the_computed_blocks(clock):
+def test_lookup_covers_only_blocks_after_computed_ones(clock):
     store = Store()
     made, answers = connected(store)
     one = request()
@@ -316,7 +316,7 @@ def test_lookup_asks_for_what_follows_the_computed_blocks(clock):
     assert store.asked[1:] == [KEYS[1:6]]
 
 
-def test_side_of_direct_transfers_is_told_of_all_events(clock):
+def test_direct_connector_receives_every_request_event(clock):
     direct = Direct()
     made, _ = connected(Store(), direct)
     one = request()
@@ -334,7 +334,7 @@ def test_side_of_direct_transfers_is_told_of_all_events(clock):
     ]  # fmt: skip
 
 
-def test_blocks_from_another_engine_are_asked_for_once(clock):
+def test_blocks_of_direct_transfer_are_looked_up_once(clock):
     direct, store = Direct(expects=True), Store(2)
     made, _ = connected(store, direct)
     one = request(expects_kv=True)
@@ -343,7 +343,7 @@ def test_blocks_from_another_engine_are_asked_for_once(clock):
     assert made.num_lookups == 0
 
 
-def test_expected_blocks_are_asked_for_again_after_pauses(clock):
+def test_expected_blocks_are_polled_with_growing_pauses(clock):
     store = Store(1)
     made, answers = connected(store)
     one = request(count=3, expects_kv=True)
@@ -368,7 +368,7 @@ def test_expected_blocks_are_asked_for_again_after_pauses(clock):
     assert len(answers) == len(store.asked)
 
 
-def test_expected_blocks_of_which_none_comes_are_waited_for(clock):
+def test_missing_expected_blocks_are_polled_until_timeout(clock):
     made, _ = connected(Store(0))
     one = request(expects_kv=True)
     assert ask(made, one) is None
@@ -378,7 +378,7 @@ def test_expected_blocks_of_which_none_comes_are_waited_for(clock):
     assert ask(made, one) == 0
 
 
-def test_expected_blocks_are_those_of_the_prompt(clock):
+def test_only_full_prompt_blocks_are_expected(clock):
     made, _ = connected(Store(2))
     one = request(expects_kv=True)
     one.num_prompt_tokens = 3 * SIZE - 1
@@ -390,7 +390,7 @@ def test_expected_blocks_are_those_of_the_prompt(clock):
     assert ask(made, one) == 2 * SIZE
 
 
-def test_load_that_came_short_limits_the_next_question(clock):
+def test_partial_load_limits_next_lookup(clock):
     store = Store(9)
     made, _ = connected(store)
     one = request()
@@ -420,7 +420,7 @@ def test_number_of_lookups_counts_requests_once(clock):
 
 
 @pytest.mark.parametrize("kinds", [[], [SlidingWindow(5)]])
-def test_lookup_that_nobody_wants_is_not_asked_for(clock, kinds):
+def test_abandoned_lookup_does_not_query_store(clock, kinds):
     store = Store()
     made, answers = connected(store, kinds=kinds)
     made.get_num_new_matched_tokens(request(), 0)
@@ -429,7 +429,7 @@ def test_lookup_that_nobody_wants_is_not_asked_for(clock, kinds):
     assert (store.asked, len(answers)) == ([], 1)
 
 
-def test_store_that_is_not_usable_is_not_asked(clock):
+def test_unusable_store_is_not_queried(clock):
     store, direct = Store(), Direct()
     made, answers = connected(store, direct)
     store.is_usable = False
@@ -437,7 +437,7 @@ def test_store_that_is_not_usable_is_not_asked(clock):
     assert (made._threads.left, direct.told, answers) == ([], [], [])
 
 
-def test_lookup_that_fails_ends(clock):
+def test_failing_lookup_ends_with_zero_blocks(clock):
     store = Store()
     made, answers = connected(store)
     store.num_matched = lambda _: 1 / 0
@@ -447,7 +447,7 @@ def test_lookup_that_fails_ends(clock):
     assert (made.get_num_new_matched_tokens(request(), 0), len(answers)) == (0, 1)
 
 
-def test_lookup_waits_as_long_as_more_blocks_come(clock):
+def test_new_blocks_extend_lookup_deadline(clock):
     lookup = _Lookup(2, 8, num_expected=8, found=2, until=101.0)
     lookup.take(1, 100.9)
     assert (lookup.found, lookup.until, lookup.end) == (3, 101.9, None)

@@ -40,7 +40,7 @@ def names_of(config, **options):
     return None if store is None else [tier.name for tier in store.tiers]
 
 
-def test_stores_are_asked_the_fastest_first(tmp_path):
+def test_tiers_are_ordered_fastest_first(tmp_path):
     direct_side = SimpleNamespace(name="direct", block_bytes=BLOCK_BYTES)
     both = {"disk_dir": tmp_path, "mooncake": MASTER}
     assert names_of(KVTransferConfig()) is None
@@ -51,7 +51,7 @@ def test_stores_are_asked_the_fastest_first(tmp_path):
     assert names_of(decode, direct=direct_side) == ["disk", "mooncake", "direct"]
 
 
-def test_first_store_gets_the_size_of_a_block():
+def test_first_store_factory_receives_block_bytes():
     store = create_store(KVTransferConfig(), BLOCK_BYTES, memory_store)
     assert (store.block_bytes, store.tiers[0].is_usable, store.tiers[0].figures.is_usable) == (BLOCK_BYTES, True, 1)
 
@@ -78,13 +78,13 @@ def test_mooncake_store_is_opened_with_its_options_and_checked(monkeypatch, chec
     assert opened == [((BLOCK_BYTES,), {"master": MASTER, "protocol": "rdma", "segment_bytes": 77})]
 
 
-def test_direct_transfers_may_wait_and_move_whole_blocks():
+def test_direct_tier_may_wait_and_moves_whole_blocks():
     side = SimpleNamespace(name="direct", block_bytes=BLOCK_BYTES)
     [guard] = create_store(DECODE, BLOCK_BYTES, direct=side).tiers
     assert (guard._may_wait, guard.keeps_parts) == (True, False)
 
 
-def test_memory_of_stores_and_direct_transfers_is_counted():
+def test_host_bytes_cover_stores_and_direct_transfers():
     size = HEADER_BYTES + BLOCK_BYTES
     assert host_bytes(KVTransferConfig(), BLOCK_BYTES) == 0
     assert host_bytes(PREFILL, BLOCK_BYTES) == (1 << 20) + client_bytes(size, 0, DONOR_AREAS)
@@ -96,7 +96,7 @@ def test_memory_of_stores_and_direct_transfers_is_counted():
     assert direct.host_bytes(pool, BLOCK_BYTES) == 0
 
 
-def test_loads_that_wait_for_a_prompt_have_threads_of_their_own():
+def test_direct_decode_engine_gets_extra_load_threads():
     plain = KVTransferConfig()
     assert num_load_threads(plain) == plain.num_threads
     assert num_load_threads(PREFILL) == PREFILL.num_threads
@@ -104,7 +104,7 @@ def test_loads_that_wait_for_a_prompt_have_threads_of_their_own():
     assert num_load_threads(KVTransferConfig(role="decode", mooncake=MASTER)) == plain.num_threads
 
 
-def test_side_of_direct_transfers_gets_its_options(monkeypatch):
+def test_create_connector_passes_options_to_direct_side(monkeypatch):
     for module, name in ((direct_donor, "DirectDonor"), (direct_receiver, "DirectReceiver")):
         monkeypatch.setattr(module, name, lambda *args, name=name, **options: (name, args, options))
     options = {"block_bytes": BLOCK_BYTES, "block_size": 4, "secret": "s", "kv_format": {"kv": "int8"}}
@@ -114,7 +114,7 @@ def test_side_of_direct_transfers_gets_its_options(monkeypatch):
     assert create_connector(DECODE, **options) == ("DirectReceiver", (BLOCK_BYTES,), common | {"block_size": 4})
 
 
-def test_engine_without_direct_transfers_expects_nothing():
+def test_no_connector_expects_no_blocks():
     side = NoConnector()
     assert (side.port, side.expect(None)) == (None, False)
     for event in (side.request_added, side.request_finished, side.transfer_ordered, side.transfer_ended):

@@ -140,7 +140,7 @@ def loading(sides, request):
 
 
 @needs_mooncake
-def test_blocks_come_as_they_are_computed(sides, monkeypatch):
+def test_blocks_are_transferred_as_they_are_computed(sides, monkeypatch):
     seen, (there, here) = [], sides.begin(10)
     take = sides.receiver._take
     monkeypatch.setattr(sides.receiver, "_take", lambda *args: (seen.append(args[2]), take(*args))[1])
@@ -161,7 +161,7 @@ def test_blocks_come_as_they_are_computed(sides, monkeypatch):
 
 
 @needs_mooncake
-def test_more_than_an_area_takes(sides):
+def test_transfer_larger_than_one_area_completes(sides):
     there, here = sides.begin(6000)
     assert len(sides.receiver._client._client._areas[0].objects) < 6000
     keys = there.block_hashes[:4000]
@@ -171,7 +171,7 @@ def test_more_than_an_area_takes(sides):
 
 
 @needs_mooncake
-def test_what_is_being_saved_is_waited_for_when_its_request_has_ended(sides):
+def test_load_waits_for_pending_saves_of_finished_request(sides):
     there, here = sides.begin(3)
     keys = there.block_hashes
     order = KVTransfer(0, TransferDirection.SAVE, keys[:2], [1, 2])
@@ -188,7 +188,7 @@ def test_what_is_being_saved_is_waited_for_when_its_request_has_ended(sides):
 
 
 @needs_mooncake
-def test_a_transfer_of_several_requests_is_over_with_the_last(sides, monkeypatch):
+def test_transfer_of_several_requests_ends_with_last_request(sides, monkeypatch):
     monkeypatch.setattr(direct_messages, "BEAT_S", 60.0)  # no heartbeat may reveal the end
     monkeypatch.setattr(Channel.receive, "__defaults__", (60.0,))
     there, here = sides.begin(2)
@@ -203,7 +203,7 @@ def test_a_transfer_of_several_requests_is_over_with_the_last(sides, monkeypatch
 
 @needs_mooncake
 @pytest.mark.parametrize("comes", [True, False])
-def test_a_transfer_that_is_not_known_yet_may_be_on_its_way(sides, monkeypatch, comes):
+def test_unknown_transfer_is_awaited_for_grace_period(sides, monkeypatch, comes):
     monkeypatch.setattr(direct_messages, "BEAT_S", 0.05)
     monkeypatch.setattr(direct_donor, "_GRACE_S", 60.0)
     there, here = sides.begin(2, is_known=False)
@@ -222,7 +222,7 @@ def test_a_transfer_that_is_not_known_yet_may_be_on_its_way(sides, monkeypatch, 
 
 
 @needs_mooncake
-def test_who_has_ended_waits_no_longer(sides):
+def test_finished_request_stops_waiting_for_transfer(sides):
     there, here = sides.begin(2)
     with loading(sides, here) as load:
         time.sleep(0.05)
@@ -234,7 +234,7 @@ def test_who_has_ended_waits_no_longer(sides):
 
 
 @needs_mooncake
-def test_more_loads_than_areas_wait_for_each_other(sides, monkeypatch):
+def test_loads_over_number_of_areas_queue(sides, monkeypatch):
     monkeypatch.setattr(direct_messages, "BEAT_S", 0.05)
     take, refused = mooncake_client.MooncakeClient._take, set()
 
@@ -264,7 +264,7 @@ def test_more_loads_than_areas_wait_for_each_other(sides, monkeypatch):
     assert counts == [1] * len(pairs)
 
 
-def test_requests_that_expect_nothing_here():
+def test_receiver_expects_no_blocks_without_source():
     receiver = object.__new__(DirectReceiver)
     for params in (None, KVTransferParams("t"), KVTransferParams("t", is_prefill=True)):
         assert not receiver.expect(Request("r", [1], SamplingParams(), kv_transfer_params=params))
@@ -328,7 +328,7 @@ def nothing(written, *_):
 @pytest.mark.parametrize(
     "spoil", [wrong_bytes, last_byte, old_generation, other_key, other_block_under_its_key, nothing]
 )
-def test_what_was_not_saved_under_its_key_is_not_believed(sides, monkeypatch, spoil):
+def test_corrupted_block_is_rejected_and_loaded_again(sides, monkeypatch, spoil):
     lie(sides, monkeypatch, spoil)
     num_corrupt = sides.receiver.stats().num_corrupt
     there, here = sides.begin(4)
@@ -340,7 +340,7 @@ def test_what_was_not_saved_under_its_key_is_not_believed(sides, monkeypatch, sp
     sides.donor.request_finished(there)
 
 
-def test_a_block_that_changes_in_shared_memory_after_it_was_copied_is_not_believed(monkeypatch):
+def test_checksum_is_verified_on_private_copy_of_block(monkeypatch):
     """A late writer may still write there, so the checksum is that of the private copy."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
@@ -366,7 +366,7 @@ def test_a_block_that_changes_in_shared_memory_after_it_was_copied_is_not_believ
 
 
 @needs_mooncake
-def test_what_is_said_to_be_written_and_is_not(sides, monkeypatch):
+def test_unwritten_block_is_rejected(sides, monkeypatch):
     monkeypatch.setattr(sides.donor, "_write", lambda area, ready, first, count: count)
     there, here = sides.begin(3)
     sides.save(there.block_hashes)
@@ -375,7 +375,7 @@ def test_what_is_said_to_be_written_and_is_not(sides, monkeypatch):
 
 
 @needs_mooncake
-def test_an_older_ask_that_is_written_late_is_not_taken_for_a_new_one(sides, monkeypatch):
+def test_late_write_of_older_generation_is_rejected(sides, monkeypatch):
     """The keys and the area are the same; only the generation differs."""
     asks = []
     write = sides.donor._write
@@ -401,7 +401,7 @@ def test_an_older_ask_that_is_written_late_is_not_taken_for_a_new_one(sides, mon
 
 
 @needs_mooncake
-def test_an_area_whose_ask_did_not_end_in_order_rests(sides, monkeypatch):
+def test_area_of_failed_transfer_is_not_reused_at_once(sides, monkeypatch):
     lie(sides, monkeypatch, wrong_bytes)
     there, here = sides.begin(2)
     sides.save(there.block_hashes)
@@ -427,7 +427,7 @@ def ended(process):
 
 @needs_mooncake
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_donor_that_is_killed_or_frozen(sides, monkeypatch, end):
+def test_killed_or_frozen_donor_ends_load_with_received_blocks(sides, monkeypatch, end):
     """A request waits for at most the allowed silence. After that, pending requests do not ask this source again."""
     receive, late = Channel.receive, []
 
@@ -474,7 +474,7 @@ def test_a_donor_that_is_killed_or_frozen(sides, monkeypatch, end):
 
 @needs_mooncake
 @pytest.mark.parametrize("source", ["127.0.0.1:1", "no.such.host.invalid:80"])
-def test_a_source_that_is_not_there(sides, source):
+def test_unreachable_source_loads_no_blocks(sides, source):
     _, here = sides.begin(2)
     params = KVTransferParams("t", source=source)
     here.options = RequestOptions(kv_transfer_params=params)
@@ -485,7 +485,7 @@ def test_a_source_that_is_not_there(sides, source):
 
 
 @needs_mooncake
-def test_processes_that_end_are_started_again(sides):
+def test_killed_transfer_processes_are_restarted(sides):
     for side in (sides.donor, sides.receiver):
         there, here = sides.begin(2)
         sides.save(there.block_hashes)
@@ -501,7 +501,7 @@ def test_processes_that_end_are_started_again(sides):
 
 
 @needs_mooncake
-def test_who_does_not_know_the_secret_gets_nothing():
+def test_receiver_with_wrong_secret_gets_no_blocks():
     sides = Sides(secret="one", secret_there="another").ready()
     there, here = sides.begin(1)
     sides.save(there.block_hashes)
@@ -531,7 +531,7 @@ def donor(monkeypatch):
     donor.close()
 
 
-def test_a_donor_proves_itself_and_wants_a_proof_over_the_question(donor):
+def test_donor_and_receiver_authenticate_mutually(donor):
     nonce, encoded = b"n" * 16, direct_messages.encode(ready_for(new_keys(1)))
     for spoil in (False, True):
         connection, channel = connect(donor)
@@ -550,7 +550,7 @@ def test_a_donor_proves_itself_and_wants_a_proof_over_the_question(donor):
         connection.close()
 
 
-def test_an_impostor_is_told_nothing(monkeypatch):
+def test_receiver_sends_no_keys_to_impostor_donor(monkeypatch):
     """It gets neither the keys nor the addresses of blocks."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
@@ -583,7 +583,7 @@ def framed(message):
         framed(direct_messages.Written(1)),
     ],
 )
-def test_strangers_are_sent_away(donor, said):
+def test_invalid_first_message_closes_connection(donor, said):
     connection, _ = connect(donor)
     connection.settimeout(10)
     with suppress(OSError):  # the connection may end before everything was sent
@@ -604,7 +604,7 @@ def ask(channel, encoded):
     channel.send(direct_messages.Notice(encoded, proof))
 
 
-def test_a_question_that_cannot_be_read_is_not_answered(donor):
+def test_malformed_request_closes_connection(donor):
     connection, channel = connect(donor)
     ask(channel, b"\xc1")
     with pytest.raises(OSError, match="closed the connection"):
@@ -612,7 +612,7 @@ def test_a_question_that_cannot_be_read_is_not_answered(donor):
     connection.close()
 
 
-def test_another_version_is_refused_with_its_reason(donor, caplog):
+def test_other_protocol_version_is_refused_with_reason(donor, caplog):
     connection, channel = connect(donor)
     channel.send(direct_messages.Hello(99, b"n" * 16))
     reason = r"version of the protocol is '2' in the prefill engine and '99' in the decode engine"
@@ -636,9 +636,7 @@ OTHER_KV = [
 
 
 @pytest.mark.parametrize(("other", "more_bytes", "reason"), OTHER_KV)
-def test_a_decode_engine_whose_kv_differs_is_refused_and_both_logs_tell_why(
-    donor, monkeypatch, caplog, other, more_bytes, reason
-):
+def test_different_kv_format_is_refused_and_logged_by_both_sides(donor, monkeypatch, caplog, other, more_bytes, reason):
     receiver = DirectReceiver(
         BLOCK_BYTES + more_bytes, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT | other
     )
@@ -652,7 +650,7 @@ def test_a_decode_engine_whose_kv_differs_is_refused_and_both_logs_tell_why(
     receiver.close()
 
 
-def test_a_reason_in_a_log_is_printable_and_short():
+def test_refusal_reason_is_printable_and_short():
     ours, theirs = socket.socketpair()
     Channel(theirs).send(direct_messages.Refused("a\n\x1b[31m" + "b" * 10_000))
     with pytest.raises(direct_messages.RefusalError) as refusal:
@@ -682,7 +680,7 @@ class Areas:
             self._free.release()
 
 
-def test_so_many_may_ask_at_once(donor, monkeypatch):
+def test_donor_refuses_connections_over_limit(donor, monkeypatch):
     monkeypatch.setattr(direct_donor, "_MAX_CONNECTIONS", 2)
     held = [connect(donor) for _ in range(2)]
     for _, channel in held:
@@ -695,7 +693,7 @@ def test_so_many_may_ask_at_once(donor, monkeypatch):
         connection.close()
 
 
-def test_words_come_whole_in_time_or_not_at_all():
+def test_receive_timeout_covers_whole_message():
     """The timeout is for the whole message: at this rate it would take a minute."""
     ours, theirs = socket.socketpair()
     channel, is_over = Channel(ours), threading.Event()
@@ -719,7 +717,7 @@ def test_words_come_whole_in_time_or_not_at_all():
         ours.close()
 
 
-def test_ended_transfers_are_remembered_up_to_a_bound(donor, monkeypatch):
+def test_number_of_remembered_ended_transfers_is_bounded(donor, monkeypatch):
     monkeypatch.setattr(direct_donor, "_MAX_KNOWN", 3)
     for index in range(5):
         params = KVTransferParams(f"t{index}", is_prefill=True)
@@ -770,7 +768,7 @@ def expected(receiver, name, source, count=2):
 
 
 @pytest.mark.parametrize("end", ["silent", "gone"])
-def test_requests_that_wait_for_an_area_give_up_when_their_source_has_failed(monkeypatch, end):
+def test_failed_source_ends_all_requests_waiting_for_area(monkeypatch, end):
     """One failure is enough for all: only as many requests as there are areas ask the source."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     monkeypatch.setattr(Channel.receive, "__defaults__", (60.0 if end == "gone" else 1.0,))
@@ -843,7 +841,7 @@ def refuses(donor, _monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "num_left"), [(reset_once, 2), (full, 2), (slow_to_connect_once, 2), (never_connects, 0), (refuses, 0)]
 )
-def test_fault_of_one_transfer_stops_others_only_if_the_source_is_down(donor, monkeypatch, fault, num_left):
+def test_transfer_fault_stops_other_transfers_only_if_source_is_down(donor, monkeypatch, fault, num_left):
     receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     monkeypatch.setattr(receiver._client, "get", lambda *_: Areas())
     monkeypatch.setattr(direct_receiver, "own_address", lambda _: "127.0.0.1")
@@ -855,7 +853,7 @@ def test_fault_of_one_transfer_stops_others_only_if_the_source_is_down(donor, mo
     receiver.close()
 
 
-def test_requests_that_wait_for_their_turn_do_not_ask_a_source_that_has_failed_meanwhile(monkeypatch):
+def test_request_queued_before_source_failure_does_not_query_source(monkeypatch):
     """Otherwise a queue that is asked for a few requests at a time would wait for one failure after the other."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
@@ -900,7 +898,7 @@ class Busy:
 
 
 @pytest.mark.parametrize("client", [None, Busy()], ids=["not started", "stopped"])
-def test_beats_end_when_blocks_are_ready_and_none_is_written(donor, monkeypatch, caplog, client):
+def test_heartbeats_end_if_ready_blocks_are_not_written(donor, monkeypatch, caplog, client):
     monkeypatch.setattr(direct_messages, "BEAT_S", 0.02)
     monkeypatch.setattr(direct_donor, "_STALLED_S", 0.2)
     monkeypatch.setattr(donor._client, "get", lambda *_: time.sleep(0.01) or client)
@@ -911,7 +909,7 @@ def test_beats_end_when_blocks_are_ready_and_none_is_written(donor, monkeypatch,
     connection.close()
 
 
-def test_beats_go_on_while_other_blocks_are_written(donor, monkeypatch):
+def test_heartbeats_continue_while_other_blocks_are_written(donor, monkeypatch):
     monkeypatch.setattr(direct_messages, "BEAT_S", 0.02)
     monkeypatch.setattr(direct_donor, "_STALLED_S", 0.2)
 
@@ -944,7 +942,7 @@ class Clock:
     [(1 << 20, 1.0, 128), (3 << 20, 1.0, 64), (1 << 33, 0.01, 7)],
     ids=["1 MiB/s", "3 MiB/s", "8 GiB/s"],
 )
-def test_slow_link_delays_no_sign_of_life(monkeypatch, bytes_per_s, max_silence_s, max_writes):
+def test_slow_link_does_not_delay_heartbeats(monkeypatch, bytes_per_s, max_silence_s, max_writes):
     """A write of a whole area of 8 MiB would take 8 s, and the donor would count as stalled."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     size, clock = 1 << 18, Clock()
@@ -970,7 +968,7 @@ def test_slow_link_delays_no_sign_of_life(monkeypatch, bytes_per_s, max_silence_
     donor.close()
 
 
-def test_beats_go_on_while_a_prompt_is_computed(donor, monkeypatch):
+def test_heartbeats_continue_during_prefill(donor, monkeypatch):
     monkeypatch.setattr(direct_messages, "BEAT_S", 0.02)
     monkeypatch.setattr(direct_donor, "_STALLED_S", 0.1)
     params = KVTransferParams("t", is_prefill=True)
@@ -981,7 +979,7 @@ def test_beats_go_on_while_a_prompt_is_computed(donor, monkeypatch):
     connection.close()
 
 
-def test_a_ping_that_is_not_answered_keeps_its_area_from_being_used(monkeypatch):
+def test_unanswered_ping_blocks_reuse_of_area(monkeypatch):
     monkeypatch.setattr(mooncake_client, "PING_S", 0.05)
     ours, theirs = (Connection(end.detach()) for end in socket.socketpair())
     area = mooncake_client.Area(ours, memoryview(bytearray(BLOCK_BYTES)), BLOCK_BYTES)
@@ -1000,7 +998,7 @@ def test_a_ping_that_is_not_answered_keeps_its_area_from_being_used(monkeypatch)
 # --- as a store -------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_prefill_engine_lost_it_takes_back(donor):
+def test_donor_segment_restores_evicted_blocks(donor):
     keys = new_keys(4)
     assert donor.lacks(keys) == set(keys)
     assert donor.save(keys[:3], contents(keys[:3])) == 3
@@ -1019,7 +1017,7 @@ def test_what_a_prefill_engine_lost_it_takes_back(donor):
     assert donor.num_matched(more[1:]) == 8
 
 
-def test_what_is_being_read_makes_no_way(donor):
+def test_blocks_being_read_are_not_evicted(donor):
     keys = new_keys(9)
     segment = donor._segment
     seen = []
@@ -1039,7 +1037,7 @@ def test_what_is_being_read_makes_no_way(donor):
     assert len(segment) == 8
 
 
-def test_a_decode_engine_keeps_nothing(monkeypatch):
+def test_receiver_stores_no_blocks(monkeypatch):
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     keys = new_keys(2)
@@ -1049,7 +1047,7 @@ def test_a_decode_engine_keeps_nothing(monkeypatch):
     receiver.close()
 
 
-def test_a_process_that_cannot_be_started_is_told_once_and_tried_again(monkeypatch):
+def test_failed_process_start_is_retried_after_pause(monkeypatch):
     opened = []
 
     def fail(**options):
@@ -1071,7 +1069,7 @@ def test_a_process_that_cannot_be_started_is_told_once_and_tried_again(monkeypat
         client.get("127.0.0.1", 5)
 
 
-def test_others_are_told_the_address_by_which_they_come(monkeypatch):
+def test_transfer_client_address_follows_first_peer(monkeypatch):
     opened = []
 
     class Client:
@@ -1094,7 +1092,7 @@ def test_others_are_told_the_address_by_which_they_come(monkeypatch):
     assert opened == ["10.0.0.1", "closed 10.0.0.1", "192.168.0.1", "closed 192.168.0.1"]
 
 
-def test_the_configuration_makes_the_side_that_is_asked_for(monkeypatch):
+def test_create_connector_builds_side_of_configured_role(monkeypatch):
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     options = {"block_bytes": BLOCK_BYTES, "block_size": SIZE, "secret": "", "kv_format": KV_FORMAT}
     assert create_connector(KVTransferConfig(), **options) is None
@@ -1109,7 +1107,7 @@ def test_the_configuration_makes_the_side_that_is_asked_for(monkeypatch):
         create_connector(KVTransferConfig(role="prefill", direct=True, direct_bytes=10), **options)
 
 
-def test_messages_are_what_they_say():
+def test_decode_ready_accepts_only_ready_to_receive():
     assert isinstance(
         direct_messages.decode_ready(direct_messages.encode(ready_for([]))), direct_messages.ReadyToReceive
     )

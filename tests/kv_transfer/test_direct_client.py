@@ -65,7 +65,7 @@ def make():
     return TransferClient(protocol="rdma", object_bytes=100, num_areas=3)
 
 
-def test_process_starts_with_the_engine(opening):
+def test_process_starts_with_engine(opening):
     client = make()
     assert client._changed.acquire(timeout=10)
     assert client._changed.wait_for(lambda: not client._is_opening, 10)
@@ -77,7 +77,7 @@ def test_process_starts_with_the_engine(opening):
     client.close()
 
 
-def test_get_returns_none_while_the_process_starts(opening):
+def test_get_returns_none_while_process_starts(opening):
     opening.may_open.clear()
     client = make()
     assert client.get("127.0.0.1", 0.0) is None
@@ -88,7 +88,7 @@ def test_get_returns_none_while_the_process_starts(opening):
     client.close()
 
 
-def test_address_of_the_first_peer_replaces_the_default_address(opening):
+def test_first_peer_address_replaces_default_address(opening):
     client = make()
     first = client.get("127.0.0.1", 10)
     second = client.get(PEER_SIDE, 10)
@@ -99,7 +99,7 @@ def test_address_of_the_first_peer_replaces_the_default_address(opening):
     assert second.is_closed
 
 
-def test_process_that_is_starting_is_replaced_when_it_has_started(opening, monkeypatch):
+def test_starting_process_with_other_address_is_replaced(opening, monkeypatch):
     opening.may_open.clear()
     client = make()
     wait_for = client._changed.wait_for
@@ -114,7 +114,7 @@ def test_process_that_is_starting_is_replaced_when_it_has_started(opening, monke
     client.close()
 
 
-def test_peer_that_confirms_the_default_address_keeps_the_process(opening):
+def test_peer_that_confirms_default_address_keeps_process(opening):
     client = make()
     first = client.get(GUESS, 10)
     assert client.get("192.168.0.2", 10) is first
@@ -122,7 +122,7 @@ def test_peer_that_confirms_the_default_address_keeps_the_process(opening):
     client.close()
 
 
-def test_process_that_ended_is_replaced(opening):
+def test_dead_process_is_replaced(opening):
     client = make()
     first = client.get(GUESS, 10)
     first.is_alive = False
@@ -132,7 +132,7 @@ def test_process_that_ended_is_replaced(opening):
     client.close()
 
 
-def test_failed_start_is_repeated_after_a_pause(opening, clock):
+def test_failed_start_is_retried_after_pause(opening, clock):
     opening.error = StoreError("no library")
     client = make()
     with pytest.raises(StoreError, match=r"^no library$"):
@@ -149,7 +149,7 @@ def test_failed_start_is_repeated_after_a_pause(opening, clock):
 
 
 @pytest.mark.parametrize(("error", "message"), [(ZeroDivisionError("wrong"), "wrong"), (KeyError(), "KeyError")])
-def test_unexpected_failure_of_a_start_is_logged(opening, caplog, error, message):
+def test_unexpected_start_failure_is_logged(opening, caplog, error, message):
     opening.error = error
     client = make()
     with pytest.raises(StoreError, match=f"^{message}$"):
@@ -160,7 +160,7 @@ def test_unexpected_failure_of_a_start_is_logged(opening, caplog, error, message
     client.close()
 
 
-def test_expected_failure_of_a_start_is_not_logged(opening, caplog):
+def test_expected_start_failure_is_not_logged(opening, caplog):
     opening.error = StoreError("no library")
     client = make()
     with pytest.raises(StoreError):
@@ -169,7 +169,7 @@ def test_expected_failure_of_a_start_is_not_logged(opening, caplog):
     client.close()
 
 
-def test_process_that_starts_after_close_is_ended(opening):
+def test_process_that_starts_after_close_is_closed(opening):
     opening.may_open.clear()
     before = set(threading.enumerate())
     client = make()
@@ -183,7 +183,7 @@ def test_process_that_starts_after_close_is_ended(opening):
         client.get(GUESS, 10)
 
 
-def test_start_that_fails_after_close_leaves_nothing(opening):
+def test_start_failure_after_close_raises_store_error(opening):
     opening.may_open.clear()
     opening.error = StoreError("no library")
     before = set(threading.enumerate())
@@ -196,7 +196,7 @@ def test_start_that_fails_after_close_leaves_nothing(opening):
         client.get(GUESS, 10)
 
 
-def test_close_before_a_process_exists_ends_nothing(opening):
+def test_close_without_process_closes_no_client(opening):
     opening.error = StoreError("no library")
     client = make()
     with pytest.raises(StoreError):
@@ -205,7 +205,7 @@ def test_close_before_a_process_exists_ends_nothing(opening):
     assert opening.clients == []
 
 
-def test_default_address_is_the_loopback_without_a_route(monkeypatch):
+def test_default_address_without_route_is_loopback(monkeypatch):
     asked = []
 
     def own_address(peer):

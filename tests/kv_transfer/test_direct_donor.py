@@ -151,7 +151,7 @@ def order(*numbers, direction=TransferDirection.SAVE):
 
 
 @pytest.mark.parametrize(("object_bytes", "count"), [(1 << 19, 2), (1 << 20, 1), (1 << 21, 1), (3, 349_525)])
-def test_first_write_moves_about_a_mebibyte(object_bytes, count):
+def test_first_write_is_about_one_mebibyte(object_bytes, count):
     assert _Pace(object_bytes).num_blocks == count
 
 
@@ -167,7 +167,7 @@ def test_first_write_moves_about_a_mebibyte(object_bytes, count):
         (7, BEAT_S / 2 - 0.01, 8),
     ],
 )
-def test_pace_follows_the_time_of_a_write(num_blocks, seconds, next_num_blocks):
+def test_slow_write_halves_and_fast_write_doubles_write_size(num_blocks, seconds, next_num_blocks):
     pace = _Pace(1 << 17)
     assert pace.num_blocks == 8
     pace.wrote(num_blocks, seconds)
@@ -177,7 +177,7 @@ def test_pace_follows_the_time_of_a_write(num_blocks, seconds, next_num_blocks):
 # --- calls of the scheduler -------------------------------------------------------------------------------------------
 
 
-def test_transfer_is_open_until_the_last_of_its_requests_ends(donor):
+def test_transfer_stays_open_until_its_last_request_ends(donor):
     donor.request_added(request())
     donor.request_added(request())
     donor.request_finished(request())
@@ -191,7 +191,7 @@ def test_transfer_is_open_until_the_last_of_its_requests_ends(donor):
     assert (donor._open, list(donor._ended)) == ({}, ["t", "unknown"])
 
 
-def test_other_requests_are_no_transfers(donor):
+def test_decode_and_plain_requests_open_no_transfer(donor):
     for other in (request(is_prefill=False), Request("r", [1], SamplingParams())):
         donor.request_added(other)
         donor.request_finished(other)
@@ -200,7 +200,7 @@ def test_other_requests_are_no_transfers(donor):
     assert (donor._open, list(donor._ended)) == ({}, [])
 
 
-def test_number_of_ended_transfers_that_are_remembered_is_limited(donor, monkeypatch):
+def test_remembered_ended_transfers_are_limited(donor, monkeypatch):
     monkeypatch.setattr(direct_donor, "_MAX_KNOWN", 2)
     for name in "abc":
         donor.request_added(request(name))
@@ -208,7 +208,7 @@ def test_number_of_ended_transfers_that_are_remembered_is_limited(donor, monkeyp
     assert list(donor._ended) == ["b", "c"]
 
 
-def test_blocks_are_expected_while_they_are_saved(donor):
+def test_blocks_are_expected_until_their_save_ends(donor):
     donor.transfer_ordered(order(0, 1))
     donor.transfer_ordered(order(1))
     donor.transfer_ordered(order(2, direction=TransferDirection.LOAD))
@@ -230,7 +230,7 @@ def test_event_wakes_waiting_connections(donor, monkeypatch):
     assert notified == [True] * 5
 
 
-def test_unknown_transfer_may_be_on_its_way_for_a_while(donor):
+def test_unknown_transfer_is_awaited_during_grace_period(donor):
     grace_s = direct_donor._GRACE_S
     assert donor._is_coming("t", KEYS[0], grace_s - 0.01)
     assert not donor._is_coming("t", KEYS[0], grace_s)
@@ -243,14 +243,14 @@ def test_unknown_transfer_may_be_on_its_way_for_a_while(donor):
 # --- as a store -------------------------------------------------------------------------------------------------------
 
 
-def test_options_reach_the_process_and_figures_count_blocks(donor):
+def test_donor_passes_options_to_client_and_counts_blocks(donor):
     assert donor._client.options == {"protocol": "rdma", "object_bytes": OBJECT_BYTES, "num_areas": DONOR_AREAS}
     assert donor.stats() == StoreStats(0, 0, 4 * BLOCK_BYTES)
     assert save(donor, 0, 1, 2, 3, 4) == 5
     assert donor.stats() == StoreStats(4, 4 * BLOCK_BYTES, 4 * BLOCK_BYTES, num_evicted=1)
 
 
-def test_save_and_load_end_at_the_first_block_that_fails(donor, monkeypatch):
+def test_save_and_load_stop_at_first_failed_block(donor, monkeypatch):
     save(donor, 0, 1, 3)
     found = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(4)]
     assert donor.load(KEYS[:4], found) == 2
@@ -261,7 +261,7 @@ def test_save_and_load_end_at_the_first_block_that_fails(donor, monkeypatch):
     assert donor.lacks(KEYS[4:7]) == set(KEYS[5:7])
 
 
-def test_close_ends_listening_and_connections_once(donor):
+def test_close_closes_listener_and_connections_once(donor):
     ours, theirs = socket.socketpair()
     donor._connections.add(ours)
     listener = donor._listener
@@ -271,7 +271,7 @@ def test_close_ends_listening_and_connections_once(donor):
     theirs.close()
 
 
-def test_close_ends_a_connection_that_another_thread_reads(donor):
+def test_close_unblocks_connection_read_by_another_thread(donor):
     ours, theirs = socket.socketpair()
     donor._connections.add(ours)
     got = []
@@ -328,7 +328,7 @@ def listen(donor, monkeypatch, *accepted):
     return served
 
 
-def test_donor_listens_on_after_a_failed_accept(donor, monkeypatch, clock):
+def test_donor_keeps_listening_after_failed_accept(donor, monkeypatch, clock):
     connection = Accepted()
     assert listen(donor, monkeypatch, OSError("too many open files"), connection) == [connection]
     assert clock.now == pytest.approx(100.1)
@@ -345,7 +345,7 @@ def test_number_of_connections_is_limited(donor, monkeypatch):
     donor._connections.clear()
 
 
-def test_connection_after_close_is_closed(donor, monkeypatch):
+def test_connection_accepted_after_close_is_closed(donor, monkeypatch):
     connection = Accepted()
     donor._is_closed = True
     assert listen(donor, monkeypatch, connection) == []
@@ -371,12 +371,12 @@ def serve(donor, monkeypatch, error):
 
 
 @pytest.mark.parametrize("error", [RefusalError("other KV"), StoreError("no area")])
-def test_reason_of_a_refusal_is_sent_and_counted(donor, monkeypatch, error):
+def test_refusal_reason_is_sent_and_counted_as_error(donor, monkeypatch, error):
     assert serve(donor, monkeypatch, error) == [Refused(str(error))]
     assert donor.stats().num_errors == 1
 
 
-def test_broken_connection_is_counted_and_not_told(donor, monkeypatch, caplog):
+def test_broken_connection_is_counted_without_reply(donor, monkeypatch, caplog):
     with caplog.at_level(logging.DEBUG, direct_donor.__name__):
         assert serve(donor, monkeypatch, ConnectionError("it closed the connection")) == []
     assert donor.stats().num_errors == 1
@@ -388,7 +388,7 @@ def test_unexpected_failure_is_logged(donor, monkeypatch, caplog):
     assert [record.getMessage() for record in caplog.records] == ["KV could not be sent"]
 
 
-def test_each_reason_is_logged_once_until_many_are_known(donor, monkeypatch, caplog):
+def test_repeated_refusal_reason_is_logged_once(donor, monkeypatch, caplog):
     monkeypatch.setattr(direct_donor, "_MAX_TOLD", 2)
     for reason in "aabcba":
         donor._refuse(Channel(), reason)
@@ -412,7 +412,7 @@ def notice_of(ready, secret="s"):
     return answer
 
 
-def test_question_is_heard_after_both_proofs(donor):
+def test_transfer_request_is_accepted_only_with_valid_proof(donor):
     ready = ready_for(KEYS[:2])
     assert donor._hear(Channel(hello(), notice_of(ready))) == ready
     with pytest.raises(ConnectionError, match=r"^a decode engine with another OCTAVO_KV_SECRET$"):
@@ -435,7 +435,7 @@ def test_question_is_heard_after_both_proofs(donor):
         ),
     ],
 )
-def test_other_versions_and_kv_are_refused(donor, messages, reason):
+def test_mismatched_protocol_version_or_kv_format_is_refused(donor, messages, reason):
     with pytest.raises(RefusalError, match=f"^{reason}$"):
         donor._hear(Channel(*messages))
 
@@ -443,7 +443,7 @@ def test_other_versions_and_kv_are_refused(donor, messages, reason):
 # --- to decode engines ------------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_written_after_their_headers(donor, clock):
+def test_each_block_is_written_after_its_header(donor, clock):
     save(donor, 0, 1, 2, 3)
     area, ready = Area(clock, size=3), ready_for(KEYS[:4])
     assert donor._write(area, ready, 1, 2) == 2
@@ -456,7 +456,7 @@ def test_blocks_are_written_after_their_headers(donor, clock):
     assert area.calls[-1] == ("write", ["there:1", 1000, 3])
 
 
-def test_block_that_was_evicted_ends_a_write(donor, clock):
+def test_evicted_block_ends_write(donor, clock):
     save(donor, 0, 1, 3)
     area = Area(clock)
     assert donor._write(area, ready_for(KEYS[:4]), 0, 4) == 2
@@ -464,7 +464,7 @@ def test_block_that_was_evicted_ends_a_write(donor, clock):
     assert area.calls == [("write", ["there:1", 1000, 2])]
 
 
-def test_failed_write_is_an_error(donor, clock):
+def test_failed_write_raises_store_error(donor, clock):
     save(donor, 0)
     area = Area(clock)
     area.codes = [-1]
@@ -472,7 +472,7 @@ def test_failed_write_is_an_error(donor, clock):
         donor._write(area, ready_for(KEYS[:1]), 0, 1)
 
 
-def test_write_takes_as_many_blocks_as_the_pace_allows(donor, clock):
+def test_write_size_follows_pace(donor, clock):
     save(donor, 0, 1, 2, 3)
     area, pace = Area(clock, seconds=0.1), _Pace(1 << 19)
     donor._client.client = area
@@ -484,7 +484,7 @@ def test_write_takes_as_many_blocks_as_the_pace_allows(donor, clock):
     assert (donor._written_at, pace.num_blocks) == (pytest.approx(101.1), 1)
 
 
-def test_time_to_wait_for_an_area_is_not_time_of_the_write(donor, clock):
+def test_wait_for_area_does_not_count_as_write_time(donor, clock):
     save(donor, 0)
     area, pace = Area(clock, seconds=0.3), _Pace(1 << 19)
     donor._client.client = area
@@ -494,7 +494,7 @@ def test_time_to_wait_for_an_area_is_not_time_of_the_write(donor, clock):
     assert pace.num_blocks == 2
 
 
-def test_nothing_is_written_without_an_area_for_a_beat(donor, clock):
+def test_write_is_skipped_without_free_area_within_one_beat(donor, clock):
     save(donor, 0)
     pace = _Pace(1 << 19)
     assert donor._write_in_turn("10.0.0.1", ready_for(KEYS[:1]), 0, 1, pace) == 0
@@ -522,7 +522,7 @@ def waiting(donor, clock, monkeypatch, *events):
     return waits
 
 
-def test_wait_returns_the_blocks_that_are_there(donor, clock, monkeypatch):
+def test_wait_returns_number_of_available_blocks(donor, clock, monkeypatch):
     waits = waiting(donor, clock, monkeypatch, lambda: None, lambda: save(donor, 1, 2))
     save(donor, 0)
     ready = ready_for(KEYS[:4])
@@ -532,27 +532,27 @@ def test_wait_returns_the_blocks_that_are_there(donor, clock, monkeypatch):
     assert waits == [pytest.approx(BEAT_S), pytest.approx(BEAT_S - 0.1)]
 
 
-def test_wait_returns_zero_after_a_beat(donor, clock, monkeypatch):
+def test_wait_returns_zero_after_one_beat(donor, clock, monkeypatch):
     donor.request_added(request())
     waits = waiting(donor, clock, monkeypatch)
     assert donor._wait(ready_for(KEYS[:1]), 0, 0.0) == 0
     assert (waits, clock.now) == ([BEAT_S], 100.0 + BEAT_S)
 
 
-def test_wait_ends_when_no_block_will_come(donor, clock, monkeypatch):
+def test_wait_ends_if_prefill_request_ends_without_block(donor, clock, monkeypatch):
     donor.request_added(request())
     waiting(donor, clock, monkeypatch, lambda: donor.request_finished(request()))
     assert donor._wait(ready_for(KEYS[:1]), 0, 100.0) is None
     assert clock.now == 100.1
 
 
-def test_wait_ends_when_the_donor_is_closed(donor, clock, monkeypatch):
+def test_wait_ends_when_donor_closes(donor, clock, monkeypatch):
     donor.request_added(request())
     waiting(donor, clock, monkeypatch, donor.close)
     assert donor._wait(ready_for(KEYS[:1]), 0, 100.0) is None
 
 
-def test_wait_for_an_unknown_transfer_counts_from_the_question(donor, clock, monkeypatch):
+def test_grace_period_of_unknown_transfer_starts_at_request(donor, clock, monkeypatch):
     waiting(donor, clock, monkeypatch)
     assert donor._wait(ready_for(KEYS[:1]), 0, clock.now - direct_donor._GRACE_S + 0.1) == 0
     assert donor._wait(ready_for(KEYS[:1]), 0, clock.now - direct_donor._GRACE_S) is None
@@ -564,7 +564,7 @@ def hand_over(donor, count):
     return channel.told
 
 
-def test_handing_over_tells_of_each_write_and_of_the_end(donor, clock, monkeypatch):
+def test_handover_reports_each_write_and_its_end(donor, clock, monkeypatch):
     donor._client.client = Area(clock, size=2)
     donor.request_added(request())
     waiting(donor, clock, monkeypatch, lambda: save(donor, 3))
@@ -577,7 +577,7 @@ def test_handing_over_tells_of_each_write_and_of_the_end(donor, clock, monkeypat
     ]
 
 
-def test_handing_over_ends_when_no_more_is_computed(donor, clock, monkeypatch):
+def test_handover_ends_when_prefill_request_ends(donor, clock, monkeypatch):
     donor._client.client = Area(clock)
     donor.request_added(request())
     waiting(donor, clock, monkeypatch, lambda: None, lambda: donor.request_finished(request()))
@@ -585,7 +585,7 @@ def test_handing_over_ends_when_no_more_is_computed(donor, clock, monkeypatch):
     assert hand_over(donor, 2) == [Written(1), End()]
 
 
-def test_beats_are_sent_while_a_prompt_is_computed(donor, clock, monkeypatch):
+def test_heartbeats_are_sent_while_prompt_is_computed(donor, clock, monkeypatch):
     donor._client.client = Area(clock)
     donor.request_added(request())
     beats = int(SILENT_S / BEAT_S) * 3
@@ -601,7 +601,7 @@ def test_beats_are_sent_while_a_prompt_is_computed(donor, clock, monkeypatch):
     assert hand_over(donor, 1) == [*[Beat()] * (beats - 1), Written(1), End()]
 
 
-def test_blocks_that_are_ready_and_not_written_are_an_error(donor, clock):
+def test_stalled_write_of_ready_blocks_raises_store_error(donor, clock):
     donor._client.client = area = Area(clock)
     area.is_busy = True
     save(donor, 0)
@@ -612,7 +612,7 @@ def test_blocks_that_are_ready_and_not_written_are_an_error(donor, clock):
     assert channel.told == [Beat()] * int(num_beats)
 
 
-def test_writes_to_others_show_that_the_process_works(donor, clock, monkeypatch):
+def test_write_to_another_engine_restarts_stall_timer(donor, clock, monkeypatch):
     donor._client.client = area = Area(clock)
     area.is_busy = True
     save(donor, 0)
@@ -629,7 +629,7 @@ def test_writes_to_others_show_that_the_process_works(donor, clock, monkeypatch)
     assert len(channel.told) == 5 + int(direct_donor._STALLED_S / BEAT_S) + 1
 
 
-def test_time_without_a_write_counts_anew_after_each_write(donor, clock, monkeypatch):
+def test_stall_timer_restarts_after_each_write(donor, clock, monkeypatch):
     donor._client.client = area = Area(clock, size=1)
     save(donor, 0, 1)
     channel = Channel()
@@ -645,13 +645,13 @@ def test_time_without_a_write_counts_anew_after_each_write(donor, clock, monkeyp
     assert channel.told == [*[Beat()] * 5, Written(1), *[Beat()] * 4, Written(2), End()]
 
 
-def test_limits_of_time_fit_each_other():
+def test_stall_and_grace_limits_are_below_silence_limit():
     assert 2 * BEAT_S < direct_donor._STALLED_S < SILENT_S
     assert direct_donor._GRACE_S < SILENT_S
 
 
 @pytest.mark.parametrize("has_both", [True, False])
-def test_donor_listens_on_both_kinds_of_addresses_where_it_can(monkeypatch, has_both):
+def test_donor_listens_on_ipv4_and_ipv6_if_available(monkeypatch, has_both):
     asked, threads = [], []
     listener = SimpleNamespace(getsockname=lambda: ("", 4000), shutdown=lambda _: None, close=lambda: None)
     monkeypatch.setattr(direct_donor, "TransferClient", Transfers)
@@ -667,5 +667,5 @@ def test_donor_listens_on_both_kinds_of_addresses_where_it_can(monkeypatch, has_
     assert threads == [{"target": donor._listen, "name": "octavo-kv-direct", "daemon": True}]
 
 
-def test_port_is_the_one_that_it_listens_on(donor):
+def test_port_equals_listener_port(donor):
     assert donor.port == donor._listener.getsockname()[1]

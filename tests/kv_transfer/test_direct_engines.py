@@ -99,7 +99,7 @@ def pairs(checkpoint):
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_both_together_say_what_one_alone_says(pairs, alone, schedule, dtype):
+def test_prefill_decode_pair_gives_tokens_of_single_engine(pairs, alone, schedule, dtype):
     pair = pairs(schedule, dtype)
     requests = make_requests()[:NUM_TRIED]
     is_counted = schedule.name in {"crowd", "chunks_of_7"}
@@ -114,7 +114,7 @@ def test_both_together_say_what_one_alone_says(pairs, alone, schedule, dtype):
         assert pair.receiver.stats().num_errors == 0
 
 
-def test_blocks_arrive_while_the_prompt_is_being_computed(pairs, checkpoint):
+def test_blocks_arrive_during_prefill(pairs, checkpoint):
     pair = pairs(replace(SCHEDULES[0], threshold=16))
     want = engine_over(None, checkpoint).generate({"prompt_token_ids": LONG[0]}, LONG[1]).outputs[0]
     step, end = pair.prefill.step, time.monotonic() + 20  # the prompt takes 30 steps
@@ -138,7 +138,7 @@ def test_blocks_arrive_while_the_prompt_is_being_computed(pairs, checkpoint):
     assert len(early) > NUM_LONG_BLOCKS // 2
 
 
-def test_n_outputs_of_one_request_are_one_transfer(pairs, checkpoint):
+def test_n_outputs_of_pair_equal_single_engine(pairs, checkpoint):
     pair = pairs()
     request = (LONG[0], SamplingParams(n=3, max_tokens=6, temperature=1.0, seed=5, logprobs=2))
     want = engine_over(None, checkpoint).generate({"prompt_token_ids": LONG[0]}, request[1])
@@ -153,7 +153,7 @@ def test_n_outputs_of_one_request_are_one_transfer(pairs, checkpoint):
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("what", ["prompt never sent there", "nobody there", "aborted there", "stopped here"])
-def test_what_does_not_come_is_computed(pairs, alone, monkeypatch, what, unused_port):
+def test_missing_kv_is_computed_by_decode_engine(pairs, alone, monkeypatch, what, unused_port):
     monkeypatch.setattr("octavo.kv_transfer.direct_donor._GRACE_S", 0.3)
     pair = pairs()
     requests = make_requests()[:NUM_TRIED]
@@ -178,7 +178,7 @@ def test_what_does_not_come_is_computed(pairs, alone, monkeypatch, what, unused_
     assert time.monotonic() - start < 20
 
 
-def test_who_leaves_while_its_prompt_is_computed_leaves_nothing(pairs):
+def test_abort_during_prefill_drops_expected_blocks(pairs):
     pair = pairs(replace(SCHEDULES[0], threshold=16))
     add_prefill(pair.prefill, 0, LONG)
     add_decode(pair.decode, 0, LONG, pair.source)
@@ -192,7 +192,7 @@ def test_who_leaves_while_its_prompt_is_computed_leaves_nothing(pairs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_prefill_engine_that_is_killed_or_frozen_costs_time(checkpoint, end):
+def test_killed_or_frozen_prefill_engine_does_not_change_tokens(checkpoint, end):
     config = EngineConfig(
         model=ModelConfig(model=str(checkpoint), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=512),
         cache=CacheConfig(num_gpu_blocks=512),

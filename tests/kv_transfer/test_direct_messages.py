@@ -89,7 +89,7 @@ def notice_of(num_bytes):
     ],
     ids=lambda message: type(message).__name__,
 )  # fmt: skip
-def test_message_does_not_change(message):
+def test_messages_are_immutable(message):
     for field in message.__struct_fields__:
         with pytest.raises(AttributeError, match="immutable type"):
             setattr(message, field, None)
@@ -97,19 +97,19 @@ def test_message_does_not_change(message):
         assert hash(message) == hash(type(message)())
 
 
-def test_message_is_sent_after_its_length():
+def test_message_is_sent_with_length_prefix():
     connection = Connection()
     Channel(connection).send(Written(3))
     assert (connection.sent, connection.timeouts) == (framed(Written(3)), [SEND_S])
 
 
-def test_addresses_of_both_sides_are_plain():
+def test_ipv4_mapped_addresses_are_unmapped():
     channel = Channel(Connection())
     assert (channel.own_host, channel.peer_host) == ("10.0.0.1", "10.0.0.2")
 
 
 @pytest.mark.parametrize("most", [1, 3, 1 << 30])
-def test_message_is_received_whole(most):
+def test_message_is_assembled_from_partial_reads(most):
     connection = Connection(framed(Challenge(b"n", b"p")) + framed(Beat()), most)
     channel = Channel(connection)
     assert channel.receive(Challenge) == Challenge(b"n", b"p")
@@ -117,7 +117,7 @@ def test_message_is_received_whole(most):
     assert connection.received == b""
 
 
-def test_time_limit_is_for_the_whole_message(clock):
+def test_timeout_covers_whole_message(clock):
     connection = Connection(framed(Beat()), 2)
 
     def pass_time():
@@ -129,20 +129,20 @@ def test_time_limit_is_for_the_whole_message(clock):
     assert connection.wanted[:3] == [4, 2, len(encode(Beat()))]
 
 
-def test_silence_of_a_peer_is_limited_without_another_limit(clock):
+def test_receive_timeout_defaults_to_silence_limit(clock):
     connection = Connection(framed(Beat()))
     Channel(connection).receive(Beat)
     assert connection.timeouts == [SILENT_S, SILENT_S]
     assert 2 * BEAT_S < SEND_S < SILENT_S
 
 
-def test_peer_that_closes_has_broken_off():
+def test_closed_connection_raises_broken_off_error():
     for received in (b"", framed(Beat())[:-1]):
         with pytest.raises(BrokenOffError, match=r"^it closed the connection$"):
             Channel(Connection(received)).receive(Beat)
 
 
-def test_size_of_a_message_is_limited():
+def test_message_above_size_limit_is_refused():
     message = notice_of(MOST_BYTES)
     assert len(encode(message)) == MOST_BYTES
     assert Channel(Connection(framed(message))).receive(Notice) == message
@@ -154,20 +154,20 @@ def test_size_of_a_message_is_limited():
     assert connection.wanted == [4]
 
 
-def test_message_of_another_kind_is_an_error():
+def test_unexpected_or_invalid_message_raises_connection_error():
     with pytest.raises(ConnectionError, match=r"^unexpected message Beat$"):
         Channel(Connection(framed(Beat()))).receive((Written, Challenge))
     with pytest.raises(ConnectionError, match=r"^invalid message: "):
         Channel(Connection(b"\x01\0\0\0\xc1")).receive(Beat)
 
 
-def test_refusal_is_raised_with_a_short_printable_reason():
+def test_refusal_reason_is_printable_and_truncated():
     for reason, told in [("no\nway", "no?way"), ("a" * 500, "a" * 500), ("a" * 501, "a" * 500)]:
         with pytest.raises(RefusalError, match=f"^it sends no KV: {told.replace('?', '[?]')}$"):
             Channel(Connection(framed(Refused(reason)))).receive(Refused)
 
 
-def test_differences_name_both_sides_in_order():
+def test_differences_name_both_engines_in_key_order():
     assert differences({"b": "1", "a": "1", "c": "3"}, {"b": "2", "c": "3", "d": "4"}) == (
         "a is '1' in the prefill engine and 'unknown' in the decode engine; "
         "b is '1' in the prefill engine and '2' in the decode engine; "
@@ -188,7 +188,7 @@ def test_proof_depends_on_secret_role_and_each_part():
         assert not is_proof(expected, secret, role, *parts)
 
 
-def test_header_is_read_as_it_was_written():
+def test_header_round_trips():
     checksum = hashlib.sha256(b"block").digest()
     expected = b"octavoD\x02" + b"g" * 16 + b"k" * 32 + checksum
     assert header(b"g" * 16, b"k" * 32, checksum) == expected

@@ -206,14 +206,14 @@ def errors_of(receiver):
 # --- expected blocks --------------------------------------------------------------------------------------------------
 
 
-def test_options_reach_the_process(receiver):
+def test_receiver_passes_options_to_transfer_client(receiver):
     assert receiver._client.options == {
         "protocol": "rdma", "object_bytes": HEADER_BYTES + BLOCK_BYTES, "num_areas": RECEIVER_AREAS,
     }  # fmt: skip
     assert (receiver.port, errors_of(receiver)) == (None, (0, 0))
 
 
-def test_blocks_of_a_prompt_are_expected(receiver):
+def test_receiver_matches_prompt_blocks_until_forgotten(receiver):
     one = request()
     one.block_hashes = KEYS[:6]  # some of them have tokens after the prompt
     assert receiver.expect(one)
@@ -224,7 +224,7 @@ def test_blocks_of_a_prompt_are_expected(receiver):
     assert receiver.num_matched(KEYS) == receiver.num_matched([]) == 0
 
 
-def test_only_a_decode_request_with_a_source_expects_blocks(receiver):
+def test_only_decode_request_with_source_expects_blocks(receiver):
     for other in (
         request(source=None),
         request(is_prefill=True),
@@ -234,7 +234,7 @@ def test_only_a_decode_request_with_a_source_expects_blocks(receiver):
     assert receiver._expected == {}
 
 
-def test_source_with_the_most_blocks_is_asked(receiver):
+def test_source_with_most_blocks_is_chosen(receiver):
     for name, keys in [("a", KEYS[:2]), ("b", KEYS[:4]), ("c", KEYS[:3]), ("d", KEYS[1:8])]:
         receiver.expect(request(name, keys, f"10.0.0.2:{ord(name)}"))
     best, keys = receiver._split(KEYS)
@@ -245,7 +245,7 @@ def test_source_with_the_most_blocks_is_asked(receiver):
     assert receiver._split([]) == (None, [])
 
 
-def test_time_of_a_request_is_that_of_its_arrival(receiver, clock):
+def test_expected_blocks_keep_arrival_time_of_request(receiver, clock):
     receiver.request_added(request())
     receiver.request_added(Request("other", [1], SamplingParams()))
     assert receiver._added_at == {"r": 100.0}
@@ -258,7 +258,7 @@ def test_time_of_a_request_is_that_of_its_arrival(receiver, clock):
     assert (receiver._added_at, list(receiver._expected)) == ({}, ["late"])
 
 
-def test_load_that_ended_is_expected_no_longer(receiver):
+def test_ended_load_is_no_longer_expected(receiver):
     receiver.expect(request())
     receiver.transfer_ordered(KVTransfer(0, TransferDirection.LOAD, KEYS[:4], [[1, 2, 3, 4]], "r"))
     receiver.transfer_ended(KVTransfer(0, TransferDirection.SAVE, KEYS[:4], [[1, 2, 3, 4]]))
@@ -267,7 +267,7 @@ def test_load_that_ended_is_expected_no_longer(receiver):
     assert list(receiver._expected) == []
 
 
-def test_requests_before_a_failure_ask_its_source_no_more(receiver, clock):
+def test_requests_before_source_failure_match_no_blocks(receiver, clock):
     receiver.expect(request("before"))
     clock.now = 110.0
     receiver.expect(request("at", KEYS[4:6]))
@@ -282,13 +282,13 @@ def test_requests_before_a_failure_ask_its_source_no_more(receiver, clock):
     assert all(map(receiver._is_wanted, receiver._expected.values()))
 
 
-def test_request_at_the_start_of_the_clock_has_no_failed_source(receiver, clock):
+def test_request_near_clock_zero_has_no_failed_source(receiver, clock):
     clock.now = 0.5
     receiver.expect(request())
     assert receiver.num_matched(KEYS) == 4
 
 
-def test_closed_receiver_wants_nothing(receiver):
+def test_closed_receiver_expects_no_blocks(receiver):
     receiver.expect(request())
     [one] = receiver._expected.values()
     assert receiver._is_wanted(one)
@@ -302,7 +302,7 @@ def test_closed_receiver_wants_nothing(receiver):
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-def test_fault_is_counted_and_the_first_of_several_is_logged(receiver, caplog):
+def test_fault_is_counted_and_logged_once_per_source(receiver, caplog):
     receiver._note_fault(SOURCE, "gone")
     receiver._note_fault(SOURCE, "still gone", is_down=False)
     receiver._note_fault(OTHER_SOURCE, "other bytes", is_corrupt=True)
@@ -314,13 +314,13 @@ def test_fault_is_counted_and_the_first_of_several_is_logged(receiver, caplog):
     assert receiver._failed_at == {SOURCE: 100.0}
 
 
-def test_fault_of_one_connection_does_not_stop_other_requests(receiver):
+def test_connection_fault_does_not_mark_source_down(receiver):
     receiver._note_fault(SOURCE, "reset", is_down=False)
     assert receiver._failed_at == {}
     assert receiver._failing == {SOURCE}
 
 
-def test_number_of_sources_that_are_remembered_is_limited(receiver, monkeypatch):
+def test_remembered_sources_are_limited(receiver, monkeypatch):
     monkeypatch.setattr(direct_receiver, "_MAX_SOURCES", 2)
     monkeypatch.setattr(direct_receiver, "RECEIVER_AREAS", 3)
     for port in range(1, 5):
@@ -333,7 +333,7 @@ def test_number_of_sources_that_are_remembered_is_limited(receiver, monkeypatch)
 # --- transfers --------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_come_as_the_source_writes_them(receiver, source):
+def test_load_receives_blocks_as_source_writes_them(receiver, source):
     receiver.expect(request())
     source.scripts = [[source.writes(1), Beat(), source.writes(3), source.writes(4), End()]]
     assert load(receiver, KEYS[:4]) == 4
@@ -346,14 +346,14 @@ def test_blocks_come_as_the_source_writes_them(receiver, source):
     assert source.connections == [SOURCE, "closed"]
 
 
-def test_source_that_ends_early_leaves_the_rest(receiver, source):
+def test_load_is_partial_if_source_ends_early(receiver, source):
     receiver.expect(request())
     source.scripts = [[source.writes(2), End()]]
     assert load(receiver, KEYS[:4]) == 2
     assert (errors_of(receiver), len(source.questions)) == ((0, 0), 1)
 
 
-def test_more_blocks_than_an_area_takes_are_asked_for_in_parts(receiver, source):
+def test_blocks_above_area_size_are_requested_in_parts(receiver, source):
     receiver.expect(request(keys=KEYS))
     source.scripts = [[source.writes(4), End()], [source.writes(4), End()], [source.writes(2), End()]]
     assert load(receiver, KEYS) == 10
@@ -364,7 +364,7 @@ def test_more_blocks_than_an_area_takes_are_asked_for_in_parts(receiver, source)
     assert load(receiver, KEYS) == 7
 
 
-def test_load_goes_on_with_another_source(receiver, source):
+def test_load_continues_with_next_source(receiver, source):
     receiver.expect(request("a", KEYS[:2]))
     receiver.expect(request("b", KEYS[2:5], OTHER_SOURCE))
     source.scripts = [[source.writes(2), End()], [source.writes(3), End()]]
@@ -374,19 +374,19 @@ def test_load_goes_on_with_another_source(receiver, source):
     assert load(receiver, KEYS[:6]) == 1, "no other source has the second block"
 
 
-def test_more_blocks_than_were_asked_for_are_not_believed(receiver, source):
+def test_reported_count_above_requested_blocks_is_capped(receiver, source):
     receiver.expect(request(keys=KEYS[:3]))
     source.scripts = [[source.writes(2), lambda ready: (source.write(ready, 2), Written(9))[1], End()]]
     assert load(receiver, KEYS[:3]) == 3
 
 
-def test_word_about_fewer_blocks_than_before_takes_nothing_back(receiver, source):
+def test_lower_reported_count_is_ignored(receiver, source):
     receiver.expect(request(keys=KEYS[:3]))
     source.scripts = [[source.writes(2), Written(1), Beat(), End()]]
     assert load(receiver, KEYS[:3]) == 2
 
 
-def test_other_bytes_are_a_fault_of_the_source(receiver, source, caplog):
+def test_corrupt_block_counts_as_source_fault(receiver, source, caplog):
     receiver.expect(request())
 
     def lie(ready):
@@ -402,7 +402,7 @@ def test_other_bytes_are_a_fault_of_the_source(receiver, source, caplog):
     assert receiver.num_matched(KEYS) == 4, "wrong bytes stop no other request"
 
 
-def test_source_that_works_again_is_told_of_anew_when_it_fails(receiver, source, caplog):
+def test_recovered_source_is_logged_again_on_next_fault(receiver, source, caplog):
     receiver._note_fault(SOURCE, "gone", is_down=False)
     receiver.expect(request())
     source.scripts = [[source.writes(4), End()]]
@@ -411,7 +411,7 @@ def test_source_that_works_again_is_told_of_anew_when_it_fails(receiver, source,
     assert len(caplog.records) == 2
 
 
-def test_request_that_ends_while_it_waits_gives_its_area_back_to_rest(receiver, source):
+def test_request_ended_during_load_releases_area_to_rest(receiver, source):
     receiver.expect(request())
     source.scripts = [[source.writes(1), lambda _: (receiver.forget_expected("r"), Beat())[1]]]
     assert load(receiver, KEYS[:4]) == 1
@@ -433,7 +433,7 @@ def test_request_that_ends_while_it_waits_gives_its_area_back_to_rest(receiver, 
     ],
 )
 @pytest.mark.parametrize("answers", [True, False])
-def test_fault_of_a_connection_is_one_of_the_source_unless_it_answers(
+def test_connection_fault_marks_source_down_unless_probe_succeeds(
     receiver, source, monkeypatch, error, is_probed, answers
 ):
     probed = []
@@ -446,7 +446,7 @@ def test_fault_of_a_connection_is_one_of_the_source_unless_it_answers(
     assert (errors_of(receiver), source.areas.num_rests, source.areas.num_pings) == ((1, 0), 1, 1)
 
 
-def test_error_without_a_text_is_named_by_its_type(receiver, source, caplog):
+def test_error_without_message_is_logged_by_type(receiver, source, caplog):
     receiver.expect(request())
     source.scripts = [[(TimeoutError(),)]]
     assert load(receiver, KEYS[:4]) == 0
@@ -455,7 +455,7 @@ def test_error_without_a_text_is_named_by_its_type(receiver, source, caplog):
     ]
 
 
-def test_process_that_answers_no_ping_is_logged(receiver, source, caplog):
+def test_unanswered_ping_is_logged(receiver, source, caplog):
     source.areas.answers_pings = False
     receiver.expect(request())
     source.scripts = [[OSError("gone")]]
@@ -465,7 +465,7 @@ def test_process_that_answers_no_ping_is_logged(receiver, source, caplog):
     ]
 
 
-def test_source_without_a_route_is_a_fault(receiver, source, monkeypatch):
+def test_unreachable_source_counts_as_fault(receiver, source, monkeypatch):
     def own_address(source):
         raise StoreError(f"{source} cannot be reached")
 
@@ -476,7 +476,7 @@ def test_source_without_a_route_is_a_fault(receiver, source, monkeypatch):
     assert receiver.num_matched(KEYS) == 0
 
 
-def test_receiver_without_a_process_is_an_error_of_the_store(receiver, source):
+def test_missing_transfer_process_raises_store_error(receiver, source):
     receiver._client.client = None
     receiver.expect(request())
     message = r"^the process for direct transfers of KV has not started within 15 s$"
@@ -487,7 +487,7 @@ def test_receiver_without_a_process_is_an_error_of_the_store(receiver, source):
 # --- areas ------------------------------------------------------------------------------------------------------------
 
 
-def test_load_waits_for_an_area(receiver, source, clock):
+def test_load_waits_for_free_area(receiver, source, clock):
     source.areas.busy = [lambda: None] * 3
     receiver.expect(request())
     source.scripts = [[source.writes(4), End()]]
@@ -496,7 +496,7 @@ def test_load_waits_for_an_area(receiver, source, clock):
 
 
 @pytest.mark.parametrize("end", ["process", "request", "source", "store"])
-def test_load_waits_for_no_area_in_vain(receiver, source, clock, end):
+def test_load_stops_waiting_for_area_after_abort_or_failure(receiver, source, clock, end):
     receiver.expect(request())
     ends = {
         "process": lambda: setattr(source.areas, "is_alive", False),
@@ -509,7 +509,7 @@ def test_load_waits_for_no_area_in_vain(receiver, source, clock, end):
     assert (clock.sleeps, source.connections) == ([], [])
 
 
-def test_area_that_comes_too_late_is_not_used(receiver, source):
+def test_area_obtained_after_source_failure_is_not_used(receiver, source):
     source.areas.on_area = lambda: receiver._note_fault(SOURCE, "gone")
     receiver.expect(request())
     assert load(receiver, KEYS[:4]) == 0
@@ -520,7 +520,7 @@ def test_area_that_comes_too_late_is_not_used(receiver, source):
 
 
 @pytest.mark.parametrize("knows_secret", [True, False])
-def test_question_is_asked_after_the_proof_of_the_other_side(receiver, knows_secret):
+def test_transfer_request_is_sent_only_after_valid_peer_proof(receiver, knows_secret):
     said = []
 
     def challenge(kind):
@@ -545,7 +545,7 @@ def test_question_is_asked_after_the_proof_of_the_other_side(receiver, knows_sec
         assert is_proof(notice.proof, "s", "receiver", hello.nonce, b"m" * 16, notice.ready)
 
 
-def test_connection_that_takes_too_long_is_told_from_silence(monkeypatch):
+def test_slow_connect_raises_connect_timeout_error(monkeypatch):
     asked, errors = [], [None, TimeoutError(), ConnectionRefusedError()]
 
     def create_connection(*args):
@@ -567,7 +567,7 @@ def test_connection_that_takes_too_long_is_told_from_silence(monkeypatch):
     ("answers", "is_there", "after_s"),
     [((True, True), True, [0.0, 0.1]), ((True, False), False, [0.0, 0.1]), ((False, True), False, [0.0])],
 )
-def test_source_answers_if_it_does_so_twice(monkeypatch, answers, is_there, after_s):
+def test_source_is_alive_only_after_two_successful_probes(monkeypatch, answers, is_there, after_s):
     left, pauses = list(answers), []
     monkeypatch.setattr(direct_receiver, "_probe", lambda _, after_s=0.0: (pauses.append(after_s), left.pop(0))[1])
     assert _answers(SOURCE) is is_there
@@ -584,7 +584,7 @@ def test_source_answers_if_it_does_so_twice(monkeypatch, answers, is_there, afte
         (RefusalError("another version"), True),
     ],
 )
-def test_probe_tells_silence_from_an_answer(monkeypatch, clock, error, is_there):
+def test_probe_succeeds_on_any_reply_and_fails_on_timeout(monkeypatch, clock, error, is_there):
     said, timeouts, connections = [], [], []
 
     def connect(*args):
@@ -607,7 +607,7 @@ def test_probe_tells_silence_from_an_answer(monkeypatch, clock, error, is_there)
     assert len(said[0].nonce) == 16
 
 
-def test_probe_of_a_source_without_a_connection_is_no_answer(monkeypatch, clock):
+def test_probe_fails_if_connection_is_refused(monkeypatch, clock):
     def connect(*_):
         raise ConnectionRefusedError
 
@@ -616,6 +616,6 @@ def test_probe_of_a_source_without_a_connection_is_no_answer(monkeypatch, clock)
     assert clock.sleeps == [0.0]
 
 
-def test_log_of_a_fault_is_a_warning(receiver, caplog):
+def test_fault_is_logged_as_warning(receiver, caplog):
     receiver._note_fault(SOURCE, "gone")
     assert [record.levelno for record in caplog.records] == [logging.WARNING]

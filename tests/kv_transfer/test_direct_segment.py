@@ -30,7 +30,7 @@ def put(segment, *numbers):
     return [segment.put(KEYS[number], block(number)) for number in numbers]
 
 
-def test_segment_has_room_for_whole_blocks_only():
+def test_segment_capacity_is_whole_blocks():
     assert [Segment(BLOCK_BYTES, size).num_slots for size in (8, 15, 16)] == [1, 1, 2]
     with pytest.raises(ConfigError, match=r"^kv_direct_bytes is 7, but one block takes 8 bytes: increase it$"):
         Segment(BLOCK_BYTES, 7)
@@ -40,7 +40,7 @@ def test_checksum_covers_key_and_block():
     assert checksum(b"key", memoryview(b"block")) == hashlib.sha256(b"keyblock").digest()
 
 
-def test_stored_blocks_are_found_by_their_keys():
+def test_stored_blocks_are_found_by_key():
     segment = Segment(BLOCK_BYTES, 3 * BLOCK_BYTES)
     assert put(segment, 0, 1) == [True, True]
     assert (len(segment), segment.num_matched(KEYS), segment.num_matched(KEYS[:2])) == (2, 2, 2)
@@ -61,7 +61,7 @@ def test_least_recently_used_block_is_evicted():
     assert [content(segment, number) for number in (3, 4, 5)] == [bytes(block(number)) for number in (3, 4, 5)]
 
 
-def test_memory_of_a_forgotten_block_is_used_again_before_any_is_evicted():
+def test_forgotten_slot_is_reused_before_eviction():
     segment = Segment(BLOCK_BYTES, 2 * BLOCK_BYTES)
     put(segment, 0, 1)
     segment.forget([KEYS[5], KEYS[0]])
@@ -72,7 +72,7 @@ def test_memory_of_a_forgotten_block_is_used_again_before_any_is_evicted():
     assert (segment.lacks(KEYS[:4]), segment.num_evicted) == ({KEYS[0], KEYS[1]}, 1)
 
 
-def test_block_that_is_read_is_not_evicted():
+def test_block_is_not_evicted_while_read():
     segment = Segment(BLOCK_BYTES, 2 * BLOCK_BYTES)
     put(segment, 0, 1)
     segment.read(KEYS[0], lambda *_: segment.read(KEYS[0], lambda *_: put(segment, 1, 2)))
@@ -81,7 +81,7 @@ def test_block_that_is_read_is_not_evicted():
     assert segment.lacks(KEYS[:4]) == {KEYS[0], KEYS[1]}
 
 
-def test_put_returns_false_when_all_blocks_are_read():
+def test_put_fails_while_all_blocks_are_read():
     segment, results = Segment(BLOCK_BYTES, BLOCK_BYTES), []
     put(segment, 0)
     segment.read(KEYS[0], lambda *_: results.extend(put(segment, 1, 0)))
@@ -89,7 +89,7 @@ def test_put_returns_false_when_all_blocks_are_read():
     assert (segment.num_evicted, segment.lacks(KEYS[:2])) == (0, {KEYS[1]})
 
 
-def test_memory_of_a_block_that_is_dropped_while_read_is_free_after_its_last_reader():
+def test_forgotten_block_is_freed_after_last_reader():
     segment, results = Segment(BLOCK_BYTES, BLOCK_BYTES), []
     put(segment, 0)
 
@@ -108,7 +108,7 @@ def test_memory_of_a_block_that_is_dropped_while_read_is_free_after_its_last_rea
     assert (content(segment, 1), segment.num_evicted, len(segment._free)) == (bytes(block(1)), 0, 0)
 
 
-def test_reader_that_fails_releases_its_block():
+def test_failed_read_releases_block():
     segment = Segment(BLOCK_BYTES, BLOCK_BYTES)
     put(segment, 0)
     with pytest.raises(ZeroDivisionError):
@@ -116,7 +116,7 @@ def test_reader_that_fails_releases_its_block():
     assert put(segment, 1) == [True]
 
 
-def test_block_that_two_threads_store_at_once_is_kept_once(monkeypatch):
+def test_concurrent_puts_of_same_block_store_it_once(monkeypatch):
     segment, is_first = Segment(BLOCK_BYTES, 3 * BLOCK_BYTES), []
 
     def meanwhile(key, stored):

@@ -52,7 +52,7 @@ def listed(store):
 # --- content ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_is_found_and_loaded(directory):
+def test_saved_blocks_are_found_and_loaded(directory):
     store, keys = store_in(directory), keys_from(0, 5)
     assert (store.num_matched(keys), store.lacks(keys)) == (0, set(keys))
     assert save(store, keys[:4]) == 4
@@ -65,7 +65,7 @@ def test_what_is_saved_is_found_and_loaded(directory):
     assert (directory / "lock").stat().st_mode & 0o777 == 0o600
 
 
-def test_only_what_is_lacking_is_written(directory):
+def test_save_writes_only_missing_blocks(directory):
     store, keys = store_in(directory), keys_from(0, 6)
     assert save(store, keys[1:3]) == 2
     assert save(store, [*keys, keys[5]]) == 7
@@ -74,14 +74,14 @@ def test_only_what_is_lacking_is_written(directory):
     assert (load(store, keys), store.stats().num_blocks) == (6, 6)
 
 
-def test_many_blocks_in_one_call(directory):
+def test_one_call_saves_and_loads_700_blocks(directory):
     keys = keys_from(0, 700)  # too many for one system call, and for a header of one page
     assert save(store_in(directory, 1 << 24), keys) == 700
     again = store_in(directory, 1 << 24)
     assert (again.num_matched(keys), load(again, keys), load(again, keys[650:])) == (700, 700, 50)
 
 
-def test_it_is_there_after_a_restart(directory):
+def test_saved_blocks_survive_restart(directory):
     keys = keys_from(0, 3)
     first = store_in(directory)
     save(first, keys)
@@ -91,7 +91,7 @@ def test_it_is_there_after_a_restart(directory):
     assert load(store_in(directory), keys) == 3
 
 
-def test_only_headers_are_read_at_the_start(directory, monkeypatch):
+def test_startup_reads_only_headers(directory, monkeypatch):
     store = store_in(directory, 1 << 22)
     for first in range(0, 320, 32):
         save(store, keys_from(first, 32))
@@ -107,7 +107,7 @@ def test_only_headers_are_read_at_the_start(directory, monkeypatch):
     assert sum(asked) <= 10 * 4096 + 64
 
 
-def test_the_longest_unused_makes_way_over_restarts(directory):
+def test_least_recently_used_file_is_evicted_across_restarts(directory):
     max_bytes = 3 * ONE
     store = store_in(directory, max_bytes)
     for number in range(3):
@@ -122,7 +122,7 @@ def test_the_longest_unused_makes_way_over_restarts(directory):
     assert (store.stats().num_evicted, store.stats().num_bytes) == (2, max_bytes)
 
 
-def test_what_a_chain_begins_with_outlasts_its_end(directory):
+def test_end_of_chain_is_evicted_before_its_beginning(directory):
     store = store_in(directory, 3 * ONE)
     for number in range(3):
         save(store, [key_of(number)])
@@ -131,7 +131,7 @@ def test_what_a_chain_begins_with_outlasts_its_end(directory):
     assert store.lacks(keys_from(0, 4)) == {key_of(2)}
 
 
-def test_a_lower_bound_holds_from_the_start(directory):
+def test_lower_size_limit_is_applied_at_startup(directory):
     store = store_in(directory)
     for number in range(8):
         save(store, [key_of(number)])
@@ -139,22 +139,22 @@ def test_a_lower_bound_holds_from_the_start(directory):
     assert len(files(directory)) == 2
 
 
-def test_a_save_larger_than_the_bound_keeps_what_fits(directory):
+def test_save_above_size_limit_keeps_first_blocks(directory):
     store = store_in(directory, file_bytes(3, BLOCK_BYTES))
     assert (save(store, keys_from(0, 5)), load(store, keys_from(0, 5))) == (3, 3)
 
 
-def test_a_bound_below_one_block_is_refused(directory):
+def test_size_limit_below_one_block_is_refused(directory):
     with pytest.raises(ConfigError, match=f"kv_disk_bytes is {ONE - 1}.*must be at least {ONE}"):
         store_in(directory, ONE - 1)
 
 
-def test_a_key_of_another_length_is_an_error(directory):
+def test_key_of_wrong_length_raises_value_error(directory):
     with pytest.raises(ValueError, match="key of 32 bytes was expected, got 3"):
         store_in(directory).save([b"key"], [memoryview(bytes(BLOCK_BYTES))])
 
 
-def test_forgotten_is_forgotten_after_a_restart(directory):
+def test_forgotten_blocks_stay_forgotten_after_restart(directory):
     store = store_in(directory)
     save(store, keys_from(0, 1))
     save(store, keys_from(1, 2))
@@ -163,7 +163,7 @@ def test_forgotten_is_forgotten_after_a_restart(directory):
         assert each.lacks(keys_from(0, 3)) == {key_of(1), key_of(2)}  # both blocks were in one file
 
 
-def test_two_share_a_directory_without_a_restart(directory):
+def test_two_stores_share_directory_without_restart(directory):
     first, second = store_in(directory), store_in(directory)
     save(first, keys_from(0, 3))
     assert listed(second).num_matched(keys_from(0, 3)) == load(second, keys_from(0, 3)) == 3
@@ -177,7 +177,7 @@ def test_two_share_a_directory_without_a_restart(directory):
 @given(
     st.lists(st.tuples(st.sampled_from(["save", "load", "forget", "restart"]), st.integers(0, 12), st.integers(1, 5)))
 )
-def test_it_does_as_a_dict_does(steps):
+def test_store_behaves_like_dict(steps):
     with tempfile.TemporaryDirectory() as place:
         store, files_of = store_in(Path(place)), {}  # per key, all keys that were saved in the same call
         for what, first, count in steps:
@@ -199,7 +199,7 @@ def test_it_does_as_a_dict_does(steps):
 
 
 @pytest.mark.parametrize("free_bytes", [1 << 34, 1 << 40, 1])
-def test_default_bound_is_half_of_the_room_and_of_its_own_files(directory, monkeypatch, free_bytes):
+def test_default_size_limit_is_half_of_free_and_used_space(directory, monkeypatch, free_bytes):
     monkeypatch.setattr(
         disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=free_bytes if path.is_dir() else 0)
     )
@@ -212,25 +212,25 @@ def test_default_bound_is_half_of_the_room_and_of_its_own_files(directory, monke
     assert (directory.parent / "new" / "kv").stat().st_mode & 0o777 == 0o700
 
 
-def test_store_without_a_bound_takes_the_default(directory, monkeypatch):
+def test_store_without_size_limit_uses_default(directory, monkeypatch):
     monkeypatch.setattr(disk, "default_bound", lambda path: {directory: 5 * ONE}[path])
     assert store_in(directory, None).stats().max_bytes == 5 * ONE
 
 
-def test_smallest_bound_keeps_one_block(directory):
+def test_smallest_size_limit_keeps_one_block(directory):
     store = store_in(directory, ONE)
     assert (save(store, keys_from(0, 2)), save(store, [key_of(7)]), store.stats().num_evicted) == (1, 1, 1)
     assert load(store, [key_of(7)]) == 1
 
 
-def test_key_that_is_saved_twice_in_one_call_is_written_once(directory):
+def test_duplicate_key_in_one_save_is_written_once(directory):
     store = store_in(directory)
     assert save(store, [key_of(0), key_of(1), key_of(0)]) == 3
     assert files(directory)[0].stat().st_size == file_bytes(2, BLOCK_BYTES)
     assert load(store, [key_of(0), key_of(1), key_of(0)]) == 3
 
 
-def test_blocks_that_were_saved_at_different_times_are_loaded_in_one_call(directory):
+def test_one_load_returns_blocks_of_several_saves(directory):
     store = store_in(directory)
     for first, count in ((0, 2), (2, 3), (5, 1)):
         save(store, keys_from(first, count))
@@ -238,7 +238,7 @@ def test_blocks_that_were_saved_at_different_times_are_loaded_in_one_call(direct
     assert load(store, keys_from(3, 3)) == 3
 
 
-def test_block_of_another_size_under_a_key_is_not_loaded(directory, caplog):
+def test_block_of_wrong_size_is_not_loaded(directory, caplog):
     store = store_in(directory, part_bytes=512)
     save(store, [key_of(0)])
     assert store.load([key_of(0)], [memoryview(bytearray(512))]) == 0
@@ -246,7 +246,7 @@ def test_block_of_another_size_under_a_key_is_not_loaded(directory, caplog):
     assert "is set aside: it contains other blocks than before" in caplog.text
 
 
-def test_position_of_a_corrupt_block_is_logged(directory, caplog):
+def test_position_of_corrupt_block_is_logged(directory, caplog):
     store, keys = store_in(directory), keys_from(0, 5)
     save(store, keys)
     tamper(files(directory)[0], file_bytes(3, BLOCK_BYTES) + 7)
@@ -254,7 +254,7 @@ def test_position_of_a_corrupt_block_is_logged(directory, caplog):
     assert "is set aside: block 3 does not match its checksum" in caplog.text
 
 
-def test_bound_of_a_later_start_is_exact(directory):
+def test_size_limit_is_exact_after_restart(directory):
     for number in range(2):
         save(store_in(directory), [key_of(number)])
     assert store_in(directory, 2 * ONE).stats().num_bytes == 2 * ONE
@@ -270,7 +270,7 @@ def test_forgetting_unknown_keys_changes_nothing(directory):
     assert (directory / "lock").read_bytes() == generation
 
 
-def test_save_sees_what_another_process_has_written(directory):
+def test_save_skips_blocks_written_by_another_process(directory):
     store, other = store_in(directory), store_in(directory)
     save(other, keys_from(0, 2))
     save(listed(store), keys_from(0, 3))
@@ -286,7 +286,7 @@ def test_closed_store_deletes_nothing(directory):
     assert store_in(directory).num_matched([key_of(0)]) == 1
 
 
-def test_pause_after_a_failed_write_doubles_and_ends_with_a_success(directory):
+def test_write_pause_doubles_after_failures_and_resets_on_success(directory):
     now = [100.0]
     writing, pauses = _Writing(directory, lambda: now[0]), []
     assert (writing.may_try(), writing.error, writing.num_errors) == (True, "", 0)
@@ -331,7 +331,7 @@ def num_read(path, num_blocks=2, block_bytes=64):
     return count
 
 
-def test_a_change_of_any_byte_is_found(tmp_path):
+def test_change_of_any_byte_is_detected(tmp_path):
     path = tmp_path / "file"
     data = bytearray(whole_file(path))
     assert num_read(path) == 2
@@ -343,7 +343,7 @@ def test_a_change_of_any_byte_is_found(tmp_path):
     assert num_read(path) == 2
 
 
-def test_any_other_length_is_found(tmp_path):
+def test_wrong_file_length_is_detected(tmp_path):
     path = tmp_path / "file"
     data = whole_file(path)
     for length in [*range(0, len(data), 61), len(data) - 1, len(data) + 1]:
@@ -358,7 +358,7 @@ def tamper(path, at, byte=b"\xff"):
 
 
 @pytest.mark.parametrize("at", [0, 30, 60, 100, 4000])
-def test_a_header_that_was_changed_is_set_aside_at_the_start(directory, caplog, at):
+def test_file_with_changed_header_is_set_aside_at_startup(directory, caplog, at):
     save(store_in(directory), keys_from(0, 2))
     tamper(files(directory)[0], at)
     store = store_in(directory)
@@ -368,14 +368,14 @@ def test_a_header_that_was_changed_is_set_aside_at_the_start(directory, caplog, 
     assert store.stats().num_bytes == file_bytes(2, BLOCK_BYTES)  # a file that is set aside counts
 
 
-def test_a_file_that_ends_early_is_set_aside_at_the_start(directory):
+def test_truncated_file_is_a_miss_after_startup(directory):
     save(store_in(directory), keys_from(0, 2))
     os.truncate(files(directory)[0], 5000)
     assert store_in(directory).num_matched(keys_from(0, 2)) == 0
 
 
 @pytest.mark.parametrize("at", [0, 30, 60, -1])
-def test_what_is_changed_while_it_runs_is_a_miss(directory, at):
+def test_file_changed_at_runtime_is_a_miss_and_set_aside(directory, at):
     store, keys = store_in(directory), keys_from(0, 3)
     save(store, keys)
     tamper(files(directory)[0], at)
@@ -386,7 +386,7 @@ def test_what_is_changed_while_it_runs_is_a_miss(directory, at):
     assert (save(store, keys), load(store, keys)) == (3, 3)
 
 
-def test_another_whole_file_in_a_files_place_is_a_miss(directory):
+def test_file_replaced_by_another_valid_file_is_a_miss(directory):
     store = store_in(directory)
     save(store, keys_from(0, 2))
     save(store, keys_from(2, 2))
@@ -412,7 +412,7 @@ def duplicates(directory):
 
 
 @pytest.mark.parametrize("at", [0, 30, -1])
-def test_a_good_duplicate_is_read_in_place_of_a_corrupt_file(duplicates, at):
+def test_load_uses_duplicate_of_corrupt_file(duplicates, at):
     store, keys, first_read = duplicates
     tamper(first_read, at)
     assert load(store, keys) == 3
@@ -420,13 +420,13 @@ def test_a_good_duplicate_is_read_in_place_of_a_corrupt_file(duplicates, at):
     assert (store.stats().num_corrupt, store.stats().num_blocks) == (1, 3)
 
 
-def test_a_good_duplicate_is_found_when_the_corrupt_file_is_seen_at_the_start(duplicates, directory):
+def test_load_uses_duplicate_of_file_corrupt_at_startup(duplicates, directory):
     _, keys, first_read = duplicates
     tamper(first_read, 30)
     assert load(store_in(directory), keys) == 3
 
 
-def test_a_duplicate_stays_when_the_other_file_is_deleted(duplicates):
+def test_duplicate_remains_after_other_file_is_deleted(duplicates):
     store, keys, first_read = duplicates
     first_read.unlink()
     assert load(store, keys) == 3
@@ -439,7 +439,7 @@ def test_forget_deletes_duplicates(duplicates, directory):
     assert (store.lacks(keys), files(directory)) == (set(keys), [])
 
 
-def test_what_was_set_aside_makes_way_first(directory):
+def test_files_set_aside_are_evicted_first(directory):
     store = store_in(directory, 2 * ONE)
     save(store, [key_of(0)])
     save(store, [key_of(1)])
@@ -451,7 +451,7 @@ def test_what_was_set_aside_makes_way_first(directory):
 
 
 @pytest.mark.parametrize("what", ["an older version", "another layout"])
-def test_files_of_others_stay_until_there_is_no_room(directory, what):
+def test_files_of_other_formats_remain_until_space_is_needed(directory, what):
     other = DiskStore(directory, BLOCK_BYTES if what == "an older version" else 512, 1 << 20)
     save(other, [key_of(0)])
     [file] = files(directory)
@@ -469,7 +469,7 @@ def test_files_of_others_stay_until_there_is_no_room(directory, what):
 # --- foreign files ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_ours_is_neither_followed_nor_deleted(directory, tmp_path):
+def test_foreign_files_are_neither_followed_nor_deleted(directory, tmp_path):
     save(store_in(directory), [key_of(0)])
     victim = tmp_path / "victim"
     files(directory)[0].rename(victim)
@@ -491,7 +491,7 @@ def test_what_is_not_ours_is_neither_followed_nor_deleted(directory, tmp_path):
     assert all(path.is_symlink() or path.exists() for path in [*odd, temporary, *others])
 
 
-def test_a_link_in_the_place_of_a_file_is_a_miss(directory, tmp_path):
+def test_symlink_instead_of_file_is_a_miss(directory, tmp_path):
     store = store_in(directory)
     save(store, [key_of(0)])
     [file] = files(directory)
@@ -501,7 +501,7 @@ def test_a_link_in_the_place_of_a_file_is_a_miss(directory, tmp_path):
     assert file.is_symlink()
 
 
-def test_a_lock_that_is_a_link_is_not_followed(directory, tmp_path):
+def test_symlinked_lock_is_not_followed(directory, tmp_path):
     directory.mkdir()
     victim = tmp_path / "victim"
     victim.write_bytes(b"important")
@@ -518,7 +518,7 @@ def test_files_of_another_user_are_not_read(directory, monkeypatch):
     assert store_in(directory).num_matched([key_of(0)]) == 0
 
 
-def test_temporary_files_of_the_dead_go_and_those_of_the_living_stay(directory):
+def test_only_temporary_files_of_dead_writers_are_deleted(directory):
     directory.mkdir()
     dead, living = directory / f"{'a' * 32}.tmp", directory / f"{'b' * 32}.tmp"
     dead.write_bytes(bytes(100))
@@ -537,7 +537,7 @@ def test_temporary_files_of_the_dead_go_and_those_of_the_living_stay(directory):
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ELOOP, errno.ENXIO])
-def test_a_temporary_file_that_cannot_be_opened_does_not_stop_saving(directory, monkeypatch, number):
+def test_unopenable_temporary_file_does_not_block_saves(directory, monkeypatch, number):
     directory.mkdir()
     shut = directory / f"{'a' * 32}.tmp"
     shut.write_bytes(bytes(100))
@@ -555,7 +555,7 @@ def test_a_temporary_file_that_cannot_be_opened_does_not_stop_saving(directory, 
     assert shut.exists() == (number not in {errno.EACCES, errno.EPERM, errno.EIO})
 
 
-def test_a_temporary_file_of_another_user_that_cannot_be_opened_stays(directory, monkeypatch):
+def test_unopenable_temporary_file_of_another_user_remains(directory, monkeypatch):
     directory.mkdir()
     shut = directory / f"{'a' * 32}.tmp"
     shut.write_bytes(bytes(100))
@@ -574,7 +574,7 @@ def test_a_temporary_file_of_another_user_that_cannot_be_opened_stays(directory,
 
 
 @pytest.mark.parametrize("num_stuck", [1, 3])
-def test_a_file_that_cannot_be_deleted_does_not_stop_saving(directory, monkeypatch, num_stuck):
+def test_save_fails_only_above_limit_of_undeletable_files(directory, monkeypatch, num_stuck):
     monkeypatch.setattr(disk_directory, "_MAX_STUCK", 2)
     store = store_in(directory, 4 * ONE)
     stuck = []

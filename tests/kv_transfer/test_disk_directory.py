@@ -117,12 +117,12 @@ def test_new_directory_is_private_and_empty(directory, path):
     assert (directory.path, directory.index.names()) == (path, set())
 
 
-def test_directory_is_made_with_those_above_it(tmp_path, clock):
+def test_directory_is_created_with_parents(tmp_path, clock):
     assert DiskDirectory(tmp_path / "a" / "kv", {BLOCK_BYTES}, 1).path.is_dir()
     assert DiskDirectory(tmp_path / "a" / "kv", {BLOCK_BYTES}, 1).path.is_dir()
 
 
-def test_files_of_others_are_seen_by_their_headers(directory, path):
+def test_listing_reads_headers_of_files_from_other_processes(directory, path):
     put_file(path, "a", 0, 2, used_ns=500)
     put_file(path, "b", 2, 1, block_bytes=32)
     directory._list()
@@ -132,7 +132,7 @@ def test_files_of_others_are_seen_by_their_headers(directory, path):
     assert directory.index.oldest() == (500, name_of("a"))
 
 
-def test_files_that_others_deleted_are_forgotten(directory, path):
+def test_files_deleted_by_other_processes_are_forgotten(directory, path):
     put_file(path, "a")
     directory._list()
     (path / name_of("a")).unlink()
@@ -140,7 +140,7 @@ def test_files_that_others_deleted_are_forgotten(directory, path):
     assert (directory.index.names(), directory.num_bytes) == (set(), 0)
 
 
-def test_directory_is_listed_when_it_has_changed(directory, clock, monkeypatch):
+def test_changed_directory_is_listed_again(directory, clock, monkeypatch):
     lists = []
     monkeypatch.setattr(directory, "_list", lambda: lists.append(None))
     seen_ns = directory._changed_ns()
@@ -160,7 +160,7 @@ def test_directory_is_listed_when_it_has_changed(directory, clock, monkeypatch):
     assert not is_listed(None, clock.now + 0.1)
 
 
-def test_directory_that_is_gone_is_listed_once(directory, path, clock):
+def test_deleted_directory_is_listed_once(directory, path, clock):
     put_file(path, "a")
     directory._list()
     for each in path.iterdir():
@@ -174,7 +174,7 @@ def test_directory_that_is_gone_is_listed_once(directory, path, clock):
     directory.look()
 
 
-def test_time_of_a_directory_counts_when_it_has_settled(directory, clock):
+def test_directory_mtime_is_trusted_only_after_it_settles(directory, clock):
     changed_ns = directory._changed_ns()
     for passed_ns, seen_ns in [(50_000_000, None), (50_000_001, changed_ns)]:
         clock.now_ns = changed_ns + passed_ns
@@ -182,7 +182,7 @@ def test_time_of_a_directory_counts_when_it_has_settled(directory, clock):
         assert directory._seen_ns == seen_ns
 
 
-def test_listing_takes_a_share_of_the_time(directory, clock, monkeypatch):
+def test_listing_interval_follows_listing_duration(directory, clock, monkeypatch):
     def entries():
         clock.now += 0.1
         return set(), []
@@ -194,7 +194,7 @@ def test_listing_takes_a_share_of_the_time(directory, clock, monkeypatch):
 
 @pytest.mark.parametrize("change", ["a new file", "a file that is gone", "a temporary file", "nothing"])
 @pytest.mark.parametrize("locked", [False, True])
-def test_change_by_others_asks_for_a_new_count(directory, path, change, locked):
+def test_change_by_another_process_forces_recount(directory, path, change, locked):
     put_file(path, "a")
     directory._list()
     directory._generation = b"known"
@@ -208,7 +208,7 @@ def test_change_by_others_asks_for_a_new_count(directory, path, change, locked):
     assert directory._generation == (b"known" if locked or change == "nothing" else b"")
 
 
-def test_temporary_files_count_with_the_size_that_they_will_have(directory, path):
+def test_temporary_files_count_with_final_size(directory, path):
     for letter in "ab":
         (path / name_of(letter, "tmp")).write_bytes(bytes(100))
     directory._writing = {name_of("a", "tmp"): 500, name_of("0", "tmp"): 7}
@@ -217,13 +217,13 @@ def test_temporary_files_count_with_the_size_that_they_will_have(directory, path
     assert directory.num_bytes == 600
 
 
-def test_size_of_a_file_is_zero_unless_it_is_there_and_ours(directory, path, monkeypatch):
+def test_size_of_missing_or_symlinked_file_is_zero(directory, path, monkeypatch):
     (path / "file").write_bytes(bytes(100))
     (path / "link").symlink_to("file")
     assert [directory._size(name) for name in ("file", "link", "none")] == [100, 0, 0]
 
 
-def test_entries_are_known_new_temporary_or_none_of_ours(directory, path):
+def test_entries_list_store_files_and_skip_foreign_ones(directory, path):
     put_file(path, "a")
     directory._list()
     put_file(path, "b")
@@ -237,7 +237,7 @@ def test_entries_are_known_new_temporary_or_none_of_ours(directory, path):
     assert sorted(new) == [name_of("b"), name_of("c", "bad")]
 
 
-def test_unreadable_file_is_looked_at_again_after_a_while(directory, path, clock):
+def test_unreadable_file_is_retried_after_60_s(directory, path, clock):
     put_file(path, "a")
     directory._leave_alone(name_of("a"))
     assert directory._unreadable == {name_of("a"): clock.now + 60.0}
@@ -250,19 +250,19 @@ def test_unreadable_file_is_looked_at_again_after_a_while(directory, path, clock
     assert directory._unreadable == {}
 
 
-def test_files_of_another_user_are_not_taken_in(directory, path, monkeypatch):
+def test_files_of_another_user_are_not_indexed(directory, path, monkeypatch):
     put_file(path, "a")
     monkeypatch.setattr(disk_directory, "is_ours", lambda _: False)
     directory._list()
     assert (directory.index.names(), directory.num_corrupt) == (set(), 0)
 
 
-def test_file_that_is_gone_before_it_is_read_is_no_fault(directory, caplog):
+def test_file_deleted_before_read_is_no_fault(directory, caplog):
     directory._take_in(name_of("a"), locked=False)
     assert (directory.index.names(), directory.num_corrupt, caplog.records) == (set(), 0, [])
 
 
-def test_file_that_was_set_aside_is_counted_and_is_the_first_to_be_evicted(directory, path):
+def test_file_set_aside_is_counted_and_evicted_first(directory, path):
     (path / name_of("a", "bad")).write_bytes(b"spoilt")
     directory._list()
     assert (directory.num_bytes, directory.num_corrupt) == (6, 0)
@@ -281,7 +281,7 @@ def test_corrupt_file_is_set_aside(directory, path, caplog):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
-def test_file_that_cannot_be_opened_is_set_aside_only_for_a_fault_of_the_disk(directory, path, monkeypatch, number):
+def test_unopenable_file_is_set_aside_only_on_disk_fault(directory, path, monkeypatch, number):
     file = put_file(path, "a")
     monkeypatch.setattr(os, "open", fail(number, lambda name, *_: name == str(file), os.open))
     directory._list()
@@ -294,7 +294,7 @@ def test_file_that_cannot_be_opened_is_set_aside_only_for_a_fault_of_the_disk(di
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def test_opened_file_is_closed_in_the_end(directory, path):
+def test_opened_file_is_closed_after_use(directory, path):
     put_file(path, "a")
     with directory.open(name_of("a")) as (descriptor, found):
         assert found.st_size == ONE
@@ -303,7 +303,7 @@ def test_opened_file_is_closed_in_the_end(directory, path):
         os.fstat(descriptor)
 
 
-def test_another_version_under_a_known_name_is_corrupt(directory, path):
+def test_known_file_replaced_by_other_version_is_corrupt(directory, path):
     file = put_file(path, "a")
     data = file.read_bytes()
     file.write_bytes(data[:8] + struct.pack("<I", 2) + data[12:])
@@ -313,7 +313,7 @@ def test_another_version_under_a_known_name_is_corrupt(directory, path):
         assert directory._keys_of(descriptor, ONE) == ()
 
 
-def test_files_of_a_chain_are_used_one_after_the_other(directory, path, clock):
+def test_touch_makes_first_file_of_chain_most_recent(directory, path, clock):
     files = [put_file(path, letter) for letter in "abc"]
     clock.now_ns = 10**18
     directory.touch([file.name for file in files])
@@ -322,7 +322,7 @@ def test_files_of_a_chain_are_used_one_after_the_other(directory, path, clock):
     assert [each.st_atime_ns for each in found] == [10**18, 10**18 - 1, 10**18 - 2]
 
 
-def test_use_of_a_link_is_not_noted_in_its_target(directory, path):
+def test_touch_does_not_follow_symlink(directory, path):
     target = put_file(path, "a", used_ns=5)
     (path / name_of("b")).symlink_to(target)
     directory.touch([name_of("b")])
@@ -330,7 +330,7 @@ def test_use_of_a_link_is_not_noted_in_its_target(directory, path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO])
-def test_use_that_cannot_be_noted_is_an_error_only_of_the_disk(directory, path, monkeypatch, number):
+def test_touch_fails_only_on_disk_fault(directory, path, monkeypatch, number):
     first, last = put_file(path, "a"), put_file(path, "b")
     os.utime(last, ns=(5, 5))
     monkeypatch.setattr(os, "utime", fail(number, lambda name: name == str(first), os.utime))
@@ -349,7 +349,7 @@ def generation(path):
     return (path / "lock").read_bytes()
 
 
-def test_file_is_set_aside_under_another_name(directory, path):
+def test_set_aside_renames_file(directory, path):
     name = write(directory)
     before = generation(path)
     directory.set_aside(name, "spoilt")
@@ -359,14 +359,14 @@ def test_file_is_set_aside_under_another_name(directory, path):
     assert generation(path) != before
 
 
-def test_file_that_is_gone_is_not_set_aside(directory, path):
+def test_missing_file_is_not_set_aside(directory, path):
     name = write(directory)
     (path / name).unlink()
     directory.set_aside(name, "spoilt")
     assert (directory.index.names(), directory._unreadable) == (set(), {})
 
 
-def test_file_is_set_aside_with_the_size_that_is_known_or_its_own(directory, path):
+def test_set_aside_counts_indexed_or_actual_size(directory, path):
     put_file(path, "a")
     directory.set_aside(name_of("a"), "spoilt")
     assert directory.num_bytes == ONE
@@ -376,14 +376,14 @@ def test_file_is_set_aside_with_the_size_that_is_known_or_its_own(directory, pat
     assert directory.num_bytes == ONE + 10
 
 
-def test_file_that_cannot_be_set_aside_is_left_alone(directory, monkeypatch):
+def test_file_that_cannot_be_set_aside_is_marked_unreadable(directory, monkeypatch):
     name = write(directory)
     monkeypatch.setattr(Path, "rename", fail(errno.EROFS))
     directory.set_aside(name, "spoilt")
     assert (directory.index.names(), directory.index.num_blocks, list(directory._unreadable)) == ({name}, 0, [name])
 
 
-def test_removed_files_are_gone_and_others_are_told(directory, path):
+def test_remove_deletes_files_and_changes_generation(directory, path):
     names = [write(directory, number) for number in range(3)]
     before = generation(path)
     directory.remove([names[0], "unknown", names[2]])
@@ -395,7 +395,7 @@ def test_removed_files_are_gone_and_others_are_told(directory, path):
 # --- adding -----------------------------------------------------------------------------------------------------------
 
 
-def test_file_takes_its_room_while_it_is_written(directory, path, clock):
+def test_file_reserves_space_while_it_is_written(directory, path, clock):
     seen = []
 
     def fill(descriptor):
@@ -416,7 +416,7 @@ def test_file_takes_its_room_while_it_is_written(directory, path, clock):
     assert open_descriptors(path) == before
 
 
-def test_others_are_told_before_a_file_is_written(directory, path):
+def test_generation_changes_before_file_is_written(directory, path):
     seen = []
     directory.make_room(0)
     before = generation(path)
@@ -427,7 +427,7 @@ def test_others_are_told_before_a_file_is_written(directory, path):
 
 
 @pytest.mark.parametrize("step", ["fill", "rename", "flock", "ftruncate", "utime"])
-def test_file_that_cannot_be_written_leaves_nothing(directory, path, monkeypatch, step):
+def test_failed_write_cleans_up_file_and_descriptor(directory, path, monkeypatch, step):
     directory.make_room(0)
     before = open_descriptors(path)
     fill = fail(errno.ENOSPC) if step == "fill" else lambda _: None
@@ -444,7 +444,7 @@ def test_file_that_cannot_be_written_leaves_nothing(directory, path, monkeypatch
     assert open_descriptors(path) == before
 
 
-def test_directory_is_made_again_and_told_to_the_disk(directory, path, monkeypatch):
+def test_write_recreates_and_syncs_deleted_directory(directory, path, monkeypatch):
     synced = []
     monkeypatch.setattr(disk_directory, "sync_directory", synced.append)
     path.rmdir()
@@ -462,7 +462,7 @@ def bounded(path, num_files):
     return DiskDirectory(path, {BLOCK_BYTES}, num_files * ONE)
 
 
-def test_room_is_made_only_as_far_as_it_is_needed(path, clock):
+def test_eviction_frees_only_needed_space(path, clock):
     directory = bounded(path, 3)
     names = []
     for number in range(3):
@@ -476,14 +476,14 @@ def test_room_is_made_only_as_far_as_it_is_needed(path, clock):
     assert (directory.num_evicted, directory.index.names()) == (2, set(names[2:]))
 
 
-def test_evicted_blocks_are_counted_not_files(path, clock):
+def test_num_evicted_counts_blocks_not_files(path, clock):
     directory = DiskDirectory(path, {BLOCK_BYTES}, file_bytes(5, BLOCK_BYTES))
     write(directory, 0, 5)
     write(directory, 5, 1)
     assert directory.num_evicted == 5
 
 
-def test_no_room_is_made_from_files_that_are_written(path, clock):
+def test_files_being_written_are_not_evicted(path, clock):
     directory = bounded(path, 2)
     (path / name_of("a", "tmp")).write_bytes(bytes(2 * ONE))
     with (path / name_of("a", "tmp")).open() as file:
@@ -495,7 +495,7 @@ def test_no_room_is_made_from_files_that_are_written(path, clock):
 
 
 @pytest.mark.parametrize("num_stuck", [8, 9])
-def test_number_of_files_that_may_refuse_to_be_deleted_is_limited(path, clock, monkeypatch, num_stuck):
+def test_eviction_fails_above_limit_of_undeletable_files(path, clock, monkeypatch, num_stuck):
     for number in range(10):
         path.mkdir(exist_ok=True)
         put_file(path, LETTERS[number], number, used_ns=number + 1)
@@ -511,7 +511,7 @@ def test_number_of_files_that_may_refuse_to_be_deleted_is_limited(path, clock, m
         assert directory.index.names() == {name_of(letter) for letter in LETTERS if letter != LETTERS[8]}
 
 
-def test_file_that_was_used_meanwhile_is_kept(path, clock):
+def test_file_used_since_listing_is_not_evicted(path, clock):
     path.mkdir()
     files = [put_file(path, letter, number, used_ns=number + 10) for number, letter in enumerate("abc")]
     directory = bounded(path, 2)
@@ -522,7 +522,7 @@ def test_file_that_was_used_meanwhile_is_kept(path, clock):
     assert directory._generation == generation(path)
 
 
-def test_others_are_told_before_a_file_is_evicted(path, clock, monkeypatch):
+def test_generation_changes_before_file_is_evicted(path, clock, monkeypatch):
     path.mkdir()
     put_file(path, "a", used_ns=5)
     directory, order = bounded(path, 1), []
@@ -532,7 +532,7 @@ def test_others_are_told_before_a_file_is_evicted(path, clock, monkeypatch):
     assert order == ["told", "deleted"]
 
 
-def test_file_that_another_process_deleted_makes_room(path, clock):
+def test_file_deleted_by_another_process_counts_as_freed(path, clock):
     path.mkdir()
     files = [put_file(path, letter, number, used_ns=number + 10) for number, letter in enumerate("abc")]
     directory = bounded(path, 2)
@@ -542,14 +542,14 @@ def test_file_that_another_process_deleted_makes_room(path, clock):
     assert (directory.index.names(), directory.num_evicted) == ({name_of("c")}, 1)
 
 
-def test_file_that_belongs_to_another_user_now_is_forgotten_and_stays(directory, path, monkeypatch):
+def test_file_taken_over_by_another_user_is_forgotten_not_deleted(directory, path, monkeypatch):
     name = write(directory)
     monkeypatch.setattr(disk_directory, "is_ours", lambda _: False)
     directory._evict(1, name)
     assert (directory.index.names(), (path / name).exists(), directory.num_evicted) == (set(), True, 0)
 
 
-def test_eviction_of_a_file_that_is_not_known_counts_no_block(directory, path):
+def test_eviction_of_unknown_file_counts_no_block(directory, path):
     directory.make_room(0)
     put_file(path, "a", used_ns=5)
     directory._lock_descriptor = os.open(path / "lock", os.O_RDWR)
@@ -558,7 +558,7 @@ def test_eviction_of_a_file_that_is_not_known_counts_no_block(directory, path):
     assert ((path / name_of("a")).exists(), directory.num_evicted) == (False, 0)
 
 
-def test_file_that_was_set_aside_is_evicted_however_young(directory, path):
+def test_file_set_aside_is_evicted_regardless_of_age(directory, path):
     (path / name_of("a", "bad")).write_bytes(b"spoilt")
     directory._list()
     with directory._locked():
@@ -566,7 +566,7 @@ def test_file_that_was_set_aside_is_evicted_however_young(directory, path):
     assert not (path / name_of("a", "bad")).exists()
 
 
-def test_files_are_counted_when_another_process_has_added_some(path, clock, monkeypatch):
+def test_files_are_recounted_after_write_by_another_process(path, clock, monkeypatch):
     directory, other = bounded(path, 9), bounded(path, 9)
     lists, list_ = [], directory._list
 
@@ -592,7 +592,7 @@ def test_files_are_counted_when_another_process_has_added_some(path, clock, monk
     assert len(lists) == 3
 
 
-def test_files_are_counted_once_at_least_however_low_the_clock_is(directory, path, clock):
+def test_files_are_counted_at_least_once_near_clock_zero(directory, path, clock):
     clock.now = 10.0
     put_file(path, "a")
     directory.set_aside(name_of("a"), "spoilt")
@@ -602,7 +602,7 @@ def test_files_are_counted_once_at_least_however_low_the_clock_is(directory, pat
 
 
 @pytest.mark.parametrize("change", ["remove", "set aside"])
-def test_files_of_others_are_counted_after_a_change_by_this_process(path, clock, change):
+def test_files_of_another_process_are_counted_after_local_change(path, clock, change):
     directory, other = bounded(path, 3), bounded(path, 3)
     first = write(directory)
     write(other, 1)
@@ -615,7 +615,7 @@ def test_files_of_others_are_counted_after_a_change_by_this_process(path, clock,
     assert directory.num_bytes == file_bytes(2, BLOCK_BYTES) + ONE
 
 
-def test_corrupt_file_that_is_found_under_the_lock_is_set_aside(directory, path, clock):
+def test_corrupt_file_found_under_lock_is_set_aside(directory, path, clock):
     write(directory)
     (path / name_of("a")).write_bytes(b"spoilt")
     clock.now += 60.0
@@ -625,7 +625,7 @@ def test_corrupt_file_that_is_found_under_the_lock_is_set_aside(directory, path,
     assert directory._generation == generation(path)
 
 
-def test_temporary_file_that_another_process_deletes_first_is_gone(directory, path, monkeypatch):
+def test_temporary_file_deleted_by_another_process_is_forgotten(directory, path, monkeypatch):
     temporary = path / name_of("a", "tmp")
     temporary.write_bytes(bytes(100))
     monkeypatch.setattr(directory, "_is_dead", lambda _: temporary.unlink() is None)
@@ -645,7 +645,7 @@ def test_temporary_files_of_dead_processes_are_deleted(directory, path, monkeypa
     assert directory._writing == {name_of("a", "tmp"): 7, name_of("b", "tmp"): 100}
 
 
-def test_temporary_file_is_dead_without_a_writer(directory, path, monkeypatch):
+def test_temporary_file_without_lock_holder_is_dead(directory, path, monkeypatch):
     file = path / name_of("a", "tmp")
     assert directory._is_dead(file.name)
     file.write_bytes(b"x")
@@ -661,7 +661,7 @@ def test_temporary_file_is_dead_without_a_writer(directory, path, monkeypatch):
 @pytest.mark.parametrize(
     ("number", "is_dead"), [(errno.EACCES, True), (errno.EPERM, True), (errno.EIO, True), (errno.EMFILE, False)]
 )
-def test_temporary_file_that_cannot_be_opened_is_dead_if_it_is_ours(directory, path, monkeypatch, number, is_dead):
+def test_unopenable_temporary_file_is_dead_unless_descriptors_ran_out(directory, path, monkeypatch, number, is_dead):
     file = path / name_of("a", "tmp")
     file.write_bytes(b"x")
     monkeypatch.setattr(os, "open", fail(number, lambda name, *_: name == str(file), os.open))
@@ -673,7 +673,7 @@ def test_temporary_file_that_cannot_be_opened_is_dead_if_it_is_ours(directory, p
 # --- the lock ---------------------------------------------------------------------------------------------------------
 
 
-def test_lock_is_held_and_given_back(directory, path):
+def test_lock_is_exclusive_and_released(directory, path):
     before = open_descriptors(path)
     with directory._locked(), (path / "lock").open() as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -683,7 +683,7 @@ def test_lock_is_held_and_given_back(directory, path):
     assert stat.S_IMODE((path / "lock").stat().st_mode) == 0o600
 
 
-def test_lock_that_another_process_keeps_is_waited_for(directory, path, clock):
+def test_lock_held_by_another_process_is_awaited_until_timeout(directory, path, clock):
     before = open_descriptors(path)
     (path / "lock").touch()
     with (path / "lock").open() as file:
@@ -702,7 +702,7 @@ def test_lock_that_another_process_keeps_is_waited_for(directory, path, clock):
     assert open_descriptors(path) == before
 
 
-def test_lock_is_tried_once_more_at_the_end_of_the_time(directory, path, clock, monkeypatch):
+def test_lock_is_retried_at_deadline(directory, path, clock, monkeypatch):
     monkeypatch.setattr(disk_directory, "_LOCK_POLL_S", 1.0)
     (path / "lock").touch()
     with (path / "lock").open() as file:
@@ -712,7 +712,7 @@ def test_lock_is_tried_once_more_at_the_end_of_the_time(directory, path, clock, 
     assert clock.sleeps == [1.0] * 3
 
 
-def test_lock_file_that_was_replaced_is_opened_anew(directory, path, clock, monkeypatch):
+def test_replaced_lock_file_is_reopened(directory, path, clock, monkeypatch):
     answers = [False, False, True]
     monkeypatch.setattr(directory, "_is_in_place", lambda _: answers.pop(0))
     before = open_descriptors(path)
@@ -721,7 +721,7 @@ def test_lock_file_that_was_replaced_is_opened_anew(directory, path, clock, monk
     assert (clock.sleeps, answers) == ([0.002] * 2, [])
 
 
-def test_lock_is_in_place_while_its_name_is_the_same_file(directory, path):
+def test_lock_is_in_place_while_path_is_same_file(directory, path):
     with directory._locked():
         assert directory._is_in_place(directory._lock_descriptor)
         (path / "lock").unlink()
@@ -730,7 +730,7 @@ def test_lock_is_in_place_while_its_name_is_the_same_file(directory, path):
         assert not directory._is_in_place(directory._lock_descriptor)
 
 
-def test_lock_that_is_deleted_while_it_is_opened_is_opened_anew(directory, path, clock, monkeypatch):
+def test_lock_file_deleted_during_open_is_reopened(directory, path, clock, monkeypatch):
     flock, calls = fcntl.flock, []
 
     def delete_once(descriptor, operation):
@@ -744,7 +744,7 @@ def test_lock_that_is_deleted_while_it_is_opened_is_opened_anew(directory, path,
         assert len(calls) == 2
 
 
-def test_lock_that_fails_leaves_no_descriptor(directory, path, monkeypatch):
+def test_failed_lock_closes_descriptor(directory, path, monkeypatch):
     before = open_descriptors(path)
     monkeypatch.setattr(fcntl, "flock", fail(errno.ENOLCK))
     with pytest.raises(OSError, match="No locks available"), directory._locked():
@@ -752,7 +752,7 @@ def test_lock_that_fails_leaves_no_descriptor(directory, path, monkeypatch):
     assert open_descriptors(path) == before
 
 
-def test_calls_from_several_threads_wait_for_each_other(directory):
+def test_calls_from_several_threads_are_serialized(directory):
     with directory._mutex:
         calls = [
             threading.Thread(target=call)
@@ -770,7 +770,7 @@ def test_calls_from_several_threads_wait_for_each_other(directory):
         assert not call.is_alive()
 
 
-def test_index_says_what_is_in_the_directory(directory, path):
+def test_index_matches_directory_content(directory, path):
     name = write(directory, 0, 2)
     assert directory.index.run(keys_from(0, 2))[0] == BlockFile(
         name, file_bytes(2, BLOCK_BYTES), tuple(keys_from(0, 2))

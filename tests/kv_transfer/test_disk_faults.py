@@ -54,7 +54,7 @@ def fail(number):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["pwritev", "fsync", "ftruncate"])
-def test_what_cannot_be_written_is_not_kept_until_it_can_be(directory, monkeypatch, caplog, call, number):
+def test_failed_writes_are_retried_after_growing_pause(directory, monkeypatch, caplog, call, number):
     caplog.set_level(logging.INFO)
     clock = Clock()
     store, keys = store_in(directory, clock=clock), keys_from(0, 4)
@@ -76,7 +76,7 @@ def test_what_cannot_be_written_is_not_kept_until_it_can_be(directory, monkeypat
     assert store_in(directory).stats().num_blocks == 4
 
 
-def test_a_write_in_parts_is_whole(directory, monkeypatch):
+def test_partial_writes_and_reads_are_completed(directory, monkeypatch):
     pwritev, preadv = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, views, at: pwritev(fd, [views[0][:700]], at))
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:300]], at))
@@ -84,21 +84,21 @@ def test_a_write_in_parts_is_whole(directory, monkeypatch):
     assert save(store, keys_from(0, 3)) == load(store, keys_from(0, 3)) == 3
 
 
-def test_a_write_that_makes_no_way_is_an_error(directory, monkeypatch):
+def test_zero_byte_write_fails_save(directory, monkeypatch):
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
     store = store_in(directory)
     assert (save(store, [key_of(0)]), files(directory)) == (0, [])
     assert store.stats().num_errors == 1
 
 
-def test_a_directory_that_is_not_told_to_the_disk_is_an_error(directory, monkeypatch):
+def test_failed_directory_sync_counts_as_error(directory, monkeypatch):
     store = store_in(directory)
     monkeypatch.setattr(disk_directory, "sync_directory", fail(errno.EIO))
     save(store, [key_of(0)])
     assert (store.stats().num_errors, load(store, [key_of(0)])) == (1, 1)
 
 
-def test_a_file_that_the_disk_does_not_give_is_set_aside(directory, monkeypatch):
+def test_file_with_read_error_is_set_aside(directory, monkeypatch):
     store = store_in(directory)
     save(store, [key_of(0)])
     save(store, [key_of(1)])
@@ -110,7 +110,7 @@ def test_a_file_that_the_disk_does_not_give_is_set_aside(directory, monkeypatch)
     assert len(files(directory, ".bad")) == 1
 
 
-def test_a_file_that_cannot_be_read_at_the_start_is_tried_again(directory, monkeypatch):
+def test_file_unreadable_at_startup_is_retried(directory, monkeypatch):
     save(store_in(directory), [key_of(0)])
     with monkeypatch.context() as broken:
         broken.setattr(os, "pread", fail(errno.ENOMEM))
@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_read_at_the_start_is_tried_again(directory, monke
     assert listed(store).num_matched([key_of(0)]) == load(store, [key_of(0)]) == 1
 
 
-def test_a_process_without_descriptors_raises_and_harms_no_file(directory, monkeypatch):
+def test_descriptor_limit_raises_store_error_and_keeps_files(directory, monkeypatch):
     store = store_in(directory)
     save(store, [key_of(0)])
     with monkeypatch.context() as broken:
@@ -131,7 +131,7 @@ def test_a_process_without_descriptors_raises_and_harms_no_file(directory, monke
     assert store.stats().num_errors == 1
 
 
-def test_a_directory_that_is_gone_is_a_miss_and_is_made_again(directory):
+def test_deleted_directory_is_a_miss_and_recreated(directory):
     store = store_in(directory)
     save(store, [key_of(0)])
     shutil.rmtree(directory)
@@ -140,7 +140,7 @@ def test_a_directory_that_is_gone_is_a_miss_and_is_made_again(directory):
     assert (store.stats().num_bytes, store.stats().num_errors) == (file_bytes(1, BLOCK_BYTES), 0)
 
 
-def test_who_keeps_the_lock_stops_saves_alone(directory, monkeypatch):
+def test_held_lock_blocks_only_saves(directory, monkeypatch):
     store = store_in(directory)
     save(store, [key_of(0)])
     monkeypatch.setattr(disk_directory, "_LOCK_WAIT_S", 0.01)
@@ -150,14 +150,14 @@ def test_who_keeps_the_lock_stops_saves_alone(directory, monkeypatch):
         assert "another process holds" in store.stats().error
 
 
-def test_a_lock_that_is_deleted_is_made_again(directory):
+def test_deleted_lock_file_is_recreated(directory):
     store = store_in(directory)
     save(store, [key_of(0)])
     (directory / "lock").unlink()
     assert save(store, [key_of(1)]) == 1
 
 
-def test_a_path_that_is_a_file_cannot_be_opened(tmp_path):
+def test_file_instead_of_directory_raises_store_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be read"):
         store_in(tmp_path / "file")
@@ -183,7 +183,7 @@ def run_script(directory, script):
     return done.stderr
 
 
-def test_a_limit_of_file_sizes_as_the_system_keeps_it(directory):
+def test_file_size_rlimit_stops_saves_and_keeps_loads(directory):
     told = run_script(
         directory,
         """
@@ -198,7 +198,7 @@ def test_a_limit_of_file_sizes_as_the_system_keeps_it(directory):
     assert "no KV can be written" in told
 
 
-def test_a_file_system_that_is_full(tmp_path):
+def test_full_file_system_stops_saves_and_keeps_loads(tmp_path):
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True, check=False
     )
@@ -238,7 +238,7 @@ assert load(DiskStore(directory.with_name("other"), BLOCK_BYTES, 1 << 20), keys_
 """
 
 
-def test_a_directory_without_rights():
+def test_read_only_directory_serves_loads_and_fails_saves():
     user = "os.setgid(65534), os.setuid(65534)\n" if os.geteuid() == 0 else ""
     place = Path(tempfile.mkdtemp())  # unlike `tmp_path`, the other user may enter it
     place.chmod(0o777)
@@ -254,7 +254,7 @@ def test_a_directory_without_rights():
 # ---------------------------------------------------------------------------------------------
 
 
-def test_thousands_of_blocks_let_others_run_and_take_no_memory(directory):
+def test_large_save_and_load_yield_to_threads_and_bound_memory(directory):
     num_blocks, block_bytes = 3000, 1 << 14
     store = DiskStore(directory, block_bytes, 1 << 28)
     keys, content = keys_from(0, num_blocks), memoryview(bytearray(block_bytes))

@@ -43,7 +43,7 @@ def header_of(path, num_bytes=None):
 
 
 @pytest.mark.parametrize(("count", "header_bytes"), [(1, 4096), (63, 4096), (64, 8192), (127, 8192), (128, 12288)])
-def test_file_is_a_header_of_whole_pages_and_the_blocks(tmp_path, count, header_bytes):
+def test_file_has_page_aligned_header_then_blocks(tmp_path, count, header_bytes):
     keys, data = written(tmp_path / "file", count)
     assert file_bytes(count, BLOCK_BYTES) == len(data) == header_bytes + count * BLOCK_BYTES
     blocks = [content_of(key, BLOCK_BYTES) for key in keys]
@@ -61,7 +61,7 @@ def test_checksum_covers_key_and_content():
     assert block_checksum(b"key", memoryview(b"block")) == hashlib.sha256(b"keyblock").digest()
 
 
-def test_disk_has_the_file_before_the_write_returns(tmp_path, monkeypatch):
+def test_write_blocks_syncs_file_before_returning(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     with (tmp_path / "file").open("w+b") as file:
@@ -73,7 +73,7 @@ def test_disk_has_the_file_before_the_write_returns(tmp_path, monkeypatch):
     assert error.value.errno == errno.EIO
 
 
-def test_header_is_read_with_as_few_bytes_as_it_has(tmp_path, monkeypatch):
+def test_read_header_reads_only_header_pages(tmp_path, monkeypatch):
     asked, pread = [], os.pread
 
     def counted(descriptor, count, offset):
@@ -87,7 +87,7 @@ def test_header_is_read_with_as_few_bytes_as_it_has(tmp_path, monkeypatch):
     assert asked == [(4096, 0), (4096, 0), (4096, 4096)]
 
 
-def test_what_is_wrong_with_a_header_is_said(tmp_path):
+def test_invalid_header_error_names_reason(tmp_path):
     path = tmp_path / "file"
     _, data = written(path, 1)
 
@@ -119,7 +119,7 @@ def test_what_is_wrong_with_a_header_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [None, 2, 3])
-def test_blocks_are_read_up_to_the_first_that_is_not_whole(tmp_path, bad):
+def test_read_stops_at_first_corrupt_block(tmp_path, bad):
     path = tmp_path / "file"
     keys, data = written(path, 5)
     header = header_of(path)
@@ -133,7 +133,7 @@ def test_blocks_are_read_up_to_the_first_that_is_not_whole(tmp_path, bad):
     assert [bytes(block) for block in blocks[:count]] == [content_of(key, BLOCK_BYTES) for key in keys[1 : 1 + count]]
 
 
-def test_only_a_regular_file_of_this_user_is_ours(tmp_path):
+def test_is_ours_accepts_only_regular_files_of_this_user(tmp_path):
     (tmp_path / "file").touch()
     found = (tmp_path / "file").stat()
     assert is_ours(found)
@@ -141,7 +141,7 @@ def test_only_a_regular_file_of_this_user_is_ours(tmp_path):
     assert not is_ours(SimpleNamespace(st_mode=found.st_mode, st_uid=found.st_uid + 1))
 
 
-def test_directory_is_synced_and_closed(tmp_path, monkeypatch):
+def test_sync_directory_syncs_and_closes_descriptor(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino) or synced.append(descriptor)
@@ -174,13 +174,13 @@ def moved(sizes, most_at_once=1 << 62, num_bytes=1 << 62):
     return is_short, calls
 
 
-def test_views_move_together():
+def test_views_move_in_one_call():
     assert moved([3, 4, 5]) == (False, [(100, [3, 4, 5])])
     assert moved([]) == moved([0, 0]) == (False, [])
     assert moved([0, 3, 0, 4]) == (False, [(100, [3, 4])])
 
 
-def test_number_of_views_and_of_bytes_per_call_is_limited(monkeypatch):
+def test_views_and_bytes_per_call_are_limited(monkeypatch):
     assert [len(sizes) for _, sizes in moved([1] * 600)[1]] == [256, 256, 88]
     monkeypatch.setattr(disk_file, "_MAX_CALL_BYTES", 10)
     for sizes in ([[4, 5], [2], [9]], [[1, 1, 8], [1]]):
@@ -191,12 +191,12 @@ def test_number_of_views_and_of_bytes_per_call_is_limited(monkeypatch):
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 7, 8])
-def test_call_that_moves_fewer_bytes_is_continued(most):
+def test_partial_move_is_continued(most):
     is_short, calls = moved([3, 4, 5], most)
     assert not is_short
     assert [offset for offset, _ in calls] == list(range(100, 112, most))
     assert [sum(sizes) for _, sizes in calls] == list(range(12, 0, -most))
 
 
-def test_end_of_the_file_ends_the_move():
+def test_end_of_file_ends_move():
     assert moved([3, 4], num_bytes=5) == (True, [(100, [3, 4]), (105, [2])])

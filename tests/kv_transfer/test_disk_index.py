@@ -24,7 +24,7 @@ def index():
     return index
 
 
-def test_files_are_known_by_name_key_and_size(index):
+def test_index_finds_files_by_name_and_key(index):
     assert (index.num_blocks, index.num_bytes, index.names()) == (3, 30, {"one", "two"})
     assert ("one" in index, "none" in index) == (True, False)
     assert index.lacking([A, b"d", C]) == {b"d"}
@@ -32,7 +32,7 @@ def test_files_are_known_by_name_key_and_size(index):
     assert index.files_of([A, b"d", C]) == (1, ["one"])
 
 
-def test_a_run_follows_the_keys_of_one_file(index):
+def test_run_follows_keys_of_one_file(index):
     file = BlockFile("one", 10, (A, B))
     assert index.run([A, B, C]) == (file, 0, 2)
     assert index.run([B, C]) == (file, 1, 1)
@@ -40,25 +40,25 @@ def test_a_run_follows_the_keys_of_one_file(index):
     assert index.run([b"d"]) is None
 
 
-def test_a_file_that_is_dropped_is_forgotten(index):
+def test_dropped_file_is_forgotten(index):
     assert index.drop("one") == BlockFile("one", 10, (A, B))
     assert index.drop("one") is None
     assert (index.num_blocks, index.num_bytes, index.oldest()) == (1, 20, (2, "two"))
 
 
-def test_of_two_files_with_a_key_the_newer_one_holds_it(index):
+def test_newer_file_holds_shared_key(index):
     index.add(BlockFile("three", 5, (A,)), 3)
     assert index.files_of([A]) == (1, ["three"])
     index.drop("one")
     assert (index.files_of([A]), index.lacking([B])) == ((1, ["three"]), {B})
 
 
-def test_a_file_that_is_added_again_counts_once(index):
+def test_file_added_twice_counts_once(index):
     index.add(BlockFile("one", 7, (A,)), 5)
     assert (index.num_bytes, index.num_blocks, index.oldest()) == (27, 2, (2, "two"))
 
 
-def test_the_oldest_file_is_the_one_unused_for_longest(index):
+def test_oldest_file_is_least_recently_used(index):
     assert index.oldest() == (1, "one")
     index.used("two", 9)  # changes nothing while another file is older
     assert index.oldest() == (1, "one")
@@ -72,7 +72,7 @@ def test_the_oldest_file_is_the_one_unused_for_longest(index):
     assert index.oldest() is None
 
 
-def test_ages_of_files_that_are_gone_take_a_bounded_room():
+def test_age_entries_of_dropped_files_are_bounded():
     index = DiskIndex()
     for number in range(5000):
         index.add(BlockFile(f"{number}", 1), number)
@@ -82,7 +82,7 @@ def test_ages_of_files_that_are_gone_take_a_bounded_room():
     assert index.oldest() == (4990, "4990")
 
 
-def test_ages_are_rebuilt_when_most_of_them_are_old(monkeypatch):
+def test_age_entries_are_rebuilt_when_mostly_stale(monkeypatch):
     monkeypatch.setattr(disk_index, "_MIN_SPARE", 2)
     index, lengths = DiskIndex(), []
     for used_ns in range(8):
@@ -96,7 +96,7 @@ def test_ages_are_rebuilt_when_most_of_them_are_old(monkeypatch):
     assert (index.num_bytes, index.num_blocks) == (4, 1)
 
 
-def test_key_that_stands_twice_in_a_file_counts_once(index):
+def test_duplicate_key_in_file_counts_once(index):
     index.add(BlockFile("twice", 5, (b"d", b"e", b"d")), 3)
     assert (index.num_blocks, index.holders([b"d"])) == (5, {"twice"})
     assert index.run([b"d", b"e", b"d", A]) == (BlockFile("twice", 5, (b"d", b"e", b"d")), 0, 3)
@@ -104,7 +104,7 @@ def test_key_that_stands_twice_in_a_file_counts_once(index):
     assert (index.num_blocks, index.holders([b"d"])) == (3, set())
 
 
-def test_files_of_a_key_are_all_known(index):
+def test_holders_returns_all_files_of_keys(index):
     index.add(BlockFile("three", 5, (A,)), 3)
     assert index.holders([A, C, b"d"]) == {"one", "two", "three"}
     assert index.files_of([A, B]) == (2, ["three", "one"])
@@ -113,7 +113,7 @@ def test_files_of_a_key_are_all_known(index):
     assert index.files_of([A, B]) == (2, ["one"])
 
 
-def test_a_directory_is_looked_at_again_after_a_pause_unless_it_is_gone(tmp_path, monkeypatch):
+def test_directory_is_listed_after_pause_or_at_once_if_deleted(tmp_path, monkeypatch):
     store = DiskStore(tmp_path / "kv", BLOCK_BYTES, 1 << 20)
     directory, lists = store._directory, []
     assert directory._next_look_at > 0
@@ -133,7 +133,7 @@ def test_a_directory_is_looked_at_again_after_a_pause_unless_it_is_gone(tmp_path
     assert len(lists) == 2
 
 
-def test_a_lookup_ends_when_nothing_more_comes_or_nobody_asks():
+def test_lookup_ends_when_complete_expired_or_unwanted():
     def taken(count=1, now=1.0, **fields):
         lookup = _Lookup(2, 6, **{"num_expected": 6, "until": 10.0, "found": 3, **fields})
         lookup.take(count, now)
@@ -145,7 +145,7 @@ def test_a_lookup_ends_when_nothing_more_comes_or_nobody_asks():
     assert taken(is_wanted=False) == 3
 
 
-def test_a_lookup_is_repeated_after_longer_and_longer_pauses():
+def test_lookup_retries_after_growing_pauses():
     lookup = _Lookup(0, 6, num_expected=6)
     pauses = []
     for now in range(40):

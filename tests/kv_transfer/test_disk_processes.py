@@ -65,17 +65,17 @@ def kill_often(directory, times):
     assert found
 
 
-def test_killed_in_the_midst_of_writes(tmp_path):
+def test_directory_stays_valid_after_writer_is_killed(tmp_path):
     kill_often(tmp_path / "kv", 3)
 
 
 @pytest.mark.slow
-def test_killed_in_the_midst_of_writes_50_times(tmp_path):
+def test_directory_stays_valid_after_50_killed_writers(tmp_path):
     kill_often(tmp_path / "kv", 50)
 
 
 @pytest.mark.parametrize("stop", ["begun", "half written", "synced", "renamed"])
-def test_killed_at_each_point_of_a_save(tmp_path, stop):
+def test_directory_stays_valid_after_kill_at_each_save_step(tmp_path, stop):
     """The writer is killed exactly at this point."""
     directory = tmp_path / "kv"
     calls = {
@@ -103,7 +103,7 @@ def test_killed_at_each_point_of_a_save(tmp_path, stop):
     assert check(directory) == (4 if stop == "renamed" else 2)
 
 
-def test_two_processes_write_into_one_small_directory(tmp_path):
+def test_concurrent_processes_keep_directory_within_limit(tmp_path):
     directory = tmp_path / "kv"
     processes = [start(directory, seed) for seed in (1, 2)]
     try:

@@ -59,7 +59,7 @@ def in_part(number):
 # --- usable blocks ----------------------------------------------------------------------------------------------------
 
 
-def test_what_the_next_row_sees_has_to_be_whole():
+def test_num_usable_requires_complete_blocks_in_window():
     """Compared with a check of each position that the row reads."""
     rng = random.Random(3)
     for _ in range(3000):
@@ -93,13 +93,13 @@ def test_what_the_next_row_sees_has_to_be_whole():
         ({"whole": (3, 4), "in_part": range(6)}, 0),
     ],
 )
-def test_lookups_take_blocks_of_both_kinds(kinds, expected):
+def test_lookup_combines_blocks_with_and_without_window_part(kinds, expected):
     store = TieredStore([memory(**kinds)])
     assert look_up(store, KEYS, 0, 100, SIZE, [SlidingWindow(WINDOW)]) == expected
     store.close()
 
 
-def test_blocks_before_the_first_are_the_callers():
+def test_lookup_assumes_caller_has_blocks_before_first():
     store = TieredStore([memory(in_part=(0, 1, 2), whole=(3,))])
     assert look_up(store, KEYS, 4, 100, SIZE, [SlidingWindow(WINDOW)]) == 0
     assert look_up(store, KEYS[3:], 3, 100, SIZE, [SlidingWindow(WINDOW)]) == 1
@@ -108,7 +108,7 @@ def test_blocks_before_the_first_are_the_callers():
     assert look_up(store, KEYS[2:], 2, 17, SIZE, [SlidingWindow(5)]) == 2
 
 
-def test_a_lookup_of_the_scheduler_knows_the_window():
+def test_connector_lookup_considers_sliding_window():
     store = TieredStore([memory(whole=(4, 5), in_part=range(4))])
     request = SimpleNamespace(request_id="r", block_hashes=KEYS, num_tokens=50, expects_kv=False)
     found = []
@@ -124,7 +124,7 @@ def test_a_lookup_of_the_scheduler_knows_the_window():
     assert found == [24, 0, 0]
 
 
-def test_behind_a_load_that_ended_early_only_what_can_be_gone_on_behind_is_offered():
+def test_lookup_after_short_load_offers_only_resumable_blocks():
     """After a load that ended early, a lookup offers fewer blocks.
 
     The store failed once, and still reports all blocks. At the end of the loaded ones a window part is missing.
@@ -191,13 +191,13 @@ class Asked:
         ({"whole": (5, 6, 7), "in_part": range(8)}, 0, 32, 8, [("whole", 0, 8), ("in part", 0, 8), ("whole", 5, 3)]),
     ],
 )
-def test_lookup_asks_again_for_what_the_next_row_reads(kinds, first, num_tokens, count, calls):
+def test_lookup_queries_complete_blocks_for_next_row(kinds, first, num_tokens, count, calls):
     store = Asked(**kinds)
     assert look_up(store, KEYS, first, num_tokens, SIZE, [SlidingWindow(WINDOW)]) == count
     assert store.calls == calls
 
 
-def test_lookup_considers_the_widest_window():
+def test_lookup_considers_widest_window():
     store = Asked(whole=(6, 7), in_part=range(8))
     kinds = [SlidingWindow(WINDOW), SlidingWindow(WINDOW + SIZE)]
     assert look_up(store, KEYS, 0, 100, SIZE, kinds) == 0
@@ -206,7 +206,7 @@ def test_lookup_considers_the_widest_window():
     assert look_up(store, KEYS, 0, 100, SIZE, kinds) == 8
 
 
-def test_lookup_of_few_blocks_reads_from_the_first():
+def test_lookup_checks_all_blocks_if_window_covers_them():
     store = Asked(whole=(0,), in_part=(0, 1))
     assert look_up(store, KEYS[:2], 0, 100, SIZE, [SlidingWindow(100)]) == 1
     assert store.calls == [("whole", 0, 2), ("in part", 1, 1), ("whole", 0, 2)]
@@ -218,7 +218,7 @@ def test_lookup_of_few_blocks_reads_from_the_first():
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_nobody_sees_comes_either_way():
+def test_load_accepts_either_kind_outside_window():
     store = TieredStore([memory(whole=(1, 4, 5), in_part=(0, 2, 3))])
     assert loaded(store, "....ww") == [in_part(0), whole(1), in_part(2), in_part(3), whole(4), whole(5)]
     assert loaded(store, "...www") == [in_part(0), whole(1), in_part(2)]
@@ -235,7 +235,7 @@ def test_what_nobody_sees_comes_either_way():
         ({}, "..", [("whole", 0), ("in part", 0)]),
     ],
 )
-def test_a_block_is_asked_for_once_each_way(kinds, needs_window, asked):
+def test_load_requests_each_block_once_per_kind(kinds, needs_window, asked):
     store, seen = TieredStore([memory(**kinds)]), []
     load_from = store.load
 
@@ -248,7 +248,7 @@ def test_a_block_is_asked_for_once_each_way(kinds, needs_window, asked):
     assert seen == asked
 
 
-def test_a_block_that_is_spoilt_comes_without_its_window_part():
+def test_load_falls_back_from_corrupt_block_to_first_group():
     store = memory(whole=(0, 1, 2), in_part=(1,))
     store.pool._nodes["a"][KEYS[1]].kv_data = b"spoilt"
     tiers = TieredStore([store])
@@ -256,14 +256,14 @@ def test_a_block_that_is_spoilt_comes_without_its_window_part():
     assert loaded(tiers, ".ww") == [whole(0)]
 
 
-def test_a_part_is_never_taken_for_a_whole_block():
+def test_first_group_content_is_not_loaded_as_complete_block():
     store = memory(in_part=(0,))
     store.save(KEYS[1:2], [content_of(1, PART_BYTES)])  # under the key of a whole block
     assert loaded(TieredStore([store]), ".w") == [in_part(0)]
     assert store.stats().num_corrupt == 1
 
 
-def test_each_tier_gives_what_it_has_and_bytes_are_counted_as_they_are():
+def test_load_combines_tiers_and_counts_actual_bytes():
     fast, slow = memory(in_part=(0, 1), whole=(3,)), memory(whole=(0, 2))
     fast.name, slow.name, tally = "fast", "slow", TierTally()
     assert loaded(TieredStore([fast, slow]), "...w", tally=tally) == [whole(0), in_part(1), whole(2), whole(3)]
@@ -282,7 +282,7 @@ def saved(store, has_window, tally=None):
     return save(store, KEYS[: len(blocks)], blocks, kinds, PART_BYTES, tally or TierTally())
 
 
-def test_each_block_is_saved_as_it_is():
+def test_save_stores_each_block_under_key_of_its_kind():
     store, tally = memory(), TierTally()
     assert saved(TieredStore([store]), "w..ww.", tally) == 6
     records = store.pool._nodes["a"]
@@ -292,7 +292,7 @@ def test_each_block_is_saved_as_it_is():
     assert move[:3] == ("memory", 6, 3 * BLOCK_BYTES + 3 * PART_BYTES)
 
 
-def test_a_save_counts_up_to_the_first_that_is_not_kept():
+def test_save_counts_blocks_before_first_failure():
     store = memory()
     keep = store.save
     store.save = lambda keys, blocks: keep(keys, blocks) if len(blocks[0]) == BLOCK_BYTES else 1
@@ -300,7 +300,7 @@ def test_a_save_counts_up_to_the_first_that_is_not_kept():
     assert store.num_matched(KEYS[3:]) == 2, "those behind it are kept all the same"
 
 
-def test_a_store_that_has_the_block_in_any_way_is_given_none_without_its_window_part():
+def test_first_group_is_saved_only_if_store_lacks_block():
     first, second, third = memory(whole=(0,)), memory(in_part=(0,)), memory()
     store = TieredStore([first, second, third])
     assert store.lacks(KEYS[:2]) == set(KEYS[:2])
@@ -310,7 +310,7 @@ def test_a_store_that_has_the_block_in_any_way_is_given_none_without_its_window_
     assert store.lacks(KEYS[:1], only_first_group=True) == set()
 
 
-def test_a_store_that_keeps_whole_blocks_alone_is_passed_over():
+def test_store_without_parts_is_skipped_for_first_group():
     store, other = memory(whole=(0,)), memory()
     guarded = GuardedStore.of(store, keeps_parts=False)
     alone = TieredStore([guarded])
@@ -326,7 +326,7 @@ def test_a_store_that_keeps_whole_blocks_alone_is_passed_over():
 
 
 @pytest.mark.parametrize("part_bytes", [PART_BYTES, 0])
-def test_both_kinds_outlive_the_process(tmp_path, part_bytes):
+def test_disk_store_keeps_both_kinds_after_restart(tmp_path, part_bytes):
     """part_bytes = 0: all layers of the model have windows."""
     disk = DiskStore(tmp_path, BLOCK_BYTES, 1 << 20, part_bytes=part_bytes)
     put(disk, whole=(2, 3), in_part=(0, 1), part_bytes=part_bytes)

@@ -60,7 +60,7 @@ def made():
     return clock, store, guard
 
 
-def test_a_dead_store_is_asked_after_a_pause_that_grows_and_costs_nothing_between(made):
+def test_failing_store_is_retried_after_growing_pause(made):
     clock, store, guard = made
     store.error = StoreError("gone")
     expected, pauses = FIRST_PAUSE_S, []
@@ -88,7 +88,7 @@ def test_a_dead_store_is_asked_after_a_pause_that_grows_and_costs_nothing_betwee
     assert guard.is_usable
 
 
-def test_behind_a_pause_one_call_alone_tries(made):
+def test_one_call_retries_store_after_pause(made):
     clock, store, guard = made
     store.error = StoreError("gone")
     guard.num_matched(KEYS)
@@ -111,7 +111,7 @@ def test_behind_a_pause_one_call_alone_tries(made):
     assert guard.is_usable
 
 
-def test_a_failure_is_told_once_and_so_is_that_it_works_again(made, caplog):
+def test_failure_and_recovery_are_logged_once(made, caplog):
     clock, store, guard = made
     store.error = StoreError("gone")
     with caplog.at_level(logging.INFO, guard_module.__name__):
@@ -129,7 +129,7 @@ def test_a_failure_is_told_once_and_so_is_that_it_works_again(made, caplog):
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("wrong"), OSError(5, "EIO"), StoreError("")])
-def test_whatever_it_raises_is_a_miss(made, error):
+def test_any_exception_of_store_is_a_miss(made, error):
     clock, store, guard = made
     store.error = error
     assert guard.num_matched(KEYS) == 0
@@ -139,7 +139,7 @@ def test_whatever_it_raises_is_a_miss(made, error):
     assert not guard.is_usable
 
 
-def test_a_call_that_hangs_keeps_others_from_asking_until_it_returns():
+def test_hanging_call_makes_store_unusable_until_it_returns():
     clock, pool = Clock(), GlobalKVPool()
     store = HangingStore(pool, "a", BLOCK_BYTES, "num_matched")
     guard = GuardedStore("test", BLOCK_BYTES, lambda: store, clock=clock)
@@ -158,7 +158,7 @@ def test_a_call_that_hangs_keeps_others_from_asking_until_it_returns():
     assert guard.stats().error == ""
 
 
-def test_what_does_not_come_may_be_there_all_the_same_and_is_not_removed(made):
+def test_partial_or_failed_load_forgets_no_blocks(made):
     clock, store, guard = made
     guard.save(KEYS[:3], [memoryview(key) for key in KEYS[:3]])
     load, store.load = store.load, lambda keys, blocks: load(keys[:1], blocks[:1])
@@ -170,7 +170,7 @@ def test_what_does_not_come_may_be_there_all_the_same_and_is_not_removed(made):
     assert guard.num_matched(KEYS[:3]) == 3
 
 
-def test_a_store_that_opens_when_it_is_closed_already_is_closed():
+def test_store_opened_after_close_is_closed():
     is_opening, may_open, closed = threading.Event(), threading.Event(), []
 
     def open_store():
@@ -192,7 +192,7 @@ def test_a_store_that_opens_when_it_is_closed_already_is_closed():
     assert guard.stats().error == "it is closed"
 
 
-def test_figures_say_that_a_call_hangs(made):
+def test_metrics_report_store_with_hanging_call_as_unusable(made):
     clock, store, guard = made
     is_asked, may_answer = threading.Event(), threading.Event()
 
@@ -215,7 +215,7 @@ def test_figures_say_that_a_call_hangs(made):
     assert guard.figures.is_usable == 1
 
 
-def test_the_figure_says_usable_only_after_a_call_that_succeeded():
+def test_is_usable_metric_needs_successful_call():
     clock, is_there = Clock(), []
 
     def open_store():
@@ -240,7 +240,7 @@ def test_the_figure_says_usable_only_after_a_call_that_succeeded():
     assert guard.figures.is_usable == 0
 
 
-def test_an_idle_store_is_checked_and_a_busy_one_is_not(made):
+def test_only_idle_store_is_checked(made):
     clock, store, guard = made
     clock.now += 4.9
     guard.check(5.0)
@@ -262,7 +262,7 @@ def test_an_idle_store_is_checked_and_a_busy_one_is_not(made):
     assert store.calls == 3
 
 
-def test_checks_end_when_the_store_is_closed_or_dropped(made):
+def test_check_thread_ends_when_guard_is_closed_or_dropped(made):
     for ends in (lambda guard: guard.close(), lambda _: None):
         guard = GuardedStore("test", BLOCK_BYTES, Failing)
         before = set(threading.enumerate())
@@ -274,7 +274,7 @@ def test_checks_end_when_the_store_is_closed_or_dropped(made):
         assert not thread.is_alive()
 
 
-def test_checks_do_not_keep_the_engine(made, monkeypatch):
+def test_check_thread_is_daemon(made, monkeypatch):
     threads = []
     thread = SimpleNamespace(start=lambda: None)
     monkeypatch.setattr(threading, "Thread", lambda **options: (threads.append(options), thread)[1])
@@ -284,7 +284,7 @@ def test_checks_do_not_keep_the_engine(made, monkeypatch):
     assert options["args"][1:] == (made[2]._is_over, 7.0)
 
 
-def test_what_made_way_is_told_once_and_not_again_by_a_store_that_does_not_say(made):
+def test_take_evicted_reports_each_eviction_once(made):
     _, store, guard = made
     counts = iter([2, 2, 5, 0, 6])
     store.stats = lambda: StoreStats(0, 0, None, num_evicted=next(counts))
@@ -296,13 +296,13 @@ def test_what_made_way_is_told_once_and_not_again_by_a_store_that_does_not_say(m
     assert guard.take_evicted() == 0
 
 
-def test_counts_that_cannot_be_are_cut(made):
+def test_impossible_counts_are_capped(made):
     _, store, guard = made
     store.num_matched = store.load = store.save = lambda *_: 99
     assert guard.num_matched(KEYS) == guard.load(KEYS, []) == guard.save(KEYS, []) == len(KEYS)
 
 
-def test_a_store_that_is_down_at_first_is_opened_later(caplog):
+def test_store_down_at_startup_is_opened_later(caplog):
     clock, answers = Clock(), [StoreError("no route"), None]
 
     def open_store():
@@ -322,7 +322,7 @@ def test_a_store_that_is_down_at_first_is_opened_later(caplog):
     assert not answers
 
 
-def test_a_closed_store_is_asked_nothing(made):
+def test_closed_store_gets_no_calls(made):
     _, store, guard = made
     guard.close()
     calls = store.calls
@@ -331,7 +331,7 @@ def test_a_closed_store_is_asked_nothing(made):
     assert guard.lacks(KEYS) == set()
 
 
-def test_a_store_that_waits_for_others_never_hangs():
+def test_store_that_may_wait_never_counts_as_hanging():
     clock = Clock()
     store = HangingStore(GlobalKVPool(), "a", BLOCK_BYTES, "load")
     guard = GuardedStore("direct", BLOCK_BYTES, lambda: store, clock=clock, may_wait=True)
@@ -346,13 +346,13 @@ def test_a_store_that_waits_for_others_never_hangs():
     waiting.join()
 
 
-def test_store_that_was_never_opened_has_no_figures():
+def test_unopened_store_has_empty_stats():
     guard = GuardedStore("far", BLOCK_BYTES, lambda: pytest.fail("the store is opened"))
     assert guard.stats() == StoreStats(0, 0, None)
     assert (guard.keeps_parts, guard.name, guard.block_bytes) == (True, "far", BLOCK_BYTES)
 
 
-def test_store_whose_figures_fail_has_none(made):
+def test_failing_stats_are_empty_and_pause_store(made):
     clock, store, guard = made
     store.stats = lambda: 1 / 0
     assert guard.stats() == StoreStats(0, 0, None, num_errors=1, error="division by zero")
@@ -361,7 +361,7 @@ def test_store_whose_figures_fail_has_none(made):
     assert guard.is_usable
 
 
-def test_figures_of_the_store_and_failures_here_are_told_together(made):
+def test_stats_combine_store_and_guard_errors(made):
     clock, store, guard = made
     store.stats = lambda: StoreStats(1, 2, 3, 4, 5, 6, "its own error")
     assert guard.stats() == StoreStats(1, 2, 3, 4, 5, 6, "its own error")
@@ -372,7 +372,7 @@ def test_figures_of_the_store_and_failures_here_are_told_together(made):
     assert guard.stats() == StoreStats(1, 2, 3, 4, 5, 7, "gone")
 
 
-def test_figures_are_those_of_the_last_load_or_save(made):
+def test_metrics_follow_last_load_or_save(made):
     clock, store, guard = made
     told = [StoreStats(1, 2, 3, 4, 5, 6), StoreStats(7, 8, 9, 3, 4, 5)]
     store.stats = lambda: told[0]
@@ -392,14 +392,14 @@ def test_figures_are_those_of_the_last_load_or_save(made):
         clock.now += LONGEST_PAUSE_S
 
 
-def test_first_failure_is_counted_in_the_figures(made):
+def test_metrics_count_first_failure(made):
     _, store, guard = made
     store.error = StoreError("gone")
     guard.num_matched(KEYS)
     assert (guard.figures.num_errors, guard.figures.is_usable) == (1, 0)
 
 
-def test_store_that_is_guarded_when_it_is_open_is_usable_at_once():
+def test_guard_of_open_store_is_usable_at_once():
     store = Failing()
     for options in ({}, {"may_wait": True, "keeps_parts": False}):
         guard = GuardedStore.of(store, **options)
@@ -408,7 +408,7 @@ def test_store_that_is_guarded_when_it_is_open_is_usable_at_once():
         assert (guard.name, guard.block_bytes) == ("memory", BLOCK_BYTES)
 
 
-def test_call_hangs_only_after_its_limit(made):
+def test_call_counts_as_hanging_only_after_limit(made):
     clock, store, guard = made
     with guard._call():
         clock.now += HANGS_AFTER_S
@@ -422,7 +422,7 @@ def test_call_hangs_only_after_its_limit(made):
     assert guard._calls == {}
 
 
-def test_pause_ends_at_its_moment(made):
+def test_retry_is_allowed_exactly_at_end_of_pause(made):
     clock, store, guard = made
     store.error = StoreError("gone")
     guard.num_matched(KEYS)
@@ -432,7 +432,7 @@ def test_pause_ends_at_its_moment(made):
     assert store.calls == 2
 
 
-def test_idle_time_counts_from_the_beginning(made):
+def test_idle_time_starts_at_creation(made):
     clock, store, _ = made
     guard = GuardedStore("new", BLOCK_BYTES, lambda: store, clock=clock)
     guard.check(5.0)
@@ -442,7 +442,7 @@ def test_idle_time_counts_from_the_beginning(made):
     assert guard._store is store
 
 
-def test_failure_in_closing_is_no_failure_of_the_caller(made, caplog):
+def test_failing_close_is_logged_and_not_raised(made, caplog):
     _, store, guard = made
     store.close = lambda: 1 / 0
     guard.close()
@@ -453,27 +453,27 @@ def test_failure_in_closing_is_no_failure_of_the_caller(made, caplog):
     assert caplog.records[0].exc_info is not None
 
 
-def test_store_that_was_never_opened_is_closed_without_a_call():
+def test_closing_unopened_store_does_not_open_it():
     guard = GuardedStore("far", BLOCK_BYTES, lambda: pytest.fail("the store is opened"))
     guard.close()
     assert (guard.stats().num_errors, guard.is_usable) == (0, False)
     guard.open()
 
 
-def test_forgotten_blocks_are_forgotten_by_the_store(made):
+def test_forget_reaches_store(made):
     _, store, guard = made
     guard.forget(KEYS[:2])
     assert store.forgotten == KEYS[:2]
 
 
-def test_error_without_a_text_is_named_by_its_type(made):
+def test_error_without_message_is_named_by_type(made):
     _, store, guard = made
     store.error = StoreError("")
     guard.num_matched(KEYS)
     assert guard.stats().error == "StoreError"
 
 
-def test_open_store_is_opened_once():
+def test_store_is_opened_once():
     opened = []
     guard = GuardedStore("test", BLOCK_BYTES, lambda: (opened.append(None), Failing())[1])
     for _ in range(3):

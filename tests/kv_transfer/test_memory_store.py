@@ -35,7 +35,7 @@ def transferred(pool, hashes, node_id="b", name="r"):
     return got[0]
 
 
-def test_publish_returns_true_for_a_new_block_which_is_kept_once():
+def test_publish_returns_true_only_for_new_block():
     pool = GlobalKVPool()
     assert pool.publish(KEYS[0], "a", [1, 2], b"first") is True
     assert pool.publish(KEYS[0], "a", [1, 2], b"first") is False
@@ -45,7 +45,7 @@ def test_publish_returns_true_for_a_new_block_which_is_kept_once():
     assert (pool.total_cached_blocks, pool.num_cached_blocks("a"), pool.num_cached_blocks("b")) == (1, 1, 0)
 
 
-def test_the_101st_block_of_a_node_leaves_100_and_counts_match_contents():
+def test_node_evicts_block_above_limit_of_100():
     pool = GlobalKVPool()
     for key in KEYS[:101]:
         pool.publish(key, "a", [1], b"x")
@@ -57,7 +57,7 @@ def test_the_101st_block_of_a_node_leaves_100_and_counts_match_contents():
     assert found == pool.total_cached_blocks
 
 
-def test_a_query_stops_at_the_first_gap_and_counts_as_a_use():
+def test_query_stops_at_first_gap_and_refreshes_access_time():
     pool = GlobalKVPool(3)
     for index in (0, 1, 3):
         pool.publish(KEYS[index], "a", [0] * (index + 4), b"x")
@@ -69,7 +69,7 @@ def test_a_query_stops_at_the_first_gap_and_counts_as_a_use():
     assert [pool.query([key])[0] > 0 for key in KEYS[:5]] == [True, True, False, False, True]
 
 
-def test_bytes_are_copied_on_their_way_in_and_out():
+def test_publish_and_transfer_copy_bytes():
     pool, data = GlobalKVPool(), bytearray(b"content")
     pool.publish(KEYS[0], "a", [7], data)
     data[:] = b"changed"
@@ -82,7 +82,7 @@ def test_bytes_are_copied_on_their_way_in_and_out():
     assert pool.query(KEYS[:1]) == (1, ["a"]), "the first holder is named, and the tokens count once"
 
 
-def test_a_transfer_needs_no_callback():
+def test_transfer_works_without_callback():
     pool = GlobalKVPool()
     pool.publish(KEYS[0], "a", [7], b"x")
     pool.async_transfer("r", KEYS[:1], "b")
@@ -90,7 +90,7 @@ def test_a_transfer_needs_no_callback():
     assert pool.get(KEYS[0], "b").kv_data == b"x"
 
 
-def test_a_transfer_ends_at_the_first_missing_block_and_says_so():
+def test_transfer_stops_at_first_missing_block_and_reports_failure():
     pool = GlobalKVPool()
     for index in (0, 1, 3):
         pool.publish(KEYS[index], "a", [7], b"x")
@@ -101,7 +101,7 @@ def test_a_transfer_ends_at_the_first_missing_block_and_says_so():
     assert transferred(pool, []) == ("r", True)
 
 
-def test_a_transfer_of_more_blocks_than_a_node_keeps_brings_the_first_ones():
+def test_transfer_above_node_limit_copies_first_blocks():
     pool = GlobalKVPool(2)
     for index, node_id in enumerate("acd"):
         pool.publish(KEYS[index], node_id, [7], b"x")
@@ -111,7 +111,7 @@ def test_a_transfer_of_more_blocks_than_a_node_keeps_brings_the_first_ones():
     assert pool.num_evicted_of("b") == 1
 
 
-def test_a_copy_outlives_its_source_and_is_found():
+def test_copy_is_found_after_source_is_evicted():
     pool = GlobalKVPool(1)
     pool.publish(KEYS[0], "a", [7, 8], b"x")
     transferred(pool, KEYS[:1])
@@ -123,11 +123,11 @@ def test_a_copy_outlives_its_source_and_is_found():
     assert (pool.query(KEYS[:1]), pool.lacks(KEYS[:1])) == ((0, []), {KEYS[0]})
 
 
-def test_a_block_needs_no_time():
+def test_kv_block_access_time_defaults_to_zero():
     assert KVBlock(KEYS[0], "a", (1, 2), b"x").access_time == 0.0
 
 
-def test_that_a_transfer_is_complete_is_told_once_and_forgotten():
+def test_transfer_completion_is_reported_once_and_forgotten():
     pool = GlobalKVPool()
     assert not pool.is_transfer_complete("r")
     transferred(pool, [KEYS[0]])
@@ -137,7 +137,7 @@ def test_that_a_transfer_is_complete_is_told_once_and_forgotten():
     assert not pool._complete
 
 
-def test_a_transfer_that_nobody_waits_for_any_more_leaves_nothing():
+def test_transfer_after_wait_timeout_keeps_no_state():
     pool, entered, release_unread = GlobalKVPool(), threading.Event(), threading.Event()
     pool.async_transfer("slow", [], "b", lambda *_, **__: (entered.set(), release_unread.wait()))
     assert entered.wait(10)
@@ -148,7 +148,7 @@ def test_a_transfer_that_nobody_waits_for_any_more_leaves_nothing():
     assert (pool._open, pool._complete) == (set(), set())
 
 
-def test_many_threads_at_once_leave_counts_that_match():
+def test_concurrent_threads_keep_counts_consistent():
     pool = GlobalKVPool(50)
 
     def work(node_id):
@@ -169,12 +169,12 @@ def test_many_threads_at_once_leave_counts_that_match():
     assert all(len(node) <= 50 for node in pool._nodes.values())
 
 
-def test_a_pool_without_room_is_refused():
+def test_pool_capacity_of_zero_is_refused():
     with pytest.raises(ConfigError, match="max_blocks_per_node must be 1 or more, got 0"):
         GlobalKVPool(0)
 
 
-def test_a_store_serves_what_another_node_saved():
+def test_store_loads_blocks_saved_by_another_node():
     pool = GlobalKVPool()
     a, b = (MemoryStore(pool, name, BLOCK_BYTES) for name in "ab")
     assert b.lacks(KEYS[:3]) == set(KEYS[:3])
@@ -205,7 +205,7 @@ def test_a_store_serves_what_another_node_saved():
         lambda _, other: other,
     ],
 )
-def test_a_block_that_is_not_what_was_saved_counts_as_not_there(spoil):
+def test_corrupt_block_is_a_miss_and_dropped(spoil):
     pool = GlobalKVPool()
     store = MemoryStore(pool, "a", BLOCK_BYTES)
     store.save(KEYS[:3], [content(key) for key in KEYS[:3]])
@@ -217,7 +217,7 @@ def test_a_block_that_is_not_what_was_saved_counts_as_not_there(spoil):
     assert store.lacks(KEYS[:3]) == {KEYS[1]}
 
 
-def test_a_transfer_that_takes_too_long_is_an_error_of_the_store():
+def test_transfer_timeout_raises_store_error():
     pool, release_unread = GlobalKVPool(), threading.Event()
     pool.async_transfer("before", [], "x", lambda *_, **__: release_unread.wait())
     store = MemoryStore(pool, "a", BLOCK_BYTES, timeout_s=0.01)
@@ -227,7 +227,7 @@ def test_a_transfer_that_takes_too_long_is_an_error_of_the_store():
     release_unread.set()
 
 
-def test_figures_are_those_of_one_node():
+def test_stats_cover_one_node():
     pool = GlobalKVPool(3)
     first = MemoryStore(pool, "a", BLOCK_BYTES)
     for key in KEYS[:4]:
@@ -240,7 +240,7 @@ def test_figures_are_those_of_one_node():
     assert (later._timeout_s, later.block_size) == (10.0, 16)
 
 
-def test_transfers_of_a_store_have_different_names(monkeypatch):
+def test_transfers_of_store_have_unique_names(monkeypatch):
     pool, names = GlobalKVPool(), []
     store, transfer = MemoryStore(pool, "a", BLOCK_BYTES), pool.async_transfer
     monkeypatch.setattr(pool, "async_transfer", lambda name, *args: (names.append(name), transfer(name, *args))[1])
@@ -249,13 +249,13 @@ def test_transfers_of_a_store_have_different_names(monkeypatch):
     assert len(set(names)) == 3
 
 
-def test_tokens_of_a_block_are_counted_or_told():
+def test_token_count_uses_num_tokens_if_given():
     assert KVBlock(KEYS[0], "a", (1, 2), b"x").token_count == 2
     assert KVBlock(KEYS[0], "a", (), b"x", num_tokens=0).token_count == 0
     assert KVBlock(KEYS[0], "a", (), b"x", num_tokens=5).token_count == 5
 
 
-def test_transfer_prefers_the_copy_that_its_target_has():
+def test_transfer_prefers_copy_on_target():
     pool = GlobalKVPool(2)
     pool.publish(KEYS[0], "a", [7], b"x")
     assert transferred(pool, KEYS[:1]) == ("r", True)
@@ -265,7 +265,7 @@ def test_transfer_prefers_the_copy_that_its_target_has():
     assert pool._nodes["b"][KEYS[0]].access_time > used
 
 
-def test_transfer_of_an_own_block_copies_nothing():
+def test_transfer_of_local_block_copies_nothing():
     pool = GlobalKVPool(2)
     pool.publish(KEYS[0], "b", [7], b"x")
     block = pool.get(KEYS[0], "b")
@@ -274,7 +274,7 @@ def test_transfer_of_an_own_block_copies_nothing():
     assert pool.total_cached_blocks == 1
 
 
-def test_copy_keeps_its_tokens_and_time():
+def test_copy_keeps_token_count_and_has_access_time():
     pool = GlobalKVPool(2)
     pool.publish(KEYS[0], "a", [], b"x", num_tokens=5)
     transferred(pool, KEYS[:1])
@@ -284,7 +284,7 @@ def test_copy_keeps_its_tokens_and_time():
     assert kept.num_tokens == 5
 
 
-def test_transfer_that_ended_is_complete_once():
+def test_is_transfer_complete_returns_true_once():
     pool = GlobalKVPool()
     pool.async_transfer("r", [], "b")
     with pool._ended:
@@ -294,7 +294,7 @@ def test_transfer_that_ended_is_complete_once():
     assert [pool.wait_for_transfer("r", 10), pool.wait_for_transfer("r", 0.0)] == [True, False]
 
 
-def test_evicted_block_has_other_holders_left():
+def test_evicted_block_keeps_other_holders():
     pool = GlobalKVPool(1)
     pool.publish(KEYS[0], "a", [7], b"x")
     transferred(pool, KEYS[:1])
@@ -307,12 +307,12 @@ def test_evicted_block_has_other_holders_left():
     assert set(pool._holders) == set(KEYS[1:3])
 
 
-def test_smallest_pool_keeps_one_block():
+def test_pool_capacity_may_be_one_and_defaults_to_100():
     assert GlobalKVPool(1).max_blocks_per_node == 1
     assert GlobalKVPool().max_blocks_per_node == 100
 
 
-def test_store_loads_what_comes_before_a_missing_block():
+def test_load_returns_blocks_before_missing_one():
     pool = GlobalKVPool()
     store = MemoryStore(pool, "a", BLOCK_BYTES)
     store.save(KEYS[:1], [content(KEYS[0])])

@@ -46,7 +46,7 @@ def load(store, keys=KEYS):
     return [bytes(block) for block in into[:count]]
 
 
-def test_what_was_saved_is_loaded(store):
+def test_saved_blocks_are_loaded(store):
     assert store.lacks(KEYS) == set(KEYS)
     assert store.num_matched(KEYS) == 0
     assert store.save(KEYS, BLOCKS) == len(KEYS)
@@ -57,7 +57,7 @@ def test_what_was_saved_is_loaded(store):
     assert (stats.num_blocks, stats.num_bytes, stats.num_corrupt, stats.num_errors) == (5, 5000, 0, 0)
 
 
-def test_a_shorter_block_has_nothing_of_another_one_behind_it(store, pool):
+def test_shorter_block_is_padded_with_zeros(store, pool):
     store.save(KEYS[:1], BLOCKS[:1])
     assert store.save(KEYS[1:2], [BLOCKS[1][:300]]) == 1
     assert (pool / _name(KEYS[1])).read_bytes()[-700:] == bytes(700)
@@ -67,7 +67,7 @@ def test_a_shorter_block_has_nothing_of_another_one_behind_it(store, pool):
     assert store.load(KEYS[1:2], [memoryview(bytearray(BLOCK_BYTES))]) == 0, "it is not taken for a whole one"
 
 
-def test_more_blocks_than_an_area_takes(pool, monkeypatch):
+def test_blocks_above_area_size_are_moved_in_parts(pool, monkeypatch):
     monkeypatch.setattr(mooncake_client, "AREA_BYTES", 2500)  # two objects
     store = MooncakeStore(BLOCK_BYTES, master=MASTER)
     assert store.save(KEYS, BLOCKS) == len(KEYS)
@@ -77,7 +77,7 @@ def test_more_blocks_than_an_area_takes(pool, monkeypatch):
     store.close()
 
 
-def test_a_question_about_more_keys_than_are_asked_at_once(store, monkeypatch):
+def test_lookup_above_key_limit_is_split(store, monkeypatch):
     monkeypatch.setattr("octavo.kv_transfer.mooncake._MAX_ASKED", 2)
     store.save(KEYS, BLOCKS)
     assert store.num_matched(KEYS) == len(KEYS)
@@ -86,7 +86,7 @@ def test_a_question_about_more_keys_than_are_asked_at_once(store, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [-704, -707, -800])
-def test_a_block_that_does_not_come_ends_a_load(store, pool, code):
+def test_missing_block_ends_load(store, pool, code):
     store.save(KEYS, BLOCKS)
     size = (pool / _name(KEYS[0])).stat().st_size
     (pool / "get.codes").write_text(json.dumps([size, size, code, size, size]))
@@ -97,7 +97,7 @@ def test_a_block_that_does_not_come_ends_a_load(store, pool, code):
 
 
 @pytest.mark.parametrize(("lent_bytes", "preferred"), [(0, ""), (4096, "here:1")])
-def test_blocks_go_to_the_memory_that_this_engine_lends(pool, lent_bytes, preferred):
+def test_save_prefers_lent_segment(pool, lent_bytes, preferred):
     store = MooncakeStore(BLOCK_BYTES, master=MASTER, segment_bytes=lent_bytes)
     store.save(KEYS, BLOCKS)
     assert (pool / "preferred.segment").read_text() == preferred
@@ -105,14 +105,14 @@ def test_blocks_go_to_the_memory_that_this_engine_lends(pool, lent_bytes, prefer
 
 
 @pytest.mark.parametrize("code", [-900, -901])
-def test_a_question_about_no_key_fails_without_a_master(store, pool, code):
+def test_empty_lookup_fails_without_master(store, pool, code):
     assert store.num_matched([]) == 0
     (pool / "has.codes").write_text(json.dumps([code]))
     with pytest.raises(StoreError, match="mooncake_master does not answer"):
         store.num_matched([])
 
 
-def test_a_full_pool_keeps_what_it_has(store, pool):
+def test_full_pool_keeps_blocks_that_fit(store, pool):
     (pool / "put.codes").write_text("[0, 0, -200, 0, -200]")
     assert store.save(KEYS, BLOCKS) == 2
     assert store.lacks(KEYS) == {KEYS[2], KEYS[4]}
@@ -132,7 +132,7 @@ def of_another_format(value):
     "change",
     [damaged, of_another_format, lambda value: value[:-1], lambda value: value + b"x", lambda _: b"", bytes.upper],
 )
-def test_other_bytes_under_a_key_are_not_used(store, pool, change):
+def test_corrupt_object_is_not_loaded(store, pool, change):
     store.save(KEYS, BLOCKS)
     path = pool / _name(KEYS[1])
     path.write_bytes(change(path.read_bytes()))
@@ -143,14 +143,14 @@ def test_other_bytes_under_a_key_are_not_used(store, pool, change):
     assert load(store) == BLOCKS
 
 
-def test_a_whole_block_of_another_key_is_not_used(store, pool):
+def test_block_of_another_key_is_not_loaded(store, pool):
     store.save(KEYS, BLOCKS)
     (pool / _name(KEYS[0])).write_bytes((pool / _name(KEYS[1])).read_bytes())
     assert load(store) == []
     assert store.stats().num_corrupt == 1
 
 
-def test_a_pool_that_forgot_everything_is_filled_again(store, pool):
+def test_emptied_pool_is_filled_again(store, pool):
     store.num_matched(KEYS)
     store.save(KEYS, BLOCKS)
     assert not store.lacks(KEYS)
@@ -164,7 +164,7 @@ def test_a_pool_that_forgot_everything_is_filled_again(store, pool):
 
 
 @pytest.mark.parametrize("code", [-900, -901])
-def test_a_master_that_is_away_is_an_error_until_it_is_back(store, pool, code):
+def test_unreachable_master_raises_store_error_until_it_recovers(store, pool, code):
     store.save(KEYS, BLOCKS)
     (pool / "get.codes").write_text(json.dumps([code] * 5))
     with pytest.raises(StoreError, match="mooncake_master does not answer"):
@@ -176,7 +176,7 @@ def test_a_master_that_is_away_is_an_error_until_it_is_back(store, pool, code):
     assert not store.stats().error
 
 
-def test_a_call_that_hangs_is_given_up_and_others_go_on(store, pool, monkeypatch):
+def test_hanging_call_times_out_and_other_calls_continue(store, pool, monkeypatch):
     store.save(KEYS, BLOCKS)
     (pool / "get.hangs").touch()
     with monkeypatch.context() as patched:
@@ -188,7 +188,7 @@ def test_a_call_that_hangs_is_given_up_and_others_go_on(store, pool, monkeypatch
     assert load(store) == BLOCKS
 
 
-def test_an_area_is_used_again_when_the_call_has_ended_and_it_has_rested(store, pool, monkeypatch):
+def test_area_of_hanging_call_is_reused_after_rest(store, pool, monkeypatch):
     store.save(KEYS, BLOCKS)
     (pool / "get.hangs").touch()
     monkeypatch.setattr(mooncake_client, "CALL_S", 0.2)
@@ -205,7 +205,7 @@ def test_an_area_is_used_again_when_the_call_has_ended_and_it_has_rested(store, 
     assert not store._client._aside
 
 
-def test_an_area_rests_where_a_transfer_failed(store, pool):
+def test_area_rests_after_failed_get(store, pool):
     store.save(KEYS, BLOCKS)
     (pool / "get.codes").write_text("[-800]")
     load(store, KEYS[:1])
@@ -215,7 +215,7 @@ def test_an_area_rests_where_a_transfer_failed(store, pool):
     assert len(store._client._aside) == 1
 
 
-def test_a_process_that_answers_nothing_is_replaced(store, pool, monkeypatch):
+def test_unresponsive_process_is_replaced(store, pool, monkeypatch):
     store.save(KEYS, BLOCKS)
     first = store._client._process
     (pool / "get.hangs").touch()
@@ -231,14 +231,14 @@ def test_a_process_that_answers_nothing_is_replaced(store, pool, monkeypatch):
     assert first.poll() is not None
 
 
-def test_a_client_that_died_is_replaced(store):
+def test_dead_client_is_replaced(store):
     store.save(KEYS, BLOCKS)
     store._client.kill()
     assert load(store, KEYS[:1]) == BLOCKS[:1]
     assert store.lacks(KEYS) == set(KEYS[1:])  # the memory that it lent is gone
 
 
-def test_a_client_that_dies_in_a_call_is_an_error(store, pool):
+def test_client_death_during_call_raises_store_error(store, pool):
     (pool / "has.hangs").touch()
     killer = Thread(target=lambda: (wait_for(lambda: store._client._areas[-1].is_asked), store._client.kill()))
     killer.start()
@@ -256,7 +256,7 @@ def wait_for(condition, seconds=10.0):
         time.sleep(0.005)
 
 
-def test_closing_does_not_wait_for_a_call(store, pool, monkeypatch):
+def test_close_does_not_wait_for_call(store, pool, monkeypatch):
     monkeypatch.setattr(mooncake_client, "CALL_S", 600.0)
     (pool / "has.hangs").touch()
     errors = []
@@ -279,14 +279,14 @@ def test_closing_does_not_wait_for_a_call(store, pool, monkeypatch):
     store.close()
 
 
-def test_the_process_is_ended_where_closing_hangs(store, pool, monkeypatch):
+def test_process_is_killed_if_close_hangs(store, pool, monkeypatch):
     monkeypatch.setattr(mooncake_client, "CLOSE_S", 0.2)
     (pool / "close.hangs").touch()
     store.close()
     wait_for(lambda: store._client._process.poll() is not None)
 
 
-def test_no_client_to_be_had(pool, monkeypatch):
+def test_failed_client_setup_raises_store_error(pool, monkeypatch):
     (pool / "setup.codes").write_text("-1")
     with pytest.raises(
         StoreError, match=r"the client could not connect to mooncake_master at 127.0.0.1:1 over tcp \(code -1\)"
@@ -302,45 +302,45 @@ def test_no_client_to_be_had(pool, monkeypatch):
         MooncakeStore(BLOCK_BYTES, master=MASTER)
 
 
-def test_without_mooncake(tmp_path, monkeypatch):
+def test_missing_library_raises_store_error(tmp_path, monkeypatch):
     (tmp_path / "mooncake.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(StoreError, match="libibverbs"):
         MooncakeStore(BLOCK_BYTES, master=MASTER)
 
 
-def test_a_master_whose_name_is_none():
+def test_unresolvable_master_raises_store_error():
     with pytest.raises(StoreError, match="cannot be reached"):
         MooncakeStore(BLOCK_BYTES, master="nowhere.invalid:1")
 
 
-def test_the_process_ends_with_the_one_that_started_it(store):
+def test_process_exits_with_its_parent(store):
     process = store._client._process
     store._client._control.close()  # the system closes it if the parent process is gone
     assert process.wait(10) == 0
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:99999", "a b:1", "http://host:1"])
-def test_what_is_no_address_of_a_master(address):
+def test_invalid_master_address_is_refused(address):
     with pytest.raises(ConfigError, match="HOST:PORT"):
         KVTransferConfig(mooncake=address)
 
 
 @pytest.mark.parametrize("more", [{"mooncake_segment_bytes": 0}, {"mooncake_protocol": "rdma"}])
-def test_what_is_of_no_use_without_a_master(more):
+def test_options_without_master_are_refused(more):
     with pytest.raises(ConfigError, match="has no effect without mooncake"):
         KVTransferConfig(**more)
     assert KVTransferConfig(mooncake="[::1]:50051", **more).names_store
 
 
-def test_other_protocols_and_sizes_are_refused():
+def test_invalid_protocol_or_segment_size_is_refused():
     with pytest.raises(ConfigError, match="tcp, rdma"):
         KVTransferConfig(mooncake=MASTER, mooncake_protocol="udp")
     with pytest.raises(ConfigError, match="mooncake_segment_bytes"):
         KVTransferConfig(mooncake=MASTER, mooncake_segment_bytes=-1)
 
 
-def test_the_configuration_makes_a_store_that_is_opened_when_it_is_asked(pool):
+def test_create_store_returns_store_that_opens_and_saves(pool):
     assert create_store(KVTransferConfig(), BLOCK_BYTES) is None
     store = create_store(KVTransferConfig(mooncake=MASTER), BLOCK_BYTES)
     store.open()
@@ -414,7 +414,7 @@ def local(clients):
     return store
 
 
-def test_client_gets_the_options_of_the_store(local, clients):
+def test_client_gets_options_of_store(local, clients):
     assert [client.options for client in clients] == [
         {
             "host": f"route to {MASTER}",
@@ -429,7 +429,7 @@ def test_client_gets_the_options_of_the_store(local, clients):
     assert MooncakeStore.host_bytes(BLOCK_BYTES, 77) == mooncake_client.client_bytes(BLOCK_BYTES + 128, 77)
 
 
-def test_object_is_a_header_a_block_and_zeros(local, clients):
+def test_object_is_header_block_and_zero_padding(local, clients):
     for block in (BLOCKS[0], BLOCKS[0][:300]):
         clients[0].values.clear()
         local.save(KEYS[:1], [block])
@@ -439,14 +439,14 @@ def test_object_is_a_header_a_block_and_zeros(local, clients):
         assert stored[128:] == bytes(block).ljust(BLOCK_BYTES, b"\0")
 
 
-def test_blocks_are_moved_as_many_at_once_as_an_area_takes(local, clients):
+def test_put_and_get_move_blocks_in_area_sized_parts(local, clients):
     assert (local.save(KEYS, BLOCKS), load(local)) == (5, BLOCKS)
     names = [*map(_name, KEYS)]
     parts = [names[:2], names[2:4], names[4:]]
     assert clients[0].calls == [("put", part) for part in parts] + [("get", part) for part in parts]
 
 
-def test_question_asks_for_the_mark_too(local, clients):
+def test_lookup_checks_pool_mark(local, clients):
     local.save(KEYS[:3], BLOCKS[:3])
     clients[0].calls.clear()
     assert local.num_matched(KEYS) == 3
@@ -457,7 +457,7 @@ def test_question_asks_for_the_mark_too(local, clients):
     assert clients[0].calls == [("has", [local._mark])]
 
 
-def test_number_of_keys_per_question_is_limited(local, clients):
+def test_keys_per_lookup_call_are_limited(local, clients):
     keys = [number.to_bytes(32) for number in range(600)]
     Client.values |= dict.fromkeys(map(_name, keys[:550]), b"")
     assert local.num_matched(keys) == 550
@@ -469,7 +469,7 @@ def test_number_of_keys_per_question_is_limited(local, clients):
     assert local.num_matched(keys[256:512]) == 256
 
 
-def test_store_without_its_mark_forgets_and_puts_another(local, clients):
+def test_missing_mark_clears_known_blocks_and_puts_new_mark(local, clients):
     local.save(KEYS, BLOCKS)
     mark = local._mark
     Client.values.clear()
@@ -481,14 +481,14 @@ def test_store_without_its_mark_forgets_and_puts_another(local, clients):
     assert (len(mark), mark.startswith("octavo-kv-1-mark-")) == (len("octavo-kv-1-mark-") + 32, True)
 
 
-def test_mark_that_another_thread_has_replaced_stays(local, clients):
+def test_mark_replaced_by_another_thread_is_kept(local, clients):
     local.save(KEYS, BLOCKS)
     clients[0].calls.clear()
     local._begin_anew(clients[0], "an older mark")
     assert (clients[0].calls, local.lacks(KEYS)) == ([], set())
 
 
-def test_known_blocks_are_limited_and_the_latest_stay(local, monkeypatch):
+def test_known_blocks_are_limited_to_latest(local, monkeypatch):
     monkeypatch.setattr(mooncake, "_MAX_KNOWN", 3)
     local.save(KEYS[:3], BLOCKS[:3])
     local.num_matched(KEYS[:1])
@@ -508,7 +508,7 @@ def test_known_blocks_are_limited_and_the_latest_stay(local, monkeypatch):
         (-704, False, False),
     ],
 )
-def test_object_is_wrong_if_something_else_came(code, is_whole, is_wrong):
+def test_object_is_wrong_if_received_bytes_differ(code, is_whole, is_wrong):
     assert _is_wrong(code, is_whole) is is_wrong
 
 
@@ -525,7 +525,7 @@ def test_wrong_objects_are_removed_and_counted(local, clients, caplog):
     ] * 2
 
 
-def test_object_that_did_not_come_is_not_removed(local, clients):
+def test_missing_object_is_not_removed(local, clients):
     local.save(KEYS[:1], BLOCKS[:1])
     clients[0].calls.clear()
     assert load(local, KEYS[:2]) == BLOCKS[:1]
@@ -533,13 +533,13 @@ def test_object_that_did_not_come_is_not_removed(local, clients):
     assert local.stats().num_corrupt == 0
 
 
-def test_save_counts_blocks_up_to_the_first_that_was_not_put(local, monkeypatch):
+def test_save_counts_blocks_before_first_failed_put(local, monkeypatch):
     monkeypatch.setattr(Client, "codes", {"put": [0, -200]})
     assert local.save(KEYS[:4], BLOCKS[:4]) == 1
     assert local.lacks(KEYS[:4]) == {KEYS[1], KEYS[3]}
 
 
-def test_failed_transfers_are_counted_and_no_master_is_an_error(local, monkeypatch):
+def test_failed_transfers_are_counted_and_lost_master_raises(local, monkeypatch):
     monkeypatch.setattr(Client, "codes", {"get": [-800, -800]})
     assert load(local, KEYS[:2]) == []
     assert (local.stats().num_errors, local.stats().error) == (2, "")
@@ -552,7 +552,7 @@ def test_failed_transfers_are_counted_and_no_master_is_an_error(local, monkeypat
     assert (local.stats().num_errors, local.stats().error) == (4, "")
 
 
-def test_forgotten_blocks_are_removed_from_the_pool(local, clients):
+def test_forget_removes_blocks_from_pool(local, clients):
     local.save(KEYS[:3], BLOCKS[:3])
     clients[0].calls.clear()
     local.forget(KEYS[:2])
@@ -563,7 +563,7 @@ def test_forgotten_blocks_are_removed_from_the_pool(local, clients):
     assert clients[0].num_areas == num_areas
 
 
-def test_client_that_ended_is_replaced_and_what_it_lent_forgotten(local, clients):
+def test_ended_client_is_replaced_and_its_blocks_forgotten(local, clients):
     local.save(KEYS, BLOCKS)
     clients[0].is_alive = False
     assert local.num_matched(KEYS[:1]) == 1

@@ -121,7 +121,7 @@ def test_area_holds_only_whole_objects(num_bytes):
     assert [bytes(each) for each in Area(None, memory, 4).objects] == [b"aaaa", b"bbbb", b"cccc"]
 
 
-def test_call_returns_the_codes_of_its_answer(area, clock):
+def test_call_returns_codes_of_reply(area, clock):
     area, theirs = area
     assert (area.address, area.is_asked, area.rests_until, area.asked_at) == (0, False, 0.0, 0.0)
     theirs.send_bytes(b"[1, 0, -704]")
@@ -141,7 +141,7 @@ def test_call_returns_the_codes_of_its_answer(area, clock):
         ("write", [0, -1], True),
     ],
 )
-def test_area_rests_after_a_failed_transfer_into_memory(area, clock, name, codes, rests):
+def test_area_rests_after_failed_transfer_into_memory(area, clock, name, codes, rests):
     area, theirs = area
     theirs.send_bytes(json.dumps(codes).encode())
     assert area.call(name, []) == codes
@@ -150,7 +150,7 @@ def test_area_rests_after_a_failed_transfer_into_memory(area, clock, name, codes
     assert area.is_free(until - 0.01) is not rests
 
 
-def test_call_without_an_answer_keeps_its_area(area, clock, monkeypatch):
+def test_unanswered_call_keeps_area_busy(area, clock, monkeypatch):
     area, theirs = area
     monkeypatch.setattr(mooncake_client, "CALL_S", 0.0)
     with pytest.raises(StoreError, match=r"^Mooncake has not answered within 0 s \(get\)$"):
@@ -162,7 +162,7 @@ def test_call_without_an_answer_keeps_its_area(area, clock, monkeypatch):
     assert not area.is_free(200.0 + mooncake_client.REST_S - 0.01)
 
 
-def test_call_to_a_process_that_has_ended_is_an_error(area):
+def test_call_to_ended_process_raises_store_error(area):
     area, theirs = area
     theirs.close()
     with pytest.raises(StoreError, match=r"^the process that holds the client of Mooncake has ended \(get\)$"):
@@ -172,7 +172,7 @@ def test_call_to_a_process_that_has_ended_is_an_error(area):
 
 
 @pytest.mark.parametrize("name", ["get", "put"])
-def test_call_about_more_objects_than_an_area_has_is_a_bug(area, name):
+def test_call_with_more_objects_than_area_fails_assertion(area, name):
     area, theirs = area
     theirs.send_bytes(b"[0, 0, 0]")
     assert area.call(name, ["a", "b", "c"]) == [0, 0, 0]
@@ -180,7 +180,7 @@ def test_call_about_more_objects_than_an_area_has_is_a_bug(area, name):
         area.call(name, ["a", "b", "c", "d"])
 
 
-def test_ping_is_answered_or_not(area, clock, monkeypatch):
+def test_ping_returns_true_only_if_answered(area, clock, monkeypatch):
     area, theirs = area
     monkeypatch.setattr(mooncake_client, "PING_S", 0.0)
     assert not area.ping()
@@ -194,7 +194,7 @@ def test_ping_is_answered_or_not(area, clock, monkeypatch):
 # --- a process --------------------------------------------------------------------------------------------------------
 
 
-def test_process_gets_its_order(started):
+def test_process_receives_client_order(started):
     client = started.make(master="here:2", segment_bytes=4096, num_areas=3)
     [process] = started.processes
     order = process.order
@@ -211,7 +211,7 @@ def test_process_gets_its_order(started):
     assert [len(area.objects) for area in client._areas] == [AREA_BYTES // 1000] * 3
 
 
-def test_client_without_a_pool_lends_nothing(started):
+def test_client_without_master_lends_no_memory(started):
     client = started.make()
     [process] = started.processes
     assert (process.order.master, process.order.segment_bytes, len(process.order.channels)) == ("", 0, 4)
@@ -221,7 +221,7 @@ def test_client_without_a_pool_lends_nothing(started):
     client.close()
 
 
-def test_areas_share_memory_with_the_process_without_an_overlap(started):
+def test_shared_memory_areas_do_not_overlap(started):
     client = started.make(object_bytes=AREA_BYTES // 2, num_areas=2)
     for number, area in enumerate(client._areas):
         for stored in area.objects:
@@ -230,7 +230,7 @@ def test_areas_share_memory_with_the_process_without_an_overlap(started):
     assert [len(area.objects) for area in client._areas] == [2, 2]
 
 
-def test_opening_fails_with_the_reason_of_the_process(started, monkeypatch):
+def test_open_fails_with_reason_of_process(started, monkeypatch):
     for opened, message in [
         (Opened("no library"), "the client of Mooncake could not be opened: no library"),
         (None, "the client of Mooncake could not be opened: it cannot connect"),
@@ -244,14 +244,14 @@ def test_opening_fails_with_the_reason_of_the_process(started, monkeypatch):
         assert started.processes[-1].waits == [None]
 
 
-def test_messages_survive_their_encoding():
+def test_opened_message_round_trips():
     opened = Opened("no", "here:1", 7)
     assert Opened.decode(opened.encode()) == opened
     assert Opened() == Opened("", "", 0)
 
 
 @pytest.mark.parametrize(("gone_s", "limit_s"), [(None, mooncake_client.GONE_S), (10.0, 10.0)])
-def test_process_that_leaves_a_call_unanswered_is_ended(started, clock, gone_s, limit_s):
+def test_process_with_unanswered_call_is_killed_after_limit(started, clock, gone_s, limit_s):
     client = started.make(gone_s=gone_s)
     [process] = started.processes
     client._areas[1].is_asked, client._areas[1].asked_at = True, 100.0
@@ -262,7 +262,7 @@ def test_process_that_leaves_a_call_unanswered_is_ended(started, clock, gone_s, 
     assert (process.code, process.waits) == (-9, [None])
 
 
-def test_process_that_answered_long_ago_lives(started, clock):
+def test_idle_process_stays_alive(started, clock):
     client = started.make()
     client._areas[0].asked_at = 1.0
     clock.now = 1e6
@@ -272,7 +272,7 @@ def test_process_that_answered_long_ago_lives(started, clock):
 # --- areas ------------------------------------------------------------------------------------------------------------
 
 
-def test_each_caller_has_an_area_of_its_own(started):
+def test_each_caller_gets_separate_area(started):
     client = started.make(num_areas=2)
     with client.area() as one, client.area() as other:
         assert one is not other
@@ -283,7 +283,7 @@ def test_each_caller_has_an_area_of_its_own(started):
     assert sorted(map(id, client._idle)) == sorted(map(id, client._areas))
 
 
-def test_area_that_is_not_free_is_set_aside_until_it_is(started, clock):
+def test_resting_area_is_set_aside_until_free(started, clock):
     client = started.make(num_areas=2)
     with client.area() as area:
         area.rest()
@@ -296,7 +296,7 @@ def test_area_that_is_not_free_is_set_aside_until_it_is(started, clock):
     assert client._aside == []
 
 
-def test_area_raises_at_once_when_none_will_be_free_soon(started, clock, monkeypatch):
+def test_area_raises_busy_error_at_once_if_all_rest(started, clock, monkeypatch):
     client = started.make(num_areas=2)
     for area in client._areas:
         area.rest()
@@ -306,7 +306,7 @@ def test_area_raises_at_once_when_none_will_be_free_soon(started, clock, monkeyp
         pass
 
 
-def test_caller_waits_for_an_area_that_another_one_has(started, clock, monkeypatch):
+def test_caller_waits_for_area_held_by_another_caller(started, clock, monkeypatch):
     client = started.make(num_areas=2)
     held = [client._take(0.0) for _ in range(2)]
     waits = []
@@ -330,7 +330,7 @@ def test_caller_waits_for_an_area_that_another_one_has(started, clock, monkeypat
     assert waits == [3.0, 2.0, 1.5, 0.5, 2.0, 1.0]
 
 
-def test_returned_area_is_announced(started, monkeypatch):
+def test_returned_area_notifies_waiters(started, monkeypatch):
     client, announced = started.make(), []
     monkeypatch.setattr(client._free, "notify", lambda: announced.append(len(client._idle)))
     with client.area():
@@ -338,7 +338,7 @@ def test_returned_area_is_announced(started, monkeypatch):
     assert announced == [4]
 
 
-def test_returned_area_wakes_a_caller_that_waits(started):
+def test_returned_area_wakes_waiting_caller(started):
     client = started.make(num_areas=1)
     taken, is_held = [], threading.Event()
 
@@ -359,7 +359,7 @@ def test_returned_area_wakes_a_caller_that_waits(started):
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
-def test_close_lets_the_process_end_by_itself_or_ends_it(started, is_stuck):
+def test_close_kills_process_only_if_it_does_not_exit(started, is_stuck):
     client = started.make()
     [process] = started.processes
     process.is_stuck = is_stuck
@@ -371,7 +371,7 @@ def test_close_lets_the_process_end_by_itself_or_ends_it(started, is_stuck):
     assert process.code == (-9 if is_stuck else None)
 
 
-def test_process_that_ends_slowly_does_not_keep_the_engine(started, monkeypatch):
+def test_close_waits_for_process_in_daemon_thread(started, monkeypatch):
     client, threads = started.make(), []
     thread = SimpleNamespace(start=lambda: None)
     monkeypatch.setattr(threading, "Thread", lambda **options: (threads.append(options), thread)[1])
@@ -382,18 +382,18 @@ def test_process_that_ends_slowly_does_not_keep_the_engine(started, monkeypatch)
 # --- sizes and addresses ----------------------------------------------------------------------------------------------
 
 
-def test_memory_of_a_client_is_that_of_its_areas_process_and_segment():
+def test_client_bytes_sum_areas_process_and_segment():
     assert client_bytes(AREA_BYTES, 7) == PROCESS_BYTES + 4 * AREA_BYTES + 7
     assert client_bytes(AREA_BYTES + 1, 7, 2) == PROCESS_BYTES + 2 * (AREA_BYTES + 1) + 7, "one object at least"
     assert client_bytes(AREA_BYTES // 2 - 1, 0, 1) == PROCESS_BYTES + AREA_BYTES - 2
 
 
-def test_own_address_is_the_one_on_the_route_to_the_peer():
+def test_local_address_is_on_route_to_peer():
     assert own_address("127.0.0.1:9") == "127.0.0.1"
 
 
 @pytest.mark.parametrize("peer", ["[2001:db8::1]:90", "10.0.0.9:90"])
-def test_own_address_reads_host_and_port(monkeypatch, peer):
+def test_local_address_lookup_parses_host_and_port_of_peer(monkeypatch, peer):
     asked = []
 
     def getaddrinfo(*args, **options):

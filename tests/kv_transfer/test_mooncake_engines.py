@@ -99,7 +99,7 @@ def engines():
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_another_engine_goes_on_from_the_pool(master, engines, kv_cache_dtype):
+def test_second_engine_loads_blocks_from_pool(master, engines, kv_cache_dtype):
     alone = engines(kv_cache_dtype=kv_cache_dtype).ask()
     first = engines(master, kv_cache_dtype=kv_cache_dtype)
     assert told(first.ask()) == told(alone)
@@ -110,7 +110,7 @@ def test_another_engine_goes_on_from_the_pool(master, engines, kv_cache_dtype):
     assert second.num_loaded_tokens == 16 * NUM_BLOCKS
 
 
-def test_prompts_of_an_engine_are_found_after_another_one_has_left(master, engines):
+def test_blocks_of_engine_remain_after_another_engine_exits(master, engines):
     first, second = engines(master), engines(master)
     others = [f"another {prompt}" for prompt in PROMPTS]
     first.fill_pool()
@@ -124,7 +124,7 @@ def test_prompts_of_an_engine_are_found_after_another_one_has_left(master, engin
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("whom", ["donor", "master"])
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-def test_whoever_is_gone_the_engine_answers(master, engines, whom, end):
+def test_engine_answers_if_donor_or_master_fails(master, engines, whom, end):
     alone = engines().ask()
     first, second = engines(master), engines(master, lent_bytes=0)
     first.fill_pool()
@@ -135,7 +135,7 @@ def test_whoever_is_gone_the_engine_answers(master, engines, whom, end):
     (first.process if whom == "donor" else master.process).send_signal(signal.SIGCONT)
 
 
-def test_an_engine_serves_without_a_master(master, engines):
+def test_engine_serves_without_master(master, engines):
     alone = engines().ask()
     master.kill()
     config = KVTransferConfig(mooncake=master.address)

@@ -34,7 +34,7 @@ def install(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("config", "field"), [(DIRECT, "kv_direct"), (POOL, "kv_mooncake")])
-def test_missing_system_library_is_refused_before_the_model_is_loaded(install, config, field):
+def test_missing_system_library_is_refused_before_model_load(install, config, field):
     install(f"raise ImportError('libibverbs.so.1: {NO_FILE}')")
     with pytest.raises(ConfigError, match=rf"{field} needs Mooncake.*libibverbs\.so\.1.*apt-get install libibverbs1"):
         build_core(EngineConfig(kv_transfer=config))
@@ -49,20 +49,20 @@ def test_missing_system_library_is_refused_before_the_model_is_loaded(install, c
         ("import os; os.kill(os.getpid(), 11)", r"exit status -11"),
     ],
 )
-def test_refusal_says_what_to_do(install, code, message):
+def test_import_failure_names_remedy(install, code, message):
     install(code)
     with pytest.raises(ConfigError, match=message):
         check_mooncake(DIRECT)
 
 
-def test_library_that_does_not_load_in_time_is_refused(install, monkeypatch):
+def test_library_load_timeout_is_refused(install, monkeypatch):
     install("import time; time.sleep(60)")
     monkeypatch.setattr("octavo.kv_transfer.mooncake_library._LOAD_S", 0.2)
     with pytest.raises(ConfigError, match=r"mooncake\.engine did not load within 0\.2 s"):
         check_mooncake(DIRECT)
 
 
-def test_each_library_is_loaded_in_a_child_process(monkeypatch):
+def test_each_library_is_loaded_in_child_process(monkeypatch):
     runs = []
     done = SimpleNamespace(returncode=0, stderr="a warning")
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: (runs.append((*args, options)), done)[1])
@@ -85,20 +85,20 @@ def test_each_library_is_loaded_in_a_child_process(monkeypatch):
         ("libodd.so: cannot open shared object file", r"install the system package that has libodd\.so$"),
     ],
 )
-def test_last_line_of_a_failed_load_is_told_with_a_remedy(monkeypatch, stderr, message):
+def test_load_error_names_last_line_and_remedy(monkeypatch, stderr, message):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=3, stderr=stderr))
     with pytest.raises(ConfigError, match=rf"^kv_mooncake needs Mooncake, but .*{message}"):
         check_mooncake(POOL)
 
 
-def test_nothing_is_loaded_for_other_stores(monkeypatch, tmp_path):
+def test_other_stores_load_no_library(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
     check_mooncake(KVTransferConfig())
     check_mooncake(KVTransferConfig(disk_dir=tmp_path))
 
 
 @needs_mooncake
-def test_real_libraries_load_in_a_child_process_alone():
+def test_real_libraries_load_only_in_child_process():
     check_mooncake(DIRECT)
     check_mooncake(POOL)
     assert "mooncake.engine" not in sys.modules

@@ -99,7 +99,7 @@ def count_calls(monkeypatch):
     return names
 
 
-def test_what_one_saved_the_other_one_loads(master, open_store):
+def test_store_loads_blocks_saved_by_another_store(master, open_store):
     donor, reader = open_store(master, LENT_BYTES), open_store(master)
     assert reader.num_matched(KEYS) == 0
     assert donor.save(KEYS, BLOCKS) == len(KEYS)
@@ -112,7 +112,7 @@ def test_what_one_saved_the_other_one_loads(master, open_store):
     assert load(reader) == BLOCKS[:3]
 
 
-def test_a_client_takes_no_more_memory_than_is_planned(master, open_store):
+def test_client_memory_stays_within_plan(master, open_store):
     lent_bytes = 32 << 20
     store = open_store(master, lent_bytes)
     keys = [os.urandom(32) for _ in range(lent_bytes // BLOCK_BYTES + 20)]
@@ -125,7 +125,7 @@ def test_a_client_takes_no_more_memory_than_is_planned(master, open_store):
     assert lent_bytes < taken < MooncakeStore.host_bytes(BLOCK_BYTES, lent_bytes)
 
 
-def test_a_store_that_lends_nothing_saves_in_what_others_lend(master, open_store):
+def test_store_without_segment_saves_in_segment_of_another_store(master, open_store):
     donor, writer = open_store(master, LENT_BYTES), open_store(master)
     keys = [os.urandom(32) for _ in range(3)]
     assert writer.save(keys, BLOCKS[:3]) == 3
@@ -133,7 +133,7 @@ def test_a_store_that_lends_nothing_saves_in_what_others_lend(master, open_store
 
 
 @pytest.mark.parametrize(("num_engines", "end"), [(2, "killed"), (3, "closed")])
-def test_an_engine_that_leaves_takes_along_its_own_blocks_alone(master, open_store, num_engines, end):
+def test_exiting_engine_loses_only_its_blocks(master, open_store, num_engines, end):
     stores, reader = [open_store(master, LENT_BYTES) for _ in range(num_engines)], open_store(master)
     keys_of = [[os.urandom(32) for _ in KEYS] for _ in stores]
     for store, keys in zip(stores, keys_of, strict=True):
@@ -150,7 +150,7 @@ def test_an_engine_that_leaves_takes_along_its_own_blocks_alone(master, open_sto
         assert load(reader, keys) == BLOCKS
 
 
-def test_blocks_go_to_memory_of_others_when_that_of_their_engine_is_full(master, open_store):
+def test_blocks_spill_to_other_segments_when_local_one_is_full(master, open_store):
     small, large, reader = open_store(master, 16 << 20), open_store(master, LENT_BYTES), open_store(master)
     keys = [os.urandom(32) for _ in range(120)]  # there is room for 85 of them
     assert small.save(keys, [BLOCKS[index % len(BLOCKS)] for index in range(120)]) == 120
@@ -160,7 +160,7 @@ def test_blocks_go_to_memory_of_others_when_that_of_their_engine_is_full(master,
     assert 60 < sum(reader._has(keys)) < 90
 
 
-def test_more_than_the_pool_takes(open_store, master):
+def test_save_above_pool_capacity_is_partial(open_store, master):
     donor = open_store(master, 16 << 20)
     keys = [os.urandom(32) for _ in range(120)]
     count = donor.save(keys, [BLOCKS[index % len(BLOCKS)] for index in range(120)])
@@ -174,7 +174,7 @@ def test_more_than_the_pool_takes(open_store, master):
         assert loaded == BLOCKS[: len(loaded)]
 
 
-def test_bytes_that_somebody_else_put_under_a_key(master, open_store):
+def test_foreign_bytes_under_key_are_not_loaded(master, open_store):
     donor, reader = open_store(master, LENT_BYTES), open_store(master)
     assert donor.save(KEYS, BLOCKS) == len(KEYS)
     size = len(donor._client._areas[0].objects[0])
@@ -196,7 +196,7 @@ def test_bytes_that_somebody_else_put_under_a_key(master, open_store):
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("is_asked_again", [True, False])
-def test_what_a_question_found_is_kept_for_the_load_that_follows(open_store, is_asked_again):
+def test_lookup_renews_lease_until_load(open_store, is_asked_again):
     """Each lookup renews the blocks' leases. Otherwise they expire before a writer needs the memory."""
     leases_s = 3.0
     master = Master(leases_ms=int(1000 * leases_s))
@@ -217,7 +217,7 @@ def test_what_a_question_found_is_kept_for_the_load_that_follows(open_store, is_
 
 
 @pytest.mark.parametrize(("leases_ms", "most_loads"), [(1, 60), (300, 400)])
-def test_blocks_that_are_evicted_while_they_are_read(open_store, leases_ms, most_loads):
+def test_blocks_evicted_during_read_are_misses(open_store, leases_ms, most_loads):
     """A writer needs the memory, and a lease of 1 ms expires during a load: blocks are right, or misses."""
     master = Master(leases_ms=leases_ms)
     writer, reader = open_store(master, 16 << 20), open_store(master)
@@ -246,7 +246,7 @@ def test_blocks_that_are_evicted_while_they_are_read(open_store, leases_ms, most
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_donor_that_dies_or_freezes_is_a_miss(open_store, master, monkeypatch, end):
+def test_dead_or_frozen_donor_is_a_miss(open_store, master, monkeypatch, end):
     donor, reader = open_store(master, LENT_BYTES), open_store(master)
     assert donor.save(KEYS, BLOCKS) == len(KEYS)
     assert load(reader) == BLOCKS
@@ -265,7 +265,7 @@ def test_a_donor_that_dies_or_freezes_is_a_miss(open_store, master, monkeypatch,
 
 
 @pytest.mark.slow
-def test_a_master_that_freezes_is_an_error_until_it_goes_on(open_store, master, monkeypatch):
+def test_frozen_master_raises_store_error_until_it_resumes(open_store, master, monkeypatch):
     donor, reader = open_store(master, LENT_BYTES), open_store(master)
     assert donor.save(KEYS, BLOCKS) == len(KEYS)
     master.stop()
@@ -279,7 +279,7 @@ def test_a_master_that_freezes_is_an_error_until_it_goes_on(open_store, master, 
     in_the_end(lambda: loads_right(reader))
 
 
-def test_a_master_that_comes_back_knows_nothing(open_store, master):
+def test_restarted_master_forgets_all_blocks(open_store, master):
     donor, reader = open_store(master, LENT_BYTES), open_store(master)
     donor.num_matched(KEYS)
     assert donor.save(KEYS, BLOCKS) == len(KEYS)
@@ -305,7 +305,7 @@ def test_a_master_that_comes_back_knows_nothing(open_store, master):
 
 
 @pytest.mark.slow
-def test_no_master_yet(open_store):
+def test_guard_opens_store_after_master_starts(open_store):
     """The engine's guard opens the store on demand, and tries again later."""
     master = Master()
     master.kill()
@@ -323,7 +323,7 @@ def test_no_master_yet(open_store):
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["donor", "master", "reader"])
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-def test_twenty_times_under_load(open_store, master, whom, end):
+def test_pool_recovers_from_20_faults_under_load(open_store, master, whom, end):
     donor, reader = open_store(master, LENT_BYTES), open_store(master)
     in_the_end(lambda: saves(donor))
     is_over = Event()

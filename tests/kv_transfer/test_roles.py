@@ -17,7 +17,7 @@ from octavo.kv_transfer.mooncake_client import PROCESS_BYTES
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_part_of_a_pair_needs_a_way_for_kv(role):
+def test_prefill_or_decode_role_needs_store_or_direct_transfer(role):
     with pytest.raises(ConfigError, match=f"role {role} needs .*kv_disk_dir, kv_mooncake.*kv_direct"):
         KVTransferConfig(role=role)
     for way in ({"disk_dir": Path("kv")}, {"mooncake": "127.0.0.1:50051"}, {"direct": True}):
@@ -25,7 +25,7 @@ def test_a_part_of_a_pair_needs_a_way_for_kv(role):
         assert config.names_store
 
 
-def test_the_direct_way_is_between_two_engines():
+def test_direct_transfer_needs_prefill_or_decode_role():
     with pytest.raises(ConfigError, match="kv_direct needs role prefill or decode"):
         KVTransferConfig(direct=True)
     with pytest.raises(ConfigError, match="kv_direct_bytes"):
@@ -40,28 +40,28 @@ def test_the_direct_way_is_between_two_engines():
     assert KVTransferConfig(role="decode", direct=True, mooncake_protocol="rdma").direct
 
 
-def test_kv_goes_nowhere_without_the_prefix_cache():
+def test_kv_stores_need_prefix_caching():
     for stores in (KVTransferConfig(disk_dir=Path("kv")), KVTransferConfig(role="prefill", direct=True)):
         with pytest.raises(ConfigError, match="need enable_prefix_caching: turn it on"):
             EngineConfig(cache=CacheConfig(enable_prefix_caching=False), kv_transfer=stores)
     assert not EngineConfig(cache=CacheConfig(enable_prefix_caching=False)).kv_transfer.names_store
 
 
-def test_an_engine_says_what_it_is_for():
+def test_capacity_reports_role_and_transfer_port():
     plain = EngineCapacity.of(SchedulerConfig(), CacheConfig(), num_blocks=8)
     assert (plain.role, plain.kv_transfer_port) == ("both", None)
     donor = EngineCapacity.of(SchedulerConfig(), CacheConfig(), num_blocks=8, role="prefill", kv_transfer_port=4000)
     assert (donor.role, donor.kv_transfer_port) == ("prefill", 4000)
 
 
-def test_a_request_has_its_part_of_a_pair_in_the_core():
+def test_kv_transfer_params_reach_core_request():
     engine = make_engine()
     params = KVTransferParams("t", is_prefill=True)
     engine.add_request("r", "hello", kv_transfer_params=params)
     assert engine.core.scheduler.requests["r"].kv_transfer_params is params
 
 
-def test_what_the_direct_way_takes_of_memory_is_counted_before_the_cache():
+def test_host_bytes_count_direct_transfer_memory():
     block_bytes, plain = 1 << 20, KVTransferConfig(disk_dir=Path("kv"))
     assert host_bytes(plain, block_bytes) == 0
     prefill = KVTransferConfig(role="prefill", direct=True, direct_bytes=1 << 30)

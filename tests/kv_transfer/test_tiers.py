@@ -38,7 +38,7 @@ def put(store, *indices):
     store.save(keys, blocks_of(keys))
 
 
-def test_a_chain_goes_on_in_the_next_store_and_back(made):
+def test_chain_continues_across_tiers(made):
     fast, slow, tiers = made
     put(fast, 0, 1, 4)
     put(slow, 2, 3, 5)
@@ -50,7 +50,7 @@ def test_a_chain_goes_on_in_the_next_store_and_back(made):
     tiers.close()
 
 
-def test_the_faster_store_is_asked_first(made):
+def test_faster_tier_is_loaded_first(made):
     fast, slow, tiers = made
     put(fast, 0)
     put(slow, 0)
@@ -59,7 +59,7 @@ def test_the_faster_store_is_asked_first(made):
     tiers.close()
 
 
-def test_saves_go_to_each_store_that_lacks_them(made):
+def test_save_writes_to_each_tier_that_lacks_blocks(made):
     fast, slow, tiers = made
     put(fast, 0, 1)
     put(slow, 1, 2)
@@ -69,7 +69,7 @@ def test_saves_go_to_each_store_that_lacks_them(made):
     tiers.close()
 
 
-def test_a_save_counts_what_any_of_them_has_now(made):
+def test_save_counts_blocks_kept_by_any_tier(made):
     fast, slow, tiers = made
     fast.save = lambda keys, _: 1
     slow.save = lambda keys, _: 0
@@ -78,7 +78,7 @@ def test_a_save_counts_what_any_of_them_has_now(made):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_one_that_fails_does_not_hide_the_other(made, failing):
+def test_failing_tier_does_not_hide_other_tier(made, failing):
     stores, tiers = made[:2], made[2]
     put(stores[1 - failing], 0, 1)
 
@@ -97,7 +97,7 @@ def test_one_that_fails_does_not_hide_the_other(made, failing):
     tiers.close()
 
 
-def test_a_spoilt_block_of_the_faster_store_comes_from_the_slower_one(made):
+def test_corrupt_block_is_loaded_from_slower_tier(made):
     fast, slow, tiers = made
     put(fast, 0, 1)
     put(slow, 0, 1)
@@ -109,7 +109,7 @@ def test_a_spoilt_block_of_the_faster_store_comes_from_the_slower_one(made):
     assert tiers.stats().num_corrupt == 1
 
 
-def test_a_block_that_both_have_spoilt_ends_the_load(made):
+def test_block_corrupt_in_all_tiers_ends_load(made):
     fast, slow, tiers = made
     for store in (fast, slow):
         put(store, 0, 1)
@@ -119,7 +119,7 @@ def test_a_block_that_both_have_spoilt_ends_the_load(made):
     tiers.close()
 
 
-def test_who_gave_and_who_took_what_is_told_in_the_order_of_the_first_blocks(made):
+def test_tally_lists_tiers_in_order_of_first_block(made):
     fast, slow, tiers = made
     fast.name, slow.name = "fast", "slow"
     tiers = TieredStore([fast, slow])
@@ -140,7 +140,7 @@ def test_who_gave_and_who_took_what_is_told_in_the_order_of_the_first_blocks(mad
     tiers.close()
 
 
-def test_what_made_way_is_told_by_tier(made):
+def test_take_evicted_reports_evictions_per_tier(made):
     fast, slow = MemoryStore(GlobalKVPool(2), "a", BLOCK_BYTES), made[1]
     fast.name = "fast"
     tiers = TieredStore([fast, slow])
@@ -150,7 +150,7 @@ def test_what_made_way_is_told_by_tier(made):
     tiers.close()
 
 
-def test_forgotten_is_forgotten_by_all(made):
+def test_forget_reaches_all_tiers(made):
     fast, slow, tiers = made
     put(fast, 0)
     put(slow, 0)
@@ -184,7 +184,7 @@ class Told(MemoryStore):
         return self.told
 
 
-def test_one_store_is_asked_once():
+def test_single_tier_is_queried_once():
     store = Told()
     tiers = TieredStore([store])
     put(store, 0, 1)
@@ -196,7 +196,7 @@ def test_one_store_is_asked_once():
     assert len(store.calls) == 2
 
 
-def test_stores_are_asked_for_what_those_before_them_lack():
+def test_slower_tier_is_queried_only_for_missing_blocks():
     fast, slow = Told("fast"), Told("slow")
     tiers = TieredStore([fast, slow])
     put(fast, 0, 3)
@@ -214,7 +214,7 @@ def test_stores_are_asked_for_what_those_before_them_lack():
     assert slow.calls == [("load", KEYS[1:4])]
 
 
-def test_store_that_is_not_usable_gets_no_save():
+def test_unusable_tier_gets_no_save():
     fast, slow = Told("fast"), Told("slow")
     tiers = TieredStore([fast, slow])
     tiers.tiers[0].close()
@@ -224,7 +224,7 @@ def test_store_that_is_not_usable_gets_no_save():
     assert tiers.save(KEYS[:2], blocks_of(KEYS[:2])) == 0
 
 
-def test_save_writes_only_what_is_lacking():
+def test_save_writes_only_missing_blocks_per_tier():
     fast, slow = Told("fast"), Told("slow")
     tiers = TieredStore([fast, slow])
     put(fast, 0, 2)
@@ -237,7 +237,7 @@ def test_save_writes_only_what_is_lacking():
     assert (len(fast.calls), len(slow.calls)) == (1, 1)
 
 
-def test_save_counts_only_blocks_that_a_store_has_taken():
+def test_save_counts_only_accepted_blocks():
     fast, slow = Told("fast"), Told("slow")
     tiers, tally = TieredStore([fast, slow]), TierTally()
     fast.save = lambda keys, _: 1
@@ -246,7 +246,7 @@ def test_save_counts_only_blocks_that_a_store_has_taken():
     assert [move[:3] for move in tally.moves()] == [("fast", 1, BLOCK_BYTES), ("slow", 2, 2 * BLOCK_BYTES)]
 
 
-def test_times_of_a_tally_are_added():
+def test_tally_sums_moves_of_one_tier():
     store, tally = GuardedStore.of(Told()), TierTally()
     tally.add(store, 2, 20, 0.5)
     tally.add(store, 0, 99, 99.0)
@@ -254,7 +254,7 @@ def test_times_of_a_tally_are_added():
     assert tally.moves() == (("told", 5, 50, 0.75),)
 
 
-def test_figures_of_all_stores_are_added():
+def test_stats_sum_all_tiers():
     fast, slow = Told("fast"), Told("slow")
     tiers = TieredStore([fast, slow])
     fast.told, slow.told = StoreStats(1, 2, 3, 4, 5, 6, "a"), StoreStats(10, 20, 30, 40, 50, 60, "b")
@@ -269,7 +269,7 @@ def test_figures_of_all_stores_are_added():
     assert (tiers.is_usable, tiers.stats().error) == (False, "fast: a; slow: ")
 
 
-def test_open_opens_each_store():
+def test_open_opens_each_tier():
     opened = []
     stores = [GuardedStore(name, BLOCK_BYTES, lambda: (opened.append(None), Told())[1]) for name in "ab"]
     tiers = TieredStore(stores)
@@ -278,7 +278,7 @@ def test_open_opens_each_store():
     assert len(opened) == 2
 
 
-def test_parts_are_kept_only_where_parts_are_taken():
+def test_first_group_is_saved_only_in_tiers_that_keep_parts():
     whole_only, both = Told("whole"), Told("both")
     tiers = TieredStore([GuardedStore.of(whole_only, keeps_parts=False), both])
     names = [key_of_first_group(key) for key in KEYS]

@@ -18,7 +18,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 @pytest.mark.sweep(6)
 @every_case
-def test_tokens_equal(case, tmp_path):
+def test_greedy_tokens_equal_transformers(case, tmp_path):
     """The oracle reads each prompt followed by octavo's answer, and must choose every token of the answer itself."""
     path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
     prompts = make_prompts(case.seed)
@@ -37,7 +37,7 @@ def test_tokens_equal(case, tmp_path):
 
 @pytest.mark.sweep(28)
 @every_case
-def test_tokens_equal_those_generated_one_by_one(case, tmp_path):
+def test_tokens_equal_transformers_incremental_generation(case, tmp_path):
     """The oracle generates by itself, with its own KV cache, without octavo's answer.
 
     There are fewer tokens, because 24 prompts one by one take long. The effect of another position or window is visible

@@ -46,7 +46,7 @@ def write(directory, config):
     return directory
 
 
-def test_published_old_style_config(tmp_path):
+def test_published_old_style_config_is_read(tmp_path):
     architecture = read_architecture(write(tmp_path, QWEN25_OLD))
     assert architecture.name == "Qwen2ForCausalLM"
     assert architecture.layers == (architecture.layers[0],) * 24
@@ -76,7 +76,7 @@ OWN_SCALING = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_new_style_equals_old_style(name, tmp_path):
+def test_new_config_style_equals_old_style(name, tmp_path):
     """transformers 5 writes `dtype` and `rope_parameters` in place of older keys."""
     scaling = OWN_SCALING.get(name, {"rope_type": "linear", "factor": 2.0})
     old = tiny_config(name, rope_theta=5e5, rope_scaling=scaling, torch_dtype="bfloat16")
@@ -93,7 +93,7 @@ def test_new_style_equals_old_style(name, tmp_path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_tensor_shapes_are_those_of_transformers(name, tied, tmp_path):
+def test_tensor_shapes_equal_transformers(name, tied, tmp_path):
     config = tiny_config(name, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied)
     architecture = read_architecture(write(tmp_path, config))
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
@@ -102,7 +102,7 @@ def test_tensor_shapes_are_those_of_transformers(name, tied, tmp_path):
     assert architecture.num_parameters == model.num_parameters()
 
 
-def test_windows():
+def test_layer_windows_follow_config():
     assert windows("Mistral", sliding_window=64) == (64, 64)
     assert windows("Mistral", sliding_window=None) == (None, None)
     assert windows("Mistral", drop=("sliding_window",)) == (4096, 4096)  # the family's default
@@ -171,14 +171,14 @@ PHI4_MINI = {
 }
 
 
-def test_published_layers_without_rope(tmp_path):
+def test_published_layers_without_rope_are_read(tmp_path):
     architecture = read_architecture(write(tmp_path, SMOLLM3_3B))
     assert [layer.attention.rope is None for layer in architecture.layers] == [False, False, False, True] * 9
     assert architecture.num_parameters == 3_075_098_624  # 3.08B on the hub; embeddings are tied by default
     assert read_architecture(write(tmp_path, SMOLLM3_3B | {"no_rope_layers": None})) == architecture
 
 
-def test_published_longrope(tmp_path):
+def test_published_longrope_is_read(tmp_path):
     architecture = read_architecture(write(tmp_path, PHI4_MINI))
     attention = architecture.layers[0].attention
     assert architecture.num_parameters == 3_836_021_760  # 3.84B on the hub
@@ -220,7 +220,7 @@ def test_published_longrope(tmp_path):
         ("Glm4", {"hidden_act": "gelu_new"}, ["hidden_act", "gelu_new"]),
     ],
 )
-def test_each_family_refuses_what_it_does_not_compute(name, changes, words, tmp_path):
+def test_family_refuses_unsupported_config_values(name, changes, words, tmp_path):
     write(tmp_path, tiny_config(f"{name}ForCausalLM") | changes)
     with pytest.raises(ModelError) as caught:
         read_architecture(tmp_path)
@@ -229,19 +229,19 @@ def test_each_family_refuses_what_it_does_not_compute(name, changes, words, tmp_
 
 
 @pytest.mark.parametrize(("value", "expected"), [(-1, ()), ([-1, 7], (7,)), ([], ()), (None, ()), (0, (0,))])
-def test_negative_token_ids_stand_for_none(value, expected, tmp_path):
+def test_negative_token_ids_mean_none(value, expected, tmp_path):
     write(tmp_path, tiny_config("LlamaForCausalLM") | {"eos_token_id": value, "bos_token_id": value})
     architecture = read_architecture(tmp_path)
     assert architecture.eos_token_ids == expected
     assert architecture.bos_token_id == next(iter(expected), None)
 
 
-def test_widest_heads(tmp_path):
+def test_head_dim_256_is_accepted(tmp_path):
     write(tmp_path, tiny_config("LlamaForCausalLM", head_dim=256))
     assert read_architecture(tmp_path).layers[0].attention.head_dim == 256
 
 
-def test_context_length(tmp_path):
+def test_context_length_includes_rope_scaling(tmp_path):
     def longest(**changes):
         return read_architecture(write(tmp_path, tiny_config("LlamaForCausalLM", **changes))).max_context_tokens
 
@@ -286,7 +286,7 @@ def test_context_length(tmp_path):
         ({"use_sliding_window": True, "max_window_layers": -1}, ["max_window_layers = -1"]),
     ],
 )
-def test_unusable_config_is_refused_by_name(changes, words, tmp_path):
+def test_unusable_config_value_is_refused_by_name(changes, words, tmp_path):
     write(tmp_path, tiny_config("Qwen2ForCausalLM") | changes)
     with pytest.raises(ModelError) as caught:
         read_architecture(tmp_path)
@@ -294,7 +294,7 @@ def test_unusable_config_is_refused_by_name(changes, words, tmp_path):
         assert word in str(caught.value)
 
 
-def test_a_key_that_one_family_reads_is_refused_for_the_others(tmp_path):
+def test_config_key_of_one_family_is_refused_for_another(tmp_path):
     config = ConfigFile.read(write(tmp_path, tiny_config("LlamaForCausalLM", logits_scaling=8.0)) / "config.json")
     with pytest.raises(ModelError, match=r"logits_scaling = 8.0.*LlamaForCausalLM"):
         read_architecture(tmp_path)
@@ -302,14 +302,14 @@ def test_a_key_that_one_family_reads_is_refused_for_the_others(tmp_path):
     config.refuse_unread("GraniteForCausalLM")
 
 
-def test_harmless_values_of_unsupported_keys(tmp_path):
+def test_harmless_values_of_unsupported_keys_are_accepted(tmp_path):
     config = tiny_config("LlamaForCausalLM", quantization_config=None, final_logit_softcapping=None, num_experts=0)
     assert read_architecture(write(tmp_path, config)) == read_architecture(
         write(tmp_path, tiny_config("LlamaForCausalLM"))
     )
 
 
-def test_mixed_layers_of_mistral_are_refused(tmp_path):
+def test_mistral_with_mixed_layer_types_is_refused(tmp_path):
     kinds = ["full_attention", "sliding_attention"]
     write(tmp_path, tiny_config("MistralForCausalLM", sliding_window=64, layer_types=kinds))
     with pytest.raises(ModelError, match="layer_types"):
@@ -325,7 +325,7 @@ def test_mixed_layers_of_mistral_are_refused(tmp_path):
         ("[" * 100_000, ["not valid JSON"]),
     ],
 )
-def test_broken_config_file(text, words, tmp_path):
+def test_broken_config_file_is_refused(text, words, tmp_path):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelError) as caught:
         read_architecture(tmp_path)
@@ -333,12 +333,12 @@ def test_broken_config_file(text, words, tmp_path):
         assert word in str(caught.value)
 
 
-def test_missing_config_file(tmp_path):
+def test_missing_config_file_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         read_architecture(tmp_path)
 
 
-def test_reading_a_config_needs_no_torch(tmp_path):
+def test_reading_config_does_not_import_torch(tmp_path):
     write(tmp_path, QWEN25_OLD)
     code = (
         "import sys, pathlib; from octavo.models.registry import read_architecture;"

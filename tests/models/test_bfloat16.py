@@ -27,7 +27,7 @@ MAX_RATIO = 2.0
 
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in CHOSEN], ids=lambda case: case.name)
-def test_error_of_logits(case, tmp_path, prompt_logits):
+def test_bfloat16_logit_error_is_at_most_twice_transformers(case, tmp_path, prompt_logits):
     config = case.full_config
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
     path = write_checkpoint(tmp_path, config, seed=case.seed, std=0.1)

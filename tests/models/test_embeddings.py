@@ -36,7 +36,7 @@ def embed(llm: LLM, **options) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_embeddings_are_those_of_transformers(checkpoint, pooling):
+def test_embeddings_equal_transformers(checkpoint, pooling):
     theirs = transformers.AutoModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
     llm = make(checkpoint)
     for prompt, ours, unit in zip(
@@ -50,7 +50,7 @@ def test_embeddings_are_those_of_transformers(checkpoint, pooling):
         assert abs(np.linalg.norm(unit) - 1) < 1e-6
 
 
-def test_a_checkpoint_that_was_saved_without_its_head(checkpoint, tmp_path):
+def test_checkpoint_without_head_gives_equal_embeddings(checkpoint, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     weights = safetensors.torch.load_file(checkpoint / "model.safetensors")
@@ -72,7 +72,7 @@ def without_head(checkpoint, directory, *, prefix):
     return directory
 
 
-def test_untied_and_without_a_head_gives_embeddings_and_no_tokens(checkpoint, tmp_path):
+def test_untied_checkpoint_without_head_embeds_and_refuses_generation(checkpoint, tmp_path):
     """As in Qwen3-Embedding-8B; its smaller variants are tied."""
     llm = make(without_head(checkpoint, tmp_path / "bare", prefix=""))
     for one, other in zip(embed(make(checkpoint)), embed(llm), strict=True):
@@ -82,7 +82,7 @@ def test_untied_and_without_a_head_gives_embeddings_and_no_tokens(checkpoint, tm
     assert embed(llm), "it goes on"
 
 
-def test_a_head_that_got_lost_is_missed_where_nothing_says_that_it_is_for_embeddings(checkpoint, tmp_path):
+def test_missing_head_is_refused_unless_checkpoint_is_for_embeddings(checkpoint, tmp_path):
     named = without_head(checkpoint, tmp_path / "named", prefix="model.")
     with pytest.raises(ModelError, match=r"lm_head\.weight, which config.json requires"):
         make(named)
@@ -91,7 +91,7 @@ def test_a_head_that_got_lost_is_missed_where_nothing_says_that_it_is_for_embedd
 
 
 @pytest.mark.parametrize("folder", [None, "1_Pooling", "own"])
-def test_a_quantized_copy_makes_embeddings_as_its_source(checkpoint, tmp_path, folder):
+def test_quantized_copy_keeps_pooling_of_source(checkpoint, tmp_path, folder):
     """folder: the one named by modules.json; None for no such file."""
     source = without_head(checkpoint, tmp_path / "bare", prefix="")
     if folder is not None:
@@ -121,7 +121,7 @@ def test_a_quantized_copy_makes_embeddings_as_its_source(checkpoint, tmp_path, f
         '[[], null, {"type": "x"}]',
     ],
 )
-def test_only_folders_of_the_checkpoint_are_copied(checkpoint, tmp_path, text):
+def test_quantize_copies_only_folders_of_checkpoint(checkpoint, tmp_path, text):
     """A config.json in another folder is not copied, whatever modules.json says."""
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
@@ -132,7 +132,7 @@ def test_only_folders_of_the_checkpoint_are_copied(checkpoint, tmp_path, text):
     assert (tmp_path / "config.json").read_text() == "{}"
 
 
-def test_what_is_refused():
+def test_invalid_pooling_params_are_refused():
     with pytest.raises(RequestError, match="pooling must be"):
         SamplingParams(max_tokens=1, pooling="cls")
     with pytest.raises(RequestError, match="max_tokens = 1"):

@@ -93,7 +93,7 @@ def assert_blocks(path, meant, prompt_logits):
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activations", [None, FP8_ACTIVATIONS], ids=["W8A16", "W8A8"])
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
-def test_fp8_of_compressed_tensors(strategy, activations, scale_dtype, tmp_path):
+def test_fp8_compressed_tensors_expand_exactly(strategy, activations, scale_dtype, tmp_path):
     structure = [32, 32] if strategy == "block" else None
     weights = compressed_tensors.quantization.QuantizationArgs(
         num_bits=8, type="float", symmetric=True, strategy=strategy, block_structure=structure
@@ -117,7 +117,7 @@ def test_fp8_of_compressed_tensors(strategy, activations, scale_dtype, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fp8_in_blocks_of_deepseek(dtype, tmp_path):
+def test_deepseek_block_fp8_expands_exactly(dtype, tmp_path):
     modules = block_checkpoint(tmp_path)
     tensors, theirs = (
         load_file(tmp_path / "model.safetensors"),
@@ -132,11 +132,11 @@ def test_fp8_in_blocks_of_deepseek(dtype, tmp_path):
     assert_weights(tmp_path, meant, dtype=str(dtype).removeprefix("torch."))
 
 
-def test_blocks_that_end_early(tmp_path):
+def test_partial_edge_blocks_of_fp8_expand_exactly(tmp_path):
     assert_weights(tmp_path, block_checkpoint(tmp_path, (48, 128)), dtype="bfloat16")
 
 
-def test_scales_of_powers_of_two(tmp_path):
+def test_fp8_with_e8m0_scales_expands_exactly(tmp_path):
     def store(weight, generator):
         values, scales, _ = fp8(weight, (32, 32))
         exponents = torch.randint(115, 122, scales.shape, generator=generator, dtype=torch.uint8)
@@ -158,7 +158,7 @@ def test_scales_of_powers_of_two(tmp_path):
     ],
     ids=["AutoFP8", "Mistral", "ModelOpt"],
 )
-def test_fp8_with_a_scale_per_tensor(config, scale_name, more, shape, tmp_path):
+def test_per_tensor_fp8_expands_exactly(config, scale_name, more, shape, tmp_path):
     def store(weight, _):
         values, scales, meant = fp8(weight, (None, None))
         return {"weight": values, scale_name: scales.view(shape), more: torch.ones(shape)}, meant.bfloat16()
@@ -171,7 +171,7 @@ def test_fp8_with_a_scale_per_tensor(config, scale_name, more, shape, tmp_path):
     assert_weights(tmp_path, meant, dtype="bfloat16")
 
 
-def test_fp8_of_fbgemm(tmp_path):
+def test_fbgemm_fp8_expands_exactly(tmp_path):
     def store(weight, _):
         values, scales, meant = fp8(weight, (1, None))
         return {"weight": values, "weight_scale": scales}, meant.bfloat16()
@@ -180,7 +180,7 @@ def test_fp8_of_fbgemm(tmp_path):
     assert_weights(tmp_path, rewritten(tmp_path, config, store), dtype="bfloat16")
 
 
-def test_mxfp4_of_compressed_tensors(tmp_path, prompt_logits):
+def test_mxfp4_compressed_tensors_load_exactly(tmp_path, prompt_logits):
     weights = compressed_tensors.quantization.QuantizationArgs(
         num_bits=4, type="float", symmetric=True, strategy="group", group_size=32
     )
@@ -197,7 +197,7 @@ def test_mxfp4_of_compressed_tensors(tmp_path, prompt_logits):
     assert_blocks(tmp_path, rewritten(tmp_path, config, store), prompt_logits)
 
 
-def test_mxfp4_in_blocks(tmp_path, prompt_logits):
+def test_mxfp4_blocks_load_exactly(tmp_path, prompt_logits):
     def store(weight, generator):
         groups = weight.shape[1] // 32
         blocks = torch.randint(0, 256, (len(weight), groups, 16), generator=generator, dtype=torch.uint8)
@@ -211,7 +211,7 @@ def test_mxfp4_in_blocks(tmp_path, prompt_logits):
     assert_blocks(tmp_path, rewritten(tmp_path, config, store), prompt_logits)
 
 
-def test_layers_that_are_left_as_they_are(tmp_path):
+def test_unconverted_layers_load_unchanged(tmp_path):
     meant = block_checkpoint(tmp_path, modules_to_not_convert=["model.layers.*.self_attn", "model.layers.0.mlp"])
     tensors = load_file(tmp_path / "model.safetensors")
     for module, weight in meant.items():
@@ -226,7 +226,7 @@ def test_layers_that_are_left_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4_all"])
-def test_tokens_and_bytes_are_those_of_the_expanded_checkpoint(quantization, tmp_path, prompt_logits):
+def test_fp8_logits_and_bytes_equal_expanded_checkpoint(quantization, tmp_path, prompt_logits):
     meant = block_checkpoint(tmp_path)
     model = load(tmp_path, dtype="bfloat16", quantization=quantization)
     expanded = plain_checkpoint(tmp_path / "expanded", dtype="bfloat16")
@@ -257,7 +257,7 @@ def fp8_checkpoint(path, blocks):
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("blocks", [(32, 64), (8, 128), (None, None)], ids=str)
-def test_fp8_stays_so_where_it_is_multiplied_so(blocks, quantization, tmp_path, caplog):
+def test_fp8_is_not_expanded_if_kernels_multiply_fp8(blocks, quantization, tmp_path, caplog):
     meant = fp8_checkpoint(tmp_path, blocks)
     with caplog.at_level(logging.INFO, "octavo"):
         model = load(tmp_path, KeepsFp8(), dtype="bfloat16", quantization=quantization)
@@ -271,7 +271,7 @@ def test_fp8_stays_so_where_it_is_multiplied_so(blocks, quantization, tmp_path, 
     assert "and are not expanded: they are multiplied in bfloat16" in caplog.text
 
 
-def test_fp8_is_expanded_where_its_blocks_are_narrow_or_a_part_is_none(tmp_path):
+def test_narrow_or_partly_fp8_weights_are_expanded(tmp_path):
     """Also if it is to be rounded to integers."""
     meant = block_checkpoint(tmp_path / "narrow")
     assert_weights(tmp_path / "narrow", meant, kernels=KeepsFp8(), dtype="bfloat16")
@@ -290,7 +290,7 @@ def test_fp8_is_expanded_where_its_blocks_are_narrow_or_a_part_is_none(tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_quantize_takes_small_floats(precision, tmp_path, prompt_logits):
+def test_quantized_fp8_equals_quantized_expanded_checkpoint(precision, tmp_path, prompt_logits):
     meant = block_checkpoint(tmp_path / "fp8")
     expanded = plain_checkpoint(tmp_path / "expanded", dtype="bfloat16")
     weights = {f"{module}.weight": weight for module, weight in meant.items()}
@@ -302,7 +302,7 @@ def test_quantize_takes_small_floats(precision, tmp_path, prompt_logits):
     assert ours.architecture.stored_floats is None
 
 
-def test_what_is_computed_and_what_it_takes_is_told(tmp_path, caplog):
+def test_fp8_load_logs_compute_dtype_and_memory(tmp_path, caplog):
     block_checkpoint(tmp_path)
     with caplog.at_level(logging.INFO, "octavo"):
         load(tmp_path, dtype="bfloat16")
@@ -314,7 +314,7 @@ def test_what_is_computed_and_what_it_takes_is_told(tmp_path, caplog):
     assert rounded.endswith("expanded to bfloat16 and rounded to int8 at load")
 
 
-def test_dummy_weights_of_a_checkpoint_of_small_floats(tmp_path):
+def test_dummy_weights_of_fp8_checkpoint_are_float32(tmp_path):
     block_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert load(tmp_path, load_format="dummy").layers[0].mlp.down.storage.dtype == torch.float32
@@ -331,7 +331,7 @@ def refused(path, changed, *words):
         assert word in str(caught.value)
 
 
-def test_scales_that_are_missing_misshapen_or_broken_are_named(tmp_path, monkeypatch):
+def test_invalid_fp8_scales_or_values_are_refused_by_name(tmp_path, monkeypatch):
     block_checkpoint(tmp_path)
     monkeypatch.setattr(
         "octavo.kernels.reference.ReferenceKernels.pack_linear", lambda *_: pytest.fail("memory was taken")
@@ -350,7 +350,7 @@ def test_scales_that_are_missing_misshapen_or_broken_are_named(tmp_path, monkeyp
     refused(tmp_path, tensors | {f"{MODULE}.weight": values.float()}, "F32", "F8_E4M3")
 
 
-def test_a_tensor_without_any_scale_is_refused(tmp_path):
+def test_fp8_tensor_without_scale_is_refused(tmp_path):
     def store(weight, _):
         return {"weight": weight.to(torch.float8_e4m3fn)}, weight
 
@@ -359,7 +359,7 @@ def test_a_tensor_without_any_scale_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_an_exponent_that_is_no_number_is_named(tmp_path):
+def test_nan_mxfp4_exponent_is_refused_by_name(tmp_path):
     def store(weight, _):
         groups = weight.shape[1] // 32
         return {
@@ -385,7 +385,7 @@ def test_an_exponent_that_is_no_number_is_named(tmp_path):
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ["quant_algo = 'NVFP4'", "--quantization int8 or int4"]),
     ],
 )
-def test_options_that_are_not_read_are_named(changes, words, tmp_path):
+def test_unsupported_quantization_options_are_refused_by_name(changes, words, tmp_path):
     block_checkpoint(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())

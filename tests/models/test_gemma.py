@@ -30,7 +30,7 @@ def read(tmp_path, config):
     return read_architecture(tmp_path)
 
 
-def test_the_first_generation(tmp_path):
+def test_gemma_1_config_is_read(tmp_path):
     architecture = read(tmp_path, GEMMA_2B)
     layer = architecture.layers[0]
     assert architecture.layers == (layer,) * 18
@@ -41,7 +41,7 @@ def test_the_first_generation(tmp_path):
     assert architecture.tie_word_embeddings
 
 
-def test_the_second_generation(tmp_path):
+def test_gemma_2_config_is_read(tmp_path):
     architecture = read(tmp_path, GEMMA2_2B)
     near, far = architecture.layers[0].attention, architecture.layers[1].attention
     assert (near.window, far.window, near.softcap, far.softcap) == (4096, None, 50.0, 50.0)
@@ -50,7 +50,7 @@ def test_the_second_generation(tmp_path):
     assert architecture.logit_softcap == 30.0
 
 
-def test_a_cap_that_is_not_named_is_that_of_the_class_and_null_is_none(tmp_path):
+def test_missing_softcap_uses_class_default_and_null_disables_it(tmp_path):
     keys = ("attn_logit_softcapping", "final_logit_softcapping")
     silent = read(tmp_path, {key: value for key, value in GEMMA2_2B.items() if key not in keys})
     assert silent == read(tmp_path, GEMMA2_2B)
@@ -71,6 +71,6 @@ def test_a_cap_that_is_not_named_is_that_of_the_class_and_null_is_none(tmp_path)
         ("LlamaForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(name, changes, words, tmp_path):
+def test_unsupported_config_values_are_refused_by_name(name, changes, words, tmp_path):
     with pytest.raises(ModelError, match=words):
         read(tmp_path, tiny_config(name) | changes)

@@ -131,7 +131,7 @@ def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_conversion_writes_is_read_as_config_json_is(name, monkeypatch):
+def test_converted_gguf_metadata_reads_like_config_json(name, monkeypatch):
     file, factors, expected = converted(CONFIGS[name])
     monkeypatch.setattr(GGUFFields, "factors", lambda _, tensor: factors[tensor])
     read = architecture_of(ConfigFile(PATH, config_of(file)))
@@ -159,7 +159,7 @@ def ropes_of(file):
     return [layer.attention.rope for layer in architecture_of(ConfigFile(PATH, config_of(file))).layers]
 
 
-def test_yarn_keys_that_conversion_writes_for_olmo3_give_its_rotary_embedding(caplog):
+def test_olmo3_yarn_keys_give_rope_of_config_json(caplog):
     local = {"rope_type": "default", "rope_theta": 500_000.0}
     config = CONFIGS["olmo3-yarn"] | {"rope_parameters": {"full_attention": OLMO3_YARN, "sliding_attention": local}}
     said = {f"rope.scaling.yarn_{name}": OLMO3_YARN[key] for name, key in (
@@ -173,7 +173,7 @@ def test_yarn_keys_that_conversion_writes_for_olmo3_give_its_rotary_embedding(ca
 @pytest.mark.parametrize("log_multiplier", [None, 0.7, 1.0])
 @pytest.mark.parametrize("attn_factor", [None, 0.8])
 @pytest.mark.parametrize("name", ["qwen2-yarn-head-48", "ministral3-7-per-kv", "mistral-7-per-kv-head-20"])
-def test_yarn_is_computed_as_llama_cpp_does(name, attn_factor, log_multiplier, caplog):
+def test_yarn_rope_matches_llama_cpp(name, attn_factor, log_multiplier, caplog):
     """Only llama.cpp's mistral3 reads the betas and the log multiplier; no family reads yarn_attn_factor and
     yarn_ext_factor.
     """
@@ -213,7 +213,7 @@ def llama_cpp_yarn(theta, head_dim, factor, original, log_multiplier, rope_attn_
     return np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * magnitude
 
 
-def test_yarn_keys_of_another_rotary_embedding_change_nothing():
+def test_yarn_keys_without_yarn_are_ignored_or_refused():
     file, expected = with_keys(
         CONFIGS["qwen3-head-80"], **{"rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.attn_factor": 1.0}
     )
@@ -223,7 +223,7 @@ def test_yarn_keys_of_another_rotary_embedding_change_nothing():
         config_of(file)
 
 
-def test_every_family_is_tried():
+def test_configs_cover_every_gguf_family():
     assert {ARCHITECTURES[config["architectures"][0].removesuffix("ForCausalLM")] for config in CONFIGS.values()} == {
         *_FAMILIES
     }

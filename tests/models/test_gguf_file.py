@@ -45,7 +45,7 @@ def tensor(name, shape=(32,), code=0, offset=0):
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, code, offset)
 
 
-def test_values_and_tensors_are_those_of_the_package(tmp_path):
+def test_metadata_and_tensors_equal_gguf_package(tmp_path):
     path = tmp_path / "all.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.data_alignment = 64
@@ -74,14 +74,14 @@ def test_values_and_tensors_are_those_of_the_package(tmp_path):
         assert found.shape == tuple(int(size) for size in each.shape)[::-1]
 
 
-def test_types_have_the_sizes_of_the_package():
+def test_tensor_type_sizes_equal_gguf_package():
     for each in TensorType:
         theirs = gguf.GGMLQuantizationType[each.name]
         assert each.value[0] == theirs.value
         assert (each.block_values, each.block_bytes) == gguf.GGML_QUANT_SIZES[theirs]
 
 
-def test_a_model_in_several_files_is_one(checkpoint, small, tmp_path):
+def test_split_files_are_read_as_one_model(checkpoint, small, tmp_path):
     first = write_gguf(checkpoint, tmp_path / "some.gguf", kind="Q8_0", splits=3)
     whole, split = GGUFFile.read(small), GGUFFile.read(first)
     assert [path.name for path in split.paths] == [f"some-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
@@ -137,7 +137,7 @@ def test_a_model_in_several_files_is_one(checkpoint, small, tmp_path):
         (file_of(("split.count", 4, struct.pack("<I", 2**31))), "split.count = 2147483648"),
     ],
 )  # fmt: skip
-def test_broken_files_name_what_is_wrong(tmp_path, content, message):
+def test_broken_file_error_names_defect(tmp_path, content, message):
     path = tmp_path / "broken.gguf"
     path.write_bytes(content)
     with pytest.raises(ModelError, match=message) as caught:
@@ -145,14 +145,14 @@ def test_broken_files_name_what_is_wrong(tmp_path, content, message):
     assert str(path) in str(caught.value)
 
 
-def test_a_description_in_another_encoding_does_no_harm(tmp_path):
+def test_non_utf8_description_is_accepted(tmp_path):
     path = tmp_path / "latin.gguf"
     for key in ("general.name", "quantize.imatrix.file"):
         path.write_bytes(file_of((key, 8, text("Modèle".encode("latin-1")))))
         assert GGUFFile.read(path).metadata == {key: "Mod\ufffdle"}
 
 
-def test_every_cut_is_noticed(small, tmp_path):
+def test_truncated_gguf_file_is_refused(small, tmp_path):
     content = small.read_bytes()
     end = max(each.offset + each.num_bytes for each in GGUFFile.read(small).tensors.values())
     path, rng = tmp_path / "cut.gguf", random.Random(0)

@@ -51,7 +51,7 @@ def read(tmp_path):
 
 
 @pytest.mark.parametrize("code", FORMATS)
-def test_a_value_of_each_type_is_read_alone_and_in_an_array(read, code):
+def test_each_value_type_is_read_as_scalar_and_array(read, code):
     kind = FORMATS[code]
     values = EXTREMES[kind]
     array = struct.pack("<IQ", code, len(values)) + struct.pack(f"<{len(values)}{kind}", *values)
@@ -76,7 +76,7 @@ def padded(*, size, alignment):
 @pytest.mark.parametrize(
     ("alignment", "begin"), [(1, 130), (8, 136), (32, 160), (64, 192), (256, 256), (1 << 20, 1 << 20)]
 )
-def test_tensors_begin_at_a_multiple_of_the_alignment_that_the_file_names(read, alignment, begin):
+def test_tensor_data_starts_at_multiple_of_file_alignment(read, alignment, begin):
     end = bytes(begin - 130) + struct.pack("<f", 1.5)
     found = read(*padded(size=130, alignment=alignment), tensors=[tensor("t")], end=end)
     assert found.tensors["t"].offset == begin
@@ -86,38 +86,38 @@ def test_tensors_begin_at_a_multiple_of_the_alignment_that_the_file_names(read, 
         read(*padded(size=130, alignment=alignment), tensors=[tensor("t")], end=end[:-1])
 
 
-def test_tensors_begin_at_a_multiple_of_32_without_an_alignment(read):
+def test_tensor_data_alignment_defaults_to_32(read):
     size = 24 + len(tensor("t"))
     assert 32 < size < 64
     assert read(tensors=[tensor("t")], end=bytes(64 - size + 4)).tensors["t"].offset == 64
 
 
 @pytest.mark.parametrize("value", [0, 3, 1 << 21])
-def test_an_alignment_is_a_power_of_two_within_its_limit(read, value):
+def test_alignment_must_be_power_of_two_within_limit(read, value):
     with pytest.raises(ModelError, match=f"general.alignment = {value} must be a power of two up to 1048576"):
         read(number("general.alignment", value))
 
 
-def test_an_alignment_is_a_whole_number(read):
+def test_alignment_must_be_integer(read):
     with pytest.raises(ModelError, match=r"general.alignment = '32' must be a power of two"):
         read(field("general.alignment", STRING, text("32")))
 
 
-def test_an_offset_is_a_multiple_of_the_alignment(read):
+def test_tensor_offset_must_be_multiple_of_alignment(read):
     tensors = [tensor("t"), tensor("u", offset=32)]
     assert read(tensors=tensors, end=bytes(100)).tensors["u"].offset == 96 + 32
     with pytest.raises(ModelError, match=r"tensor u, of 4 bytes from .* is not within"):
         read(number("general.alignment", 64), tensors=tensors, end=bytes(500))
 
 
-def test_tensors_may_touch_and_not_overlap(read):
+def test_tensors_may_be_adjacent_but_not_overlap(read):
     """They are compared in the order of their offsets, not of their descriptions."""
     assert len(read(tensors=[tensor("u", offset=32), tensor("t", (8,))], end=bytes(200)).tensors) == 2
     with pytest.raises(ModelError, match=r"tensors t and u overlap"):
         read(tensors=[tensor("u", offset=32), tensor("t", (9,))], end=bytes(200))
 
 
-def test_the_bytes_of_a_tensor_are_those_of_its_blocks(read):
+def test_tensor_size_equals_size_of_its_blocks(read):
     q8_0 = 8
     stored = read(tensors=[tensor("t", (64, 3), code=q8_0)], end=bytes(400)).tensors["t"]
     assert (stored.shape, stored.num_bytes) == ((3, 64), 6 * 34)
@@ -139,12 +139,12 @@ def test_the_bytes_of_a_tensor_are_those_of_its_blocks(read):
         ({"tensors": [tensor("t")[:-1]]}, "the file ends within t; the download is incomplete"),
     ],
 )  # fmt: skip
-def test_a_count_beyond_its_limit_is_refused(read, options, message):
+def test_count_above_limit_is_refused(read, options, message):
     with pytest.raises(ModelError, match=message):
         read(**options)
 
 
-def test_what_is_at_its_limit_is_read(read):
+def test_values_at_limit_are_read(read):
     name = "n" * (1 << 16)
     found = read(number(name, 7), tensors=[tensor("t", (1,) * 4)], end=bytes(100))
     assert (found.metadata[name], found.tensors["t"].shape) == (7, (1,) * 4)
@@ -152,12 +152,12 @@ def test_what_is_at_its_limit_is_read(read):
         read(number(name + "n", 7))
 
 
-def test_only_names_have_a_limit_of_length(read):
+def test_only_names_have_length_limit(read):
     value = "v" * ((1 << 16) + 1)
     assert read(field("a", STRING, text(value))).metadata == {"a": value}
 
 
-def test_an_array_of_strings_may_be_the_last_of_a_file(read):
+def test_string_array_may_end_file(read):
     array = struct.pack("<IQ", STRING, 2) + text("") + text("")
     assert read(field("a", ARRAY, array)).metadata == {"a": ["", ""]}
     with pytest.raises(ModelError, match=r"a has 2 strings, more than the file can hold"):
@@ -167,11 +167,11 @@ def test_an_array_of_strings_may_be_the_last_of_a_file(read):
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_model_whose_count_of_files_is_one_is_whole(read, count):
+def test_split_count_of_zero_or_one_is_single_file(read, count):
     assert len(read(number("split.count", count)).paths) == 1
 
 
-def test_a_model_has_a_limit_of_files(read):
+def test_split_count_above_limit_is_refused(read):
     with pytest.raises(ModelError, match=r"split.count = 4097 must be a whole number of files up to 4096"):
         read(number("split.count", 4097))
     with pytest.raises(ModelError, match=r"its name must be NAME-00001-of-04096.gguf"):
@@ -180,24 +180,24 @@ def test_a_model_has_a_limit_of_files(read):
         read(field("split.count", STRING, text("two")))
 
 
-def test_a_count_of_files_is_not_negative_and_is_that_of_the_name(read):
+def test_split_count_must_be_nonnegative_and_match_file_name(read):
     with pytest.raises(ModelError, match=r"split.count = -1 must be a whole number"):
         read(field("split.count", 5, struct.pack("<i", -1)))
     with pytest.raises(ModelError, match=r"is one of 2 files, so its name must be NAME-00001-of-00002.gguf"):
         read(number("split.count", 2), number("split.no", 0), name="m-00001-of-00003.gguf")
 
 
-def test_the_first_of_several_files_says_so_itself(read):
+def test_first_split_must_have_number_zero(read):
     with pytest.raises(ModelError, match=r"split.no = 1 and split.count = 2, but 0 and 2 are expected"):
         read(number("split.count", 2), number("split.no", 1), name="m-00001-of-00002.gguf")
 
 
-def test_the_first_missing_file_is_named(read):
+def test_first_missing_split_is_named(read):
     with pytest.raises(ModelError, match=r": m-00002-of-00003.gguf is missing, one of 3 files of the model"):
         read(number("split.count", 3), number("split.no", 0), name="m-00001-of-00003.gguf")
 
 
-def test_a_tensor_stands_in_one_of_several_files(read):
+def test_tensor_in_two_splits_is_refused(read):
     def write(index):
         fields = [number("split.count", 2), number("split.no", index)]
         return read(*fields, tensors=[tensor("t")], end=bytes(100), name=f"m-0000{index + 1}-of-00002.gguf")
@@ -210,6 +210,6 @@ def test_a_tensor_stands_in_one_of_several_files(read):
         write(0)
 
 
-def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+def test_unopenable_file_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"none.gguf cannot be read \(No such file or directory\)"):
         GGUFFile.read(tmp_path / "none.gguf")

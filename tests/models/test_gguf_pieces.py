@@ -38,7 +38,7 @@ def joining(folder, names, whole):
     ],
     ids=lambda names: names[0],
 )
-def test_all_paths_to_pieces_give_the_command_that_joins_them_in_order(names, tmp_path):
+def test_error_gives_command_that_joins_pieces_in_order(names, tmp_path):
     touch(tmp_path, *names)
     expected = f"{tmp_path / 'm.gguf'} is split into pieces; join them in order, and give the whole file: " + joining(
         tmp_path, names, "m.gguf"
@@ -56,13 +56,13 @@ def test_missing_pieces_are_counted(tmp_path):
     )
 
 
-def test_the_pieces_of_the_first_model_of_a_folder_are_named(tmp_path):
+def test_folder_error_names_pieces_of_first_model(tmp_path):
     touch(tmp_path, "b.gguf.1", "a.gguf.1", "a.gguf.2", "readme.md")
     assert refusal(tmp_path).endswith(joining(tmp_path, ["a.gguf.1", "a.gguf.2"], "a.gguf"))
     assert refusal(tmp_path / "b.gguf.1").endswith(joining(tmp_path, ["b.gguf.1"], "b.gguf"))
 
 
-def test_a_piece_next_to_the_whole_file_names_the_whole_file(tmp_path):
+def test_piece_next_to_whole_file_names_whole_file(tmp_path):
     touch(tmp_path, "m.gguf", "m.gguf.part1of2")
     assert refusal(tmp_path / "m.gguf.part1of2") == (
         f"{tmp_path / 'm.gguf.part1of2'} is a piece of a GGUF file; give the whole file: {tmp_path / 'm.gguf'}"
@@ -71,7 +71,7 @@ def test_a_piece_next_to_the_whole_file_names_the_whole_file(tmp_path):
 
 
 @pytest.mark.parametrize("other", ["config.json", "n.gguf"])
-def test_a_folder_that_has_a_model_is_accepted(other, tmp_path):
+def test_folder_with_model_is_accepted(other, tmp_path):
     touch(tmp_path, "m.gguf.part1of2", other)
     assert refusal(tmp_path) == ""
     assert "only 1 of 2 pieces" in refusal(tmp_path / "m.gguf.part1of2")
@@ -80,17 +80,17 @@ def test_a_folder_that_has_a_model_is_accepted(other, tmp_path):
 @pytest.mark.parametrize(
     "name", ["m.gguf", "m.gguf.gz", "m.gguf.partial", "x.bin", "m-00001-of-00002.gguf", "none/m.gguf"]
 )
-def test_other_paths_are_accepted(name, tmp_path):
+def test_non_piece_paths_are_accepted(name, tmp_path):
     touch(tmp_path, "m.gguf.gz", "m.gguf.partial", "x.bin")
     assert refusal(tmp_path / name) == ""
 
 
-def test_a_missing_file_without_pieces_is_accepted(tmp_path):
+def test_missing_file_without_pieces_is_accepted(tmp_path):
     touch(tmp_path, "other.gguf.part1of2")
     assert refusal(tmp_path / "m.gguf") == ""
 
 
-def test_a_folder_named_like_a_piece_is_a_folder(tmp_path):
+def test_folder_named_like_piece_is_treated_as_folder(tmp_path):
     (tmp_path / "m.gguf.part1of2").mkdir()
     assert refusal(tmp_path / "m.gguf.part1of2") == ""
     touch(tmp_path / "m.gguf.part1of2", "n.gguf.a")

@@ -53,7 +53,7 @@ def architecture_in(path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_architecture_and_weights_are_those_of_the_folder(case, tmp_path):
+def test_gguf_architecture_and_weights_equal_source_checkpoint(case, tmp_path):
     directory, path = make(tmp_path, *CASES[case])
     expected, read = read_architecture(directory), architecture_in(path)
     assert read.layers == expected.layers
@@ -72,7 +72,7 @@ def test_architecture_and_weights_are_those_of_the_folder(case, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [each.name for each in TensorType if each.name not in {"F32", "F16", "BF16"}])
-def test_blocks_are_what_the_package_makes_of_them(kind, tmp_path):
+def test_dequantized_blocks_equal_gguf_package(kind, tmp_path):
     """With random bytes: each kind is read as stored, also kinds that the package cannot write."""
     stored, rng = TensorType[kind], np.random.default_rng(0)
     _, path = make(tmp_path, config={"hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
@@ -91,7 +91,7 @@ def test_blocks_are_what_the_package_makes_of_them(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
-def test_rows_of_rotated_pairs_are_put_in_order_whatever_holds_them(kind, tmp_path):
+def test_rope_row_order_is_restored_for_each_tensor_type(kind, tmp_path):
     directory, path = make(tmp_path, kind=kind)
     tensors, stored = GGUFWeights(GGUFFile.read(path)).open(), gguf.GGMLQuantizationType[kind]
     for name, value in load_file(directory / "model.safetensors").items():
@@ -101,7 +101,7 @@ def test_rows_of_rotated_pairs_are_put_in_order_whatever_holds_them(kind, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_blocks_are_handed_on_as_they_stand(kind, tmp_path):
+def test_quantized_blocks_are_passed_unchanged(kind, tmp_path):
     """Rows of rotated pairs are in order; vectors and floats are not blocks."""
     directory, path = make(tmp_path, kind=kind)
     weights = GGUFWeights(GGUFFile.read(path))
@@ -117,7 +117,7 @@ def test_blocks_are_handed_on_as_they_stand(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K", "IQ4_NL"])
-def test_a_scale_that_is_no_number_is_refused_by_the_tensors_name(kind, tmp_path):
+def test_nan_block_scale_is_refused_by_tensor_name(kind, tmp_path):
     """As blocks, and as numbers, to which kinds are expanded that are not multiplied as stored."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     _, path = make(tmp_path, config=sizes, kind="Q8_0" if kind == "IQ4_NL" else kind)
@@ -146,7 +146,7 @@ def test_a_scale_that_is_no_number_is_refused_by_the_tensors_name(kind, tmp_path
     [("blk.1.attn_norm.weight", "model.layers.1.input_layernorm.weight"),
      ("blk.0.attn_q.bias", "model.layers.0.self_attn.q_proj.bias")],
 )  # fmt: skip
-def test_a_norm_or_bias_that_is_no_number_is_refused_by_its_name(own, name, number, tmp_path):
+def test_nonfinite_norm_or_bias_is_refused_by_tensor_name(own, name, number, tmp_path):
     _, path = make(tmp_path, "Qwen2ForCausalLM", kind="Q8_0")
     read = GGUFFile.read(path)
     assert GGUFWeights(read).open().tensor(name).isfinite().all()
@@ -157,7 +157,7 @@ def test_a_norm_or_bias_that_is_no_number_is_refused_by_its_name(own, name, numb
         GGUFWeights(read).open().tensor(name)
 
 
-def test_kinds_of_blocks_are_those_of_the_kernels():
+def test_gguf_block_kinds_equal_kernel_block_kinds():
     assert {kind.name for kind in BLOCK_KINDS} == {kind.name for kind in BlockKind}
     for kind, more in BLOCK_KINDS.items():
         block = BlockKind[kind.name]
@@ -165,7 +165,7 @@ def test_kinds_of_blocks_are_those_of_the_kernels():
         assert block.packed_bytes(1, block.block_values) == kind.block_bytes + more
 
 
-def test_halves_of_heads_undo_the_conversion():
+def test_halves_of_heads_undoes_llama_cpp_permutation():
     rows = torch.arange(24)
     converted = rows.view(3, 2, 4).swapaxes(1, 2).flatten()  # LlamaModel.permute of llama.cpp
     assert not torch.equal(converted, rows)
@@ -173,7 +173,7 @@ def test_halves_of_heads_undo_the_conversion():
 
 
 @pytest.mark.parametrize("name", _FAMILIES)
-def test_names_are_those_of_llama_cpp(name):
+def test_tensor_names_equal_llama_cpp(name):
     """The name of each part in Hugging Face's layout equals the one in llama.cpp's own conversion."""
     theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], 4)
     writes = gguf.MODEL_TENSORS[gguf.MODEL_ARCH[name.upper()]]
@@ -204,19 +204,19 @@ def test_names_are_those_of_llama_cpp(name):
         ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "layer_norm_rms_epsilon = -1.0: must be a number above 0"),
     ],
 )  # fmt: skip
-def test_metadata_that_octavo_cannot_compute_are_refused(changes, message, tmp_path):
+def test_unsupported_metadata_is_refused(changes, message, tmp_path):
     _, path = make(tmp_path, changes=changes)
     with pytest.raises(ModelError, match=message) as caught:
         architecture_in(path)
     assert str(path) in str(caught.value)
 
 
-def test_what_is_alike_in_all_layers_is_a_number(tmp_path):
+def test_equal_per_layer_values_are_read_as_one_number(tmp_path):
     _, path = make(tmp_path, changes={"llama.attention.head_count_kv": [2, 2], "llama.expert_count": 0})
     assert architecture_in(path).layers[1].attention.num_kv_heads == 2
 
 
-def test_another_rotary_embedding_than_llama_3s_is_refused(tmp_path):
+def test_rope_factors_other_than_llama3_are_refused(tmp_path):
     _, path = make(tmp_path, config={"rope_parameters": LLAMA3, "head_dim": 64})
     content, stored = bytearray(path.read_bytes()), GGUFFile.read(path).tensors["rope_freqs.weight"]
     numbers = np.frombuffer(content, np.float32, 32, stored.offset)
@@ -239,20 +239,20 @@ def test_another_rotary_embedding_than_llama_3s_is_refused(tmp_path):
         (b"\0output.weight", b"\0outbut.weight", "has outbut.weight, which this architecture does not use"),
     ],
 )
-def test_tensors_must_be_those_of_the_architecture(renamed, name, message, tmp_path):
+def test_missing_or_unexpected_tensor_is_refused(renamed, name, message, tmp_path):
     _, path = make(tmp_path)
     path.write_bytes(path.read_bytes().replace(renamed, name))
     with pytest.raises(ModelError, match=message):
         GGUFWeights(GGUFFile.read(path)).open().check(architecture_in(path).stored_tensors())
 
 
-def test_shapes_must_be_those_that_the_metadata_ask_for(tmp_path):
+def test_tensor_shape_must_match_metadata(tmp_path):
     _, path = make(tmp_path, changes={"llama.feed_forward_length": 161})
     with pytest.raises(ModelError, match=r"blk.0.ffn_\w+.weight has the shape"):
         GGUFWeights(GGUFFile.read(path)).open().check(architecture_in(path).stored_tensors())
 
 
-def test_config_is_what_config_json_would_say(tmp_path):
+def test_gguf_config_equals_config_json(tmp_path):
     directory, path = make(tmp_path)
     said, ours = json.loads((directory / "config.json").read_text()), config_of(GGUFFile.read(path))
     keys = said.keys() & ours.keys()
@@ -267,7 +267,7 @@ def test_config_is_what_config_json_would_say(tmp_path):
         ("Q8_0 BF16", "bfloat16"), ("Q8_0 F16", "float32"), ("Q4_K IQ3_S", "float32"), ("IQ2_XS", "float32"),
     ],
 )  # fmt: skip
-def test_what_is_computed_in_is_exact_for_all_matrices(kinds, dtype, tmp_path):
+def test_compute_dtype_represents_all_matrices_exactly(kinds, dtype, tmp_path):
     _, path = make(tmp_path)
     read, stored = GGUFFile.read(path), [TensorType[kind] for kind in kinds.split()]
     matrices = [name for name, each in read.tensors.items() if len(each.shape) == 2]
@@ -276,7 +276,7 @@ def test_what_is_computed_in_is_exact_for_all_matrices(kinds, dtype, tmp_path):
     assert config_of(read)["dtype"] == dtype
 
 
-def test_kinds_that_are_expanded_are_told(tmp_path, caplog, monkeypatch):
+def test_expanded_tensor_types_are_logged(tmp_path, caplog, monkeypatch):
     _, path = make(tmp_path, config={"hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
     read = GGUFFile.read(path)
     name = "blk.1.ffn_up.weight"

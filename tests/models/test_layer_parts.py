@@ -49,7 +49,7 @@ def kernels_named(name):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
-def test_layers_that_differ(kernels, prompt_logits, tmp_path):
+def test_mixed_layers_match_plain_torch(kernels, prompt_logits, tmp_path):
     model = load_model(
         FolderWeights(tmp_path), MIXED, kernels_named(kernels), dtype="float32", device=CPU, max_model_len=64,
         load_format="dummy", seed=3,
@@ -82,13 +82,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_each_part_matters(other):
+def test_changing_any_part_changes_logits(other):
     """Plain torch with another part gives other logits, so the test above would notice it."""
     expected, altered = plain_logits(MIXED), plain_logits(OTHERS[other])
     assert (altered - expected).norm() > 1e-3 * expected.norm()
 
 
-def test_all_that_is_declared_is_taken(tmp_path):
+def test_each_declared_tensor_is_loaded_once(tmp_path):
     """The bytes reported during a load are those of its tensors: each is loaded exactly once."""
     told = []
     load_model(

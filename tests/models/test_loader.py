@@ -66,7 +66,7 @@ def packed_bytes(model):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_all"])
-def test_bytes_computed_are_bytes_allocated(name, tied, dtype, quantization, tmp_path):
+def test_computed_weight_bytes_equal_allocated_bytes(name, tied, dtype, quantization, tmp_path):
     path = write_checkpoint(tmp_path, tiny_config(name, tie_word_embeddings=tied, **BIASED))
     model = load(path, dtype, quantization=quantization)
     norm_dtype = "float32" if dtype == "float16" else dtype
@@ -94,7 +94,7 @@ def test_first_cosine_is_computed_on_one_thread(tmp_path):
 
 @pytest.mark.skipif(not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels")
 @pytest.mark.parametrize("quantization", [None, "int4_all"])
-def test_bytes_allocated_by_the_compiled_kernels(tmp_path, quantization):
+def test_compiled_kernels_allocate_computed_bytes(tmp_path, quantization):
     """The kernels pad rows to panels of 32 and keep biases in float32; with these dimensions, only the biases
     differ.
     """
@@ -109,7 +109,7 @@ def test_bytes_allocated_by_the_compiled_kernels(tmp_path, quantization):
     assert packed_bytes(model) == weight_bytes(architecture, "bfloat16", quantization=quantization)
 
 
-def test_sharded_equals_whole(tmp_path, prompt_logits):
+def test_sharded_checkpoint_equals_single_file(tmp_path, prompt_logits):
     config = tiny_config("Qwen2ForCausalLM")
     whole = write_checkpoint(tmp_path / "whole", config, std=0.1)
     sharded = write_checkpoint(tmp_path / "sharded", config, std=0.1, max_shard_bytes=60_000)
@@ -123,9 +123,7 @@ def test_sharded_equals_whole(tmp_path, prompt_logits):
 @pytest.mark.skipif(not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels")
 @pytest.mark.parametrize(("quantization", "error"), [("int8", 0.05), ("int4", 0.35), ("int4_all", 0.43)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_integers_are_near_the_checkpoint_and_the_same_in_both_backends(
-    name, quantization, error, tmp_path, prompt_logits
-):
+def test_quantized_logits_are_close_to_exact_in_both_backends(name, quantization, error, tmp_path, prompt_logits):
     cpu = pytest.importorskip("octavo.kernels.cpu")
     config = tiny_config(name, tie_word_embeddings=True, **BIASED, **SCALED.get(name, {}))
     path = write_checkpoint(tmp_path, config, std=0.1)
@@ -136,7 +134,7 @@ def test_integers_are_near_the_checkpoint_and_the_same_in_both_backends(
     torch.testing.assert_close(prompt_logits(compiled, PROMPT), plain, rtol=0, atol=0.02 * exact.abs().max().item())
 
 
-def test_chunks_equal_whole_prompt(tmp_path, prompt_logits):
+def test_chunked_prefill_logits_match_whole_prompt(tmp_path, prompt_logits):
     path = write_checkpoint(tmp_path, tiny_config("MistralForCausalLM", sliding_window=5), std=0.1)
     model = load(path)
     whole = prompt_logits(model, PROMPT * 3)
@@ -144,7 +142,7 @@ def test_chunks_equal_whole_prompt(tmp_path, prompt_logits):
         torch.testing.assert_close(prompt_logits(model, PROMPT * 3, step, block_size), whole, rtol=1e-4, atol=1e-4)
 
 
-def test_dummy_weights(tmp_path, prompt_logits):
+def test_dummy_weights_depend_only_on_seed(tmp_path, prompt_logits):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("LlamaForCausalLM")))
     first = prompt_logits(load(tmp_path, load_format="dummy", seed=1), PROMPT)
     assert torch.equal(first, prompt_logits(load(tmp_path, load_format="dummy", seed=1), PROMPT))
@@ -152,14 +150,14 @@ def test_dummy_weights(tmp_path, prompt_logits):
     assert first.isfinite().all()
 
 
-def test_dummy_weights_are_those_of_a_random_checkpoint(tmp_path, prompt_logits):
+def test_dummy_weights_equal_random_checkpoint_of_same_seed(tmp_path, prompt_logits):
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"), seed=3)
     assert torch.equal(
         prompt_logits(load(path), PROMPT), prompt_logits(load(path, load_format="dummy", seed=3), PROMPT)
     )
 
 
-def test_float16_weights_on_a_cpu_are_computed_in_float32(tmp_path, prompt_logits):
+def test_float16_weights_compute_in_float32_on_cpu(tmp_path, prompt_logits):
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM", dtype="float16"), std=0.1)
     half = load(path, "float16")
     assert half.dtype == torch.float32
@@ -168,14 +166,14 @@ def test_float16_weights_on_a_cpu_are_computed_in_float32(tmp_path, prompt_logit
     assert activation_dtype("float16", torch.device("cuda")) == torch.float16
 
 
-def test_tied_weights_stand_once(tmp_path):
+def test_tied_weights_are_stored_once(tmp_path):
     tied = load(write_checkpoint(tmp_path / "tied", tiny_config("LlamaForCausalLM", tie_word_embeddings=True)))
     assert tied.lm_head is tied.embed_tokens
     untied = load(write_checkpoint(tmp_path / "untied", tiny_config("LlamaForCausalLM")))
     assert untied.lm_head is not untied.embed_tokens
 
 
-def test_packed_weights_do_not_change_with_the_file(tmp_path, prompt_logits):
+def test_packed_weights_ignore_later_file_changes(tmp_path, prompt_logits):
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"), std=0.1)
     model = load(path)
     before = prompt_logits(model, PROMPT)
@@ -194,7 +192,7 @@ def test_progress_counts_packed_bytes(tmp_path):
     assert calls[-1] == (packed_bytes(model), packed_bytes(model))
 
 
-def test_peak_memory_of_loading(tmp_path):
+def test_loading_peak_memory_is_close_to_packed_weights(tmp_path):
     """Private memory grows by little more than the packed weights: originals are released as they are packed."""
     config = tiny_config(
         "LlamaForCausalLM", hidden_size=512, intermediate_size=1536, num_hidden_layers=12, head_dim=64,
@@ -237,7 +235,7 @@ def checkpoint_of_150_mb(tmp_path_factory):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_all"])
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="reads /proc; plain torch works in float64")
-def test_memory_while_loading_and_serving(checkpoint_of_150_mb, quantization):
+def test_loading_and_serving_memory_stay_within_bounds(checkpoint_of_150_mb, quantization):
     """The files' pages count too: the peak of loading is close to the final memory of weights, KV and libraries."""
     path = checkpoint_of_150_mb
     code = """
@@ -264,7 +262,7 @@ print(json.dumps([peak, loaded, status("VmRSS:") - libraries]))
     assert serving < weights + (64 << 20) + 150e6, serving / 1e6
 
 
-def test_weights_missing_unexpected_or_misshapen(tmp_path):
+def test_missing_unexpected_or_misshapen_weights_are_refused(tmp_path):
     path = write_checkpoint(tmp_path, tiny_config("Qwen2ForCausalLM"))
     file = path / "model.safetensors"
     tensors = load_file(file)
@@ -288,14 +286,14 @@ def test_weights_missing_unexpected_or_misshapen(tmp_path):
     load(path)
 
 
-def test_tied_checkpoint_may_carry_its_lm_head(tmp_path):
+def test_tied_checkpoint_with_equal_lm_head_loads(tmp_path):
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM", tie_word_embeddings=True))
     tensors = load_file(path / "model.safetensors")
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path / "model.safetensors")
     load(path)
 
 
-def test_another_lm_head_in_a_tied_checkpoint_is_not_dropped(tmp_path):
+def test_tied_checkpoint_with_different_lm_head_is_refused(tmp_path):
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM", tie_word_embeddings=True))
     tensors = load_file(path / "model.safetensors")
     for other in (tensors["model.embed_tokens.weight"].flip(0), torch.zeros(3)):
@@ -305,7 +303,7 @@ def test_another_lm_head_in_a_tied_checkpoint_is_not_dropped(tmp_path):
 
 
 @pytest.mark.parametrize("kept", [0, 5, 300, -1])
-def test_truncated_file(kept, tmp_path):
+def test_truncated_safetensors_file_is_refused(kept, tmp_path):
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"))
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
@@ -313,7 +311,7 @@ def test_truncated_file(kept, tmp_path):
         load(path)
 
 
-def test_file_that_is_not_safetensors(tmp_path):
+def test_non_safetensors_file_is_refused(tmp_path):
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"))
     (path / "model.safetensors").write_bytes(pickle.dumps({"a": list(range(1000))}))
     with pytest.raises(ModelError, match="not a safetensors file"):
@@ -329,13 +327,13 @@ def test_pickles_are_refused(name, tmp_path):
     assert name in str(caught.value)
 
 
-def test_no_weights_at_all(tmp_path):
+def test_folder_without_weights_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("LlamaForCausalLM")))
     with pytest.raises(ModelError, match=r"holds no \*\.safetensors"):
         load(tmp_path)
 
 
-def test_broken_index(tmp_path):
+def test_broken_shard_index_is_refused(tmp_path):
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"), max_shard_bytes=60_000)
     index = path / "model.safetensors.index.json"
     text = index.read_text()
@@ -351,7 +349,7 @@ def test_broken_index(tmp_path):
     refused(text.replace("model-00001-of", "model-00099-of"), r"model-00099-of-\d+\.safetensors is missing")
 
 
-def test_tensor_in_two_files(tmp_path):
+def test_tensor_in_two_files_is_refused(tmp_path):
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"))
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
@@ -361,7 +359,7 @@ def test_tensor_in_two_files(tmp_path):
         load(path)
 
 
-def test_resolve_model_path(tmp_path, monkeypatch):
+def test_resolve_model_path_accepts_folders_and_refuses_missing_paths(tmp_path, monkeypatch):
     assert resolve_model_path(tmp_path) == tmp_path
     assert resolve_model_path(str(tmp_path)) == tmp_path
     (tmp_path / "file").write_text("")
@@ -375,7 +373,7 @@ def test_resolve_model_path(tmp_path, monkeypatch):
         resolve_model_path("some-owner/some-model")
 
 
-def test_of_a_hub_id_of_gguf_files_one_is_to_be_named(monkeypatch, tmp_path):
+def test_hub_id_without_config_is_refused_with_download_hint(monkeypatch, tmp_path):
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub, "snapshot_download", lambda _model, **_: str(tmp_path))
     with pytest.raises(
@@ -386,7 +384,7 @@ def test_of_a_hub_id_of_gguf_files_one_is_to_be_named(monkeypatch, tmp_path):
     assert resolve_model_path("some-owner/x-GGUF") == tmp_path
 
 
-def test_hub_id_offline(monkeypatch, tmp_path):
+def test_uncached_hub_id_is_refused_offline(monkeypatch, tmp_path):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -395,7 +393,7 @@ def test_hub_id_offline(monkeypatch, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_hub_download_takes_no_weights_for_other_programs(monkeypatch, tmp_path):
+def test_hub_download_skips_weights_of_other_programs(monkeypatch, tmp_path):
     hub = pytest.importorskip("huggingface_hub")
     asked = {}
     (tmp_path / "config.json").write_text("{}")

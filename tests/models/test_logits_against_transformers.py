@@ -17,7 +17,7 @@ STEP = 23
 
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)
-def test_logits_equal(case, prompt_logits, tmp_path):
+def test_logits_match_transformers(case, prompt_logits, tmp_path):
     """Row p has the logits after p + 1 tokens; several steps are computed, so most rows read keys of earlier steps."""
     path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
     token_ids = next(prompt for prompt in make_prompts(case.seed) if len(prompt) == LENGTH)
@@ -43,7 +43,7 @@ NUM_TOKENS = 24
 
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: case.name)
-def test_tokens_equal(case, tmp_path):
+def test_batched_tokens_equal_transformers(case, tmp_path):
     """Of many prompts in a batch. After a choice that is too close, the rest of an answer is not compared."""
     path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
     longest = max(make_prompts(case.seed), key=len)

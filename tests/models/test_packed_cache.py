@@ -102,7 +102,7 @@ def kept_files(cache):
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
-def test_what_is_read_is_what_was_packed(dtype, quantization, checkpoint, cache, packs, prompt_logits):
+def test_cached_weights_give_logits_of_uncached_load(dtype, quantization, checkpoint, cache, packs, prompt_logits):
     expected = prompt_logits(load(checkpoint, None, dtype, quantization), PROMPT)
     packs.clear()
     calls = []
@@ -119,7 +119,7 @@ def test_what_is_read_is_what_was_packed(dtype, quantization, checkpoint, cache,
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int4_all"])
-def test_what_one_instruction_set_packed_is_right_for_the_others(checkpoint, cache, prompt_logits, quantization):
+def test_cached_weights_are_correct_across_instruction_sets(checkpoint, cache, prompt_logits, quantization):
     """Some share a file and some do not: each computes the same as without the cache, whichever process wrote the
     file.
     """
@@ -133,7 +133,7 @@ def test_what_one_instruction_set_packed_is_right_for_the_others(checkpoint, cac
 
 
 @pytest.mark.parametrize("kind", [each.name for each in BlockKind])
-def test_blocks_of_a_gguf_file_are_kept(kind, tmp_path, cache, packs, prompt_logits):
+def test_gguf_blocks_are_cached(kind, tmp_path, cache, packs, prompt_logits):
     """Queries, keys and values are of two kinds here, and one matrix has floats."""
     tied, other = kind in {"Q8_0", "Q4_K"}, "Q6_K" if kind != "Q6_K" else "Q8_0"
     path = make_gguf(tmp_path, kind, tied=tied, kinds={"attn_v": other, "ffn_down": "F16"})
@@ -149,14 +149,14 @@ def test_blocks_of_a_gguf_file_are_kept(kind, tmp_path, cache, packs, prompt_log
         assert torch.equal(prompt_logits(model, PROMPT), expected)
 
 
-def test_blocks_that_one_instruction_set_packed_are_right_for_the_others(tmp_path, cache, prompt_logits):
+def test_cached_gguf_blocks_are_correct_across_instruction_sets(tmp_path, cache, prompt_logits):
     path = make_gguf(tmp_path, "Q5_K")
     alone = {isa: prompt_logits(load_gguf(path, None, isa), PROMPT) for isa in INSTRUCTION_SETS}
     for isa in (*INSTRUCTION_SETS, *INSTRUCTION_SETS[::-1]):
         assert torch.equal(prompt_logits(load_gguf(path, cache, isa), PROMPT), alone[isa]), isa
 
 
-def test_groups_of_another_size_are_other_weights(checkpoint, cache, prompt_logits):
+def test_group_sizes_are_cached_separately(checkpoint, cache, prompt_logits):
     """Weights kept for one group size are not used for another one, which has other logits."""
     found = {
         size: [prompt_logits(load(checkpoint, kept, "bfloat16", "int4", group_size=size), PROMPT) for kept in stores]
@@ -167,7 +167,7 @@ def test_groups_of_another_size_are_other_weights(checkpoint, cache, prompt_logi
     assert len(kept_files(cache)) == 2
 
 
-def test_a_checkpoint_that_is_quantized_already_is_kept(checkpoint, cache, tmp_path, packs):
+def test_prequantized_checkpoint_is_cached(checkpoint, cache, tmp_path, packs):
     quantize_checkpoint(checkpoint, tmp_path / "int4", "int4")
     load(tmp_path / "int4", cache, quantization=None)
     packs.clear()
@@ -175,7 +175,7 @@ def test_a_checkpoint_that_is_quantized_already_is_kept(checkpoint, cache, tmp_p
     assert packs == []
 
 
-def test_formats_and_checkpoints_do_not_meet(checkpoint, cache, tmp_path, packs):
+def test_formats_and_checkpoints_are_cached_separately(checkpoint, cache, tmp_path, packs):
     other = write_checkpoint(tmp_path / "other" / "model", tiny_config("Qwen2ForCausalLM", attention_bias=True), seed=1)
     for path in (checkpoint, other):
         for dtype, quantization in FORMATS:
@@ -215,7 +215,7 @@ def replace_weights(checkpoint):
 
 
 @pytest.mark.parametrize("change", [change_config, change_weights, replace_weights])
-def test_a_changed_checkpoint_is_packed_again(change, checkpoint, cache, packs, prompt_logits):
+def test_changed_checkpoint_is_packed_again(change, checkpoint, cache, packs, prompt_logits):
     load(checkpoint, cache)
     change(checkpoint)
     packs.clear()
@@ -262,7 +262,7 @@ def one_column_less(file):
 
 
 @pytest.mark.parametrize("damage", [cut, empty, flip, no_json, other_numbers, no_numbers, one_column_less])
-def test_a_damaged_file_is_told_and_made_again(damage, checkpoint, cache, packs, prompt_logits, caplog):
+def test_damaged_cache_file_is_logged_and_rewritten(damage, checkpoint, cache, packs, prompt_logits, caplog):
     expected = prompt_logits(load(checkpoint, cache), PROMPT)
     (file,) = kept_files(cache)
     before = file.read_bytes()
@@ -312,7 +312,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("change", FORGERIES.values(), ids=FORGERIES)
-def test_a_file_of_somebody_else_is_told_and_made_again(change, tmp_path, cache, packs, prompt_logits, caplog):
+def test_forged_cache_file_is_logged_and_rewritten(change, tmp_path, cache, packs, prompt_logits, caplog):
     path = make_gguf(tmp_path, "Q4_K")
     expected = prompt_logits(load_gguf(path, cache), PROMPT)
     (file,) = kept_files(cache)
@@ -329,14 +329,14 @@ def test_a_file_of_somebody_else_is_told_and_made_again(change, tmp_path, cache,
 
 
 @pytest.mark.parametrize("offsets", [[8, 65], [-8, 0], [16, 16], [24, 16], [4, 16], [8.0, 16], [8, True], [8, None]])
-def test_memory_is_taken_for_tensors_that_have_room_in_the_file(offsets):
+def test_invalid_tensor_offsets_are_refused(offsets):
     tensors = {"first": {"data_offsets": [0, 8]}, "second": {"data_offsets": offsets}}
     with pytest.raises(ValueError, match="second is cut off"):
         packed_cache._places(tensors, 64)
     assert packed_cache._places({"first": tensors["first"]}, 8) == {"first": (0, 8)}
 
 
-def test_the_longest_unused_go_first(tmp_path, cache, packs):
+def test_least_recently_used_cache_file_is_evicted(tmp_path, cache, packs):
     paths = [write_checkpoint(tmp_path / f"m{i}", tiny_config("LlamaForCausalLM"), seed=i) for i in range(4)]
     load(paths[0], cache)
     size = kept_files(cache)[0].stat().st_size
@@ -357,7 +357,7 @@ def test_the_longest_unused_go_first(tmp_path, cache, packs):
     assert packs
 
 
-def test_models_that_take_turns_do_not_drive_each_other_out(tmp_path, cache, packs):
+def test_alternating_models_do_not_evict_each_other(tmp_path, cache, packs):
     first, second = (
         write_checkpoint(tmp_path / name, tiny_config("LlamaForCausalLM"), seed=len(name)) for name in ("a", "bb")
     )
@@ -370,7 +370,7 @@ def test_models_that_take_turns_do_not_drive_each_other_out(tmp_path, cache, pac
     assert packs == []
 
 
-def test_a_full_disk_costs_no_other_model_its_file(checkpoint, tmp_path, cache, monkeypatch):
+def test_full_disk_evicts_no_other_model(checkpoint, tmp_path, cache, monkeypatch):
     other = write_checkpoint(tmp_path / "other", tiny_config("LlamaForCausalLM"))
     load(other, cache)
     (kept,) = kept_files(cache)
@@ -380,7 +380,7 @@ def test_a_full_disk_costs_no_other_model_its_file(checkpoint, tmp_path, cache, 
     assert kept_files(cache) == [kept]
 
 
-def test_a_damaged_file_that_cannot_be_removed(checkpoint, cache, prompt_logits, monkeypatch):
+def test_undeletable_damaged_file_does_not_change_logits(checkpoint, cache, prompt_logits, monkeypatch):
     expected = prompt_logits(load(checkpoint, cache), PROMPT)
     flip(kept_files(cache)[0])
 
@@ -391,7 +391,7 @@ def test_a_damaged_file_that_cannot_be_removed(checkpoint, cache, prompt_logits,
     assert torch.equal(prompt_logits(load(checkpoint, cache), PROMPT), expected)
 
 
-def test_a_load_that_fails_lets_go_of_the_file(checkpoint, cache, monkeypatch):
+def test_failed_load_closes_cache_file(checkpoint, cache, monkeypatch):
     load(checkpoint, cache)
     closed = []
     close = packed_cache._Reader.close
@@ -406,7 +406,7 @@ def interrupt(done, _total):
         raise KeyboardInterrupt
 
 
-def test_who_multiplies_belongs_to_the_layout():
+def test_layout_depends_on_multiplication_kernel():
     """Weights packed on one machine must not decide the kernel on another machine that shares the directory."""
     from octavo.kernels.cpu import CpuKernels
 
@@ -415,7 +415,7 @@ def test_who_multiplies_belongs_to_the_layout():
     assert len(layouts) == 1 + len(own)
 
 
-def test_no_home_is_no_cache(monkeypatch, caplog):
+def test_missing_home_disables_cache(monkeypatch, caplog):
     from octavo.models.loader import open_packed_cache
 
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -424,7 +424,7 @@ def test_no_home_is_no_cache(monkeypatch, caplog):
     assert "XDG_CACHE_HOME" in caplog.text
 
 
-def test_what_cannot_be_kept_harms_nothing(checkpoint, cache, tmp_path, prompt_logits, caplog, monkeypatch):
+def test_uncacheable_weights_still_load(checkpoint, cache, tmp_path, prompt_logits, caplog, monkeypatch):
     expected = prompt_logits(load(checkpoint, None), PROMPT)
     assert torch.equal(prompt_logits(load(checkpoint, PackedCache(1000, cache.directory)), PROMPT), expected)
     assert kept_files(cache) == []
@@ -440,7 +440,7 @@ def test_what_cannot_be_kept_harms_nothing(checkpoint, cache, tmp_path, prompt_l
     assert kept_files(cache) == []
 
 
-def test_what_a_killed_process_left_is_removed(checkpoint, cache):
+def test_old_temporary_files_are_removed(checkpoint, cache):
     cache.directory.mkdir()
     (cache.directory / "old.tmp").write_text("half")
     os.utime(cache.directory / "old.tmp", (1, 1))
@@ -451,7 +451,7 @@ def test_what_a_killed_process_left_is_removed(checkpoint, cache):
     assert len(kept_files(cache)) == 2
 
 
-def test_what_is_as_fast_without_is_not_kept(checkpoint, cache, tmp_path):
+def test_weights_without_costly_packing_are_not_cached(checkpoint, cache, tmp_path):
     load(checkpoint, cache, quantization=None)
     load(checkpoint, cache, load_format="dummy")
     load_model(
@@ -462,7 +462,7 @@ def test_what_is_as_fast_without_is_not_kept(checkpoint, cache, tmp_path):
     assert kept_files(cache) == []
 
 
-def test_others_can_look_into_the_file(checkpoint, cache):
+def test_cache_file_is_readable_safetensors(checkpoint, cache):
     load(checkpoint, cache)
     with safe_open(kept_files(cache)[0], framework="pt") as file:
         names = set(file.keys())
@@ -471,7 +471,7 @@ def test_others_can_look_into_the_file(checkpoint, cache):
         assert set(file.metadata()) == {"identity", "linears", "digest"}
 
 
-def test_the_same_weights_under_another_time_are_not_packed_again(checkpoint, cache, packs):
+def test_changed_mtime_alone_does_not_repack_weights(checkpoint, cache, packs):
     load(checkpoint, cache)
     packs.clear()
     os.utime(checkpoint / "model.safetensors", (1, 1))
@@ -479,7 +479,7 @@ def test_the_same_weights_under_another_time_are_not_packed_again(checkpoint, ca
     assert packs == []
 
 
-def test_files_are_read_whole_once(checkpoint, cache, reads):
+def test_checkpoint_files_are_hashed_once(checkpoint, cache, reads):
     """Not before there is a file to compare them with, and not in later starts."""
     load(checkpoint, None)
     assert reads == []
@@ -491,7 +491,7 @@ def test_files_are_read_whole_once(checkpoint, cache, reads):
     assert reads == []
 
 
-def test_files_of_the_hub_are_links(checkpoint, cache, tmp_path, packs, reads):
+def test_relinked_hub_file_is_hashed_and_packed_again(checkpoint, cache, tmp_path, packs, reads):
     """A snapshot's links lead to files that are named by their content; a link to another place is another file."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()
@@ -514,7 +514,7 @@ def test_files_of_the_hub_are_links(checkpoint, cache, tmp_path, packs, reads):
     assert [path.name for path in reads] == ["model.safetensors"]
 
 
-def test_weights_that_change_while_they_are_loaded_are_not_kept(checkpoint, cache, packs, caplog):
+def test_weights_changed_during_load_are_not_cached(checkpoint, cache, packs, caplog):
     def change(done, _total):
         if done and not packs[1:]:
             change_weights(checkpoint)
@@ -529,7 +529,7 @@ def test_weights_that_change_while_they_are_loaded_are_not_kept(checkpoint, cach
     assert len(kept_files(cache)) == 1
 
 
-def test_writing_the_file_is_told_as_progress(checkpoint, cache):
+def test_cache_write_reports_progress(checkpoint, cache):
     """The watcher of a load sees that it continues, even if the disk is slow."""
     told, of_packing = [], []
     load(checkpoint, cache, progress=lambda done, total: told.append((done, total)))

@@ -91,7 +91,7 @@ def scheme_of(bits, group_size, *, symmetric):
 @pytest.mark.parametrize(
     ("bits", "group_size", "symmetric"), [(8, None, True), (4, 32, True), (4, None, True), (4, 32, False)]
 )
-def test_what_compressed_tensors_writes_is_read_as_it_means_it(bits, group_size, symmetric, tmp_path, generator):
+def test_compressed_tensors_checkpoints_dequantize_to_library_weights(bits, group_size, symmetric, tmp_path, generator):
     path = plain_checkpoint(tmp_path)
     scheme = scheme_of(bits, group_size, symmetric=symmetric)
     compressor = (
@@ -193,7 +193,7 @@ def awq_checkpoint(path, generator, **config):
 
 @pytest.mark.parametrize("sym", [True, False])
 @pytest.mark.parametrize("checkpoint_format", ["gptq", "gptq_v2"])
-def test_gptq(checkpoint_format, sym, tmp_path, generator):
+def test_gptq_checkpoint_dequantizes_exactly(checkpoint_format, sym, tmp_path, generator):
     meant = gptq_checkpoint(tmp_path, generator, sym=sym, checkpoint_format=checkpoint_format)
     model = load(tmp_path)
     for module, expected in meant.items():
@@ -201,14 +201,14 @@ def test_gptq(checkpoint_format, sym, tmp_path, generator):
     assert (model.layers[0].mlp.down.storage.zeros is None) == sym
 
 
-def test_awq(tmp_path, generator):
+def test_awq_checkpoint_dequantizes_exactly(tmp_path, generator):
     meant = awq_checkpoint(tmp_path, generator)
     model = load(tmp_path)
     for module, expected in meant.items():
         torch.testing.assert_close(weight_of(model, module), expected, rtol=0, atol=0)
 
 
-def test_words_of_nibbles():
+def test_nibbles_pack_and_unpack_along_both_dimensions():
     values = torch.arange(40, dtype=torch.uint8).view(2, 20) % 16
     words = pack_nibbles(values)
     assert words.shape == (2, 3)
@@ -222,7 +222,7 @@ def test_words_of_nibbles():
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("precision", "group_size"), [("int8", 32), ("int4", 32), ("int4", 64)])
-def test_transformers_reads_what_octavo_writes(precision, group_size, tied, tmp_path):
+def test_transformers_loads_quantized_copy_with_same_weights(precision, group_size, tied, tmp_path):
     source = plain_checkpoint(
         tmp_path / "plain", "LlamaForCausalLM", tie_word_embeddings=tied, intermediate_size=192, dtype="bfloat16"
     )
@@ -248,7 +248,7 @@ def test_transformers_reads_what_octavo_writes(precision, group_size, tied, tmp_
     ("of_the_copy", "of_the_source"),
     [("int8", "int4"), ("int4_all", "int4_all")],
 )
-def test_a_copy_of_int4_gives_the_tokens_of_rounding_at_load(of_the_copy, of_the_source, tmp_path, prompt_logits):
+def test_int4_copy_equals_quantization_at_load(of_the_copy, of_the_source, tmp_path, prompt_logits):
     source = plain_checkpoint(tmp_path / "plain", tie_word_embeddings=True, attention_bias=True)
     quantize_checkpoint(source, tmp_path / "rounded", "int4", max_shard_bytes=20_000)
     assert len(list((tmp_path / "rounded").glob("model-*-of-*.safetensors"))) > 2
@@ -259,7 +259,7 @@ def test_a_copy_of_int4_gives_the_tokens_of_rounding_at_load(of_the_copy, of_the
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_is_copied_whole(name, tmp_path, prompt_logits):
+def test_int4_copy_of_every_family_equals_quantization_at_load(name, tmp_path, prompt_logits):
     source = plain_checkpoint(tmp_path / "plain", name)
     quantize_checkpoint(source, tmp_path / "rounded", "int4", group_size=32)
     rounded = load(tmp_path / "rounded", quantization="int4_all", group_size=32)
@@ -267,7 +267,7 @@ def test_every_family_is_copied_whole(name, tmp_path, prompt_logits):
     assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(now, PROMPT))
 
 
-def test_a_copy_of_int8_gives_the_tokens_of_what_it_holds(tmp_path, prompt_logits):
+def test_int8_copy_gives_logits_of_its_dequantized_weights(tmp_path, prompt_logits):
     """The copy is not rotated, because other programs read it; a load rotates it and rounds again."""
     source = plain_checkpoint(tmp_path / "plain", tie_word_embeddings=True, attention_bias=True)
     quantize_checkpoint(source, tmp_path / "rounded", "int8", max_shard_bytes=20_000)
@@ -280,14 +280,14 @@ def test_a_copy_of_int8_gives_the_tokens_of_what_it_holds(tmp_path, prompt_logit
     assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(load(source, quantization="int8"), PROMPT))
 
 
-def test_groups_are_refused_where_there_are_none(tmp_path):
+def test_int8_quantization_refuses_group_size(tmp_path):
     with pytest.raises(ModelError, match="group_size is an option of int4"):
         quantize_checkpoint(plain_checkpoint(tmp_path / "plain"), tmp_path / "rounded", "int8", group_size=128)
     assert not (tmp_path / "rounded").exists()
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_what_was_read_does_not_change_with_the_file(precision, tmp_path, prompt_logits):
+def test_loaded_weights_survive_overwriting_of_file(precision, tmp_path, prompt_logits):
     quantize_checkpoint(plain_checkpoint(tmp_path / "plain"), tmp_path / "rounded", precision)
     model = load(tmp_path / "rounded")
     before = prompt_logits(model, PROMPT)
@@ -300,7 +300,7 @@ def test_what_was_read_does_not_change_with_the_file(precision, tmp_path, prompt
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_a_scale_that_is_no_number_is_refused(precision, broken, tmp_path):
+def test_nonfinite_scale_is_refused(precision, broken, tmp_path):
     quantize_checkpoint(plain_checkpoint(tmp_path / "plain"), tmp_path / "rounded", precision)
     path = next(path for path in (tmp_path / "rounded").glob("*.safetensors"))
     tensors = load_file(path)
@@ -311,7 +311,7 @@ def test_a_scale_that_is_no_number_is_refused(precision, broken, tmp_path):
         load(tmp_path / "rounded")
 
 
-def test_bytes_of_quantized_checkpoints(tmp_path, generator):
+def test_weight_bytes_equal_bytes_of_loaded_quantized_checkpoints(tmp_path, generator):
     gptq_checkpoint(tmp_path / "gptq", generator)
     reordered_checkpoint(tmp_path / "reordered", generator)
     source = plain_checkpoint(tmp_path / "plain")
@@ -329,7 +329,7 @@ def test_bytes_of_quantized_checkpoints(tmp_path, generator):
             assert num_bytes == weight_bytes(model.architecture, "bfloat16", "bfloat16", quantization)
 
 
-def test_dummy_weights_of_a_quantized_checkpoint(tmp_path, generator):
+def test_dummy_load_of_gptq_checkpoint_creates_int4_weights(tmp_path, generator):
     gptq_checkpoint(tmp_path, generator)
     (tmp_path / "model.safetensors").unlink()
     model = load(tmp_path, load_format="dummy")
@@ -383,7 +383,7 @@ def test_dummy_weights_of_a_quantized_checkpoint(tmp_path, generator):
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, ["config_groups"]),
     ],
 )
-def test_unknown_formats_are_refused_by_name(config, words, tmp_path):
+def test_unsupported_quantization_configs_are_refused_by_name(config, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("Qwen2ForCausalLM", quantization_config=config)))
     with pytest.raises(ModelError) as caught:
         read_architecture(tmp_path)
@@ -414,7 +414,7 @@ def test_unknown_formats_are_refused_by_name(config, words, tmp_path):
     ],
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
 )
-def test_schemes_that_octavo_does_not_compute_are_refused_by_name(keys, value, words, tmp_path):
+def test_unsupported_compressed_tensors_schemes_are_refused_by_name(keys, value, words, tmp_path):
     quantize_checkpoint(plain_checkpoint(tmp_path / "plain"), tmp_path / "int8", "int8")
     path = tmp_path / "int8" / "config.json"
     config = json.loads(path.read_text())
@@ -445,7 +445,7 @@ def reordered_checkpoint(path, generator):
     return tensors, meant
 
 
-def test_act_order_is_read_as_it_is_meant(tmp_path, generator):
+def test_gptq_act_order_dequantizes_exactly(tmp_path, generator):
     _, meant = reordered_checkpoint(tmp_path, generator)
     model = load(tmp_path)
     assert model.layers[0].mlp.down.storage.order is not None
@@ -453,7 +453,7 @@ def test_act_order_is_read_as_it_is_meant(tmp_path, generator):
         torch.testing.assert_close(weight_of(model, module), expected, rtol=0, atol=0)
 
 
-def test_tokens_of_act_order_are_those_of_a_model_whose_features_stand_in_order(tmp_path, generator, prompt_logits):
+def test_act_order_equals_checkpoint_with_permuted_features(tmp_path, generator, prompt_logits):
     """The hidden features of an MLP have no order of their own: the matrices that compute them can be permuted
     instead.
     """
@@ -476,7 +476,7 @@ def test_tokens_of_act_order_are_those_of_a_model_whose_features_stand_in_order(
     assert torch.equal(prompt_logits(model, PROMPT), before)
 
 
-def test_orders_that_differ_are_refused(tmp_path, generator):
+def test_inconsistent_act_orders_are_refused(tmp_path, generator):
     tensors, _ = reordered_checkpoint(tmp_path, generator)
     name = "model.layers.1.mlp.up_proj.g_idx"
     save_file(tensors | {name: tensors[name].flip(0)}, tmp_path / "model.safetensors")
@@ -487,7 +487,7 @@ def test_orders_that_differ_are_refused(tmp_path, generator):
         load(tmp_path)
 
 
-def test_act_order_of_compressed_tensors(tmp_path, generator):
+def test_compressed_tensors_act_order_is_read_and_requires_g_idx(tmp_path, generator):
     """As its versions up to 0.12 read it: columns in their order, weight_g_idx with the group of each column."""
     path = plain_checkpoint(tmp_path)
     scheme = scheme_of(4, 32, symmetric=True)
@@ -524,7 +524,7 @@ def test_act_order_of_compressed_tensors(tmp_path, generator):
         load(path)
 
 
-def test_act_order_that_changes_nothing_is_read(tmp_path, generator):
+def test_identity_act_order_is_read_and_requires_g_idx(tmp_path, generator):
     meant = gptq_checkpoint(tmp_path, generator, desc_act=True)
     torch.testing.assert_close(weight_of(load(tmp_path), MODULE), meant[MODULE], rtol=0, atol=0)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -534,14 +534,14 @@ def test_act_order_that_changes_nothing_is_read(tmp_path, generator):
         load(tmp_path)
 
 
-def test_older_programs_call_a_finished_checkpoint_frozen(tmp_path):
+def test_frozen_quantization_status_is_accepted(tmp_path):
     quantize_checkpoint(plain_checkpoint(tmp_path / "plain"), tmp_path / "int8", "int8")
     path = tmp_path / "int8" / "config.json"
     path.write_text(path.read_text().replace('"compressed"', '"frozen"'))
     load(tmp_path / "int8")
 
 
-def test_a_bias_that_the_model_does_not_add_is_refused(tmp_path, generator):
+def test_nonzero_bias_unused_by_model_is_refused(tmp_path, generator):
     gptq_checkpoint(tmp_path, generator)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[f"{MODULE}.bias"][3] = 0.5
@@ -550,7 +550,7 @@ def test_a_bias_that_the_model_does_not_add_is_refused(tmp_path, generator):
         load(tmp_path)
 
 
-def test_gptq_of_some_layers_of_a_block(tmp_path, generator):
+def test_gptq_quantizes_only_listed_modules(tmp_path, generator):
     meant = gptq_checkpoint(tmp_path, generator, modules_in_block_to_quantize=[["mlp.gate_proj", "mlp.up_proj"], []])
     tensors = load_file(tmp_path / "model.safetensors")
     for module, weight in meant.items():
@@ -567,7 +567,7 @@ def test_gptq_of_some_layers_of_a_block(tmp_path, generator):
     assert isinstance(layer.attention.qkv.storage, torch.Tensor)
 
 
-def test_layers_that_are_computed_together_must_be_stored_alike(tmp_path):
+def test_fused_projections_must_share_one_format(tmp_path):
     source = plain_checkpoint(tmp_path / "plain")
     quantize_checkpoint(source, tmp_path / "int8", "int8")
     tensors = load_file(tmp_path / "int8" / "model.safetensors")
@@ -590,7 +590,7 @@ def test_layers_that_are_computed_together_must_be_stored_alike(tmp_path):
     assert isinstance(model.layers[1].attention.qkv.storage, Int8Weight)
 
 
-def test_tensors_missing_or_misshapen_are_named(tmp_path):
+def test_errors_name_missing_misshapen_and_extra_tensors(tmp_path):
     quantize_checkpoint(plain_checkpoint(tmp_path / "plain"), tmp_path / "int4", "int4")
     file = tmp_path / "int4" / "model.safetensors"
     tensors = load_file(file)
@@ -609,7 +609,7 @@ def test_tensors_missing_or_misshapen_are_named(tmp_path):
     refused(tensors | {f"{MODULE}.weight": torch.zeros(64, 160)}, f"{MODULE}.weight", "does not require")
 
 
-def test_quantize_loses_nothing(tmp_path):
+def test_failed_quantize_keeps_existing_files_and_writes_nothing(tmp_path):
     source = plain_checkpoint(tmp_path / "plain")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious").write_text("data")
@@ -635,7 +635,7 @@ def test_quantize_loses_nothing(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "full", "int8", "plain"]
 
 
-def test_quantize_writes_no_rounded_vocabulary(tmp_path):
+def test_quantize_command_refuses_int4_all(tmp_path):
     source = plain_checkpoint(tmp_path / "plain")
     result = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), "-q", "int4_all"])
     assert result.exit_code == 1
@@ -643,7 +643,7 @@ def test_quantize_writes_no_rounded_vocabulary(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_quantize_into_an_empty_directory_that_exists(tmp_path, monkeypatch):
+def test_quantize_writes_into_existing_empty_directory(tmp_path, monkeypatch):
     """It may be a mount point: a directory cannot be renamed to it."""
     source = plain_checkpoint(tmp_path / "plain")
     for name in ("tf_model.h5", "pytorch_model.bin", "pytorch_model.bin.index.json", "flax_model.msgpack"):
@@ -671,7 +671,7 @@ def test_quantize_into_an_empty_directory_that_exists(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_progress_and_bytes(precision, tmp_path):
+def test_quantize_reports_progress_and_written_bytes(precision, tmp_path):
     source = plain_checkpoint(tmp_path / "plain")
     calls = []
     num_bytes = quantize_checkpoint(source, tmp_path / "out", precision, progress=lambda *call: calls.append(call))

@@ -61,7 +61,7 @@ def write_config(directory, changes):
 
 @pytest.mark.parametrize("style", [old_style, new_style])
 @pytest.mark.parametrize(("kind", "numbers"), KINDS)
-def test_table_equals_transformers(kind, numbers, style, tmp_path):
+def test_cos_sin_table_equals_transformers(kind, numbers, style, tmp_path):
     write_config(tmp_path, style(kind, numbers))
     architecture = read_architecture(tmp_path)
     attention = architecture.layers[0].attention
@@ -78,7 +78,7 @@ def test_table_equals_transformers(kind, numbers, style, tmp_path):
     torch.testing.assert_close(table[:, half:], sine[0, :, :half], rtol=0, atol=2e-7)
 
 
-def test_kinds_differ():
+def test_rope_kinds_give_different_tables():
     tables = [
         make_cos_sin(read_rope(ConfigFile(None, new_style(kind, numbers)), 2048), 48, 600)
         for kind, numbers in KINDS[:6]
@@ -122,13 +122,13 @@ def test_unusable_rope_is_refused_by_name(changes, words, tmp_path):
         assert word in str(caught.value)
 
 
-def test_old_and_new_style_agree():
+def test_rope_scaling_and_rope_parameters_read_equally():
     for kind, numbers in KINDS:
         old = read_rope(ConfigFile(None, old_style(kind, numbers)), 2048)
         assert old == read_rope(ConfigFile(None, new_style(kind, numbers)), 2048)
 
 
-def test_slices_fit_together():
+def test_long_cos_sin_table_equals_one_computed_at_once():
     rope = RopeConfig(kind="yarn", theta=1e4, factor=2.0, original_max_position_embeddings=64, attention_factor=1.1)
     table = make_cos_sin(rope, 8, 40_000)
     assert table.shape == (40_000, 8)
@@ -138,7 +138,7 @@ def test_slices_fit_together():
     torch.testing.assert_close(table, whole, rtol=0, atol=3e-7)
 
 
-def test_peak_memory_is_little_more_than_the_table():
+def test_cos_sin_peak_memory_is_about_table_size():
     code = """
 import pathlib
 import torch
@@ -184,12 +184,12 @@ def test_longrope_equals_transformers(num_positions, style, tmp_path):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-7)
 
 
-def test_the_first_name_of_longrope(tmp_path):
+def test_su_is_alias_of_longrope(tmp_path):
     ours, _ = phi3_table(tmp_path, old_style, "longrope", 100)
     assert torch.equal(phi3_table(tmp_path, old_style, "su", 100)[0], ours)
 
 
-def test_factors_are_chosen_by_the_longest_sequence():
+def test_longrope_factors_depend_on_longest_sequence():
     rope = read_rope(ConfigFile(None, new_style("longrope", LONGROPE)), 2048)
     assert rope.within(512) == replace(rope, long_factors=rope.short_factors)
     assert rope.within(513) == replace(rope, short_factors=rope.long_factors)
@@ -198,7 +198,7 @@ def test_factors_are_chosen_by_the_longest_sequence():
     assert not torch.equal(make_cos_sin(rope, 48, 512), beyond)
 
 
-def test_queries_are_scaled_as_in_transformers():
+def test_query_scale_equals_transformers():
     numbers = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 100}
     rope = read_rope(ConfigFile(None, new_style("default", numbers)), 2048, scales_queries=True)
     expected = transformers.models.ministral3.modeling_ministral3.get_llama_4_attn_scale(
@@ -209,11 +209,11 @@ def test_queries_are_scaled_as_in_transformers():
     assert make_query_scale(RopeConfig(), 1000, CPU) is None
 
 
-def test_default_theta():
+def test_empty_config_gives_default_rope():
     assert read_rope(ConfigFile(None, {}), 2048) == RopeConfig(kind="default", theta=10000.0)
 
 
-def test_without_rope_a_table_has_no_columns():
+def test_table_without_rope_has_no_columns():
     table = make_cos_sin(None, 8, 5)
     assert (table.shape, table.dtype) == ((5, 0), torch.float32)
     assert find_wrong_row(table, None, 8) is None
@@ -221,7 +221,7 @@ def test_without_rope_a_table_has_no_columns():
     assert make_query_scale(None, 5, CPU) is None
 
 
-def test_the_first_wrong_row_is_found():
+def test_find_wrong_row_returns_first_wrong_row():
     rope = RopeConfig(theta=1e4)
     table = make_cos_sin(rope, 8, 3000)
     table[[1500, 1700, 2999]] += 1
@@ -229,13 +229,13 @@ def test_the_first_wrong_row_is_found():
     assert find_wrong_row(table[:1500], rope, 8) is None
 
 
-def test_the_first_rows_are_those_of_the_table_for_its_length():
+def test_first_rows_equal_start_of_full_table():
     plain = RopeConfig(theta=1e4)
     assert torch.equal(first_rows(plain, 8, 10, 4), make_cos_sin(plain, 8, 10)[:4])
     assert torch.equal(first_rows(plain, 8, 2, 4), make_cos_sin(plain, 8, 4))
 
 
-def test_tables_leave_the_number_of_threads_as_it_was():
+def test_tables_keep_torch_thread_count():
     """Also if a comparison ends at the first wrong row."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -118,7 +118,7 @@ def logits(model, prompts, wanted=None):
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
 @pytest.mark.filterwarnings("ignore:octavo was installed without:RuntimeWarning")
-def test_mlp_computes_each_sequence_of_a_batch_with_its_own_adapter(checkpoint, kernels):
+def test_custom_mlp_applies_separate_adapter_per_sequence(checkpoint, kernels):
     first, second = [5, 6, 7, 8, 9], [5, 6, 7]
     model, reverse = load(checkpoint, kernels), load(checkpoint, kernels, reverses=True)
     together = logits(model, [first, second])
@@ -127,13 +127,13 @@ def test_mlp_computes_each_sequence_of_a_batch_with_its_own_adapter(checkpoint, 
     assert not torch.allclose(together[:3], together[5:]), "the same tokens with another adapter"
 
 
-def test_mlp_of_the_last_layer_sees_the_batch_of_the_wanted_rows(checkpoint):
+def test_last_layer_mlp_receives_batch_of_output_rows(checkpoint):
     prompts = [[5, 6, 7, 8, 9], [5, 6, 7]]
     model = load(checkpoint, "reference")
     torch.testing.assert_close(logits(model, prompts, wanted=[3, 4, 7]), logits(model, prompts)[[3, 4, 7]])
 
 
-def test_tensor_of_groups_is_declared_checked_and_counted(checkpoint):
+def test_grouped_tensor_is_counted_and_shape_checked(checkpoint):
     told = []
     architecture = adapted(checkpoint.architecture)
     load_model(
@@ -149,7 +149,7 @@ def test_tensor_of_groups_is_declared_checked_and_counted(checkpoint):
         load(checkpoint, "reference")
 
 
-def test_attention_with_a_rotary_embedding_refuses_positions_of_several_dimensions(checkpoint):
+def test_rotary_attention_refuses_multidimensional_positions(checkpoint):
     architecture = replace(adapted(checkpoint.architecture), num_position_dims=3)
     with pytest.raises(ModelError, match="takes positions of one dimension"):
         load_model(

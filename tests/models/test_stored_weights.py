@@ -21,7 +21,7 @@ def stored_in_blocks(tmp_path):
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_loader_asks_once_for_each_matrix(stored_in_blocks, quantization, monkeypatch):
+def test_loader_reads_each_matrix_once(stored_in_blocks, quantization, monkeypatch):
     asked = {"weight": Counter(), "tensor": Counter()}
     for method, counts in asked.items():
         original = getattr(GGUFTensors, method)
@@ -45,7 +45,7 @@ def test_loader_asks_once_for_each_matrix(stored_in_blocks, quantization, monkey
     assert not any(asked["tensor" if quantization is None else "weight"][name] for name in matrices)
 
 
-def test_family_of_a_gguf_file_is_looked_up_once(stored_in_blocks, monkeypatch):
+def test_gguf_family_is_looked_up_once(stored_in_blocks, monkeypatch):
     looked_up = []
 
     def find(file):

@@ -68,7 +68,7 @@ def logits_of(path, prompt_logits):
     return prompt_logits(model, IDS)
 
 
-def test_a_published_config_leaves_most_to_its_class(tmp_path):
+def test_published_gemma3_config_gets_class_defaults(tmp_path):
     architecture = read_architecture(write_config(tmp_path, GEMMA3_4B))
     assert (architecture.name, architecture.text_part_of) == ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
     assert (architecture.vocab_size, architecture.hidden_size, len(architecture.layers)) == (262208, 2560, 34)
@@ -83,7 +83,7 @@ def test_a_published_config_leaves_most_to_its_class(tmp_path):
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_logits_are_those_of_the_part_alone(style, tied, tmp_path, prompt_logits):
+def test_multimodal_checkpoint_gives_logits_of_its_text_part(style, tied, tmp_path, prompt_logits):
     config = tiny_config("Gemma3ForCausalLM", tie_word_embeddings=tied)
     part = write_checkpoint(tmp_path / "part", config, seed=5, std=0.1)
     prefix = "model." if style == "model first" else ""
@@ -92,26 +92,26 @@ def test_logits_are_those_of_the_part_alone(style, tied, tmp_path, prompt_logits
     assert torch.equal(logits_of(whole, prompt_logits), logits_of(part, prompt_logits))
 
 
-def test_other_tensors_are_not_dropped(tmp_path):
+def test_unknown_tensors_of_multimodal_checkpoint_are_refused(tmp_path):
     part = write_checkpoint(tmp_path / "part", tiny_config("Gemma3ForCausalLM"))
     whole = write_whole(tmp_path / "whole", part, STYLES["language_model first"], prefix="adapter.")
     with pytest.raises(ModelError, match=r"adapter\.\w+.* does not require"):
         FolderWeights(whole).open().check(read_architecture(whole).stored_tensors())
 
 
-def test_a_part_that_is_not_described_is_refused(tmp_path):
+def test_missing_text_config_is_refused(tmp_path):
     config = {name: value for name, value in GEMMA3_4B.items() if name != "text_config"}
     with pytest.raises(ModelError, match=r"text_config = None: Gemma3ForConditionalGeneration needs it"):
         read_architecture(write_config(tmp_path, config))
 
 
-def test_errors_name_the_section(tmp_path):
+def test_errors_name_text_config_section(tmp_path):
     config = GEMMA3_4B | {"text_config": GEMMA3_4B["text_config"] | {"hidden_activation": "relu"}}
     with pytest.raises(ModelError, match=r"text_config\.hidden_activation = 'relu'"):
         read_architecture(write_config(tmp_path, config))
 
 
-def test_a_rounded_copy_is_the_part_alone(tmp_path, prompt_logits):
+def test_quantized_copy_contains_text_part_only(tmp_path, prompt_logits):
     part = write_checkpoint(tmp_path / "part", tiny_config("Gemma3ForCausalLM"), seed=5, std=0.1)
     whole = write_whole(tmp_path / "whole", part, STYLES["model first"], "model.")
     for source in (part, whole):
@@ -121,7 +121,7 @@ def test_a_rounded_copy_is_the_part_alone(tmp_path, prompt_logits):
     assert torch.equal(logits_of(copy, prompt_logits), logits_of(tmp_path / "part-int8", prompt_logits))
 
 
-def test_who_serves_it_is_told_that_images_are_refused(tmp_path, caplog):
+def test_multimodal_model_logs_warning_that_images_are_refused(tmp_path, caplog):
     part = write_checkpoint(tmp_path / "part", tiny_config("Gemma3ForCausalLM"))
     whole = write_whole(tmp_path / "whole", part, STYLES["model first"], "model.")
     for path, messages in ((part, 0), (whole, 1)):
@@ -208,7 +208,7 @@ WHOLES = {  # text parts of other models, and the configurations around them; ro
 
 
 @pytest.mark.parametrize("name", WHOLES)
-def test_logits_are_those_of_transformers_for_the_whole_model(name, tmp_path, prompt_logits):
+def test_text_logits_equal_transformers_multimodal_model(name, tmp_path, prompt_logits):
     """A complete checkpoint as transformers writes it, including the vision part, is used for text alone."""
     whole, text_config, around = WHOLES[name]
     config = transformers.AutoConfig.for_model(
@@ -231,7 +231,7 @@ def test_logits_are_those_of_transformers_for_the_whole_model(name, tmp_path, pr
     assert (ours - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
-def test_keys_of_text_among_those_of_the_whole(tmp_path):
+def test_text_config_keys_are_read_from_top_level(tmp_path):
     """Qwen2.5-VL as published."""
     config = tiny_config("Qwen2ForCausalLM") | {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -245,7 +245,7 @@ def test_keys_of_text_among_those_of_the_whole(tmp_path):
     assert (architecture.name, architecture.layers[0].attention.rope.theta) == ("Qwen2ForCausalLM", 1e6)
 
 
-def test_a_part_of_another_kind_is_refused(tmp_path):
+def test_text_config_of_wrong_model_type_is_refused(tmp_path):
     config = GEMMA3_4B | {"text_config": GEMMA3_4B["text_config"] | {"model_type": "gemma4_text"}}
     with pytest.raises(ModelError, match=r"text_config\.model_type = 'gemma4_text': octavo serves gemma3_text"):
         read_architecture(write_config(tmp_path, config))

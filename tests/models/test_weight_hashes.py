@@ -71,7 +71,7 @@ def link_elsewhere(path):
 
 
 @pytest.mark.parametrize("change", [overwrite, replace, link_elsewhere])
-def test_other_bytes_of_the_same_size_and_time_have_another_hash(change, file, tmp_path, hashed):
+def test_changed_bytes_with_equal_size_and_mtime_change_hash(change, file, tmp_path, hashed):
     before = start(tmp_path, file)
     mtime = file.stat().st_mtime_ns
     wait_for_the_clock(file)
@@ -92,13 +92,13 @@ def wait_for_the_clock(path):
             break
 
 
-def test_an_unchanged_file_is_read_once(file, tmp_path, hashed):
+def test_unchanged_file_is_hashed_once(file, tmp_path, hashed):
     assert start(tmp_path, file) == start(tmp_path, file)
     assert hashed == [file]
 
 
 @pytest.mark.parametrize("changed", ["size", "mtime_ns", "ctime_ns", "inode"])
-def test_each_of_them_alone_makes_it_read_again(changed, file, tmp_path, hashed):
+def test_any_changed_stat_field_causes_rehash(changed, file, tmp_path, hashed):
     digest = start(tmp_path, file)
     record = tmp_path / "kept" / "hashes.json"
     entries = json.loads(record.read_text())
@@ -110,7 +110,7 @@ def test_each_of_them_alone_makes_it_read_again(changed, file, tmp_path, hashed)
     assert len(hashed) == 2, "what was found out is kept"
 
 
-def test_hard_links_and_other_names_of_one_file(file, tmp_path, hashed):
+def test_hard_links_and_symlinks_share_file_hash(file, tmp_path, hashed):
     link, hard = tmp_path / "link", tmp_path / "hard"
     link.symlink_to(file)
     digest = start(tmp_path, file)
@@ -124,13 +124,13 @@ def test_hard_links_and_other_names_of_one_file(file, tmp_path, hashed):
     assert start(tmp_path, file) == start(tmp_path, hard) != digest
 
 
-def test_what_was_changed_a_moment_ago_is_not_known_by_its_times(file, tmp_path):
+def test_recently_changed_file_is_not_recorded(file, tmp_path):
     """A second change within the same tick of the clock would have the same time."""
     start(tmp_path, file)
     assert not (tmp_path / "kept" / "hashes.json").exists()
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_known(file, tmp_path, hashed):
+def test_file_changed_during_hashing_is_not_recorded(file, tmp_path, hashed):
     hashes = FileHashes(tmp_path / "hashes.json")
     hashes.sha256(file, FileState.of(file), lambda: file.write_bytes(bytes(2000)))
     hashes.keep()
@@ -140,7 +140,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_known(file, tmp_path, hashe
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", '{"a": 1}', '{"a": {"sha256": "x"}}', '{"a": {"size": 1}}', "\udcff"]
 )
-def test_a_record_that_cannot_be_read_is_told_and_written_anew(text, file, tmp_path, hashed, caplog):
+def test_unreadable_hash_record_is_logged_and_rewritten(text, file, tmp_path, hashed, caplog):
     record = tmp_path / "kept" / "hashes.json"
     record.parent.mkdir()
     record.write_bytes(text.encode(errors="surrogateescape"))
@@ -150,7 +150,7 @@ def test_a_record_that_cannot_be_read_is_told_and_written_anew(text, file, tmp_p
     assert len(hashed) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_harms_nothing(file, tmp_path, hashed, caplog):
+def test_unwritable_record_directory_is_logged_and_ignored(file, tmp_path, hashed, caplog):
     blocked = tmp_path / "blocked"
     blocked.write_text("no folder")
     hashes = FileHashes(blocked / "hashes.json")
@@ -161,7 +161,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_harms_nothing(file, tmp_pat
     assert len(hashed) == 1
 
 
-def test_a_failed_write_leaves_what_stood_there(file, tmp_path, hashed, monkeypatch):
+def test_failed_write_keeps_old_record(file, tmp_path, hashed, monkeypatch):
     start(tmp_path, file)
     record = tmp_path / "kept" / "hashes.json"
     before = record.read_text()
@@ -177,7 +177,7 @@ def refuse(*_args):
     raise OSError("disk full")
 
 
-def test_two_processes_keep_both_files(file, tmp_path, hashed):
+def test_two_writers_merge_their_hash_records(file, tmp_path, hashed):
     other = tmp_path / "other"
     other.write_bytes(b"other")
     record = tmp_path / "kept" / "hashes.json"
@@ -189,7 +189,7 @@ def test_two_processes_keep_both_files(file, tmp_path, hashed):
     assert json.loads(record.read_text()).keys() == {str(file), str(other)}
 
 
-def test_many_that_write_at_once_leave_a_whole_record(tmp_path, hashed):
+def test_concurrent_writers_produce_valid_record(tmp_path, hashed):
     record = tmp_path / "kept" / "hashes.json"
     files = [tmp_path / f"file{number}" for number in range(8)]
     for number, path in enumerate(files):
@@ -205,7 +205,7 @@ def test_many_that_write_at_once_leave_a_whole_record(tmp_path, hashed):
     assert list(record.parent.iterdir()) == [record]
 
 
-def test_the_oldest_entries_go_first(tmp_path, hashed, monkeypatch):
+def test_oldest_hash_entries_are_evicted_first(tmp_path, hashed, monkeypatch):
     monkeypatch.setattr(weight_hashes, "MAX_ENTRIES", 3)
     files = [tmp_path / f"file{number}" for number in range(5)]
     for path in files:
@@ -219,7 +219,7 @@ def test_the_oldest_entries_go_first(tmp_path, hashed, monkeypatch):
     assert hashed == [files[0]]
 
 
-def test_every_byte_counts_in_every_part(tmp_path, monkeypatch):
+def test_file_hash_covers_every_byte_of_every_part(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_hashes, "_PART_BYTES", 64)
     monkeypatch.setattr(weight_hashes, "_READ_BYTES", 24)
     data = bytearray(os.urandom(64 * 5 + 7))
@@ -237,6 +237,6 @@ def test_every_byte_counts_in_every_part(tmp_path, monkeypatch):
         data[place] ^= 1
 
 
-def test_a_file_without_bytes(tmp_path):
+def test_empty_file_has_hash_of_empty_input(tmp_path):
     (tmp_path / "empty").touch()
     assert hash_file(tmp_path / "empty") == hashlib.sha256().hexdigest()

@@ -51,11 +51,11 @@ def body(*lines):
         ('"""Text."""', []),
     ],
 )
-def test_what_a_statement_becomes(line, expected):
+def test_statement_yields_expected_mutants(line, expected):
     assert changes(body(line)) == [(line if line != '"""Text."""' else "", after) for after in expected]
 
 
-def test_async_functions_and_cases_are_changed_like_others():
+def test_async_functions_and_match_cases_are_mutated():
     source = (
         "async def f(a):\n    async for x in a:\n        await x\n    match a:\n        case 1 if x:\n            a()\n"
     )
@@ -72,7 +72,7 @@ def test_async_functions_and_cases_are_changed_like_others():
     assert [each.lines for each in found[2:]] == [range(5, 6)] * 3 + [range(6, 7)]
 
 
-def test_blocks_keep_their_statements_and_are_named_by_their_first_line():
+def test_compound_statement_mutants_are_named_by_first_line():
     found = changes(body("if a:", "    b()", "else:", "    a()", "while b:", "    break"))
     assert found == [
         ("if a:", "if not a:"),
@@ -84,7 +84,7 @@ def test_blocks_keep_their_statements_and_are_named_by_their_first_line():
     ]
 
 
-def test_types_imports_and_decorators_are_left_alone():
+def test_types_imports_and_decorators_are_not_mutated():
     assert not changes("if TYPE_CHECKING:\n    N = 1\nimport a\n@f(True)\nclass A(Base[1]):\n    x: Literal[1]\n")
     assert changes("def f(a: Literal[1] = 2) -> Literal[3]: ...") == [
         ("def f(a: Literal[1]=2) -> Literal[3]:", "def f(a: Literal[1]=3) -> Literal[3]:"),
@@ -92,14 +92,14 @@ def test_types_imports_and_decorators_are_left_alone():
     ]
 
 
-def test_only_what_runs_when_a_module_is_imported_needs_an_import():
+def test_module_level_mutants_have_no_function_name():
     source = "N = 1\nclass A:\n    n = 2\n    def f(self, a=3):\n        def g():\n            return 4\n"
     found = Module(NAME, source).mutants()
     assert [each.function for each in found] == [""] * 4 + ["A.f"] * 5
     assert [found[4].lines, found[-1].lines] == [range(4, 7), range(6, 7)]
 
 
-def test_a_function_of_the_core_is_patched(monkeypatch):
+def test_mutant_patches_core_function_in_place(monkeypatch):
     from octavo.core.kv.content_pool import ContentPool
     from octavo.core.kv.host_block_pool import HostBlockPool
 
@@ -118,21 +118,21 @@ def test_a_function_of_the_core_is_patched(monkeypatch):
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
-def test_each_function_of_a_room_can_be_patched(room):
+def test_every_mutated_function_is_found_by_qualified_name(room):
     for module in room.read_modules():
         one_of_each = {each.function: each for each in module.mutants() if each.function}
         for mutant in one_of_each.values():
             assert mutant.function_object().__qualname__ == mutant.function
 
 
-def test_a_tree_is_as_it_was_behind_its_mutants():
+def test_mutants_do_not_change_syntax_tree():
     module = Module("octavo.core.scheduler")
     mutants = module.mutants()
     mutants[100].compiled()
     assert [key_of(each) for each in module.mutants()] == [key_of(each) for each in mutants]
 
 
-def test_changed_lines_choose_the_statements_they_are_part_of():
+def test_diff_selects_mutants_of_changed_statements():
     mutants = Module(NAME, "def f(a):\n    if (a and\n            b):\n        c()\n    d()\n").mutants()
     diff = "--- a/stop.py\n+++ b/src/octavo/core/stop.py\n@@ -3,0 +3 @@ def f\n+            b):\n@@ -9,2 +9,0 @@\n"
     assert {each.before for each in of_changed_lines(mutants, diff)} == {"if a and b:"}
@@ -141,7 +141,7 @@ def test_changed_lines_choose_the_statements_they_are_part_of():
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
-def test_each_equivalent_mutant_is_one_and_has_a_reason(room):
+def test_listed_equivalent_mutants_exist_and_have_reasons(room):
     known = read_equivalent(room.equivalent.read_text())
     files = {file for file, *_ in known}
     modules = [module for module in room.read_modules() if module.file in files]
@@ -149,7 +149,7 @@ def test_each_equivalent_mutant_is_one_and_has_a_reason(room):
     assert all(len(reason) > 20 for reason in known.values())
 
 
-def test_a_room_has_its_modules_and_its_tests():
+def test_mutated_packages_list_existing_modules_and_tests():
     assert {module.file for module in BY_NAME["models"].read_modules()} == {"gguf_file.py", "rope.py"}
     policies = [module for module in BY_NAME["router"].read_modules() if module.file.startswith("policies/")]
     assert [policies[0].file, policies[0].name] == ["policies/__init__.py", "octavo.router.policies"]
@@ -158,7 +158,7 @@ def test_a_room_has_its_modules_and_its_tests():
             assert (TESTS / path).exists(), f"{room.name}: {path}"
 
 
-def test_files_are_named_by_the_end_of_their_path():
+def test_files_are_selected_by_path_suffix():
     def found(*names):
         return {(room.name, path.name) for room, paths in paths_named(ROOMS, names) for path in paths}
 
@@ -169,14 +169,14 @@ def test_files_are_named_by_the_end_of_their_path():
         found("stop.py", "router/limiter.py")
 
 
-def test_each_room_has_its_day():
+def test_days_rotate_through_all_mutated_packages():
     days = [f"2026-{day:03}" for day in range(1, 1 + len(ROOMS))]
     assert {room_of_day(day).name for day in days} == set(BY_NAME)
     assert room_of_day("2026-010") == room_of_day("2026-001")
 
 
 @pytest.mark.parametrize("day", ["2026", "2026-000", "2026-367", "26-007", "2026-7th"])
-def test_what_is_no_day_is_refused(day):
+def test_invalid_day_is_refused(day):
     with pytest.raises(ValueError, match="such as 2026-007"):
         room_of_day(day)
 
@@ -205,7 +205,7 @@ for verdict in Sweep([module], Judges((sys.argv[1],), Path(sys.argv[1]))).judge(
 """
 
 
-def test_a_sweep_tells_the_killed_from_the_living(tmp_path):
+def test_sweep_distinguishes_killed_surviving_and_unreached_mutants(tmp_path):
     (tmp_path / "test_weak.py").write_text(WEAK_TEST)
     command = [sys.executable, "-c", SWEEP, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -165,7 +165,7 @@ def told(parts):
     return "".join(part.text for part in parts if part.kind == "content"), calls
 
 
-def test_every_template_shows_its_form(real_templates, inputs_with):
+def test_tool_and_reasoning_formats_are_detected_for_every_template(real_templates, inputs_with):
     found = {}
     for name in real_templates:
         style = style_of(inputs_with(name))
@@ -182,7 +182,7 @@ WRITTEN_NOTHING = {"ibm-granite-granite-3.3-2B-Instruct", "LFM2-8B-A1B", "LFM2.5
 NO_CALLS_BEFORE = "append"  # on a list, by Kimi's templates; this sandbox and transformers' one refuse it
 
 
-def test_calls_as_a_template_writes_them_are_read(real_templates, inputs_with):
+def test_tool_calls_rendered_by_templates_are_parsed(real_templates, inputs_with):
     """Two calls if the template takes them, otherwise one; read as one piece and letter by letter."""
     unread = {}
     for name in real_templates:
@@ -224,7 +224,7 @@ def written(inputs, calls):
     return behind.removeprefix(prompt) if behind.startswith(prompt) else behind[num_common:]
 
 
-def test_a_forced_call_through_every_template(real_templates, engine, inputs_with, sampled):
+def test_required_tool_call_is_valid_with_every_template(real_templates, engine, inputs_with, sampled):
     """The model has not learned any form: only the grammar enforces it. Another test covers reasoning."""
     prompts, params, forms, names = [], [], [], []
     for name in sampled([name for name, (calls, _) in FORMS.items() if calls is not None]):

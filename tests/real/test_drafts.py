@@ -17,7 +17,7 @@ CHATS = [
 ]
 
 
-def test_answers_are_the_same_with_and_without(real_model):
+def test_speculative_decoding_keeps_answers_of_real_model(real_model):
     params = [
         SamplingParams(temperature=index % 2 * 0.7, seed=index, max_tokens=48, logprobs=2)
         for index in range(len(CHATS))
@@ -43,7 +43,7 @@ def test_answers_are_the_same_with_and_without(real_model):
     ],
     ids=["some stop early", "some follow a grammar, which all wait for"],
 )
-def test_answers_are_the_same_with_steps_decided_ahead(real_model, options, least):
+def test_async_scheduling_keeps_answers_of_real_model(real_model, options, least):
     """Many requests, with prompts in several chunks."""
     params = [
         SamplingParams(temperature=index % 2 * 0.7, seed=index, max_tokens=40, logprobs=2, **options[index % 2])
@@ -75,7 +75,7 @@ def test_answers_are_the_same_with_steps_decided_ahead(real_model, options, leas
     assert num_ahead >= least
 
 
-def test_a_draft_model_that_is_the_model_is_always_right(real_model):
+def test_target_model_as_draft_model_has_all_drafts_accepted(real_model):
     directory = str(real_model("smollm2"))
     config = {"method": "draft_model", "model": directory, "num_speculative_tokens": 4}
     llm = LLM(directory, speculative_config=config, kv_cache_memory_bytes=256 << 20, max_num_seqs=8)

@@ -30,7 +30,7 @@ def vocabulary_of(path):
 
 
 @pytest.mark.parametrize("vocabulary", DECODERS)
-def test_ids_are_those_of_llama_cpp(real_vocabularies, vocabulary):
+def test_gguf_tokenizer_ids_equal_llama_cpp(real_vocabularies, vocabulary):
     path = real_vocabularies[vocabulary]
     tokenizer = vocabulary_of(path).build()
     texts = path.with_name(f"{path.name}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
@@ -41,7 +41,7 @@ def test_ids_are_those_of_llama_cpp(real_vocabularies, vocabulary):
 
 
 @pytest.mark.parametrize("vocabulary", UNTOLD)
-def test_others_are_built_and_lose_nothing(real_vocabularies, vocabulary):
+def test_gguf_tokenizers_without_published_ids_round_trip_text(real_vocabularies, vocabulary):
     tokenizer = vocabulary_of(real_vocabularies[vocabulary]).build()
     for text in random_texts(50):
         decoded = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
@@ -61,7 +61,7 @@ def random_texts(count):
 
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
-def test_tokenizer_is_that_of_the_folder(real_gguf, real_tokenizer, real_scale, model):
+def test_gguf_tokenizer_equals_tokenizer_of_safetensors_folder(real_gguf, real_tokenizer, real_scale, model):
     ours, theirs = open_checkpoint(real_gguf(model)).read_tokenizer(), real_tokenizer(model)
     special = [token for token in theirs.special_tokens.values() if ours.token_id(token) == theirs.token_id(token)]
     assert {"smollm2": "<|im_end|>", "gemma3": "<eos>"}[model] in special
@@ -78,7 +78,7 @@ def test_tokenizer_is_that_of_the_folder(real_gguf, real_tokenizer, real_scale, 
 
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
-def test_matrices_for_a_gpu_lose_nothing(real_gguf, model):
+def test_packed_gpu_blocks_equal_gguf_weights(real_gguf, model):
     """Some matrices of each type are packed without loss.
 
     A product with a part of one runs in Triton's interpreter.
@@ -111,7 +111,7 @@ def answers_of(path, **options):
     return [(output.prompt_token_ids, list(output.outputs[0].token_ids), output.outputs[0].text) for output in outputs]
 
 
-def test_smollm2_answers_as_it_is(real_gguf):
+def test_quantized_smollm2_answers_like_llama_cpp(real_gguf):
     """Activations are rounded per block, as in llama.cpp, and these are the words of llama.cpp."""
     answers = answers_of(real_gguf("smollm2"))
     assert answers[0][2].startswith("L'Étoile, la ")  # with float activations it would be Paris, by a tiny margin
@@ -121,7 +121,7 @@ def test_smollm2_answers_as_it_is(real_gguf):
     assert output.outputs[0].text.startswith(" Paris.")
 
 
-def test_float_file_gives_the_tokens_of_safetensors(real_model, real_gguf, tmp_path):
+def test_float_gguf_gives_tokens_of_safetensors(real_model, real_gguf, tmp_path):
     """The file has the tokenizer and the template of the real file."""
     folder = real_model("smollm2")
     metadata = GGUFFile.read(real_gguf("smollm2")).metadata
@@ -132,7 +132,7 @@ def test_float_file_gives_the_tokens_of_safetensors(real_model, real_gguf, tmp_p
 
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
-def test_long_texts_are_cut_and_give_the_same_ids(real_gguf, model):
+def test_split_long_text_gives_same_gguf_token_ids(real_gguf, model):
     tokenizer = open_checkpoint(real_gguf(model)).read_tokenizer()
     text = "\n\n".join(topics.values())[:200_000]
     ids = tokenizer.encode(text)

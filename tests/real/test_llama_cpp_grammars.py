@@ -55,7 +55,7 @@ def compiler_of(path):
 
 
 @pytest.mark.parametrize("name", ["smollm2", "phi35"])
-def test_a_document_is_allowed_token_by_token(real_model, name: str) -> None:
+def test_json_grammar_allows_document_token_by_token(real_model, name: str) -> None:
     compiler, tokenizer, eos = compiler_of(real_model(name))
     matcher = compiler.compile(StructuredOutputsParams(grammar=JSON))
     for token_id in tokenizer.tokenize_str(json.dumps(DOCUMENT, ensure_ascii=False, indent=1)):
@@ -75,7 +75,7 @@ def masks(compiler: GrammarCompiler, grammar: str, token_ids: list[int]) -> list
     return found
 
 
-def test_lexemes_allow_what_characters_allow(real_model, monkeypatch) -> None:
+def test_lexeme_grammar_masks_equal_character_grammar_masks(real_model, monkeypatch) -> None:
     """Compares all 150,000 tokens at every place."""
     compiler, tokenizer, eos = compiler_of(real_model("qwen3"))
     for grammar, text in WALKS.values():

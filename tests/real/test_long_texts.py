@@ -58,7 +58,7 @@ def made_text(source: random.Random, num_chars: int) -> str:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_pieces_and_ends_are_those_of_the_whole(name, real_tokenizer, real_scale, monkeypatch):
+def test_split_encoding_and_encoded_ends_equal_whole_encoding(name, real_tokenizer, real_scale, monkeypatch):
     monkeypatch.setattr(long_text, "PIECE_CHARS", 60)
     tokenizer = real_tokenizer(name)
     assert tokenizer._long_texts._cut is not None, "no text of this model would be cut"

@@ -34,7 +34,7 @@ def oracle(real_model):
     return model, transformers.AutoTokenizer.from_pretrained(path)
 
 
-def test_prompts_and_tokens_equal(real_model, oracle, sampled):
+def test_smollm2_prompts_and_tokens_equal_transformers(real_model, oracle, sampled):
     """All chats in one batch.
 
     The oracle renders the prompts itself, reads each answer and has to choose each of its tokens.

@@ -40,7 +40,7 @@ def ask(llm, prompts, schemas, temperature, max_tokens):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_smollm2_closes_an_object_that_names_its_properties(llm, temperature):
+def test_smollm2_objects_contain_only_declared_properties(llm, temperature):
     prompts = [asked.format(name) for asked in ASKED for name in NAMES]
     answers = ask(llm, prompts, [PERSON] * len(prompts), temperature, 200)
     for answer in answers:
@@ -49,7 +49,7 @@ def test_smollm2_closes_an_object_that_names_its_properties(llm, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_smollm2_fits_public_schemas(llm, temperature):
+def test_smollm2_finished_answers_match_public_schemas(llm, temperature):
     """Every answer that the model ended is valid. Strings without a limit may use up all tokens."""
     prompts = [f"Write a short JSON example: {name.partition(': ')[2]}." for name in SERVED]
     answers = ask(llm, prompts, [each.schema for each in SERVED.values()], temperature, 120)

@@ -269,7 +269,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_answers_have_the_form_that_was_asked_for(name, checkpoint, sampled, real_scale):
+def test_random_model_answers_match_requested_structure(name, checkpoint, sampled, real_scale):
     with served(checkpoint(name)) as (http, tokenizer):
         likely = {"logit_bias": biases(tokenizer, LIKELY)}
         modes = {"likely": likely, "short, likely": likely, "eager": eagerness(name, tokenizer)}
@@ -370,7 +370,7 @@ def told(parts):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_calls_that_models_write_are_read_wherever_they_are_cut(name, checkpoint, sampled):
+def test_tool_calls_are_parsed_at_every_token_cut(name, checkpoint, sampled):
     """Token by token, in one piece, letter by letter, and with a role's tag between, which is not part of the text."""
     text = WRITTEN[name]
     tokenizer, read = reader_of(checkpoint(name))
@@ -397,7 +397,7 @@ def test_calls_that_models_write_are_read_wherever_they_are_cut(name, checkpoint
                 assert whole_arguments.startswith(arguments.rstrip("\ufffd")), cut  # a character may be cut
 
 
-def test_a_template_without_tools_gets_the_generic_way(real_model):
+def test_template_without_tools_accepts_required_tool_choice(real_model):
     with served(real_model("phi35")) as (http, _):
         body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "max_tokens": 1}
         response = http.post("/v1/chat/completions", json=body)

@@ -184,7 +184,7 @@ def of_transformers(source: str, messages: Messages, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
-def test_prompts_are_those_of_transformers(
+def test_chat_prompts_equal_transformers(
     kind: str,
     real_templates: dict[str, str],
     compiled: Callable[[str], ChatTemplate],
@@ -207,7 +207,7 @@ def test_prompts_are_those_of_transformers(
     assert not wrong, "\n\n".join(f"=== {name}\n{what}" for name, what in wrong.items())
 
 
-def test_templates_that_take_no_null_for_tools_get_an_empty_list(
+def test_templates_refusing_null_tools_get_empty_list(
     real_templates: dict[str, str], compiled: Callable[[str], ChatTemplate]
 ) -> None:
     loops = [name for name in real_templates if of_transformers(real_templates[name], [USER], {"tools": None}) is None]
@@ -295,7 +295,7 @@ def prompt_of(template: ChatTemplate, messages: Messages, options: dict[str, Any
 
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
-def test_prompts_are_the_same_by_every_api(
+def test_every_api_renders_same_prompt(
     kind: str,
     real_templates: dict[str, str],
     compiled: Callable[[str], ChatTemplate],
@@ -360,7 +360,7 @@ REFUSE_ALL = {"fireworks-ai-llama-3-firefunction-v2", "llama-cpp-deepseek-r1"}
 
 
 @pytest.mark.parametrize("kind", DEMANDING)
-def test_histories_of_other_servers_are_shown_whole(
+def test_foreign_chat_histories_are_rendered_completely(
     kind: str,
     real_templates: dict[str, str],
     compiled: Callable[[str], ChatTemplate],

@@ -32,7 +32,7 @@ def tokenizer(request, real_tokenizer):
     return real_tokenizer(request.param)
 
 
-def test_streams_of_random_tokens_equal_whole_behind_any_prompt(tokenizer, real_scale):
+def test_streamed_text_of_random_tokens_equals_whole_decoding(tokenizer, real_scale):
     """A stream with any cuts equals the library's decoding of the whole."""
     draw = random.Random(1)
     added = sorted(tokenizer.backend.get_added_tokens_decoder())
@@ -47,7 +47,7 @@ def test_streams_of_random_tokens_equal_whole_behind_any_prompt(tokenizer, real_
         assert streamed + detokenizer.finish() == text_behind(tokenizer.backend, prompt, ids, skip=skip), (prompt, ids)
 
 
-def test_bytes_of_tokens_are_those_of_their_text(tokenizer):
+def test_token_bytes_join_to_encoded_text(tokenizer):
     for text in ("Zwölf Boxkämpfer 🦜\n\n狐 don't   3.14 naïve\u00a0x", "def f(x):\n\treturn x ** 2  # 中文 ▁ Ġ"):
         pieces = [tokenizer.piece(token_id) for token_id in tokenizer.encode(text, add_special_tokens=False)]
         data = b"".join(piece.encode() if isinstance(piece, str) else piece for piece in pieces).decode()
@@ -76,7 +76,7 @@ def ask(http: httpx.Client, path: str, **body):
     return [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
 
 
-def test_a_byte_and_a_letter_are_a_replacement_character_and_the_stream_goes_on(served):
+def test_stream_continues_after_invalid_utf8_byte(served):
     """This answer of the Phi-3 and Llama 2 vocabularies once ended the whole server."""
     tokenizer, http, _ = served
     letter = tokenizer.token_id("H")
@@ -112,7 +112,7 @@ def check_places(text, scored, num_asked, hidden):
 
 
 @pytest.mark.parametrize("options", [{}, {"echo": True}, {"skip_special_tokens": False}, {"n": 2}], ids=str)
-def test_answers_with_log_probabilities(served, real_scale, options):
+def test_logprob_tokens_and_offsets_match_text(served, real_scale, options):
     tokenizer, http, many_bytes = served
     hidden = {""} | {
         tokenizer.token(i) for i in tokenizer._special_ids if options.get("skip_special_tokens") is not False
@@ -135,7 +135,7 @@ def test_answers_with_log_probabilities(served, real_scale, options):
                 assert [value for each in mine for value in each["logprobs"][name]] == values
 
 
-def test_bytes_of_chats_are_the_content(served, real_scale):
+def test_chat_logprob_bytes_join_to_content(served, real_scale):
     tokenizer, http, many_bytes = served
     for number in range(max(4, int(NUM_ANSWERS * real_scale))):
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24, "logprobs": True, "top_logprobs": 20}
@@ -151,7 +151,7 @@ def test_bytes_of_chats_are_the_content(served, real_scale):
             assert not each["bytes"] or "\ufffd" not in each["token"] or "\ufffd".encode() in bytes(each["bytes"])
 
 
-def test_a_prompt_that_is_only_scored_has_no_completion_tokens(served):
+def test_scored_prompt_has_no_completion_tokens(served):
     tokenizer, http, _ = served
     prompt = " true true 🙂 true"
     answer = ask(http, "/v1/completions", prompt=prompt, echo=True, max_tokens=0, logprobs=1)

@@ -24,14 +24,14 @@ def inputs_of(path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_tokens_of_content_are_those_that_have_some_of_it(name, real_model, real_scale):
+def test_content_tokens_are_tokens_with_content_text(name, real_model, real_scale):
     writer, draw = Writer.of(inputs_of(real_model(name))), random.Random(1)
     for _ in range(max(20, int(NUM_ANSWERS * real_scale))):
         check_answer(writer, writer.write("Hello.", draw), draw)
 
 
 @pytest.mark.parametrize("name", ["phi35", "mistral"])
-def test_a_text_behind_special_tokens_begins_as_transformers_has_it(name, real_model):
+def test_text_after_special_tokens_equals_transformers(name, real_model):
     """With some special tokens shown (as markers are), and without. These vocabularies strip a first space."""
     tokenizer = inputs_of(real_model(name)).tokenizer
     oracle = transformers.AutoTokenizer.from_pretrained(real_model(name))

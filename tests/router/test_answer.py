@@ -53,7 +53,7 @@ def silent_after(data: bytes, then: bytes = b"", every_s: float = 1.0) -> float:
     ],
     ids=["silence", "header that trickles", "interim answers"],
 )
-def test_answer_that_does_not_begin_in_time_fails(data, then):
+def test_late_first_byte_fails_answer(data, then):
     assert silent_after(data, then) == pytest.approx(LIMITS.first_byte_s, abs=1.0)
 
 
@@ -62,11 +62,11 @@ def test_answer_that_does_not_begin_in_time_fails(data, then):
     [(b"5\r\nhello\r\n3;", b"x"), (b"5\r\nhello\r\n0\r\nTrailer: ", b"x"), (b"5\r\nhello\r\n0\r\n", b"a: b\r\n")],
     ids=["chunk extension", "trailer", "trailers"],
 )
-def test_framing_that_trickles_is_no_progress(begin, then):
+def test_trickling_chunk_framing_hits_idle_timeout(begin, then):
     assert silent_after(CHUNKED + begin, then) == pytest.approx(LIMITS.idle_s, abs=1.0)
 
 
-def test_body_that_pauses_for_less_than_the_limit_goes_on():
+def test_pauses_below_idle_timeout_keep_body_open():
     async def work(now):
         asked = Asked(limits=LIMITS)
         await asyncio.sleep(0)
@@ -82,7 +82,7 @@ def test_body_that_pauses_for_less_than_the_limit_goes_on():
     assert run_virtually(work) > 10 * LIMITS.idle_s
 
 
-def test_body_has_its_time_from_the_headers_on():
+def test_idle_timeout_starts_after_headers():
     async def work(_now):
         asked = Asked(limits=LIMITS)
         await asyncio.sleep(0)
@@ -96,7 +96,7 @@ def test_body_has_its_time_from_the_headers_on():
     run_virtually(work)
 
 
-def test_relayed_body_that_stops_fails():
+def test_stalled_relayed_body_fails():
     async def work(now):
         asked = Asked(limits=LIMITS)
         await asyncio.sleep(0)
@@ -113,7 +113,7 @@ def test_relayed_body_that_stops_fails():
     assert run_virtually(work) == pytest.approx(15.0 + LIMITS.idle_s)
 
 
-def test_time_of_a_slow_reader_is_not_the_engines_silence():
+def test_slow_client_does_not_count_as_engine_idle_time():
     async def work(_now):
         asked = Asked(limits=LIMITS)
         await asyncio.sleep(0)
@@ -149,7 +149,7 @@ def test_time_of_a_slow_reader_is_not_the_engines_silence():
     ],
     ids=["header", "headers", "interim answers", "chunk extension", "trailer", "trailers"],
 )
-def test_lines_without_end_are_refused_and_fill_no_memory(begin, piece):
+def test_endless_headers_and_chunk_lines_are_refused_with_bounded_memory(begin, piece):
     async def work(_now):
         asked = Asked(limits=LONG_LIMITS)
         await asyncio.sleep(0)
@@ -167,7 +167,7 @@ def test_lines_without_end_are_refused_and_fill_no_memory(begin, piece):
     run_virtually(work)
 
 
-def test_headers_that_arrive_at_once_have_the_same_limit():
+def test_oversized_headers_in_one_piece_are_refused():
     async def work(_now):
         asked = Asked(limits=LONG_LIMITS)
         data = b"HTTP/1.1 200 OK\r\nA: " + b"x" * 70_000 + b"\r\nContent-Length: 1\r\n\r\na"
@@ -177,7 +177,7 @@ def test_headers_that_arrive_at_once_have_the_same_limit():
     run_virtually(work)
 
 
-def test_body_of_small_chunks_has_no_limit_of_framing():
+def test_many_small_chunks_are_not_limited():
     async def work(_now):
         asked = Asked(limits=LONG_LIMITS)
         return await asked.gets(CHUNKED + b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n", 4096)
@@ -185,7 +185,7 @@ def test_body_of_small_chunks_has_no_limit_of_framing():
     assert run_virtually(work) == (200, b"x" * 100_000)
 
 
-def test_body_that_is_read_whole_has_a_limit():
+def test_buffered_body_above_limit_is_refused():
     async def work(_now):
         asked = Asked(limits=LONG_LIMITS)
         await asyncio.sleep(0)
@@ -203,7 +203,7 @@ def test_body_that_is_read_whole_has_a_limit():
     run_virtually(work)
 
 
-def test_body_may_be_as_large_as_the_limit():
+def test_body_of_exactly_max_bytes_is_read():
     async def work(_now):
         for size, is_read in ((9, True), (10, True), (11, False)):
             asked = Asked(limits=AnswerLimits(first_byte_s=30.0, idle_s=10.0, max_bytes=10))
@@ -228,7 +228,7 @@ def test_body_may_be_as_large_as_the_limit():
         (b"HTTP/1.1 304 Not Modified", False, False),
     ],
 )
-def test_only_a_body_of_untold_length_ends_with_its_connection(head, is_head, ends_with_connection):
+def test_only_body_without_length_ends_with_connection(head, is_head, ends_with_connection):
     async def work(_now):
         asked = Asked(limits=LIMITS, is_head=is_head)
         await asyncio.sleep(0)
@@ -256,7 +256,7 @@ def test_only_a_body_of_untold_length_ends_with_its_connection(head, is_head, en
     ],
 )
 @pytest.mark.parametrize("size", [1, 1000])
-def test_answer_that_is_not_http_is_refused_with_its_fault(data, why, size):
+def test_malformed_http_answer_is_refused_with_reason(data, why, size):
     async def work(_now):
         asked = Asked(limits=LIMITS)
         with pytest.raises(MalformedAnswerError, match=why):
@@ -267,7 +267,7 @@ def test_answer_that_is_not_http_is_refused_with_its_fault(data, why, size):
 
 
 @pytest.mark.parametrize("length", [b"", b"Content-Length: 0\r\n", b"Content-Length: 00\r\n"])
-def test_empty_answer_tells_no_length(length):
+def test_answer_204_drops_content_length(length):
     async def work(_now):
         asked = Asked(limits=LIMITS)
         await asyncio.sleep(0)
@@ -279,7 +279,7 @@ def test_empty_answer_tells_no_length(length):
     run_virtually(work)
 
 
-def test_unmodified_answer_tells_no_length_but_to_head():
+def test_answer_304_keeps_content_length_only_for_head():
     async def work(_now):
         for is_head, told in ((False, [(b"etag", b"x")]), (True, [(b"etag", b"x"), (b"content-length", b"5")])):
             asked = Asked(limits=LIMITS, is_head=is_head)
@@ -292,7 +292,7 @@ def test_unmodified_answer_tells_no_length_but_to_head():
     run_virtually(work)
 
 
-def test_compressed_events_are_not_split():
+def test_compressed_event_stream_is_not_parsed_as_stream():
     async def work(_now):
         for coding, is_stream in ((b"gzip", False), (b"identity", True)):
             asked = Asked(limits=LIMITS)
@@ -327,19 +327,19 @@ def test_compressed_events_are_not_split():
         (b"1 Jan 2024 1:1:1 +99999999999999999999", None),
     ],
 )
-def test_retry_after_is_seconds_or_a_date(value, seconds):
+def test_retry_after_accepts_seconds_or_date(value, seconds):
     assert retry_after_s(value) == seconds
     passed = headers_for_client([(b"retry-after", value)], "http://e", has_length=True)
     assert passed == ([] if seconds is None else [(b"retry-after", value)])
 
 
-def test_retry_after_of_a_date_to_come():
+def test_retry_after_of_future_date_gives_remaining_seconds():
     date = datetime.now(UTC) + timedelta(hours=1)
     assert 3500 < retry_after_s(format_datetime(date, usegmt=True).encode()) <= 3600
 
 
 @pytest.mark.parametrize(("size", "fits"), [(1 << 16, True), ((1 << 16) + 1, False)])
-def test_headers_may_be_as_large_as_the_limit(size, fits):
+def test_headers_of_exactly_max_size_are_read(size, fits):
     """Names and values count without separators; until the headers are complete, all bytes count."""
 
     async def work(_now):
@@ -363,7 +363,7 @@ def test_headers_may_be_as_large_as_the_limit(size, fits):
     run_virtually(work)
 
 
-def test_framing_is_counted_from_the_last_piece_of_the_body_on():
+def test_framing_bytes_reset_after_each_body_piece():
     async def work(_now):
         asked = Asked(limits=LONG_LIMITS)
         await asyncio.sleep(0)
@@ -396,7 +396,7 @@ def test_framing_is_counted_from_the_last_piece_of_the_body_on():
         (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc", b"abc"),
     ],
 )
-def test_end_of_a_connection_ends_an_answer_or_cuts_it(data, expected, error):
+def test_connection_end_completes_or_cuts_answer(data, expected, error):
     async def work(_now):
         asked = Asked(limits=LIMITS)
         await asyncio.sleep(0)
@@ -415,7 +415,7 @@ def test_end_of_a_connection_ends_an_answer_or_cuts_it(data, expected, error):
     run_virtually(work)
 
 
-def test_relay_takes_what_has_come_and_asks_for_room_only_when_full():
+def test_relay_pauses_reading_until_full_receiver_drains():
     async def work(_now):
         asked = Asked(limits=LIMITS)
         await asyncio.sleep(0)
@@ -450,7 +450,7 @@ def test_relay_takes_what_has_come_and_asks_for_room_only_when_full():
     run_virtually(work)
 
 
-def test_relay_ends_when_its_taker_has_room_again():
+def test_relay_ends_after_slow_receiver_drains():
     async def work(now):
         asked = Asked(limits=LIMITS)
         await asyncio.sleep(0)
@@ -465,7 +465,7 @@ def test_relay_ends_when_its_taker_has_room_again():
     run_virtually(work)
 
 
-def test_answer_that_is_given_up_closes_its_connection():
+def test_abandoned_answer_closes_connection():
     async def work(_now):
         asked = Asked(limits=LIMITS)
         await asyncio.sleep(0)
@@ -490,7 +490,7 @@ def test_answer_that_is_given_up_closes_its_connection():
         (b"Content-Encoding: Identity", False, False, False, True),
     ],
 )
-def test_kind_of_an_answer_is_that_of_its_headers(headers, is_stream, is_of_lines, is_json, is_plain):
+def test_headers_determine_answer_kind(headers, is_stream, is_of_lines, is_json, is_plain):
     async def work(_now):
         asked = Asked(limits=LIMITS)
         await asyncio.sleep(0)
@@ -504,7 +504,7 @@ def test_kind_of_an_answer_is_that_of_its_headers(headers, is_stream, is_of_line
     run_virtually(work)
 
 
-def test_headers_of_the_connection_and_the_engines_address_stay_here():
+def test_hop_headers_and_engine_address_are_not_forwarded():
     headers = [
         (b"connection", b"X-Own ,close"),
         (b"x-own", b"1"),

@@ -53,7 +53,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_answer_is_a_502_or_comes_from_another_engine(name):
+def test_malformed_answer_is_retried_or_gives_502(name):
     with (
         raw_engine(BAD[name], "silent") as (bad, failing),
         run_router(bad, max_answer_bytes=4000) as routing,
@@ -72,14 +72,14 @@ def test_bad_answer_is_a_502_or_comes_from_another_engine(name):
 
 
 @pytest.mark.parametrize("status", [299, 418, 499, 520, 599])
-def test_status_without_a_name_is_passed_on_and_counted(status):
+def test_unregistered_status_is_forwarded_and_5xx_is_counted(status):
     with raw_engine(refusal(status)) as (url, engine), run_router(url) as routing, routing.http() as http:
         assert [http.post(PATH, json=CHAT).status_code for _ in range(2)] == [status] * 2
         assert engine.num_posts == 2
         assert (f'code="status_{status}"' in http.get("/metrics").text) == (status in {520, 599})
 
 
-def test_unmodified_file_is_passed_on_without_its_length():
+def test_answer_304_is_forwarded_without_body():
     get = b"HTTP/1.1 304 Not Modified\r\nETag: x\r\nContent-Length: 5\r\n\r\n"
     with raw_engine(b"", get=get) as (url, _), run_router(url) as routing, routing.http() as http:
         answers = [http.get("/dashboard") for _ in range(2)]
@@ -103,7 +103,7 @@ def test_unmodified_file_is_passed_on_without_its_length():
         ([None, None], None),
     ],
 )
-def test_refusal_with_the_soonest_retry_after_is_passed_on(waits, soonest, engines):
+def test_refusal_with_soonest_retry_after_is_forwarded(waits, soonest, engines):
     urls = [engines(refusal(429, *(() if wait is None else (f"Retry-After: {wait}",)))) for wait in waits]
     with run_router(*urls, policy="round_robin") as routing, routing.http() as http:
         for _ in waits:  # whichever engine is asked first
@@ -118,13 +118,13 @@ def engines():
         yield lambda answer, *more: stack.enter_context(raw_engine(answer, *more))[0]
 
 
-def test_refusal_that_is_a_stream_goes_elsewhere(engines):
+def test_refusal_with_stream_content_type_is_retried(engines):
     refused = head("429 No", "Content-Length: 2", kind="text/event-stream") + b"{}"
     with run_router(engines(refused), engines(ANSWER), policy="round_robin") as routing, routing.http() as http:
         assert [http.post(PATH, json=CHAT).status_code for _ in range(2)] == [200, 200]
 
 
-def test_json_that_is_cut_where_nothing_tells_its_length_goes_elsewhere(engines):
+def test_truncated_json_without_length_is_retried(engines):
     closing = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
     cut, whole = engines(closing + b'{"text":', "end"), engines(closing + b'{"text":""}', "end")
     with run_router(cut, whole, policy="round_robin") as routing, routing.http() as http:
@@ -134,7 +134,7 @@ def test_json_that_is_cut_where_nothing_tells_its_length_goes_elsewhere(engines)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_lost")
 
 
-def test_compressed_json_of_untold_length_is_passed_on_as_it_is(engines):
+def test_compressed_json_without_length_is_forwarded_unchanged(engines):
     head_of_it = (
         b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\nConnection: close\r\n\r\n"
     )
@@ -147,7 +147,7 @@ def test_compressed_json_of_untold_length_is_passed_on_as_it_is(engines):
     ("events", "is_whole"),
     [(EVENT + DONE, True), (EVENT + DONE.removesuffix(b"\n"), True), (EVENT, False), (EVENT + EVENT[:9], False)],
 )
-def test_stream_that_its_connection_ends_is_whole_only_with_its_last_event(engines, events, is_whole):
+def test_stream_closed_without_last_event_reports_engine_lost(engines, events, is_whole):
     with run_router(engines(CLOSING_STREAM + events, "end")) as routing, routing.http() as http:
         answer = http.post(PATH, json={**CHAT, "stream": True})
         if is_whole:
@@ -158,7 +158,7 @@ def test_stream_that_its_connection_ends_is_whole_only_with_its_last_event(engin
         assert last == "data: [DONE]"
 
 
-def test_empty_stream_that_its_connection_ends_goes_elsewhere(engines):
+def test_empty_closed_stream_is_retried(engines):
     with (
         run_router(engines(CLOSING_STREAM, "end"), engines(ANSWER), policy="round_robin") as routing,
         routing.http() as http,
@@ -167,7 +167,7 @@ def test_empty_stream_that_its_connection_ends_goes_elsewhere(engines):
 
 
 @pytest.mark.parametrize("end", [b"\r\n\r\n", b"\n\r\n"])
-def test_events_whose_lines_end_with_crlf_come_at_once(end):
+def test_events_with_crlf_are_forwarded_immediately(end):
     """Engines that use sse-starlette send such events."""
     event = b'data: {"text":"a"}' + end
     with (
@@ -179,7 +179,7 @@ def test_events_whose_lines_end_with_crlf_come_at_once(end):
         assert next(response.iter_bytes()) == event
 
 
-def test_event_that_is_too_large_ends_its_stream_with_an_error():
+def test_oversized_event_ends_stream_with_error():
     with (
         raw_engine(HEAD + chunk(EVENT), "repeat", more=chunk(b"x" * 5000)) as (url, engine),
         run_router(url, max_answer_bytes=4000) as routing,
@@ -192,7 +192,7 @@ def test_event_that_is_too_large_ends_its_stream_with_an_error():
 
 
 @pytest.mark.parametrize("size", [100, 4000, 4001, 300_000])
-def test_json_above_the_limit_is_passed_on_as_it_comes(size):
+def test_json_above_limit_is_forwarded_and_its_usage_charged(size):
     body = b'{"text":"%b","usage":{"prompt_tokens":9,"completion_tokens":2}}' % (b"x" * size)
     answer = head("200 OK", f"Content-Length: {len(body)}") + body
     with raw_engine(answer) as (url, _), run_router(url, max_answer_bytes=4000) as routing, routing.http() as http:
@@ -203,7 +203,7 @@ def test_json_above_the_limit_is_passed_on_as_it_comes(size):
         assert charged == [11]
 
 
-def test_json_above_the_limit_that_is_cut_ends_its_connection():
+def test_truncated_json_above_limit_closes_client_connection():
     body = b'{"text":"' + b"x" * 9000
     answer = head("200 OK", "Content-Length: 99999") + body
     with (
@@ -217,7 +217,7 @@ def test_json_above_the_limit_that_is_cut_ends_its_connection():
             assert got.read().endswith(body[-1000:])
 
 
-def test_event_without_an_end_fills_no_memory():
+def test_endless_event_is_stopped_if_client_does_not_read():
     """The client does not read either."""
     more = chunk(b"x" * 65536)
     with (
@@ -254,13 +254,13 @@ def cpu_s(num_pieces: int, piece: bytes) -> float:
     return min(times)
 
 
-def test_time_of_a_large_event_is_linear_in_its_size():
+def test_event_buffering_time_is_linear_in_size():
     """16 times the pieces take about 16 times as long. If each piece copied all earlier ones, it would be 256 times."""
     piece = b"x" * 4096
     assert cpu_s(4096, piece) < 64 * cpu_s(256, piece)
 
 
-def test_large_event_is_held_once_and_forgotten():
+def test_large_event_is_buffered_once_and_released():
     tracemalloc.start()
     try:
         stream = stream_of()
@@ -278,7 +278,7 @@ def test_large_event_is_held_once_and_forgotten():
 
 @pytest.mark.parametrize("size", range(1, 9))
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\n\r\n"])
-def test_events_are_complete_wherever_they_are_cut(size, end):
+def test_events_are_reassembled_from_pieces_of_any_size(size, end):
     events = [b"data: %d" % number + end for number in range(9)]
     text, stream = b"".join(events) + b"data: cut", stream_of()
     told = [stream.whole(text[start : start + size]) for start in range(0, len(text), size)]
@@ -289,7 +289,7 @@ def test_events_are_complete_wherever_they_are_cut(size, end):
     assert stream.last_event == b"data: 8"
 
 
-def test_event_may_be_as_large_as_the_limit_and_no_larger():
+def test_event_above_max_bytes_is_refused():
     stream = stream_of(100)
     assert stream.whole(b"x" * 100) == b""
     assert stream.whole(b"\n\n") == b"x" * 100 + b"\n\n"

@@ -42,7 +42,7 @@ def error_of(answer) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\nContent-"], ids=["nothing", "half of its headers"])
-def test_request_of_an_engine_that_never_answers_goes_elsewhere(begun):
+def test_request_to_silent_engine_is_retried_on_another(begun):
     with (
         raw_engine(begun, "silent") as (silent, hanging),
         raw_engine(ANSWER) as (good, answering),
@@ -57,7 +57,7 @@ def test_request_of_an_engine_that_never_answers_goes_elsewhere(begun):
 
 
 @pytest.mark.parametrize("begun", [b"", JSON_HEAD + b'{"'], ids=["nothing", "half of its JSON"])
-def test_request_that_no_engine_answers_in_time_is_a_504(begun):
+def test_engine_timeout_without_alternative_gives_504(begun):
     with (
         raw_engine(begun, "silent") as (url, hanging),
         run_router(url, engine_first_byte_timeout_s=SHORT_S, engine_idle_timeout_s=SHORT_S) as routing,
@@ -81,7 +81,7 @@ def test_request_that_no_engine_answers_in_time_is_a_504(begun):
     ],
 )
 @pytest.mark.parametrize("begun", [b"", JSON_HEAD + b'{"', b"HTTP/1.1 200 OK\r\n"])
-def test_request_whose_own_time_is_over_ends_and_goes_nowhere_else(headers, options, begun):
+def test_request_timeout_gives_504_without_retry(headers, options, begun):
     with (
         raw_engine(begun, "silent") as (url, hanging),
         raw_engine(begun, "silent") as (other, second),
@@ -97,7 +97,7 @@ def test_request_whose_own_time_is_over_ends_and_goes_nowhere_else(headers, opti
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "inf", "nan", ""])
-def test_time_that_is_none_is_refused_as_engines_do(value):
+def test_invalid_request_timeout_header_gives_400(value):
     with raw_engine(ANSWER) as (url, engine), run_router(url) as routing, routing.http() as http:
         answer = http.post(PATH, json=CHAT, headers={"X-Request-Timeout": value})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Request-Timeout")
@@ -112,7 +112,7 @@ def test_time_that_is_none_is_refused_as_engines_do(value):
     ],
 )
 @pytest.mark.parametrize("half", [b"", chunk(EVENT[:9])], ids=["after an event", "within an event"])
-def test_stream_that_stops_ends_with_an_error_event(options, headers, code, half):
+def test_stalled_stream_ends_with_timeout_error_event(options, headers, code, half):
     with (
         raw_engine(STREAM + half, "silent") as (url, hanging),
         run_router(url, **options) as routing,
@@ -127,7 +127,7 @@ def test_stream_that_stops_ends_with_an_error_event(options, headers, code, half
         assert routing.engine(url).num_failures == (code == "engine_timeout")
 
 
-def test_stream_whose_engine_stops_after_its_last_event_is_complete():
+def test_stall_after_last_event_keeps_stream_complete():
     whole = EVENT + b"data: [DONE]\n\n"
     for options in ({"engine_idle_timeout_s": SHORT_S}, {"request_timeout_s": SHORT_S}):
         with (
@@ -151,7 +151,7 @@ def test_stream_whose_engine_stops_after_its_last_event_is_complete():
     ],
     ids=["JSON", "bytes", "comments of a stream"],
 )
-def test_answer_that_never_ends_ends_with_its_request(begun, more):
+def test_endless_answer_ends_at_request_timeout(begun, more):
     """This holds whether its client reads or not."""
     with (
         raw_engine(begun, "repeat", more=more) as (url, endless),
@@ -161,7 +161,7 @@ def test_answer_that_never_ends_ends_with_its_request(begun, more):
         wait_until(lambda: endless.num_left, "the engine hears of it")
 
 
-def test_feed_without_an_end_goes_on_for_a_get():
+def test_get_feed_ignores_request_timeout():
     """A dashboard reads its feed for as long as it is open."""
     feed = STREAM + chunk(EVENT) + b"0\r\n\r\n"
     with raw_engine(b"", "silent", get=feed) as (url, _):
@@ -171,13 +171,13 @@ def test_feed_without_an_end_goes_on_for_a_get():
             assert http.post(PATH, json=CHAT).status_code == 504
 
 
-def test_get_has_a_limit_if_it_asks_for_one():
+def test_get_with_timeout_header_gets_504():
     with raw_engine(b"", get=b"HTTP/1.1 200 OK\r\n") as (url, _), run_router(url) as routing, routing.http() as http:
         answer = http.get("/dashboard/feed", headers={"X-Request-Timeout": str(SHORT_S)})
         assert error_of(answer) == (504, "request_timeout")
 
 
-def test_request_that_is_over_is_ended_by_no_deadline():
+def test_deadline_does_not_end_finished_request():
     async def work(_now):
         flight = Flight(Asked(), EVERYBODY)
         with flight.limited(TimeoutQueue(), 5.0):
@@ -192,7 +192,7 @@ def test_request_that_is_over_is_ended_by_no_deadline():
     run_virtually(work)
 
 
-def test_addresses_of_a_name_share_the_time_to_connect(monkeypatch):
+def test_addresses_of_one_host_share_connect_timeout(monkeypatch):
     async def work(now):
         loop = asyncio.get_running_loop()
         tried = []
@@ -217,7 +217,7 @@ def test_addresses_of_a_name_share_the_time_to_connect(monkeypatch):
     assert run_virtually(work) == pytest.approx(10.0)
 
 
-def test_name_that_does_not_resolve_in_time_fails(monkeypatch):
+def test_slow_name_resolution_hits_connect_timeout(monkeypatch):
     async def work(now):
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lambda *_, **__: asyncio.sleep(1e6))
         with pytest.raises(TimeoutError):
@@ -227,13 +227,13 @@ def test_name_that_does_not_resolve_in_time_fails(monkeypatch):
     assert run_virtually(work) == pytest.approx(3.0)
 
 
-def test_first_byte_may_take_as_long_as_the_request_by_default():
+def test_first_byte_timeout_defaults_to_request_timeout():
     assert RouterConfig(engines=("http://e",), request_timeout_s=7200.0).engine_first_byte_timeout_s == 7200.0
     given = RouterConfig(engines=("http://e",), request_timeout_s=7200.0, engine_first_byte_timeout_s=60.0)
     assert given.engine_first_byte_timeout_s == 60.0
 
 
-def test_limits_follow_the_engines_by_default():
+def test_request_timeout_defaults_to_longest_engine_limit_plus_margin():
     service = RouterService(RouterConfig(engines=("http://a", "http://b")))
     service.pool.change(["http://a", "http://b"])
     first, second = service.pool.engines.values()
@@ -251,14 +251,14 @@ def test_limits_follow_the_engines_by_default():
 @pytest.mark.parametrize(
     ("published", "known"), [(7200, 7200.0), (0.5, 0.5), (0, 0.0), (-1, None), ("x", None), (None, None)]
 )
-def test_router_reads_the_limit_of_an_engine(published, known):
+def test_router_reads_published_request_timeout_of_engine(published, known):
     with scripted("decode") as (url, engine), run_router(url) as routing:
         routing.engine(url).request_timeout_s = 42.0
         engine.request_timeout = published
         wait_until(lambda: routing.engine(url).request_timeout_s == known, "it is read")
 
 
-def test_engine_ends_a_request_before_the_router_does():
+def test_engine_reports_timeout_before_router_default():
     """The engine reports its own timeout, because the router's default limit is later."""
     with (
         run_server(request_timeout_s=SHORT_S) as server,
@@ -274,7 +274,7 @@ def test_engine_ends_a_request_before_the_router_does():
 
 
 @pytest.mark.parametrize("limit_s", [None, 5.0])
-def test_silent_engine_is_left_after_its_own_limit(limit_s):
+def test_first_byte_timeout_follows_engine_limit_unless_configured(limit_s):
     async def work(now):
         engine = Engine("http://e", request_timeout_s=7200.0)
         upstream = Upstream(RouterConfig(engines=("http://e",), request_timeout_s=limit_s))
@@ -296,7 +296,7 @@ def test_silent_engine_is_left_after_its_own_limit(limit_s):
     ["engine_connect_timeout_s", "engine_first_byte_timeout_s", "engine_idle_timeout_s", "request_timeout_s"],
 )
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
-def test_times_are_above_zero(name, value):
+def test_nonpositive_timeouts_and_sizes_are_refused(name, value):
     with pytest.raises(ConfigError, match=name):
         RouterConfig(engines=("http://e",), **{name: value})
     with pytest.raises(ConfigError, match="max_answer_bytes"):

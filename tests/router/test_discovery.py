@@ -18,7 +18,7 @@ from octavo.router.discovery import EnginesFile, EnginesOfName
 BODY = {"prompt": "hello", "max_tokens": 5}
 
 
-def test_engines_of_a_file_come_and_go_and_what_is_open_ends_as_it_would(tmp_path):
+def test_engines_file_change_keeps_open_streams(tmp_path):
     path = tmp_path / "engines.txt"
     with run_server(FakeExecutor(step_s=0.002)) as first, run_server() as second:
         path.write_text(f"{first.url}  # the first\n\n# none\n")
@@ -38,7 +38,7 @@ def test_engines_of_a_file_come_and_go_and_what_is_open_ends_as_it_would(tmp_pat
             assert left[-1] == "data: [DONE]"
 
 
-def test_a_file_that_cannot_be_used_changes_nothing_and_is_told_once(tmp_path, caplog):
+def test_unusable_engines_file_is_logged_and_keeps_engines(tmp_path, caplog):
     path = tmp_path / "engines.txt"
     source = EnginesFile(path)
 
@@ -76,7 +76,7 @@ def resolves(monkeypatch, answers):
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, *_, **more: look_up(host, port, **more))
 
 
-def test_all_addresses_of_a_name_are_engines(monkeypatch):
+def test_every_dns_address_becomes_engine(monkeypatch):
     unknown, silent = (socket.gaierror(number, "") for number in (socket.EAI_NONAME, socket.EAI_AGAIN))
     resolves(monkeypatch, [["10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1"], silent, ["10.0.0.3"], unknown])
     source = EnginesOfName("engines.example:8000")
@@ -88,7 +88,7 @@ def test_all_addresses_of_a_name_are_engines(monkeypatch):
     assert asyncio.run(ask_all()) == [several, several, ["http://10.0.0.3:8000"], []]
 
 
-def test_engines_of_a_name_are_asked():
+def test_engine_found_by_dns_serves_requests():
     with run_server() as engine:
         port = urlsplit(engine.url).port
         with run_router(engines_dns=f"localhost:{port}", num_ready=1) as routing, routing.http() as http:
@@ -97,7 +97,7 @@ def test_engines_of_a_name_are_asked():
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
-def test_an_engine_may_be_named_by_any_of_its_names(name):
+def test_engine_url_accepts_host_name_or_address(name):
     with run_server() as engine:
         url = engine.url.replace("127.0.0.1", name)
         with run_router(url) as routing, routing.http() as http:

@@ -33,7 +33,7 @@ def error_code(told) -> tuple[int, str]:
     return told[0], json.loads(told[1])["error"]["code"]
 
 
-def test_whole_answer_is_counted_and_charged():
+def test_answer_usage_is_counted_and_charged():
     async def work(_now):
         client = Client(1)
         charged = []
@@ -54,7 +54,7 @@ def test_whole_answer_is_counted_and_charged():
 
 
 @pytest.mark.parametrize("is_told_all", [False, True])
-def test_engine_that_fails_sends_the_request_elsewhere_once(caplog, is_told_all):
+def test_failed_request_is_retried_once(caplog, is_told_all):
     async def work(_now):
         client = Client(3)
         suspected = []
@@ -80,7 +80,7 @@ def test_engine_that_fails_sends_the_request_elsewhere_once(caplog, is_told_all)
     run_virtually(work)
 
 
-def test_engine_alone_that_fails_is_named_as_lost():
+def test_failure_of_only_engine_gives_engine_lost():
     async def work(_now):
         client = Client(1)
         client.answers(ConnectionResetError("gone"))
@@ -89,7 +89,7 @@ def test_engine_alone_that_fails_is_named_as_lost():
     run_virtually(work)
 
 
-def test_soonest_refusal_is_passed_on():
+def test_refusal_with_smallest_retry_after_wins():
     async def work(_now):
         client = Client(3)
         for index, more in enumerate(("retry-after: 9\r\n", "retry-after: 2\r\n", "")):
@@ -103,7 +103,7 @@ def test_soonest_refusal_is_passed_on():
     run_virtually(work)
 
 
-def test_engines_that_close_count_as_failures_of_a_request():
+def test_closing_engines_get_only_one_retry():
     async def work(_now):
         client = Client(3)
         for index in range(3):
@@ -114,7 +114,7 @@ def test_engines_that_close_count_as_failures_of_a_request():
     run_virtually(work)
 
 
-def test_no_engine_for_a_request_is_told_with_a_time():
+def test_missing_engine_gives_503_with_retry_after():
     async def work(_now):
         client = Client(2, health_interval_s=3.0)
         client.engines[0].models, client.engines[1].models = frozenset({"x"}), frozenset({"y"})
@@ -127,7 +127,7 @@ def test_no_engine_for_a_request_is_told_with_a_time():
     run_virtually(work)
 
 
-def test_client_that_leaves_is_answered_by_its_status_alone():
+def test_client_disconnect_yields_client_left_status():
     async def work(_now):
         client = Client(1)
         client.answers(hang)
@@ -142,7 +142,7 @@ def test_client_that_leaves_is_answered_by_its_status_alone():
     run_virtually(work)
 
 
-def test_client_that_leaves_in_mid_stream_gets_no_second_status():
+def test_disconnect_during_stream_sends_no_second_status():
     async def work(_now):
         client = Client(1)
 
@@ -161,7 +161,7 @@ def test_client_that_leaves_in_mid_stream_gets_no_second_status():
     run_virtually(work)
 
 
-def test_request_without_time_left_ends_with_its_deadline():
+def test_expired_request_timeout_header_gives_504():
     async def work(now):
         client = Client(1)
         client.answers(hang)
@@ -176,7 +176,7 @@ def test_request_without_time_left_ends_with_its_deadline():
     ("path", "error"),
     [("/v1/completions", b"data: [DONE]"), ("/v1/messages", b"event: error"), ("/api/chat", b'{"error"')],
 )
-def test_stream_that_is_cut_ends_with_an_error_event(path, error):
+def test_cut_stream_ends_with_error_event(path, error):
     async def work(_now):
         client = Client(1)
         kind = b"application/x-ndjson" if path.startswith("/api") else b"text/event-stream"
@@ -201,7 +201,7 @@ def test_stream_that_is_cut_ends_with_an_error_event(path, error):
     run_virtually(work)
 
 
-def test_stream_that_is_cut_after_its_last_event_is_whole():
+def test_cut_after_last_event_adds_no_error():
     async def work(_now):
         client = Client(1)
 
@@ -220,7 +220,7 @@ def test_stream_that_is_cut_after_its_last_event_is_whole():
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models/x"])
 @pytest.mark.parametrize("last", [LAST, b""])
-def test_only_the_last_event_ends_a_stream_whose_length_nothing_tells(path, last):
+def test_inference_stream_without_length_requires_last_event(path, last):
     async def work(_now):
         client = Client(1)
         client.upstream.ends = True
@@ -235,7 +235,7 @@ def test_only_the_last_event_ends_a_stream_whose_length_nothing_tells(path, last
 
 
 @pytest.mark.parametrize(("body", "is_whole"), [(b'{"a":1}', True), (b'{"a":', False)])
-def test_json_whose_length_nothing_tells_has_to_be_complete(body, is_whole):
+def test_json_without_length_must_be_complete(body, is_whole):
     async def work(_now):
         client = Client(1)
         client.upstream.ends = True
@@ -247,7 +247,7 @@ def test_json_whose_length_nothing_tells_has_to_be_complete(body, is_whole):
     run_virtually(work)
 
 
-def test_json_above_the_limit_is_passed_on_as_it_comes_and_counted():
+def test_json_above_limit_is_streamed_and_counted():
     async def work(_now):
         client = Client(1, max_answer_bytes=1 << 20)
         body = {"text": "x" * (3 << 20), "usage": USAGE}
@@ -269,7 +269,7 @@ def test_json_above_the_limit_is_passed_on_as_it_comes_and_counted():
     run_virtually(work)
 
 
-def test_answer_of_another_kind_is_passed_on_whole():
+def test_plain_text_answer_is_forwarded_unchanged():
     async def work(_now):
         client = Client(1)
         client.answers(answer(b"plain" * 1000, kind="text/plain"))
@@ -278,7 +278,7 @@ def test_answer_of_another_kind_is_passed_on_whole():
     run_virtually(work)
 
 
-def test_own_path_with_another_method_is_refused():
+def test_wrong_method_on_router_path_gives_405():
     async def work(_now):
         with pytest.raises(HTTPException) as error:
             await Client(1).ask("/metrics")
@@ -287,7 +287,7 @@ def test_own_path_with_another_method_is_refused():
     run_virtually(work)
 
 
-def test_key_without_read_metrics_sees_nothing_of_other_keys():
+def test_server_info_without_read_metrics_gives_403():
     async def work(_now):
         client = Client(1)
         told = await client.ask("/server_info", tenant=Tenant(name="a"))
@@ -301,7 +301,7 @@ def test_key_without_read_metrics_sees_nothing_of_other_keys():
     ("method", "path", "num_held"),
     [("POST", "/v1/completions", 3), ("POST", "/tokenize", 3), ("GET", "/v1/completions", 0), ("POST", "/other", 0)],
 )
-def test_only_requests_that_a_model_serves_take_places(method, path, num_held):
+def test_only_inference_requests_hold_stream_slots(method, path, num_held):
     async def work(_now):
         client, held = Client(1), []
 
@@ -317,7 +317,7 @@ def test_only_requests_that_a_model_serves_take_places(method, path, num_held):
     run_virtually(work)
 
 
-def test_get_has_a_limit_of_time_only_if_it_asks_for_one():
+def test_get_has_timeout_only_with_timeout_header():
     """A dashboard's answer does not end."""
 
     async def work(now):

@@ -113,7 +113,7 @@ def made_up(does: str, last: bytes = b"") -> Iterator[tuple[str, MadeUp]]:
 
 
 @pytest.mark.parametrize("trouble", ["die", "full", "closing"])
-def test_a_request_that_was_told_nothing_goes_elsewhere(trouble):
+def test_request_without_answer_is_retried_on_another_engine(trouble):
     with (
         made_up(trouble) as (bad, failing),
         made_up("answer") as (good, answering),
@@ -127,7 +127,7 @@ def test_a_request_that_was_told_nothing_goes_elsewhere(trouble):
         assert routing.engine(bad).num_failures == (failing.num_posts if trouble == "die" else 0)
 
 
-def test_it_goes_elsewhere_once():
+def test_request_is_retried_only_once():
     with (
         made_up("die") as (first, one),
         made_up("die") as (second, two),
@@ -141,7 +141,7 @@ def test_it_goes_elsewhere_once():
         assert http.post("/v1/messages", json=CHAT).json()["error"]["type"] == "overloaded_error"
 
 
-def test_where_all_are_full_the_client_hears_when_to_come_back():
+def test_full_engines_give_429_with_retry_after():
     with (
         made_up("full") as (first, one),
         made_up("full") as (second, two),
@@ -168,7 +168,7 @@ STREAM_ENDS = {
 
 @pytest.mark.parametrize("path", STREAM_ENDS)
 @pytest.mark.parametrize("trouble", ["die in mid-stream", "die within an event"])
-def test_a_stream_that_was_begun_ends_with_its_apis_error(path, trouble):
+def test_lost_engine_ends_stream_with_error_of_api(path, trouble):
     with (
         made_up(trouble) as (bad, failing),
         made_up("answer") as (good, answering),
@@ -200,7 +200,7 @@ LAST_EVENTS = {
 
 
 @pytest.mark.parametrize(("path", "last"), [(path, last) for path, events in LAST_EVENTS.items() for last in events])
-def test_an_engine_lost_behind_the_last_event_of_a_stream_adds_none(path, last):
+def test_engine_lost_after_last_event_adds_no_error(path, last):
     with (
         made_up("die in mid-stream", last) as (bad, failing),
         run_router(bad) as routing,
@@ -211,7 +211,7 @@ def test_an_engine_lost_behind_the_last_event_of_a_stream_adds_none(path, last):
         assert failing.num_posts == 1
 
 
-def test_an_engine_that_freezes_behind_the_last_event_adds_none():
+def test_engine_frozen_after_last_event_adds_no_error():
     last = b"data: [DONE]\n\n"
     whole = EVENT + last
     with (
@@ -239,11 +239,11 @@ def test_an_engine_that_freezes_behind_the_last_event_adds_none():
         ("/api/chat", b"no JSON"),
     ],
 )
-def test_an_event_that_only_tells_of_an_end_is_not_the_last(path, event):
+def test_event_quoting_end_marker_is_not_last_event(path, event):
     assert not ROUTES.api(path).is_last(event)
 
 
-def test_a_frozen_engine_is_found_and_its_requests_end():
+def test_request_of_lost_engine_is_retried_on_another():
     with (
         made_up("hang") as (frozen, hanging),
         made_up("answer") as (good, answering),
@@ -261,7 +261,7 @@ def test_a_frozen_engine_is_found_and_its_requests_end():
         wait_until(lambda: hanging.num_left, "the frozen one's connection is closed")
 
 
-def test_an_engine_that_is_not_ready_gets_nothing_new():
+def test_unready_engine_receives_no_requests():
     with (
         made_up("answer") as (first, one),
         made_up("answer") as (second, two),
@@ -285,7 +285,7 @@ def test_an_engine_that_is_not_ready_gets_nothing_new():
         assert http.post("/v1/completions", json=CHAT).status_code == 200
 
 
-def test_an_engine_that_dies_is_away_and_comes_back():
+def test_dead_engine_is_removed_from_ready_engines():
     with (
         made_up("answer") as (good, _),
         run_server() as running,
@@ -297,7 +297,7 @@ def test_an_engine_that_dies_is_away_and_comes_back():
         assert http.post("/v1/completions", json=CHAT).status_code == 200
 
 
-def test_a_client_that_leaves_ends_its_request_in_the_engine():
+def test_client_disconnect_aborts_streaming_request_in_engine():
     executor = FakeExecutor(step_s=0.002)
     with run_server(executor) as running, run_router(running.url) as routing, routing.http() as http:
         body = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -308,7 +308,7 @@ def test_a_client_that_leaves_ends_its_request_in_the_engine():
         assert routing.engine(running.url).open_tokens == 0
 
 
-def test_a_client_that_leaves_before_the_answer_ends_it_as_well():
+def test_client_disconnect_before_answer_aborts_request():
     with made_up("hang") as (url, hanging), run_router(url) as routing:
         with asking(routing, "/v1/completions", CHAT):
             wait_until(lambda: hanging.num_posts, "it hangs")
@@ -316,7 +316,7 @@ def test_a_client_that_leaves_before_the_answer_ends_it_as_well():
         assert routing.engine(url).num_failures == 0
 
 
-def test_open_requests_end_when_the_router_is_told_to_stop():
+def test_router_shutdown_ends_open_streams_with_error():
     with made_up("hang in mid-stream") as (url, hanging), run_router(url) as routing, routing.http() as http:
         with http.stream("POST", "/v1/completions", json={**CHAT, "stream": True}) as response:
             lines = response.iter_lines()
@@ -327,7 +327,7 @@ def test_open_requests_end_when_the_router_is_told_to_stop():
         wait_until(lambda: hanging.num_left, "the engine hears of it")
 
 
-def test_an_engine_lost_while_its_whole_answer_is_written_is_not_asked_again_elsewhere():
+def test_engine_loss_does_not_retry_buffered_answer():
     """The client reads slowly. It gets the complete answer, once."""
     with (
         made_up("large") as (url, first),
@@ -345,7 +345,7 @@ def test_an_engine_lost_while_its_whole_answer_is_written_is_not_asked_again_els
         assert first.num_posts + second.num_posts == 1
 
 
-def test_what_somebody_asks_for_stops_no_watching():
+def test_huge_token_counts_do_not_stop_health_checks():
     """Numbers of 400 digits are for the engine to refuse. The router counts them as a large number."""
     with made_up("answer") as (url, _), run_router(url) as routing, routing.http() as http:
         engine = routing.engine(url)
@@ -358,7 +358,7 @@ def test_what_somebody_asks_for_stops_no_watching():
         routing.wait_ready(1)
 
 
-def test_a_request_that_takes_engines_down_is_not_tried_on_all():
+def test_request_answered_503_is_retried_once():
     """A restarting engine answers 503 to its requests."""
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(made_up("closing")) for _ in range(4)]
@@ -368,7 +368,7 @@ def test_a_request_that_takes_engines_down_is_not_tried_on_all():
     assert sum(engine.num_posts for _, engine in engines) == 2
 
 
-def test_trouble_of_the_routers_own_ends_nothing():
+def test_local_resource_error_does_not_mark_engine_lost():
     own, refused = OSError(errno.EMFILE, "too many open files"), ConnectionRefusedError(errno.ECONNREFUSED, "refused")
     assert (is_own_failure(own), is_refusal(own)) == (True, False)
     assert (is_own_failure(refused), is_refusal(refused)) == (False, True)
@@ -382,7 +382,7 @@ def test_trouble_of_the_routers_own_ends_nothing():
         upstream.get = get
 
 
-def test_a_fault_of_watching_does_not_end_it():
+def test_health_checks_continue_after_unexpected_error():
     with made_up("answer") as (url, _), run_router(url) as routing:
         upstream = routing.service.upstream
         get, upstream.get = upstream.get, AsyncMock(side_effect=ValueError("odd"))
@@ -392,7 +392,7 @@ def test_a_fault_of_watching_does_not_end_it():
         routing.wait_ready(1)
 
 
-def test_an_engine_behind_tls(tmp_path, monkeypatch):
+def test_tls_engine_requires_trusted_certificate(tmp_path, monkeypatch):
     certificate, key = make_certificate(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with run_server(ssl_certfile=certificate, ssl_keyfile=key) as engine:

@@ -15,7 +15,7 @@ from octavo.router.asked import Asked
 from octavo.router.flight import Flight
 
 
-def test_end_between_two_guarded_blocks_is_raised_at_the_next_one():
+def test_end_between_guarded_blocks_raises_once_at_next_block():
     async def work(_now):
         flight = Flight(Asked(), EVERYBODY)
         async with flight.guarded():
@@ -31,7 +31,7 @@ def test_end_between_two_guarded_blocks_is_raised_at_the_next_one():
     run_virtually(work)
 
 
-def test_task_that_was_ended_may_be_cancelled_again():
+def test_ended_task_can_be_cancelled_again():
     async def work(_now):
         flight = Flight(Asked(), EVERYBODY)
         task = asyncio.current_task()
@@ -47,7 +47,7 @@ def test_task_that_was_ended_may_be_cancelled_again():
     run_virtually(work)
 
 
-def test_cancellation_from_outside_passes_a_guarded_block():
+def test_outside_cancellation_propagates_through_guarded_block():
     async def work(_now):
         flight = Flight(Asked(), EVERYBODY)
 
@@ -65,7 +65,7 @@ def test_cancellation_from_outside_passes_a_guarded_block():
     run_virtually(work)
 
 
-def test_limit_of_time_ends_with_its_block():
+def test_time_limit_ends_with_block():
     async def work(_now):
         flight = Flight(Asked(), EVERYBODY)
         with flight.limited(TimeoutQueue(), 1.0):

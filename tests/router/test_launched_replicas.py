@@ -38,7 +38,7 @@ def replica(process=None):
     return made
 
 
-def test_a_replica_has_failed_when_it_was_never_well_and_does_not_run():
+def test_replica_failed_only_if_marked_and_exited():
     for has_failed, process, expected in (
         (True, Process(1), True),
         (True, Process(), False),
@@ -50,7 +50,7 @@ def test_a_replica_has_failed_when_it_was_never_well_and_does_not_run():
         assert made.has_failed is expected
 
 
-def test_what_a_replica_is_told_reaches_it_while_it_runs():
+def test_signals_reach_only_running_replica():
     for act, told in (
         (_Replica.kill_frozen, "kill"),
         (_Replica.reload, signal.SIGHUP),
@@ -64,7 +64,7 @@ def test_what_a_replica_is_told_reaches_it_while_it_runs():
 
 
 @pytest.mark.parametrize(("is_alive", "killed"), [(True, ["kill"]), (False, [])])
-def test_a_replica_that_does_not_end_is_killed(is_alive, killed):
+def test_replica_that_ignores_stop_is_killed(is_alive, killed):
     made, waits = replica(Process()), []
     made._thread = SimpleNamespace(join=lambda timeout=None: waits.append(timeout), is_alive=lambda: is_alive)
     made.join()
@@ -95,13 +95,13 @@ def run(monkeypatch, *runs):
     return pauses, failed
 
 
-def test_pauses_between_starts_grow_to_a_minute(monkeypatch):
+def test_restart_backoff_doubles_up_to_one_minute(monkeypatch):
     pauses, failed = run(monkeypatch, *[(-9, 1.0)] * 8)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     assert failed == [False, False, *[True] * 6]
 
 
-def test_one_that_ran_for_a_minute_begins_anew(monkeypatch):
+def test_one_minute_run_resets_restart_backoff(monkeypatch):
     pauses, failed = run(monkeypatch, (-9, 1.0), (-9, 1.0), (-9, 60.0), (-9, 59.0), (-9, 1.0), (-9, 1.0))
     assert pauses == [1.0, 2.0, 1.0, 2.0, 4.0, 8.0]
     assert failed == [False, False, False, False, False, True]
@@ -110,11 +110,11 @@ def test_one_that_ran_for_a_minute_begins_anew(monkeypatch):
 @pytest.mark.parametrize(
     ("status", "seconds", "expected"), [(1, 1.0, True), (2, 1.0, True), (3, 1.0, False), (1, 99.0, False)]
 )
-def test_a_wrong_option_is_a_failure_at_once(monkeypatch, status, seconds, expected):
+def test_early_usage_error_marks_replica_failed(monkeypatch, status, seconds, expected):
     assert run(monkeypatch, (status, seconds))[1] == [expected]
 
 
-def test_all_replicas_have_failed_when_each_has():
+def test_replicas_have_failed_only_if_all_failed():
     replicas = LocalReplicas({"http://a": ["a"], "http://b": ["b"]}, {})
     for made in replicas._replicas.values():
         assert not replicas.has_failed
@@ -122,7 +122,7 @@ def test_all_replicas_have_failed_when_each_has():
     assert replicas.has_failed
 
 
-def test_a_silent_replica_is_killed_after_eight_times():
+def test_replica_is_killed_after_eight_silent_checks():
     replicas = LocalReplicas({"http://a": ["a"]}, {})
     replicas._replicas["http://a"]._process = process = Process()
     replicas.silent("http://a", 7)
@@ -137,7 +137,7 @@ def test_a_silent_replica_is_killed_after_eight_times():
 @pytest.mark.parametrize(
     ("error", "forgets"), [(ConnectionRefusedError(), True), (ConnectionResetError(), True), (TimeoutError(), False)]
 )
-def test_the_cache_of_an_engine_that_refuses_connections_is_forgotten(error, forgets):
+def test_refused_connection_clears_expected_cache_of_engine(error, forgets):
     """The next process at its address has an empty cache. A silent engine keeps its cache."""
     heard = []
     watch = object.__new__(EngineWatch)
@@ -149,7 +149,7 @@ def test_the_cache_of_an_engine_that_refuses_connections_is_forgotten(error, for
     assert heard == (["forget", "lost"] if forgets else ["lost"])
 
 
-def test_frozen_and_slow_replicas_are_logged(caplog, monkeypatch):
+def test_replica_kills_and_restarts_are_logged(caplog, monkeypatch):
     made = replica(Process())
     made._thread = SimpleNamespace(join=lambda timeout=None: None, is_alive=lambda: True)
     made.join()
@@ -160,7 +160,7 @@ def test_frozen_and_slow_replicas_are_logged(caplog, monkeypatch):
     assert "replica 0 exited with status 7; it restarts in 1 s" in caplog.text
 
 
-def test_replica_that_was_never_started_is_joined_alone():
+def test_joining_unstarted_replica_kills_nothing():
     made, waits = replica(), []
     made._thread = SimpleNamespace(join=lambda timeout=None: waits.append(timeout), is_alive=lambda: True)
     made.join()
@@ -168,7 +168,7 @@ def test_replica_that_was_never_started_is_joined_alone():
 
 
 @pytest.mark.parametrize("stops_after", [0, 1])
-def test_replica_that_is_to_stop_is_not_started_again(monkeypatch, stops_after):
+def test_stopping_replica_is_not_restarted(monkeypatch, stops_after):
     made, statuses, paused = replica(), [], []
 
     def run_once():
@@ -182,7 +182,7 @@ def test_replica_that_is_to_stop_is_not_started_again(monkeypatch, stops_after):
     assert (len(statuses), paused, made._has_failed) == (stops_after, [], False)
 
 
-def test_child_is_started_with_its_command_and_ends_with_this_process(monkeypatch):
+def test_replica_process_gets_command_stdin_pipe_and_new_session(monkeypatch):
     made, started = _Replica(0, ["command", "option"], {"A": "b"}), []
 
     class Child(Process):
@@ -209,7 +209,7 @@ def test_child_is_started_with_its_command_and_ends_with_this_process(monkeypatc
     assert len(started) == 1
 
 
-def test_replicas_are_started_told_to_stop_and_waited_for_in_this_order():
+def test_replicas_start_stop_and_join_in_order():
     replicas, acts = LocalReplicas({"http://a": ["a"], "http://b": ["b"]}, {}), []
     assert [made._index for made in replicas._replicas.values()] == [0, 1]
     assert all(made._thread.daemon for made in replicas._replicas.values())
@@ -221,7 +221,7 @@ def test_replicas_are_started_told_to_stop_and_waited_for_in_this_order():
     assert acts == [(name, f"http://{host}") for name in ("start", "tell_to_stop", "join") for host in "ab"]
 
 
-def test_free_ports_are_different_and_free_again():
+def test_free_ports_are_distinct_and_bindable():
     ports = free_ports(3)
     assert len({*ports}) == 3
     for port in ports:

@@ -10,7 +10,7 @@ from octavo.router.launcher import LocalReplicas
 URL = "http://127.0.0.1:1"
 
 
-def test_a_frozen_replica_is_killed_and_started_again(tmp_path, caplog):
+def test_frozen_replica_is_killed_and_restarted(tmp_path, caplog):
     pids = tmp_path / "pids"
     pids.touch()
     with LocalReplicas({URL: ["sh", "-c", f"echo $$ >> {pids}; exec sleep 60"]}, {"PATH": "/bin:/usr/bin"}) as replicas:

@@ -22,7 +22,7 @@ def pair_of(**options) -> Client:
     return client
 
 
-def test_prefill_that_takes_too_long_for_its_length_is_given_up(caplog):
+def test_slow_remote_prefill_times_out_by_prompt_length(caplog):
     async def work(now):
         client = pair_of()
         prefill, decode = client.engines
@@ -47,7 +47,7 @@ def test_prefill_that_takes_too_long_for_its_length_is_given_up(caplog):
 
 
 @pytest.mark.parametrize("status", [200, 400, 429, 499, 500, 503])
-def test_decode_engine_hears_of_kv_only_if_the_prefill_was_computed(status):
+def test_decode_gets_transfer_id_only_after_successful_prefill(status):
     async def work(_now):
         client = pair_of()
         client.answers(answer({"usage": USAGE}, status, more="retry-after: 7\r\n"))
@@ -71,7 +71,7 @@ def test_decode_engine_hears_of_kv_only_if_the_prefill_was_computed(status):
 
 @pytest.mark.parametrize("trouble", [ConnectionResetError("gone"), RuntimeError("a fault")])
 @pytest.mark.parametrize("is_in_body", [False, True])
-def test_prefill_that_fails_leaves_the_prompt_to_the_decode_engine(trouble, is_in_body, caplog):
+def test_failed_prefill_falls_back_to_decode_engine(trouble, is_in_body, caplog):
     async def work(_now):
         client = pair_of()
 
@@ -94,7 +94,7 @@ def test_prefill_that_fails_leaves_the_prompt_to_the_decode_engine(trouble, is_i
     run_virtually(work)
 
 
-def test_lost_prefill_engine_fails_only_its_half():
+def test_lost_prefill_engine_keeps_request_on_decode_engine():
     async def work(_now):
         client = pair_of()
         client.answers(hang)
@@ -119,7 +119,7 @@ def test_lost_prefill_engine_fails_only_its_half():
         ((512, 0), 0.5, ("usage", 0.0, 0.5)),
     ],
 )
-def test_pair_notes_whether_kv_came_if_enough_was_new(usage, known, noted):
+def test_pair_records_kv_arrival_if_enough_tokens_are_new(usage, known, noted):
     """Enough is 256 prompt tokens that the decode engine was not expected to have."""
 
     async def work(_now):
@@ -142,7 +142,7 @@ def test_pair_notes_whether_kv_came_if_enough_was_new(usage, known, noted):
     run_virtually(work)
 
 
-def test_pair_whose_answer_or_prefill_failed_notes_nothing():
+def test_failed_prefill_or_answer_is_not_recorded_for_pair():
     async def work(_now):
         for of, given in ((0, answer(None, 500)), (1, answer(None, 400)), (1, ConnectionResetError())):
             client = pair_of()

@@ -99,7 +99,7 @@ ways = pytest.mark.parametrize("port", [None, PORT], ids=["store", "direct"])
         ("/api/generate", {"model": "m", "prompt": PROMPT, "options": {"num_predict": 9}}),
     ],
 )
-def test_both_are_asked_the_same_on_every_route(paired, port, path, body):
+def test_prefill_and_decode_get_same_request_on_every_route(paired, port, path, body):
     prefill, decode, _, http = paired(decode_does="follow", port=port)
     answer = http.post(path, json=body, headers={"X-Request-Id": "mine", "Authorization": "Bearer k"})
     assert answer.json()["from"] == "decode"
@@ -114,7 +114,7 @@ def test_both_are_asked_the_same_on_every_route(paired, port, path, body):
     assert of_decode.source == (None if port is None else f"127.0.0.1:{PORT}")
 
 
-def test_through_a_store_the_answer_waits_for_the_prompt(paired):
+def test_store_transfer_delays_decode_until_prefill_ends(paired):
     prefill, decode, routing, http = paired("wait")
     thread, answers = ask_aside(http)
     wait_until(lambda: prefill.asked, "the prefill has begun")
@@ -127,7 +127,7 @@ def test_through_a_store_the_answer_waits_for_the_prompt(paired):
     assert decode.params[0].transfer_id == prefill.params[0].transfer_id
 
 
-def test_directly_both_work_at_once(paired):
+def test_direct_transfer_starts_prefill_and_decode_together(paired):
     prefill, decode, routing, http = paired("wait", "wait", PORT)
     thread, answers = ask_aside(http)
     wait_until(lambda: prefill.asked and decode.asked, "both have begun")
@@ -140,7 +140,7 @@ def test_directly_both_work_at_once(paired):
 
 
 @ways
-def test_what_the_prompt_costs_is_counted_once(paired, port):
+def test_paired_prompt_is_charged_once(paired, port):
     _, _, routing, http = paired(port=port)
     prefill, decode = engine_of(routing, "prefill"), engine_of(routing, "decode")
     charged: list[int] = []
@@ -166,7 +166,7 @@ def test_what_the_prompt_costs_is_counted_once(paired, port):
 
 @ways
 @pytest.mark.parametrize("trouble", ["refuse", "full", "fail", "closing", "die", "die in its answer"])
-def test_whatever_a_prefill_engine_does_the_answer_is_the_other_ones(paired, port, trouble):
+def test_decode_engine_answers_despite_prefill_failure(paired, port, trouble):
     prefill, decode, routing, http = paired(trouble, "wait", port)
     thread, answers = ask_aside(http)
     engine = engine_of(routing, "prefill")
@@ -187,7 +187,7 @@ def test_whatever_a_prefill_engine_does_the_answer_is_the_other_ones(paired, por
 @pytest.mark.parametrize(
     ("retry_after", "pause_s"), [(b"7", 7), (b"99999", 60), (b"soon", 1), (b"1 Jan 99999999999999999999 1:1:1", 1)]
 )
-def test_a_prefill_engine_that_is_full_is_asked_again_when_it_said(paired, retry_after, pause_s):
+def test_full_prefill_engine_pauses_for_retry_after(paired, retry_after, pause_s):
     prefill, _, routing, http = paired("full")
     prefill.retry_after = retry_after
     engine, loop = engine_of(routing, "prefill"), routing.server.servers[0].get_loop()
@@ -199,7 +199,7 @@ def test_a_prefill_engine_that_is_full_is_asked_again_when_it_said(paired, retry
     assert len(prefill.asked) == 2
 
 
-def test_fault_in_reading_a_prefill_answer_fails_no_request(paired, monkeypatch):
+def test_error_in_reading_prefill_answer_keeps_request(paired, monkeypatch):
     def fail(*_):
         raise RuntimeError("a fault of the router")
 
@@ -210,7 +210,7 @@ def test_fault_in_reading_a_prefill_answer_fails_no_request(paired, monkeypatch)
     assert engine_of(routing, "prefill").num_failed_prefills == 1
 
 
-def test_a_prefill_that_takes_too_long_is_given_up(paired, monkeypatch):
+def test_slow_prefill_is_aborted_and_decode_computes_prompt(paired, monkeypatch):
     monkeypatch.setattr(pairing, "_LEAST_S", 0.05)
     monkeypatch.setattr(pairing, "_S_PER_TOKEN", 0.0)
     prefill, decode, routing, http = paired("hang")
@@ -221,7 +221,7 @@ def test_a_prefill_that_takes_too_long_is_given_up(paired, monkeypatch):
 
 
 @ways
-def test_a_prefill_engine_that_is_lost_takes_nobody_with_it(paired, port):
+def test_lost_prefill_engine_does_not_fail_request(paired, port):
     """For example a frozen engine, which is detected while it computes."""
     prefill, decode, routing, http = paired("hang", "wait", port)
     thread, answers = ask_aside(http)
@@ -239,7 +239,7 @@ def test_a_prefill_engine_that_is_lost_takes_nobody_with_it(paired, port):
     ("prefill_does", "decode_does", "port"),
     [("hang", "hang", PORT), ("answer", "hang", None), ("hang", "answer", None)],
 )
-def test_a_client_that_leaves_ends_both(paired, prefill_does, decode_does, port):
+def test_client_disconnect_aborts_prefill_and_decode(paired, prefill_does, decode_does, port):
     prefill, decode, routing, _ = paired(prefill_does, decode_does, port)
     hanging = [engine for engine in (prefill, decode) if engine.does == "hang"]
     with asking(routing, "/v1/completions", LONG):
@@ -253,7 +253,7 @@ def test_a_client_that_leaves_ends_both(paired, prefill_does, decode_does, port)
         assert not decode.asked
 
 
-def test_the_end_of_an_answer_is_the_end_of_its_prefill(paired):
+def test_finished_answer_aborts_direct_prefill(paired):
     prefill, _, routing, http = paired("hang", "answer", PORT)
     assert http.post("/v1/completions", json=LONG).status_code == 200
     wait_until(lambda: prefill.num_left == len(prefill.asked), "nobody waits for it")
@@ -261,7 +261,7 @@ def test_the_end_of_an_answer_is_the_end_of_its_prefill(paired):
 
 
 @ways
-def test_who_asks_names_no_engine(paired, port):
+def test_client_kv_transfer_headers_are_dropped(paired, port):
     named = {"X-KV-Transfer-Id": "mine", "x-kv-transfer-role": "decode", "X-KV-TRANSFER-SOURCE": "10.0.0.1:1"}
     prefill, decode, _, http = paired(port=port)
     assert http.post("/v1/completions", json={"prompt": "short"}, headers=named).status_code == 200
@@ -286,20 +286,20 @@ def test_who_asks_names_no_engine(paired, port):
         ("/v1/completions", {"prompt": PROMPT, "model": "another"}),
     ],
 )
-def test_what_is_not_worth_it_goes_to_one_engine(paired, path, body):
+def test_short_scored_and_pooled_prompts_skip_remote_prefill(paired, path, body):
     prefill, decode, _, http = paired(port=PORT)
     assert http.post(path, json=body).json()["from"] == "decode"
     assert (len(prefill.asked), decode.params) == (0, [None])
 
 
-def test_from_how_many_tokens_on_it_is_worth_it(paired):
+def test_remote_prefill_starts_at_256_tokens(paired):
     prefill, _, _, http = paired()
     for num_tokens, num_asked in ((255, 0), (256, 1)):
         http.post("/v1/completions", json={"prompt": [7] * num_tokens})
         assert len(prefill.asked) == num_asked
 
 
-def test_that_is_an_option(paired):
+def test_min_prefill_tokens_option_sets_remote_prefill_threshold(paired):
     prefill, _, routing, _ = paired()
     with run_router(*routing.service.pool.engines, min_prefill_tokens=3) as other, other.http() as http:
         for num_tokens, num_asked in ((2, 0), (3, 1)):
@@ -307,7 +307,7 @@ def test_that_is_an_option(paired):
             assert len(prefill.asked) == num_asked
 
 
-def test_what_should_be_in_the_cache_of_who_answers_needs_no_prefill(paired):
+def test_expected_prefix_hit_on_decode_engine_skips_prefill(paired):
     prefill, decode, routing, _ = paired()
     turns = []
     with run_router(*routing.service.pool.engines, policy="cache_aware") as aware, aware.http() as http:
@@ -319,13 +319,13 @@ def test_what_should_be_in_the_cache_of_who_answers_needs_no_prefill(paired):
 
 
 @pytest.mark.parametrize("role", ["both", None, "decode"])
-def test_without_a_prefill_engine_all_is_as_ever(role):
+def test_request_is_unpaired_without_prefill_engine(role):
     with scripted(role) as (url, engine), run_router(url) as routing, routing.http() as http:
         assert http.post("/v1/completions", json=LONG).status_code == 200
         assert engine.params == [None]
 
 
-def test_an_engine_of_both_roles_gets_no_halves():
+def test_engine_of_both_roles_answers_alone():
     with (
         scripted("prefill") as (first, prefill),
         scripted("both") as (second, both),
@@ -336,7 +336,7 @@ def test_an_engine_of_both_roles_gets_no_halves():
         assert (len(prefill.asked), both.params) == (0, [None] * 3)
 
 
-def test_prefill_engines_answer_only_where_nobody_else_can(paired):
+def test_prefill_engine_answers_only_without_decode_engine(paired):
     prefill, decode, routing, http = paired()
 
     def ask() -> str | int:
@@ -357,7 +357,7 @@ def test_prefill_engines_answer_only_where_nobody_else_can(paired):
     assert prefill.params == [None] * 3
 
 
-def test_an_engine_that_is_found_lost_when_it_has_failed_takes_no_second_try_with_it(paired, monkeypatch):
+def test_late_engine_loss_does_not_end_retry(paired, monkeypatch):
     _, _, routing, http = paired(decode_does="die", port=PORT)
     close = Pair.close
 
@@ -369,7 +369,7 @@ def test_an_engine_that_is_found_lost_when_it_has_failed_takes_no_second_try_wit
     assert http.post("/v1/completions", json=LONG).json()["from"] == "prefill"
 
 
-def test_prompts_go_to_who_has_least_to_do_and_a_lost_answer_elsewhere_once():
+def test_prefills_balance_by_load_and_retry_uses_new_pair():
     with (
         scripted("prefill", "wait") as (_url_a, a),
         scripted("prefill", "wait") as (_url_b, b),
@@ -391,7 +391,7 @@ def test_prompts_go_to_who_has_least_to_do_and_a_lost_answer_elsewhere_once():
         assert set(ids.values()) == {1}, "who begins anew is another pair"
 
 
-def test_a_role_is_learned_anew_from_who_begins_anew(paired):
+def test_router_rereads_role_and_transfer_port(paired):
     prefill, _, routing, _ = paired(port=PORT)
     engine = engine_of(routing, "prefill")
     prefill.port = PORT + 1
@@ -403,7 +403,7 @@ def test_a_role_is_learned_anew_from_who_begins_anew(paired):
     wait_until(lambda: engine.role == "both", "what says nothing clear is for both")
 
 
-def test_two_real_servers_take_their_parts():
+def test_prefill_and_decode_servers_give_answer_of_one_server():
     with (
         run_server(engine_options={"role": "prefill"}) as prefill,
         run_server(engine_options={"role": "decode"}) as decode,
@@ -427,13 +427,13 @@ def test_two_real_servers_take_their_parts():
         ("http://[fe80::1%25eth0]:8000", "[fe80::1]:4711"),
     ],
 )
-def test_where_kv_is_handed_over(url, source):
+def test_kv_transfer_source_is_built_from_engine_url(url, source):
     engine = Engine(url, role="prefill", kv_transfer_port=PORT)
     assert _source_of(engine) == source
     KVTransferParams("a", source=source)
 
 
-def test_a_model_that_only_a_prefill_engine_has_is_answered_there():
+def test_model_only_on_prefill_engine_is_served_there():
     pool = EnginePool(LeastLoaded())
     pool.change(["http://a", "http://b"])
     a, b = pool.engines.values()

@@ -39,7 +39,7 @@ def in_vain(partners, prefill, decode, now, times=1):
         ({"versions": "octavo 2", "more": "x"}, "versions: 'octavo 1' and 'octavo 2'; more: None and 'x'"),
     ],
 )
-def test_engines_whose_kv_differs_are_never_paired_and_told_once(pair, caplog, changed, told):
+def test_engines_with_different_kv_formats_are_unpaired_and_logged_once(pair, caplog, changed, told):
     prefill, decode = pair
     partners = Partners()
     assert partners.may_pair(prefill, decode, 0.0)
@@ -59,7 +59,7 @@ def test_engines_whose_kv_differs_are_never_paired_and_told_once(pair, caplog, c
         assert "again" in caplog.text
 
 
-def test_difference_is_named_in_the_log(pair, caplog):
+def test_log_names_kv_format_difference(pair, caplog):
     prefill, decode = pair
     decode.kv_format = {**FORMAT, "kv": "int8 in blocks of 32, layout 1"}
     Partners().may_pair(prefill, decode, 0.0)
@@ -72,7 +72,7 @@ def test_difference_is_named_in_the_log(pair, caplog):
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_engine_that_does_not_describe_its_kv_is_paired(pair, index):
+def test_engine_without_kv_format_is_paired(pair, index):
     prefill, decode = pair
     pair[index].kv_format = None
     assert Partners().may_pair(prefill, decode, 0.0)
@@ -82,13 +82,13 @@ def test_engine_that_does_not_describe_its_kv_is_paired(pair, index):
     ("found", "known", "came"),
     [(0.0, 0.0, False), (0.09, 0.0, False), (0.1, 0.0, True), (1.0, 0.0, True), (0.5, 0.5, False), (0.55, 0.5, True)],
 )
-def test_request_is_in_vain_unless_a_tenth_of_its_new_tokens_came(pair, found, known, came):
+def test_pairing_counts_as_useless_below_tenth_of_new_tokens(pair, found, known, came):
     prefill, decode = pair
     Partners().ended(prefill, decode, found, known, 0.0)
     assert decode.num_paired_in_vain == (not came)
 
 
-def test_pair_in_vain_pauses_longer_each_time(pair, caplog):
+def test_useless_pair_backs_off_up_to_one_minute(pair, caplog):
     prefill, decode = pair
     other, partners, now = Engine("http://q", role="prefill", kv_format=FORMAT), Partners(), 100.0
     in_vain(partners, prefill, decode, now, times=2)
@@ -106,7 +106,7 @@ def test_pair_in_vain_pauses_longer_each_time(pair, caplog):
     assert "computed 3 prompts for http://d but no KV arrived there" in caplog.text
 
 
-def test_requests_that_were_under_way_prolong_no_pause(pair):
+def test_useless_requests_in_flight_do_not_extend_pause(pair):
     prefill, decode = pair
     partners = Partners()
     in_vain(partners, prefill, decode, 100.0, times=20)
@@ -114,7 +114,7 @@ def test_requests_that_were_under_way_prolong_no_pause(pair):
     assert partners.may_pair(prefill, decode, 102.0)
 
 
-def test_kv_that_comes_ends_all_doubt(pair, caplog):
+def test_arriving_kv_resets_pair_backoff(pair, caplog):
     prefill, decode = pair
     partners = Partners()
     in_vain(partners, prefill, decode, 0.0, times=3)
@@ -129,7 +129,7 @@ def test_kv_that_comes_ends_all_doubt(pair, caplog):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_engine_that_begins_anew_is_tried_at_once(pair, who):
+def test_restarted_engine_is_paired_again_immediately(pair, who):
     prefill, decode = pair
     pool = EnginePool(LeastLoaded())
     in_vain(pool.partners, prefill, decode, 0.0, times=3)
@@ -157,7 +157,7 @@ def test_engine_that_begins_anew_is_tried_at_once(pair, who):
         pytest.param((50.0, 100.0, 100), (50.0, 1700.0, 1700), 2, id="other requests have computed less"),
     ],
 )
-def test_figures_of_an_engine_judge_requests_that_told_nothing(pair, before, after, num_vain):
+def test_engine_metrics_judge_paired_requests_without_usage(pair, before, after, num_vain):
     prefill, decode = pair
     partners = Partners()
     for _ in range(2):
@@ -168,7 +168,7 @@ def test_figures_of_an_engine_judge_requests_that_told_nothing(pair, before, aft
     assert decode.num_paired_in_vain == num_vain
 
 
-def test_requests_that_wait_for_figures_are_bounded(pair):
+def test_pending_pairs_without_usage_are_bounded(pair):
     prefill, decode = pair
     partners = Partners()
     for _ in range(3000):
@@ -190,7 +190,7 @@ def stage(request):
         yield prefill_url, prefill, decode_url, decode
 
 
-def test_router_reads_the_formats_and_pairs_engines_again_when_they_fit(stage):
+def test_router_pairs_engines_after_kv_formats_match(stage):
     prefill_url, prefill, decode_url, decode = stage
     decode.kv_format = {**FORMAT, "kv": "int8 in blocks of 16, layout 1"}
     decode.does = "answer"
@@ -212,7 +212,7 @@ def figures_of(num_computed):
 
 
 @pytest.mark.parametrize("num_cached", [0, None])
-def test_router_counts_requests_in_vain_and_stops_pairing(stage, num_cached):
+def test_router_counts_useless_pairings_and_stops_pairing(stage, num_cached):
     prefill_url, _, decode_url, decode = stage
     decode.num_cached = num_cached
     if num_cached is None:
@@ -235,7 +235,7 @@ def test_router_counts_requests_in_vain_and_stops_pairing(stage, num_cached):
 
 
 @pytest.mark.parametrize("num_cached", [200, None])
-def test_router_counts_nothing_where_kv_comes_or_nothing_is_known(stage, num_cached):
+def test_arriving_or_unknown_kv_is_not_counted_as_useless(stage, num_cached):
     prefill_url, _, decode_url, decode = stage
     decode.num_cached = num_cached
     with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
@@ -245,7 +245,7 @@ def test_router_counts_nothing_where_kv_comes_or_nothing_is_known(stage, num_cac
         assert (engine.num_paired, engine.num_paired_in_vain) == (5, 0)
 
 
-def test_prompt_in_the_cache_of_the_decode_engine_pauses_no_pair(stage):
+def test_prefix_hit_on_decode_engine_keeps_pair(stage):
     """Its answers have no `usage`, and its counts of loaded and computed tokens do not grow."""
     prefill_url, prefill, decode_url, decode = stage
     decode.num_cached, decode.figures = None, figures_of(0)
@@ -261,7 +261,7 @@ def test_prompt_in_the_cache_of_the_decode_engine_pauses_no_pair(stage):
         assert len(prefill.asked) == 4 or routing.engine(prefill_url).kv_transfer_port is not None
 
 
-def test_short_prompt_by_usage_is_not_judged(stage):
+def test_short_prompt_by_reported_usage_is_not_judged(stage):
     """The router estimates 300 tokens. The engine reports fewer than are worth a prefill on another engine."""
     prefill_url, _, decode_url, decode = stage
     decode.num_cached, decode.num_prompt = 0, 255
@@ -285,7 +285,7 @@ def test_failed_prefill_is_not_counted_twice(stage):
 
 
 @pytest.mark.parametrize("trouble", ["refuse", "die in its answer"])
-def test_request_that_its_engine_refuses_or_fails_is_not_in_vain(stage, trouble):
+def test_refused_or_failed_request_is_not_counted_as_useless_pairing(stage, trouble):
     """Invalid requests of clients must not separate a pair."""
     prefill_url, _, decode_url, decode = stage
     decode.does, decode.figures = trouble, figures_of(0)
@@ -301,7 +301,7 @@ def test_request_that_its_engine_refuses_or_fails_is_not_in_vain(stage, trouble)
         assert engine.num_paired_in_vain == 0
 
 
-def test_prefill_that_was_given_up_is_not_counted_twice(monkeypatch):
+def test_timed_out_prefill_is_not_counted_twice(monkeypatch):
     monkeypatch.setattr(pairing, "_LEAST_S", 0.05)
     monkeypatch.setattr(pairing, "_S_PER_TOKEN", 0.0)
     with (

@@ -13,7 +13,7 @@ def prompt(text: str):
     return read_asked(b'{"prompt":"%b"}' % (text.encode() * 200), tenant="", headers={}, session_header="")
 
 
-def test_prompt_of_an_open_request_is_not_expected_yet():
+def test_open_request_gives_no_prefix_hit_yet():
     """Its engine may still be computing it. After the request has ended, the whole prompt is expected."""
     tree, asked = PrefixTree(1000), prompt("open ")
     first = tree.add(asked, ENGINE)
@@ -25,14 +25,14 @@ def test_prompt_of_an_open_request_is_not_expected_yet():
     assert third.num_bytes == asked.pieces[1][-1]
 
 
-def test_prompt_that_was_sent_before_the_oldest_open_request_is_expected():
+def test_prompt_older_than_open_requests_is_prefix_hit():
     tree, old, new = PrefixTree(1000), prompt("old "), prompt("new ")
     tree.close(ENGINE, tree.add(old, ENGINE))
     tree.add(new, ENGINE)
     assert tree.add(old, ENGINE).num_bytes == old.pieces[1][-1]
 
 
-def test_loss_up_to_a_time_includes_what_was_sent_at_that_time():
+def test_loss_evicts_entries_up_to_and_including_time():
     tree, old, new = PrefixTree(1000), prompt("old "), prompt("new ")
     for asked in (old, new):
         tree.close(ENGINE, tree.add(asked, ENGINE))
@@ -41,7 +41,7 @@ def test_loss_up_to_a_time_includes_what_was_sent_at_that_time():
     assert tree.find(new, [ENGINE]).num_bytes[ENGINE] == new.pieces[1][-1]
 
 
-def test_tree_keeps_exactly_as_many_entries_as_it_may():
+def test_prefix_tree_keeps_exactly_max_entries():
     asked = prompt("kept ")
     num_pieces = len(asked.pieces[0])
     for max_entries, num_kept in ((num_pieces, num_pieces), (num_pieces - 1, num_pieces - 1)):
@@ -50,14 +50,14 @@ def test_tree_keeps_exactly_as_many_entries_as_it_may():
         assert len(tree._nodes) == num_kept
 
 
-def test_unknown_prompt_is_nobodys_and_no_branch():
+def test_unknown_prompt_has_no_hit_and_no_branch():
     tree, asked = PrefixTree(1000), prompt("new ")
     assert tree.find(asked, [ENGINE]) == Found({ENGINE: 0}, is_branch=False)
     tree.add(prompt("other "), ENGINE)
     assert tree.find(asked, [ENGINE]) == Found({ENGINE: 0}, is_branch=False)
 
 
-def test_only_a_prompt_that_others_have_gone_on_from_is_a_branch():
+def test_prompt_diverging_from_known_prefix_is_branch():
     tree = PrefixTree(1000)
     common = "common " * 20
     first, second, longer = (
@@ -71,7 +71,7 @@ def test_only_a_prompt_that_others_have_gone_on_from_is_a_branch():
     assert tree.find(first, [ENGINE]).is_branch is False
 
 
-def test_time_since_is_that_of_the_oldest_piece():
+def test_since_is_time_of_oldest_prompt_piece():
     tree, short = PrefixTree(1000), prompt("old ")
     first = tree.add(short, ENGINE)
     assert (first.since, first.now) == (1, 1)
@@ -82,7 +82,7 @@ def test_time_since_is_that_of_the_oldest_piece():
     assert tree.add(short, ENGINE).since == 3
 
 
-def test_pieces_that_were_used_last_are_kept_and_parents_longer():
+def test_lru_eviction_keeps_parents_longest():
     tree, old, new = PrefixTree(1000), prompt("old "), prompt("new ")
     tree.add(old, ENGINE)
     tree.add(new, ENGINE)
@@ -93,7 +93,7 @@ def test_pieces_that_were_used_last_are_kept_and_parents_longer():
     assert tree.find(new, [ENGINE]).num_bytes[ENGINE] == new.pieces[1][0]
 
 
-def test_engines_own_what_they_were_sent_and_no_more():
+def test_prefix_hits_are_separate_per_engine():
     other = Engine("http://b")
     tree, asked = PrefixTree(1000), prompt("mine ")
     tree.close(ENGINE, tree.add(asked, ENGINE))

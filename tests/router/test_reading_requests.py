@@ -27,7 +27,7 @@ def pieces(*parts: bytes, owner: bytes = b"") -> tuple[list[bytes], list[int]]:
     return Asked(prompt=tuple(memoryview(part) for part in parts), owner=owner).pieces
 
 
-def test_each_byte_of_a_piece_counts() -> None:
+def test_piece_hashes_cover_every_byte() -> None:
     """The byte may be at the beginning or the end of a piece, or of a part of the prompt."""
     parts = [bytes(300), bytes(700), bytes(4000)]
     hashes, ends = pieces(*parts)
@@ -42,7 +42,7 @@ def test_each_byte_of_a_piece_counts() -> None:
         assert same == [end <= place for end in ends], place
 
 
-def test_pieces_do_not_depend_on_how_the_prompt_is_cut_into_fields_and_do_on_whose_it_is() -> None:
+def test_pieces_depend_on_owner_but_not_on_field_cuts() -> None:
     assert pieces(bytes(1000), bytes(3000)) == pieces(bytes(4000))
     assert pieces(bytes(4000), owner=b"a")[0] != pieces(bytes(4000), owner=b"b")[0]
     assert pieces() == ([], [])
@@ -62,7 +62,7 @@ def test_pieces_do_not_depend_on_how_the_prompt_is_cut_into_fields_and_do_on_who
         ({"parameters": {"decoder_input_details": True}}, True),
     ],
 )
-def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_whole(body: Any, scores: bool) -> None:
+def test_prompt_logprob_options_set_scores_prompt(body: Any, scores: bool) -> None:
     assert asked(prompt="a", **body).scores_prompt is scores
 
 
@@ -79,13 +79,13 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_whole(body: 
         ({"max_tokens": True, "max_completion_tokens": 2}, 2),
     ],
 )
-def test_the_least_limit_of_tokens_counts(body: Any, most: int) -> None:
+def test_smallest_max_tokens_field_wins(body: Any, most: int) -> None:
     assert asked(prompt="a", **body).max_tokens == most
     assert asked(prompt="a", is_answered=False, **body).max_tokens == 0
 
 
 @pytest.mark.parametrize("value", [None, 0, -1, True, "7", 1.5])
-def test_a_limit_that_is_none_is_the_usual_one(value: Any) -> None:
+def test_invalid_max_tokens_gives_default(value: Any) -> None:
     assert asked(prompt="a", max_tokens=value).max_tokens == asked(prompt="a").max_tokens > 1
 
 
@@ -103,12 +103,12 @@ def test_a_limit_that_is_none_is_the_usual_one(value: Any) -> None:
         ({"prompt": "a", "n": True}, 1, 1),
     ],
 )
-def test_answers_are_counted_over_prompts_and_choices(body: Any, num_choices: int, num_streams: int) -> None:
+def test_streams_are_prompts_times_choices(body: Any, num_choices: int, num_streams: int) -> None:
     found = asked(**body)
     assert (found.num_choices, found.num_streams) == (num_choices, num_streams)
 
 
-def test_tokens_of_a_prompt_are_reckoned() -> None:
+def test_prompt_tokens_are_estimated() -> None:
     assert asked(prompt=[5] * 100).num_tokens == 100
     assert 50 < asked(prompt="word " * 100).num_tokens < 500
     assert asked().num_tokens == 0
@@ -124,17 +124,17 @@ def test_tokens_of_a_prompt_are_reckoned() -> None:
         ({"x-session-id": "h"}, {"user": "u"}, "h"),
     ],
 )
-def test_a_session_is_named_by_the_header_or_by_the_body(headers: Any, body: Any, session: str | None) -> None:
+def test_session_comes_from_header_or_body_fields(headers: Any, body: Any, session: str | None) -> None:
     assert asked(headers=headers, prompt="a", **body).session == session
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"[" * 100_000])
-def test_a_body_that_cannot_be_read_asks_for_nothing(body: bytes) -> None:
+def test_unreadable_body_yields_empty_request(body: bytes) -> None:
     headers = {"x-session-id": "h"}
     assert read_asked(body, tenant="t", headers=headers, session_header="x-session-id") == Asked(session="h")
 
 
-def test_whose_cache_it_is_depends_on_model_salt_and_tenant() -> None:
+def test_cache_owner_depends_on_model_salt_and_tenant() -> None:
     given = [{}, {"model": "m"}, {"cache_salt": "s"}, {"model": 7, "cache_salt": 8}]
     owners = [asked(prompt="a", **body).owner for body in given] + [asked("tenant", prompt="a").owner]
     assert owners[0] == owners[3]
@@ -142,7 +142,7 @@ def test_whose_cache_it_is_depends_on_model_salt_and_tenant() -> None:
     assert [asked(prompt="a", **body).model for body in given] == [None, "m", None, None]
 
 
-def test_a_request_takes_its_share_of_an_engine_until_it_is_over() -> None:
+def test_request_counts_as_engine_load_until_it_ends() -> None:
     engine = Engine("http://e")
     share = Share(Flight(Asked(num_tokens=100, max_tokens=10, num_streams=2), Tenant()), engine)
     with share:
@@ -157,7 +157,7 @@ def test_a_request_takes_its_share_of_an_engine_until_it_is_over() -> None:
     assert (engine.open_tokens, engine.num_sent_tokens, engine.num_requests, len(engine.flights)) == (0, 120, 1, 0)
 
 
-def test_numbers_of_a_request_have_bounds() -> None:
+def test_request_numbers_are_clamped() -> None:
     """They decide the routing, so a client may not choose arbitrary values."""
     found = asked(prompt="a", n=10**9, max_tokens=10**9)
     assert (found.num_choices, found.num_streams, found.max_tokens) == (1024, 1024, 1 << 17)
@@ -173,12 +173,12 @@ def test_numbers_of_a_request_have_bounds() -> None:
 @pytest.mark.parametrize(
     ("prompt", "num_tokens"), [("x" * 39, 10), ([5], 1), ([], 0), ([[1, 2], [3, 4]], 3), (" [1,2]", 1)]
 )
-def test_tokens_are_four_bytes_of_text_or_an_id_each(prompt: Any, num_tokens: int) -> None:
+def test_token_estimate_counts_four_bytes_or_one_id(prompt: Any, num_tokens: int) -> None:
     assert asked(prompt=prompt).num_tokens == num_tokens
 
 
 @pytest.mark.parametrize("num_quotes", [1, 4095, 4096, 4097, 9000])
-def test_what_closes_a_prompt_is_no_part_of_it(num_quotes: int) -> None:
+def test_closing_quote_and_blanks_are_not_in_prompt(num_quotes: int) -> None:
     body = b'{"prompt":"ab' + b" " * num_quotes + b'"}'
     found = read_asked(body, tenant="", headers={}, session_header="")
     assert [bytes(part) for part in found.prompt] == [b'"ab']
@@ -186,6 +186,6 @@ def test_what_closes_a_prompt_is_no_part_of_it(num_quotes: int) -> None:
     assert [bytes(part) for part in found.prompt] == [b'"s"', b""]
 
 
-def test_list_of_prompts_may_begin_with_blanks() -> None:
+def test_prompt_list_after_blanks_is_counted() -> None:
     body = b'{"prompt": \n [ "a", "b"]}'
     assert read_asked(body, tenant="", headers={}, session_header="").num_streams == 2

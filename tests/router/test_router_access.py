@@ -36,7 +36,7 @@ def reload(*running) -> None:
         assert done.wait(DEADLINE_S)
 
 
-def test_keys_and_limits_of_a_file_hold_through_the_router(tmp_path):
+def test_api_keys_file_is_enforced_by_router(tmp_path):
     path = tmp_path / "keys.toml"
     alice = add_key(path, Tenant(name="alice", max_concurrency=2))
     slow = add_key(path, Tenant(name="slow", requests_per_minute=1))
@@ -56,7 +56,7 @@ def test_keys_and_limits_of_a_file_hold_through_the_router(tmp_path):
         assert engine.executor.num_steps, "the engine was asked as well"
 
 
-def test_a_file_of_keys_is_read_anew_and_what_a_key_has_open_ends_with_it(tmp_path):
+def test_key_reload_ends_streams_of_removed_key(tmp_path):
     path = tmp_path / "keys.toml"
     kept, gone = (add_key(path, Tenant(name=name)) for name in ("kept", "gone"))
     with (
@@ -88,7 +88,7 @@ def test_a_file_of_keys_is_read_anew_and_what_a_key_has_open_ends_with_it(tmp_pa
         ({"prompt": "a", "n": 4}, 4),
     ],
 )
-def test_a_list_of_prompts_takes_as_many_places_as_in_an_engine(body, num_places):
+def test_router_and_engine_count_equal_stream_slots(body, num_places):
     executor = FakeExecutor()
     executor.gate.clear()
     with run_server(executor) as engine, run_router(engine.url) as routing, routing.http() as http:
@@ -102,7 +102,7 @@ def test_a_list_of_prompts_takes_as_many_places_as_in_an_engine(body, num_places
         wait_until(lambda: not routing.service.limiter.streams.num_held, "they are given back")
 
 
-def test_more_prompts_than_a_key_may_have_open_are_served_one_part_after_another(tmp_path):
+def test_prompt_list_above_max_concurrency_is_served(tmp_path):
     path = tmp_path / "keys.toml"
     key = add_key(path, Tenant(name="alice", max_concurrency=2))
     with run_server() as engine, run_router(engine.url, api_keys_file=path) as routing, routing.http() as http:
@@ -110,7 +110,7 @@ def test_more_prompts_than_a_key_may_have_open_are_served_one_part_after_another
         assert len(answer.json()["choices"]) == 5
 
 
-def test_what_tells_of_all_keys_takes_an_operators_also_where_engines_have_none(tmp_path):
+def test_router_requires_read_metrics_for_operator_paths(tmp_path):
     path = tmp_path / "keys.toml"
     plain, operator = (add_key(path, Tenant(name=f"k{may}", read_metrics=bool(may))) for may in (0, 1))
     guarded = tmp_path / "guarded.toml"
@@ -136,7 +136,7 @@ def test_what_tells_of_all_keys_takes_an_operators_also_where_engines_have_none(
         assert http.get("/version", headers=bearer(plain)).status_code == 200
 
 
-def test_an_operators_key_reads_what_tells_of_all_and_is_none_of_the_files(tmp_path):
+def test_operator_key_reads_metrics_and_is_not_tenant(tmp_path):
     path = tmp_path / "keys.toml"
     add_key(path, Tenant(name="alice"))
     assert [tenant.name for tenant in Keyring.from_file(path, "secret").tenants] == ["alice"]
@@ -155,7 +155,7 @@ def test_an_operators_key_reads_what_tells_of_all_and_is_none_of_the_files(tmp_p
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_client_that_leaves_costs_its_engine_at_most_two_steps(is_stream):
+def test_disconnect_costs_engine_at_most_two_steps(is_stream):
     executor = FakeExecutor(step_s=0.02)
     content = json.dumps({**ENDLESS, "stream": is_stream}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"

@@ -31,14 +31,14 @@ async def got(data: bytes, size: int, *, is_head: bool = False) -> tuple[int, by
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize("data", [LENGTH, CHUNKED, UNTIL_END, CONTINUE + LENGTH, EMPTY])
-def test_an_answer_in_pieces_of_any_size(data, size):
+def test_answer_is_read_from_pieces_of_any_size(data, size):
     expected = (204, b"") if data is EMPTY else (200, b"[1,2,34]")
     assert asyncio.run(got(data, size)) == expected
 
 
 @pytest.mark.parametrize("data", [LENGTH, CHUNKED])
 @pytest.mark.parametrize("behind", [b"", LENGTH, b"\x00garbage", b"\r\n\r\n"])
-def test_only_a_connection_that_says_nothing_more_is_used_again(data, behind):
+def test_connection_with_extra_bytes_is_not_reused(data, behind):
     async def ask():
         asked = Asked()
         assert await asked.gets(data + behind, 1000, ends=False) == (200, b"[1,2,34]")
@@ -52,12 +52,12 @@ def test_only_a_connection_that_says_nothing_more_is_used_again(data, behind):
         assert asked.transport.is_closed, "what nobody has asked for ends it"
 
 
-def test_an_answer_to_head_has_no_body_whatever_length_it_tells():
+def test_head_answer_has_no_body_despite_content_length():
     assert asyncio.run(got(LENGTH.partition(b"[")[0], 1000, is_head=True)) == (200, b"")
 
 
 @pytest.mark.parametrize("data", [LENGTH, CHUNKED])
-def test_an_answer_that_is_cut_anywhere_is_none(data):
+def test_truncated_answer_raises_at_every_cut(data):
     async def cut():
         with pytest.raises(NoAnswerError):
             await got(b"", 1)
@@ -87,7 +87,7 @@ def test_an_answer_that_is_cut_anywhere_is_none(data):
         b"HTTP/1.1 200 OK\r\nX: " + b"y" * 100_000,
     ],
 )
-def test_what_is_no_answer_is_told_and_ends_the_connection(data):
+def test_invalid_answer_raises_and_closes_connection(data):
     async def ask():
         asked = Asked()
         with pytest.raises(AnswerError):
@@ -98,7 +98,7 @@ def test_what_is_no_answer_is_told_and_ends_the_connection(data):
 
 
 @pytest.mark.parametrize("data", [LENGTH, CHUNKED, CONTINUE + CHUNKED])
-def test_whatever_is_changed_of_an_answer_it_is_read_or_refused(data):
+def test_mutated_answer_is_read_or_raises_os_error(data):
     rng = random.Random(len(data))
 
     async def ask():
@@ -113,7 +113,7 @@ def test_whatever_is_changed_of_an_answer_it_is_read_or_refused(data):
     asyncio.run(ask())
 
 
-def test_what_is_relayed_comes_in_order_and_waits_for_room():
+def test_relay_keeps_order_and_applies_backpressure():
     async def ask():
         asked = Asked()
         await asyncio.sleep(0)
@@ -143,7 +143,7 @@ def test_what_is_relayed_comes_in_order_and_waits_for_room():
 
 
 @pytest.mark.parametrize("when", ["before", "behind"])
-def test_what_fails_where_an_answer_is_taken_is_raised_where_it_is_relayed(when):
+def test_relay_raises_error_of_receiver(when):
     def take(_piece):
         raise ValueError("mine")
 
@@ -165,7 +165,7 @@ def test_what_fails_where_an_answer_is_taken_is_raised_where_it_is_relayed(when)
     asyncio.run(ask())
 
 
-def test_a_body_that_nobody_takes_stays_in_the_system():
+def test_unread_large_body_pauses_reading():
     async def ask():
         asked = Asked()
         await asyncio.sleep(0)
@@ -216,20 +216,20 @@ async def ask_of(server: Server, method: str, times: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("does", "num_connections"), [(["keeps"], 1), (["closes", "closes", "closes"], 3)])
-def test_a_connection_serves_one_request_after_another(does, num_connections):
+def test_connection_is_reused_unless_engine_closes_it(does, num_connections):
     server = Server(*does)
     assert asyncio.run(ask_of(server, "POST", 3)) == [b"[1,2,34]"] * 3
     assert server.num_connections == num_connections
 
 
 @pytest.mark.parametrize(("method", "second"), [("GET", b"[1,2,34]"), ("POST", NoAnswerError)])
-def test_a_connection_that_ends_as_it_is_asked_again_is_no_engine_lost(method, second):
+def test_closed_idle_connection_retries_only_get(method, second):
     """A request is not repeated if the engine may have begun it."""
     server = Server("answers once", "keeps")
     assert asyncio.run(ask_of(server, method, 2)) == [b"[1,2,34]", second]
 
 
-def test_reading_pauses_when_too_much_waits():
+def test_reading_pauses_above_256_kib():
     """It pauses exactly above 256 KiB, and resumes when the reader has taken the buffered bytes."""
 
     async def ask():
@@ -249,7 +249,7 @@ def test_reading_pauses_when_too_much_waits():
     asyncio.run(ask())
 
 
-def test_answer_is_freed_at_once_when_it_has_been_read():
+def test_read_answer_is_freed_without_garbage_collector():
     """It does not wait for the garbage collector, because an answer may have megabytes."""
 
     async def ask():

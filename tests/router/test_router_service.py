@@ -46,7 +46,7 @@ class Watch:
         self.heard.append("stop")
 
 
-def test_removed_key_ends_its_requests_and_no_others(tmp_path, caplog):
+def test_removed_key_ends_only_its_requests(tmp_path, caplog):
     path = tmp_path / "keys.toml"
     for name in ("alice", "bob"):
         add_key(path, Tenant(name=name))
@@ -67,7 +67,7 @@ def test_removed_key_ends_its_requests_and_no_others(tmp_path, caplog):
     assert "the API keys were not reloaded" in caplog.text
 
 
-def test_limits_of_a_file_hold_and_without_keys_nobody_has_any(tmp_path):
+def test_stream_limit_is_shared_only_with_keys_file(tmp_path):
     path = tmp_path / "keys.toml"
     add_key(path, Tenant(name="alice"))
     add_key(path, Tenant(name="bob"))
@@ -81,12 +81,12 @@ def test_limits_of_a_file_hold_and_without_keys_nobody_has_any(tmp_path):
     assert flight._why is None
 
 
-def test_router_whose_launcher_has_failed_is_dead():
+def test_failed_launcher_makes_router_dead():
     assert not RouterService(RouterConfig(engines=URLS), Launcher()).is_dead
     assert RouterService(RouterConfig(engines=URLS), FailedLauncher()).is_dead
 
 
-def test_requests_are_taken_while_an_engine_is_ready_and_the_router_stays():
+def test_requests_are_refused_without_ready_engine_or_after_drain():
     async def work(_now):
         client = Client(2, health_interval_s=4.0)
         service = client.service
@@ -110,7 +110,7 @@ def test_requests_are_taken_while_an_engine_is_ready_and_the_router_stays():
 
 
 @pytest.mark.parametrize("takes_place", [False, True])
-def test_places_of_a_request_are_given_back(takes_place):
+def test_request_releases_stream_slots(takes_place):
     service = Client(1, max_open_requests=10).service
     flight = Flight(Asked(num_streams=4, num_choices=2), EVERYBODY)
     with service.entering(flight, takes_place=takes_place):
@@ -124,7 +124,7 @@ def test_places_of_a_request_are_given_back(takes_place):
     assert service._is_idle.is_set()
 
 
-def test_router_that_leaves_waits_for_its_requests_and_then_ends_them(caplog):
+def test_drain_waits_for_requests_then_aborts_them(caplog):
     async def work(now):
         client = Client(1)
         service = client.service
@@ -151,14 +151,14 @@ def test_router_that_leaves_waits_for_its_requests_and_then_ends_them(caplog):
     run_virtually(work)
 
 
-def test_time_of_a_request_is_configured_or_the_engines():
+def test_request_timeout_is_configured_or_longest_engine_limit():
     assert Client(1, request_timeout_s=7.0).service.request_timeout_s == 7.0
     client = Client(2)
     client.engines[0].request_timeout_s, client.engines[1].request_timeout_s = 50.0, 90.0
     assert client.service.request_timeout_s == client.engines[1].ends_within_s > 90.0
 
 
-def test_only_counted_tokens_are_charged():
+def test_zero_tokens_are_not_charged():
     service, charged = Client(1).service, []
     service.limiter.charge = lambda tenant, num_tokens: charged.append((tenant, num_tokens))
     for num_tokens in (0, 1, 7):
@@ -169,7 +169,7 @@ def test_only_counted_tokens_are_charged():
 # --- engines ------------------------------------------------------------------------------------------------------
 
 
-def test_new_engine_has_counted_nothing():
+def test_new_engine_counters_are_zero():
     engine, other = Engine("http://a"), Engine("http://b")
     counts = {name: getattr(engine, name) for name in Engine.__slots__ if name.startswith("num_")}
     assert counts
@@ -180,7 +180,7 @@ def test_new_engine_has_counted_nothing():
     assert engine.flights is not other.flights
 
 
-def test_pool_has_the_engines_that_are_named_and_forgets_those_that_leave():
+def test_pool_adds_listed_engines_and_forgets_removed_ones():
     class Policy(LeastLoaded):
         def forget(self, engine):
             forgotten.append(engine.url)
@@ -199,7 +199,7 @@ def test_pool_has_the_engines_that_are_named_and_forgets_those_that_leave():
     assert (b.num_restarts, forgotten) == (1, ["http://a", "http://b"])
 
 
-def test_lost_engine_ends_what_it_was_doing():
+def test_lost_engine_ends_its_requests():
     async def work(_now):
         pool = EnginePool(LeastLoaded())
         (engine,), _ = pool.change(["http://a"])
@@ -217,7 +217,7 @@ def test_lost_engine_ends_what_it_was_doing():
     ("prompt", "cached", "counted", "share"),
     [(100, 25, (100, 25), 0.25), (100, 0, (100, 0), 0.0), (None, None, (0, 0), None), (100, None, (0, 0), None)],
 )
-def test_policy_hears_the_share_that_an_engine_found(prompt, cached, counted, share):
+def test_policy_receives_cached_share_of_prompt(prompt, cached, counted, share):
     class Policy(LeastLoaded):
         def ended(self, asked, engine, cached_share):
             heard.append(cached_share)
@@ -243,11 +243,11 @@ def test_policy_hears_the_share_that_an_engine_found(prompt, cached, counted, sh
         (frozenset({"x"}), "x:other", False),
     ],
 )
-def test_engine_serves_models_that_it_names_or_any(models, model, serves):
+def test_engine_serves_listed_models_or_any(models, model, serves):
     assert Engine("http://a", models=models).serves(model) is serves
 
 
-def test_only_prefill_engines_with_time_compute_prompts():
+def test_least_loaded_available_prefill_engine_is_chosen():
     pool = EnginePool(LeastLoaded())
     (a, b, decode), _ = pool.change(["http://a", "http://b", "http://d"])
     for engine, role in ((a, "prefill"), (b, "prefill"), (decode, "decode")):
@@ -269,11 +269,11 @@ def test_only_prefill_engines_with_time_compute_prompts():
         (b"none", []),
     ],
 )
-def test_models_are_those_that_an_engine_names(text, names):
+def test_model_ids_are_read_from_engine_answer(text, names):
     assert [card["id"] for card in _cards(text, "data", "id")] == names
 
 
-def test_models_of_all_engines_are_told_once(monkeypatch):
+def test_model_list_merges_engines_without_duplicates(monkeypatch):
     from octavo.router import app
 
     async def work(_now):
@@ -305,7 +305,7 @@ def test_models_of_all_engines_are_told_once(monkeypatch):
     run_virtually(work)
 
 
-def test_metrics_tell_each_figure_of_each_engine():
+def test_metrics_export_every_counter_per_engine():
     client = Client(2)
     for index, engine in enumerate(client.engines):
         engine.is_ready = bool(index)

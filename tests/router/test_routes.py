@@ -30,7 +30,7 @@ def http(routed):
         yield client
 
 
-def test_an_answer_is_the_engines(routed, http):
+def test_router_returns_engine_answer_and_headers(routed, http):
     _, (first, _) = routed
     asked = {"X-Request-Id": "mine"}
     with first.http() as direct:
@@ -44,7 +44,7 @@ def test_an_answer_is_the_engines(routed, http):
     assert got.headers.get_list("x-request-id") == ["mine"]
 
 
-def test_a_stream_comes_event_by_event(routed, http):
+def test_stream_is_forwarded_to_its_end(routed, http):
     body = {"prompt": "x" * 10, "max_tokens": 20, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -54,7 +54,7 @@ def test_a_stream_comes_event_by_event(routed, http):
     assert text == answer_text(10, num_tokens=20)
 
 
-def test_openais_client(routed):
+def test_openai_client_works_through_router(routed):
     with openai.OpenAI(base_url=f"{routed[0].url}/v1", api_key="none", max_retries=0) as client:
         assert {model.id for model in client.models.list()} == {"fake", "alias/of-fake"}
         whole = client.chat.completions.create(**CHAT)
@@ -67,7 +67,7 @@ def test_openais_client(routed):
             client.chat.completions.create(**{**CHAT, "model": "other"})
 
 
-def test_anthropics_client(routed):
+def test_anthropic_client_works_through_router(routed):
     with anthropic.Anthropic(base_url=routed[0].url, api_key="none", max_retries=0) as client:
         asked = {"model": "fake", "max_tokens": 12, "messages": CHAT["messages"]}
         whole = client.messages.create(**asked).content[0].text
@@ -77,7 +77,7 @@ def test_anthropics_client(routed):
             client.messages.create(**{**asked, "messages": []})
 
 
-def test_ollamas_client(routed, http):
+def test_ollama_client_works_through_router(routed, http):
     """The models are those of all engines, under the names that Ollama's clients use."""
     url = routed[0].url
     with ollama.Client(url, timeout=DEADLINE_S) as client:
@@ -96,7 +96,7 @@ def test_ollamas_client(routed, http):
     assert [http.head(path).status_code for path in ("/", "/api/tags", "/api/version")] == [200] * 3
 
 
-def test_tgis_routes_and_unknown_ones(http):
+def test_tgi_routes_work_and_unknown_routes_give_404(http):
     whole = http.post("/generate", json={"inputs": "Hello", "parameters": {"max_new_tokens": 8}}).json()
     with http.stream("POST", "/generate_stream", json={"inputs": "Hello", "parameters": {"max_new_tokens": 8}}) as got:
         events = [json.loads(line.removeprefix("data:")) for line in got.iter_lines() if line]
@@ -107,7 +107,7 @@ def test_tgis_routes_and_unknown_ones(http):
     assert http.post("/tokenize", json={"prompt": "abc"}).json()["tokens"] == [97, 98, 99]
 
 
-def test_the_routers_own(routed, http):
+def test_router_serves_health_metrics_and_dashboard(routed, http):
     _, (first, second) = routed
     for path in ("/health", "/ready"):
         assert http.get(path).status_code == 200
@@ -124,7 +124,7 @@ def test_the_routers_own(routed, http):
     assert told["engines"][0]["models"] == ["alias/of-fake", "fake"]
 
 
-def test_the_routers_own_are_nobody_elses(routed):
+def test_router_paths_refuse_post_and_require_key(routed):
     """A request without a key reaches no engine, with any method."""
     with run_router(*(each.url for each in routed[1]), api_key="secret") as routing, routing.http() as http:
         for path in ("/health", "/ready", "/metrics", "/v1/models", "/router"):
@@ -163,29 +163,29 @@ def test_the_routers_own_are_nobody_elses(routed):
         ),
     ],
 )
-def test_what_an_answer_tells_is_charged_and_what_it_does_not_tell_teaches_nothing(text, usage):
+def test_usage_is_read_from_answers_of_every_api(text, usage):
     assert read_usage(b"", text) == usage
 
 
-def test_last_count_of_a_stream_is_its_usage():
+def test_last_usage_of_stream_wins():
     first, last = b'{"input_tokens":5,"output_tokens":1}', b'{"usage":{"input_tokens":9,"output_tokens":2}}'
     assert read_usage(first, last) == (9, None, 11)
     assert read_usage(first, b"") == (5, None, 6)
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"data": 3}', b"\x1f\x8b", b'{"data": [{"name": "x"}]}'])
-def test_an_engine_that_tells_no_models_is_left_out(text):
+def test_invalid_model_list_yields_no_models(text):
     assert _cards(text, "data", "id") == []
     assert _cards(text, "models", "name") == []
 
 
 @pytest.mark.parametrize("name", ["a..b:8000", "x" * 64 + ".local:8000", "localhost:99999", "localhost:0", "localhost"])
-def test_a_name_that_nobody_can_have_is_refused(name):
+def test_invalid_engines_dns_is_refused(name):
     with pytest.raises(ConfigError, match="engines_dns"):
         RouterConfig(engines_dns=name)
 
 
-def test_requests_that_are_none_are_the_engines_to_refuse(http):
+def test_invalid_requests_get_engine_error(http):
     assert http.post("/v1/chat/completions", content=b"{no json").status_code == 400
     assert http.post("/v1/chat/completions", json={"messages": 3}).json()["error"]["param"] == "messages"
     assert http.post("/v1/messages", json={"messages": 3}).json()["type"] == "error"

@@ -50,7 +50,7 @@ def serve(policy, asked, engines, cached_share=None):
     return engine
 
 
-def test_round_robin_goes_on_where_one_is_missing(engines):
+def test_round_robin_continues_without_missing_engines(engines):
     policy = RoundRobin()
     got = [policy.choose(ask(), engines).number for _ in range(5)]
     first = engines[0].number
@@ -59,20 +59,20 @@ def test_round_robin_goes_on_where_one_is_missing(engines):
     assert policy.choose(ask(), engines) is engines[3]
 
 
-def test_round_robin_begins_with_the_first_engine():
+def test_round_robin_starts_with_first_engine():
     engines = [Engine(f"http://e{index}", number=index) for index in range(3)]
     policy = RoundRobin()
     assert [policy.choose(ask(), engines).number for _ in range(4)] == [0, 1, 2, 0]
 
 
-def test_the_least_loaded_has_fewest_tokens_to_do(engines):
+def test_least_loaded_chooses_engine_with_fewest_tokens(engines):
     for engine, tokens in zip(engines, (30, 10, 20, 10), strict=True):
         engine.open_tokens = tokens
     engines[1].other_tokens = 1
     assert LeastLoaded().choose(ask(), engines) is engines[3]
 
 
-def test_a_session_stays_and_few_move_when_one_leaves(engines):
+def test_session_affinity_moves_only_sessions_of_removed_engine(engines):
     policy = SessionAffinity()
     sessions = [f"user-{index}" for index in range(400)]
     before = {each: policy.choose(ask(user=each), engines) for each in sessions}
@@ -85,7 +85,7 @@ def test_a_session_stays_and_few_move_when_one_leaves(engines):
     assert policy.choose(ask(prompt="no session"), engines) is engines[2]
 
 
-def test_a_conversation_stays_where_it_began(engines, aware):
+def test_cache_aware_keeps_conversation_on_one_engine(engines, aware):
     homes = {}
     for turn in range(1, 6):
         for conversation in range(12):
@@ -94,7 +94,7 @@ def test_a_conversation_stays_where_it_began(engines, aware):
 
 
 @pytest.mark.parametrize("num_common", [8, 60])
-def test_conversations_that_begin_alike_are_spread(engines, num_common):
+def test_cache_aware_spreads_conversations_with_common_prefix(engines, num_common):
     aware = CacheAware(balance_tokens=1024, balance_ratio=1.5, max_entries=1 << 16)
     common = {"role": "system", "content": "what all have in common " * num_common}
     homes = Counter(
@@ -105,12 +105,12 @@ def test_conversations_that_begin_alike_are_spread(engines, num_common):
     assert min(homes.values()) >= 8
 
 
-def test_conversations_that_share_nothing_are_spread(engines, aware):
+def test_cache_aware_spreads_unrelated_prompts_evenly(engines, aware):
     got = Counter(serve(aware, ask(prompt=f"{index} " * 200), engines) for index in range(40))
     assert sorted(got.values()) == [10, 10, 10, 10]
 
 
-def test_who_has_too_much_to_do_gets_no_more_for_its_cache(engines, aware):
+def test_overloaded_engine_loses_cache_preference(engines, aware):
     home = serve(aware, chat(1, 2), engines)
     home.open_tokens = 4000
     assert aware.choose(chat(1, 3), engines) is home
@@ -122,7 +122,7 @@ def test_who_has_too_much_to_do_gets_no_more_for_its_cache(engines, aware):
 
 
 @pytest.mark.parametrize("other", [{"tenant": "bob"}, {"cache_salt": "pepper"}, {"model": "another"}])
-def test_what_another_one_asked_is_in_no_cache_of_mine(engines, aware, other):
+def test_prefix_hits_require_same_tenant_salt_and_model(engines, aware, other):
     home = serve(aware, ask(prompt="p" * 999, tenant="alice", model="m"), engines)
     same = ask(prompt="p" * 999, tenant="alice", model="m")
     assert aware.choose(same, engines) is home
@@ -130,7 +130,7 @@ def test_what_another_one_asked_is_in_no_cache_of_mine(engines, aware, other):
     assert aware.choose(not_same, engines) is not home
 
 
-def test_an_engine_that_began_anew_has_nothing(engines, aware):
+def test_forgotten_engine_has_no_prefix_hits(engines, aware):
     home = serve(aware, chat(1, 2), engines)
     other = next(engine for engine in engines if engine is not home)
     other.open_tokens = -1
@@ -139,7 +139,7 @@ def test_an_engine_that_began_anew_has_nothing(engines, aware):
     assert aware.choose(chat(1, 3), engines) is other
 
 
-def test_an_engine_that_found_less_than_it_should_has_lost_what_is_older_too(engines, aware):
+def test_prefix_miss_also_evicts_older_entries(engines, aware):
     home = engines[0]
     old, new = chat(1, 4), chat(2, 4)
     for asked in (chat(0, 4), old, new):
@@ -156,7 +156,7 @@ def test_an_engine_that_found_less_than_it_should_has_lost_what_is_older_too(eng
     )
 
 
-def test_nothing_is_learned_from_a_prompt_that_another_is_still_computing(engines, aware):
+def test_miss_on_prompt_in_computation_keeps_entries(engines, aware):
     home = engines[0]
     first, second = chat(1, 4), chat(1, 4)
     aware.sent(first, home)
@@ -166,7 +166,7 @@ def test_nothing_is_learned_from_a_prompt_that_another_is_still_computing(engine
     assert aware.choose(chat(1, 5), engines) is home
 
 
-def test_the_tree_is_bounded_and_keeps_what_was_used_last(engines):
+def test_prefix_tree_is_bounded_and_keeps_latest_prompts(engines):
     aware = CacheAware(balance_tokens=4096, balance_ratio=1.5, max_entries=100)
     homes = [serve(aware, ask(prompt=f"{index} " * 500), engines) for index in range(30)]
     assert len(aware._tree._nodes) == 100
@@ -183,7 +183,7 @@ def test_the_tree_is_bounded_and_keeps_what_was_used_last(engines):
         {"system": "s" * 300, "prompt": "x" * 300, "options": {"num_predict": 5}},
     ],
 )
-def test_a_prompt_of_every_api_is_read(engines, aware, body):
+def test_prompts_of_every_api_give_prefix_hits(engines, aware, body):
     asked = ask(**body)
     assert asked.num_tokens > 50
     assert aware.choose(ask(**body), engines) is serve(aware, asked, engines)
@@ -193,12 +193,12 @@ def test_a_prompt_of_every_api_is_read(engines, aware, body):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"n": "x", "model": 3, "user": []}', b'{"parameters": 4}'])
-def test_a_body_that_is_none_asks_for_nothing(body):
+def test_invalid_body_gives_default_request(body):
     asked = read_asked(body, tenant="", headers={}, session_header="x")
     assert (asked.num_streams, asked.session, asked.model) == (1, None, None)
 
 
-def test_a_pool_keeps_to_the_model_and_to_who_is_left(engines):
+def test_pool_chooses_remaining_engine_with_model(engines):
     pool = EnginePool(RoundRobin())
     pool.change(["http://a", "http://b"])
     a, b = pool.engines.values()
@@ -219,12 +219,12 @@ def test_a_pool_keeps_to_the_model_and_to_who_is_left(engines):
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a/v1", "http://u@a", "http://a:x"])
-def test_an_address_that_is_none_is_refused(url):
+def test_invalid_engine_address_is_refused(url):
     with pytest.raises(ConfigError, match="address of an engine"):
         RouterConfig(engines=(url,))
 
 
-def test_a_router_needs_engines():
+def test_router_config_requires_engines():
     with pytest.raises(ConfigError, match="--engine URL"):
         RouterConfig()
 
@@ -241,7 +241,7 @@ def test_a_router_needs_engines():
         ({"messages": [{"role": "user", "content": "a"}], "n": 3}, (3, 3)),
     ],
 )
-def test_answers_are_counted_for_each_prompt_of_a_list(body, counts):
+def test_streams_are_counted_per_prompt_and_choice(body, counts):
     asked = ask(**body)
     assert (asked.num_streams, asked.num_choices) == counts
 
@@ -250,18 +250,18 @@ def test_answers_are_counted_for_each_prompt_of_a_list(body, counts):
     ("body", "max_tokens"),
     [({"options": {"num_predict": 7}}, 7), ({"num_predict": 8}, 8), ({"options": {"num_predict": -1}}, 256), ({}, 256)],
 )
-def test_how_long_an_answer_to_ollamas_clients_may_be(body, max_tokens):
+def test_num_predict_sets_max_tokens(body, max_tokens):
     assert ask(prompt="a", **body).max_tokens == max_tokens
 
 
-def test_what_has_no_answer_leaves_nothing_to_do_behind_its_prompt():
+def test_request_without_answer_has_zero_max_tokens():
     body = json.dumps({"input": ["a" * 40, "b" * 40]}).encode()
     asked = read_asked(body, tenant="", headers={}, session_header="x", is_answered=False)
     assert (asked.num_tokens > 10, asked.max_tokens) == (True, 0)
 
 
 @pytest.mark.parametrize("size", [10, 64, 100, 5000, 100_000])
-def test_pieces_are_the_prompts_whatever_fields_it_has(size):
+def test_prompt_pieces_span_system_and_messages(size):
     whole = ask(system="s" * size, messages=[{"role": "user", "content": "x" * size}])
     longer = ask(system="s" * size, messages=[{"role": "user", "content": "x" * size + "y" * 3000}])
     other = ask(system="s" * size + "t", messages=[{"role": "user", "content": "x" * size}])
@@ -273,7 +273,7 @@ def test_pieces_are_the_prompts_whatever_fields_it_has(size):
 
 
 @pytest.mark.parametrize("num_spaces", [0, 40_000_000])
-def test_a_prompt_is_not_copied(num_spaces):
+def test_reading_request_does_not_copy_prompt(num_spaces):
     """The body is large because other threads of this process may allocate a MB in the meantime."""
     body = b'{"messages": [{"role": "user", "content": "' + b"x" * 40_000_000 + b'"}' + b" " * num_spaces + b"]}"
     tracemalloc.start()
@@ -285,13 +285,13 @@ def test_a_prompt_is_not_copied(num_spaces):
     assert asked.num_prompt_bytes == body.rindex(b"x") + 1 - body.index(b"[")
 
 
-def test_prompts_too_short_for_a_piece_are_spread_by_work(engines, aware):
+def test_short_prompts_are_spread_evenly(engines, aware):
     got = Counter(serve(aware, ask(prompt="x" * 40), engines) for _ in range(40))
     assert sorted(got.values()) == [10, 10, 10, 10]
 
 
 @pytest.mark.parametrize(("load", "is_home"), [(4096, True), (4097, False)])
-def test_more_than_the_balance_is_too_much(engines, aware, load, is_home):
+def test_cache_preference_ends_above_balance_limits(engines, aware, load, is_home):
     home = serve(aware, chat(1, 2), engines)
     home.open_tokens = load
     assert (aware.choose(chat(1, 3), engines) is home) is is_home
@@ -304,7 +304,7 @@ def test_more_than_the_balance_is_too_much(engines, aware, load, is_home):
     assert aware.choose(chat(1, 3), engines) is not home
 
 
-def test_work_that_was_given_counts_and_fades(engines):
+def test_assigned_work_is_counted_and_halved(engines):
     aware = CacheAware(balance_tokens=10, balance_ratio=1.5, max_entries=1 << 16)
     asked = ask(prompt=[7] * 300)
     assert aware.sent(asked, engines[0]) == 0.0
@@ -323,7 +323,7 @@ def test_work_that_was_given_counts_and_fades(engines):
 
 
 @pytest.mark.parametrize(("cached_share", "is_lost"), [(0.0, True), (0.3, True), (0.6, False), (None, False)])
-def test_engine_that_finds_less_than_half_has_lost_the_prompt(engines, aware, cached_share, is_lost):
+def test_cached_share_below_half_marks_prompt_lost(engines, aware, cached_share, is_lost):
     asked = ask(prompt=[7] * 1000)
     aware.sent(asked, engines[0])
     aware.ended(asked, engines[0], 0.0)
@@ -333,7 +333,7 @@ def test_engine_that_finds_less_than_half_has_lost_the_prompt(engines, aware, ca
     assert (engines[0].number in aware._tree._lost) is is_lost
 
 
-def test_few_missing_tokens_are_no_loss(engines, aware):
+def test_small_prefix_miss_is_not_loss(engines, aware):
     asked = ask(prompt=[77777] * 64)
     aware.sent(asked, engines[0])
     aware.ended(asked, engines[0], 0.0)

@@ -20,7 +20,7 @@ def engine():
         yield running
 
 
-def test_of_many_streams_at_once_none_is_lost(engine):
+def test_parallel_streams_deliver_all_events(engine):
     url, _ = engine
     with run_router(url) as routing:
         answers = asyncio.run(ask_many(routing.url, 50, 9))
@@ -29,7 +29,7 @@ def test_of_many_streams_at_once_none_is_lost(engine):
 
 
 @pytest.mark.parametrize("piece", [1, 7, 100, 5000])
-def test_events_are_whole_however_they_come(engine, piece):
+def test_events_are_forwarded_complete_for_any_piece_size(engine, piece):
     with run_router(engine[0]) as routing:
         answer = asyncio.run(ask(routing.url, name="a", events=60, size=40, piece=piece))
         assert answer == [event("a", number, 40) for number in range(60)]
@@ -45,7 +45,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
-def test_lines_are_whole_and_blanks_between_them_go_at_once(size):
+def test_lines_are_forwarded_complete_and_blanks_immediately(size):
     text = b'  {"a": " b"}\n {"c": 1}\n   {"done": true}\n{"cut'
     share = Counted()
     stream = EventStream(share, is_of_lines=True, max_bytes=1000)
@@ -58,7 +58,7 @@ def test_lines_are_whole_and_blanks_between_them_go_at_once(size):
     assert silent.whole(b" ") == b" ", "a sign of life waits for nothing"
 
 
-def test_a_client_that_does_not_read_fills_no_memory(engine):
+def test_slow_client_applies_backpressure_to_engine(engine):
     """Unread data stays in the engine, and arrives when the client continues reading."""
     url, streams = engine
     size, count = 10_000, 2_000
@@ -71,7 +71,7 @@ def test_a_client_that_does_not_read_fills_no_memory(engine):
             assert events_of(answer.read()) == [event("a", number, size) for number in range(count)]
 
 
-def test_first_events_and_the_last_ones_are_kept_for_their_counts():
+def test_stream_keeps_first_and_last_events_for_usage():
     stream = EventStream(Counted(), is_of_lines=True, max_bytes=1 << 30)
     assert (stream.first, stream.last, stream.last_event) == (b"", b"", b"")
     stream.whole(b"a" * 3000 + b"\n")
@@ -92,7 +92,7 @@ def test_first_events_and_the_last_ones_are_kept_for_their_counts():
 
 
 @pytest.mark.parametrize("end", [b"\n\n", b"\n\r\n"])
-def test_event_above_the_limit_is_refused(end):
+def test_buffered_event_above_limit_is_refused(end):
     """The end is known only after it has arrived, so before that all bytes count."""
     stream = EventStream(Counted(), is_of_lines=False, max_bytes=10)
     assert stream.whole(b"x" * 11 + end) == b"x" * 11 + end  # it arrives complete, so it is not buffered
@@ -103,7 +103,7 @@ def test_event_above_the_limit_is_refused(end):
         stream.whole(b"x")
 
 
-def test_events_are_counted_by_their_ends():
+def test_events_are_counted_by_their_terminators():
     share = Counted()
     stream = EventStream(share, is_of_lines=False, max_bytes=1000)
     assert stream.whole(b"data: a\n\ndata: b\r\n\r\n") == b"data: a\n\ndata: b\r\n\r\n"
@@ -116,7 +116,7 @@ def test_events_are_counted_by_their_ends():
 
 
 @pytest.mark.parametrize("end", [b"\n\n", b"\n\r\n"])
-def test_end_of_an_event_may_come_byte_by_byte(end):
+def test_event_terminator_may_arrive_byte_by_byte(end):
     for text in (b"", b"a", b"abc"):
         stream = EventStream(Counted(), is_of_lines=False, max_bytes=1000)
         pieces = [stream.whole(bytes([byte])) for byte in text + end]

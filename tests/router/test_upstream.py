@@ -63,7 +63,7 @@ def scope_of(method="POST", headers=(), query=b"", client=("1.2.3.4", 5)):
     }
 
 
-def test_last_used_connection_is_used_first_and_old_ones_are_closed(monkeypatch):
+def test_latest_idle_connection_is_reused_and_expired_ones_close(monkeypatch):
     async def work(now):
         upstream = upstream_with(monkeypatch)
         first, second, third = (Connection() for _ in range(3))
@@ -84,7 +84,7 @@ def test_last_used_connection_is_used_first_and_old_ones_are_closed(monkeypatch)
     run_virtually(work)
 
 
-def test_connection_that_is_too_old_or_closing_is_not_used_again(monkeypatch):
+def test_expired_or_closing_connection_is_not_reused(monkeypatch):
     async def work(_now):
         upstream = upstream_with(monkeypatch)
         old, closing = Connection(), Connection()
@@ -101,7 +101,7 @@ def test_connection_that_is_too_old_or_closing_is_not_used_again(monkeypatch):
     run_virtually(work)
 
 
-def test_lost_connection_is_forgotten(monkeypatch):
+def test_lost_connection_is_removed_from_pool(monkeypatch):
     async def work(_now):
         upstream = upstream_with(monkeypatch)
         one, two = Connection(), Connection()
@@ -122,7 +122,7 @@ def test_lost_connection_is_forgotten(monkeypatch):
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "DELETE"])
 @pytest.mark.parametrize("is_idle", [False, True])
-def test_only_a_harmless_request_is_repeated_and_only_on_an_idle_connection(monkeypatch, method, is_idle):
+def test_only_get_and_head_on_idle_connection_are_retried(monkeypatch, method, is_idle):
     async def work(_now):
         fails, works = Connection(NoAnswerError("closed")), Connection("answer")
         upstream = upstream_with(monkeypatch, *([] if is_idle else [fails]), works)
@@ -143,7 +143,7 @@ def test_only_a_harmless_request_is_repeated_and_only_on_an_idle_connection(monk
 @pytest.mark.parametrize(
     ("method", "body", "length"), [("GET", b"", None), ("GET", b"x", 1), ("POST", b"", 0), ("POST", b"abc", 3)]
 )
-def test_request_has_its_lines_and_its_length(monkeypatch, method, body, length):
+def test_request_head_and_content_length_are_sent(monkeypatch, method, body, length):
     async def work(_now):
         connection = Connection("answer")
         upstream = upstream_with(monkeypatch, connection, engine_idle_timeout_s=11.0, engine_first_byte_timeout_s=7.0)
@@ -160,7 +160,7 @@ def test_request_has_its_lines_and_its_length(monkeypatch, method, body, length)
     run_virtually(work)
 
 
-def test_engine_has_its_own_time_for_the_first_byte_by_default(monkeypatch):
+def test_first_byte_timeout_defaults_to_engine_limit(monkeypatch):
     async def work(_now):
         connection, engine = Connection("answer"), Engine(URL, request_timeout_s=70.0)
         await upstream_with(monkeypatch, connection).ask(engine, scope_of(), b"", "id")
@@ -172,7 +172,7 @@ def test_engine_has_its_own_time_for_the_first_byte_by_default(monkeypatch):
 
 
 @pytest.mark.parametrize("key", [None, "secret"])
-def test_question_of_the_router_has_a_key_a_time_and_a_limit(monkeypatch, key):
+def test_router_get_sends_key_and_applies_limits(monkeypatch, key):
     class Answer(SimpleNamespace):
         async def __aenter__(self):
             return self
@@ -201,7 +201,7 @@ def test_question_of_the_router_has_a_key_a_time_and_a_limit(monkeypatch, key):
     run_virtually(work)
 
 
-def test_headers_of_one_connection_are_not_passed_on():
+def test_hop_by_hop_headers_are_not_forwarded():
     dropped = ("Connection", "keep-alive", "te", "transfer-encoding", "upgrade", "host", "origin", "content-length")
     headers = [(name.lower().encode(), b"X-Own , close") for name in dropped]
     headers += [(b"x-own", b"1"), (b"x-request-id", b"theirs"), (b"x-forwarded-for", b"9.9.9.9"), (b"x-other", b"2")]
@@ -223,7 +223,7 @@ def test_headers_of_one_connection_are_not_passed_on():
         (RuntimeError(), False, False),
     ],
 )
-def test_failure_is_the_routers_own_or_a_refusal(error, is_own, is_refused):
+def test_failures_are_classified_as_local_or_refused(error, is_own, is_refused):
     assert (is_own_failure(error), is_refusal(error)) == (is_own, is_refused)
 
 
@@ -251,7 +251,7 @@ class Loop:
         make()
 
 
-def test_addresses_of_a_name_are_tried_in_turn(monkeypatch):
+def test_addresses_of_host_are_tried_in_order(monkeypatch):
     async def work(_now):
         upstream = Upstream(RouterConfig(engines=(URL,)))
         loop = Loop(monkeypatch, OSError("no route"), None)
@@ -267,7 +267,7 @@ def test_addresses_of_a_name_are_tried_in_turn(monkeypatch):
     run_virtually(work)
 
 
-def test_addresses_of_a_name_share_the_time(monkeypatch):
+def test_slow_address_uses_only_its_share_of_connect_timeout(monkeypatch):
     async def work(now):
         upstream = Upstream(RouterConfig(engines=(URL,), engine_connect_timeout_s=9.0))
         loop = Loop(monkeypatch, 100.0, None)
@@ -282,7 +282,7 @@ def test_addresses_of_a_name_share_the_time(monkeypatch):
     run_virtually(work)
 
 
-def test_tls_is_checked_for_the_engines_name(monkeypatch):
+def test_tls_verifies_engine_host_name(monkeypatch):
     async def work(_now):
         upstream = Upstream(RouterConfig(engines=(URL,)))
         loop = Loop(monkeypatch, None, None)

@@ -59,24 +59,24 @@ async def watched(upstream, seconds, now, launcher=NO_LAUNCHER):
 
 
 @pytest.mark.parametrize("num_answers", range(3, 9))
-def test_an_engine_that_freezes_behind_any_of_its_answers_is_lost_in_time(num_answers):
+def test_engine_frozen_after_any_answer_is_detected_in_time(num_answers):
     upstream = MadeUpUpstream(num_answers=num_answers)
     _, lost_at = run_virtually(lambda now: watched(upstream, 40.0, now))
     assert lost_at - upstream.frozen_at < ENDS_WITHIN_S
 
 
-def test_an_engine_whose_every_answer_is_slow_is_kept():
+def test_slow_engine_stays_ready():
     upstream = MadeUpUpstream(delay_s=0.9 * CONFIG.health_timeout_s)
     assert len(run_virtually(lambda now: watched(upstream, 100.0, now))) == 1
 
 
-def test_an_engine_that_tells_no_figures_is_kept():
+def test_engine_with_silent_metrics_stays_ready():
     upstream = MadeUpUpstream(silent={"/metrics"})
     assert len(run_virtually(lambda now: watched(upstream, 100.0, now))) == 1
     assert {"/ready", "/metrics", "/model_info", "/v1/models"} == set(upstream.paths)
 
 
-def test_engine_that_never_answers_is_known_after_two_questions():
+def test_launcher_is_notified_after_two_silent_checks():
     async def work(now):
         launcher = HearingLauncher()
         await watched(MadeUpUpstream(num_answers=0), 2.5 * CONFIG.health_timeout_s, now, launcher)
@@ -94,14 +94,14 @@ class HearingLauncher(Launcher):
         self.heard.append(num_times)
 
 
-def test_whoever_runs_an_engine_hears_how_often_it_was_silent():
+def test_launcher_receives_count_of_silent_checks():
     launcher = HearingLauncher()
     run_virtually(lambda now: watched(MadeUpUpstream(num_answers=6), 40.0, now, launcher))
     assert launcher.heard == list(range(2, 2 + len(launcher.heard)))
     assert len(launcher.heard) > 7
 
 
-def test_an_engine_that_refuses_is_not_silent():
+def test_refused_connection_resets_silence_count():
     """It is being restarted, and the silence of the process before it does not count."""
     launcher = HearingLauncher()
     upstream = MadeUpUpstream(num_answers=6, refused_at=30.0)
@@ -146,7 +146,7 @@ def looked_at(upstream, *, num_looks=1, engine=None, is_ready=True, config=CONFI
     return run_virtually(work)
 
 
-def test_engine_that_is_ready_is_asked_once_for_its_role_and_models():
+def test_role_and_models_are_fetched_once_per_ready_engine():
     upstream = Figures()
     upstream.told["/v1/models"] = (200, b'{"data":[{"id":"m"}]}')
     engine, _ = looked_at(upstream, num_looks=2)
@@ -158,13 +158,13 @@ def test_engine_that_is_ready_is_asked_once_for_its_role_and_models():
 
 
 @pytest.mark.parametrize("engine", [{}, {"models": frozenset(), "role": "decode", "is_ready": True}])
-def test_engine_that_is_not_ready_is_asked_nothing_more(engine):
+def test_unready_engine_is_not_queried_for_details(engine):
     upstream = Figures()
     found, _ = looked_at(upstream, is_ready=False, engine=engine)
     assert (found.is_ready, upstream.asked) == (False, [])
 
 
-def test_engine_that_has_left_stays_out():
+def test_removed_engine_does_not_become_ready():
     engine, _ = looked_at(Figures(), engine={"is_member": False})
     assert not engine.is_ready
 
@@ -178,14 +178,14 @@ def test_engine_that_has_left_stays_out():
         (ConnectionResetError(), None),
     ],
 )
-def test_models_are_those_that_an_engine_tells(text, models):
+def test_models_are_read_from_v1_models(text, models):
     upstream = Figures()
     upstream.told["/v1/models"] = text
     engine, _ = looked_at(upstream)
     assert (engine.models, engine.is_ready) == (models, True)
 
 
-def test_silence_behind_an_answer_is_told():
+def test_metrics_timeout_after_ready_answer_is_raised():
     upstream = Figures()
     upstream.told["/metrics"] = TimeoutError()
     with pytest.raises(TimeoutError):
@@ -203,7 +203,7 @@ def test_silence_behind_an_answer_is_told():
         (b"{}", "both", None, None),
     ],
 )
-def test_role_is_what_an_engine_tells_or_both(text, role, port, timeout_s):
+def test_invalid_or_missing_role_data_gives_role_both(text, role, port, timeout_s):
     upstream = Figures()
     upstream.told["/model_info"] = (200, text)
     engine, _ = looked_at(upstream)
@@ -218,7 +218,7 @@ def metrics(start: float, restarts: float, running: float, waiting: float, more:
     return 200, text.encode()
 
 
-def test_engine_that_begins_anew_has_an_empty_cache():
+def test_changed_start_time_or_restart_count_is_restart():
     async def work(_now):
         pool = EnginePool(create_policy(CONFIG))
         (engine,), _ = pool.change([URL])
@@ -237,7 +237,7 @@ def test_engine_that_begins_anew_has_an_empty_cache():
 @pytest.mark.parametrize(
     ("running", "num_requests", "num_own", "tokens"), [(3, 4, 1, 400), (3, 4, 9, 0), (3, 0, 0, 0), (0, 4, 0, 100)]
 )
-def test_requests_of_others_are_estimated_by_those_of_this_router(running, num_requests, num_own, tokens):
+def test_foreign_load_is_estimated_from_mean_request_size(running, num_requests, num_own, tokens):
     """The engine has a waiting request and `running` running ones. This router sent it 100 tokens per request."""
     upstream = Figures()
     upstream.told["/metrics"] = metrics(1, 0, running, 1 if running != 3 else 2)
@@ -246,7 +246,7 @@ def test_requests_of_others_are_estimated_by_those_of_this_router(running, num_r
     assert engine.other_tokens == tokens
 
 
-def test_figures_of_prompts_are_those_of_the_metrics():
+def test_prompt_figures_are_read_from_metrics():
     upstream = Figures()
     loaded = "octavo:kv_load_tokens_total 5\n"
     queries, hits = "octavo:prefix_cache_queries_total 9\n", "octavo:prefix_cache_hits_total 2\n"
@@ -258,7 +258,7 @@ def test_figures_of_prompts_are_those_of_the_metrics():
     assert figures == [None, (5.0, None, 70), (5.0, 7.0, 70), (5.0, None, 70)]
 
 
-def test_changes_of_an_engine_are_logged(caplog):
+def test_engine_state_changes_are_logged(caplog):
     caplog.set_level("DEBUG")
     looked_at(Figures())
     assert f"{URL} is ready" in caplog.text
@@ -271,7 +271,7 @@ def test_changes_of_an_engine_are_logged(caplog):
     assert f"{URL} does not answer /metrics: reset" in caplog.text
 
 
-def test_watch_keeps_nothing_of_engines_that_have_left(caplog):
+def test_watch_of_removed_engine_ends_after_its_requests(caplog):
     async def work(_now):
         upstream, pool = MadeUpUpstream(), EnginePool(create_policy(CONFIG))
         watch = EngineWatch(pool, upstream, CONFIG, NO_LAUNCHER)
@@ -296,7 +296,7 @@ def test_watch_keeps_nothing_of_engines_that_have_left(caplog):
     run_virtually(work)
 
 
-def test_suspected_engine_is_looked_at_now():
+def test_suspected_engine_is_checked_immediately():
     async def work(now):
         upstream, pool = MadeUpUpstream(), EnginePool(create_policy(CONFIG))
         watch = EngineWatch(pool, upstream, CONFIG, NO_LAUNCHER)
@@ -317,7 +317,7 @@ def test_suspected_engine_is_looked_at_now():
     run_virtually(work)
 
 
-def test_faults_of_a_watch_are_logged_and_end_nothing(caplog):
+def test_unexpected_check_error_is_logged_and_checks_continue(caplog):
     class Faulty(MadeUpUpstream):
         async def get(self, engine, path, key, timeout_s):
             answer = await super().get(engine, path, key, timeout_s)
@@ -331,7 +331,7 @@ def test_faults_of_a_watch_are_logged_and_end_nothing(caplog):
     assert upstream.paths.count("/ready") > 5
 
 
-def test_sources_that_fail_are_asked_again(caplog):
+def test_failed_discovery_is_retried(caplog):
     class Source:
         num_asked = 0
 
@@ -355,7 +355,7 @@ def test_sources_that_fail_are_asked_again(caplog):
     assert caplog.text.count("the engines could not be discovered") == 2
 
 
-def test_end_of_a_watch_by_a_fault_is_an_error(caplog):
+def test_crashed_watch_task_is_logged_as_error(caplog):
     async def work(_now):
         watch = EngineWatch(EnginePool(create_policy(CONFIG)), MadeUpUpstream(), CONFIG, NO_LAUNCHER)
 
@@ -380,7 +380,7 @@ def test_end_of_a_watch_by_a_fault_is_an_error(caplog):
         (ConnectionRefusedError("no"), True, True),
     ],
 )
-def test_loss_of_an_engine_is_logged_once(caplog, error, was_ready, logs):
+def test_lost_engine_is_logged_only_if_previously_ready(caplog, error, was_ready, logs):
     pool = EnginePool(create_policy(CONFIG))
     (engine,), _ = pool.change([URL])
     engine.is_ready, engine.models = was_ready, frozenset({"m"})

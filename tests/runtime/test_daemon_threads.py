@@ -12,7 +12,7 @@ import time
 from octavo.runtime.daemon_threads import DaemonThreads
 
 
-def test_what_a_task_raises_is_logged_and_the_next_one_runs(caplog):
+def test_failed_task_is_logged_and_next_task_runs(caplog):
     threads, done = DaemonThreads(1, "test"), threading.Event()
 
     def fail():
@@ -25,7 +25,7 @@ def test_what_a_task_raises_is_logged_and_the_next_one_runs(caplog):
     assert "a task of test-0 failed" in caplog.text
 
 
-def test_closing_drops_what_nobody_has_begun_and_waits_only_so_long():
+def test_close_drops_queued_tasks_and_waits_until_timeout():
     threads, entered, release_unread, seen = DaemonThreads(1, "test"), threading.Event(), threading.Event(), []
     threads.submit(lambda: (entered.set(), release_unread.wait()))
     threads.submit(lambda: seen.append(1))
@@ -37,7 +37,7 @@ def test_closing_drops_what_nobody_has_begun_and_waits_only_so_long():
     assert seen == []
 
 
-def test_threads_end_with_the_object_that_has_them():
+def test_threads_end_when_pool_is_garbage_collected():
     threads = DaemonThreads(2, "test-of-its-end")
     own = list(threads._threads)
     del threads
@@ -47,7 +47,7 @@ def test_threads_end_with_the_object_that_has_them():
         assert not thread.is_alive()
 
 
-def test_a_process_ends_although_a_task_hangs():
+def test_process_exits_despite_hanging_task():
     code = (
         "import threading, time\nfrom octavo.runtime.daemon_threads import DaemonThreads\n"
         "entered = threading.Event()\nthreads = DaemonThreads(1, 'x')\n"
@@ -56,7 +56,7 @@ def test_a_process_ends_although_a_task_hangs():
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_tasks_that_hang_leave_a_thread_for_the_next():
+def test_hanging_tasks_get_replacement_thread():
     hanging, ran = threading.Event(), threading.Event()
     threads = DaemonThreads(2, "hanging", hangs_after_s=0.05)
     for _ in range(2):
@@ -69,7 +69,7 @@ def test_tasks_that_hang_leave_a_thread_for_the_next():
     assert threads.close(10)
 
 
-def test_tasks_that_wait_for_one_another_get_no_thread_more():
+def test_queued_tasks_start_no_extra_thread():
     release = threading.Event()
     threads = DaemonThreads(1, "waiting", hangs_after_s=60)
     for _ in range(5):

@@ -13,7 +13,7 @@ def in_a_process_of_its_own(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_what_stays_is_not_tracked_and_what_was_garbage_is_gone():
+def test_permanent_objects_are_frozen_and_garbage_is_collected():
     shown = in_a_process_of_its_own("""
         class Thing: pass
         with permanent_generation():
@@ -28,7 +28,7 @@ def test_what_stays_is_not_tracked_and_what_was_garbage_is_gone():
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 collects in increments")
-def test_a_full_collection_comes_when_there_is_much_of_what_came_later():
+def test_permanent_objects_do_not_delay_full_collection():
     """Python waits until new objects are a quarter of all objects. Permanent ones do not count for this."""
     shown = in_a_process_of_its_own("""
         with permanent_generation():
@@ -41,7 +41,7 @@ def test_a_full_collection_comes_when_there_is_much_of_what_came_later():
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
-def test_a_failure_leaves_the_collector_as_it_was(was_enabled):
+def test_exception_restores_garbage_collector_state(was_enabled):
     shown = in_a_process_of_its_own(f"""
         gc.enable() if {was_enabled} else gc.disable()
         try:

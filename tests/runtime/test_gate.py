@@ -7,7 +7,7 @@ import asyncio
 from octavo.runtime.gate import Gate
 
 
-def test_one_is_in_at_a_time_and_tenants_take_turns() -> None:
+def test_gate_admits_one_task_and_alternates_tenants() -> None:
     gate, order, inside = Gate(), list[str](), 0
 
     async def enter(tenant: str) -> None:
@@ -26,7 +26,7 @@ def test_one_is_in_at_a_time_and_tenants_take_turns() -> None:
     assert order == ["greedy", "greedy", "modest", "greedy", "modest", "greedy", "greedy"]  # the first one came alone
 
 
-def test_who_leaves_while_it_waits_or_has_its_turn_holds_nobody_up() -> None:
+def test_cancelled_holder_and_waiter_do_not_block_gate() -> None:
     gate, entered = Gate(), list[str]()
 
     async def enter(name: str) -> None:
@@ -48,7 +48,7 @@ def test_who_leaves_while_it_waits_or_has_its_turn_holds_nobody_up() -> None:
     assert entered == ["inside", "next"]
 
 
-def test_who_leaves_as_it_is_let_in_gives_the_turn_back() -> None:
+def test_waiter_cancelled_after_grant_releases_turn() -> None:
     gate = Gate()
 
     async def pass_through() -> None:

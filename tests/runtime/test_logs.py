@@ -25,7 +25,7 @@ def about():
     logs.request_id.reset(token)
 
 
-def test_a_line_of_json(about):
+def test_json_formatter_writes_one_complete_line(about):
     try:
         int("two\nlines")
     except ValueError as error:
@@ -38,18 +38,18 @@ def test_a_line_of_json(about):
     assert line == {**wanted, "request_id": about}
 
 
-def test_a_line_for_people(about):
+def test_text_formatter_writes_level_logger_and_request_id(about):
     time, line = logs.TextFormatter().format(record("%d failed", 3)).split(" ", 1)
     assert datetime.fromisoformat(time).utcoffset() is not None
     assert line == f"ERROR octavo.there: 3 failed [{about}]"
 
 
-def test_without_a_request_nothing_is_said_of_one():
+def test_log_line_without_request_has_no_request_id():
     assert logs.TextFormatter("engine").format(record("x")).endswith("ERROR engine: octavo.there: x")
     assert "request_id" not in json.loads(logs.JsonFormatter().format(record("x")))
 
 
-def test_fields_are_fields():
+def test_fields_become_json_keys():
     message = logs.Fields({"status": 200})
     assert json.loads(logs.JsonFormatter().format(record(message)))["status"] == 200
     assert logs.TextFormatter().format(record(message)).endswith(': {"status": 200}')
@@ -66,7 +66,7 @@ def audit():
     logger.level, logger.propagate = before
 
 
-def test_the_audit_log_has_a_file_whatever_the_level(audit, tmp_path, caplog):
+def test_audit_log_ignores_level_and_survives_rotation(audit, tmp_path, caplog):
     path = tmp_path / "audit.jsonl"
     logs.configure("WARNING", "text", audit_file=path)
     audit.info(logs.Fields({"status": 200}))
@@ -77,7 +77,7 @@ def test_the_audit_log_has_a_file_whatever_the_level(audit, tmp_path, caplog):
     assert not caplog.records
 
 
-def test_a_line_that_the_file_does_not_take_goes_to_the_log_and_fails_nobody(audit, tmp_path, caplog):
+def test_missing_audit_directory_diverts_line_to_log(audit, tmp_path, caplog):
     folder = tmp_path / "log"
     folder.mkdir()
     logs.configure("WARNING", "text", audit_file=folder / "audit.jsonl")
@@ -91,7 +91,7 @@ def test_a_line_that_the_file_does_not_take_goes_to_the_log_and_fails_nobody(aud
     assert json.loads((folder / "audit.jsonl").read_text())["status"] == 500
 
 
-def test_a_line_for_which_the_disk_has_no_room_goes_to_the_log(audit, tmp_path, caplog, monkeypatch):
+def test_full_disk_diverts_audit_line_to_log(audit, tmp_path, caplog, monkeypatch):
     def full(_text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -104,7 +104,7 @@ def test_a_line_for_which_the_disk_has_no_room_goes_to_the_log(audit, tmp_path, 
     assert '"status": 404' in line
 
 
-def test_a_file_that_cannot_be_written_is_told(audit, tmp_path):
+def test_unwritable_audit_file_raises_config_error(audit, tmp_path):
     with pytest.raises(ConfigError, match="audit log"):
         logs.configure("INFO", "text", audit_file=tmp_path)
     assert not audit.handlers

@@ -21,7 +21,7 @@ def status_bytes(key):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def test_pages_of_a_file_leave_and_come_back(tmp_path):
+def test_file_pages_are_released_and_read_again(tmp_path):
     path = tmp_path / "a file with spaces.safetensors"
     save_file({"a": torch.arange(8 << 20, dtype=torch.int32)}, path)
     with safe_open(path, framework="pt") as file:
@@ -33,7 +33,7 @@ def test_pages_of_a_file_leave_and_come_back(tmp_path):
         assert int(tensor.sum()) == expected
 
 
-def test_memory_that_is_no_file_keeps_its_content(tmp_path):
+def test_anonymous_memory_keeps_content(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(1 << 20)}, path)
     own = torch.ones(4 << 20)
@@ -45,7 +45,7 @@ def test_memory_that_is_no_file_keeps_its_content(tmp_path):
         assert not mapped.any()
 
 
-def test_free_memory_is_given_back():
+def test_free_heap_memory_is_returned_to_system():
     blocks = [bytearray(60_000) for _ in range(2000)]  # small enough to be allocated on the heap
     del blocks[:-1]  # the last one prevents the heap from shrinking by itself
     before = status_bytes("RssAnon:")
@@ -54,7 +54,7 @@ def test_free_memory_is_given_back():
     assert len(blocks) == 1
 
 
-def test_threads_share_few_heaps_meanwhile():
+def test_returning_free_memory_limits_malloc_arenas():
     code = (
         "import ctypes, threading\nfrom contextlib import nullcontext\n"
         "from octavo.runtime.process_memory import returning_free_memory\n"
@@ -74,7 +74,7 @@ def test_threads_share_few_heaps_meanwhile():
     assert heaps[1] < heaps[0]
 
 
-def test_free_memory_is_given_back_now_and_then():
+def test_free_heap_memory_is_returned_periodically():
     blocks = [bytearray(60_000) for _ in range(2000)]
     num_threads = threading.active_count()
     with returning_free_memory(period_s=0.01):

@@ -34,7 +34,7 @@ def gate() -> Iterator[threading.Event]:
     gate.set()
 
 
-def test_what_is_short_waits_for_nothing_that_is_long(text: TextWork, gate: threading.Event) -> None:
+def test_short_text_does_not_wait_for_long_texts(text: TextWork, gate: threading.Event) -> None:
     async def ask() -> tuple[int, list[bool]]:
         long = [asyncio.create_task(text.do(lambda: gate.wait(30), num_chars=LONG)) for _ in range(8)]
         await asyncio.sleep(0)
@@ -46,7 +46,7 @@ def test_what_is_short_waits_for_nothing_that_is_long(text: TextWork, gate: thre
 
 
 @pytest.mark.parametrize(("num_chars", "beside"), [(2000, 2100), (2000, 30_000), (30_000, 40_000), (500_000, 600_000)])
-def test_each_lane_waits_for_nothing_of_the_next(
+def test_text_size_lanes_do_not_wait_for_larger_lane(
     text: TextWork, gate: threading.Event, num_chars: int, beside: int
 ) -> None:
     async def ask() -> int:
@@ -60,7 +60,7 @@ def test_each_lane_waits_for_nothing_of_the_next(
     assert asyncio.run(ask()) == 7
 
 
-def test_a_few_words_that_are_to_be_answered_are_read_at_once(text: TextWork) -> None:
+def test_tiny_inference_text_runs_on_event_loop_thread(text: TextWork) -> None:
     counted: list[int] = []
 
     def work() -> int:
@@ -77,9 +77,7 @@ def test_a_few_words_that_are_to_be_answered_are_read_at_once(text: TextWork) ->
     assert counted == [3, 3, 3]
 
 
-def test_of_counts_of_one_size_one_is_under_way_and_no_answer_waits_for_it(
-    text: TextWork, gate: threading.Event
-) -> None:
+def test_count_requests_run_singly_and_do_not_delay_answers(text: TextWork, gate: threading.Event) -> None:
     began: list[str] = []
 
     async def ask() -> str:
@@ -99,9 +97,7 @@ def test_of_counts_of_one_size_one_is_under_way_and_no_answer_waits_for_it(
     assert len(began) == 8
 
 
-def test_a_count_whose_time_is_over_before_its_turn_is_told_so_and_others_go_on(
-    text: TextWork, gate: threading.Event
-) -> None:
+def test_expired_count_request_raises_deadline_error(text: TextWork, gate: threading.Event) -> None:
     async def ask() -> int:
         first = asyncio.create_task(text.do(lambda: gate.wait(30), num_chars=2000, is_count=True))
         await asyncio.sleep(0)
@@ -115,7 +111,7 @@ def test_a_count_whose_time_is_over_before_its_turn_is_told_so_and_others_go_on(
     assert asyncio.run(ask()) == 7
 
 
-def test_tenants_take_turns(text: TextWork, gate: threading.Event) -> None:
+def test_text_work_alternates_tenants(text: TextWork, gate: threading.Event) -> None:
     order: list[str] = []
 
     async def ask() -> None:
@@ -136,9 +132,7 @@ def test_tenants_take_turns(text: TextWork, gate: threading.Event) -> None:
     assert order == ["greedy", "modest", "greedy", "modest", "greedy", "greedy", "greedy"]
 
 
-def test_work_whose_time_is_over_before_its_turn_is_told_so_and_never_begins(
-    text: TextWork, gate: threading.Event
-) -> None:
+def test_expired_text_work_never_starts(text: TextWork, gate: threading.Event) -> None:
     began: list[str] = []
 
     async def ask() -> None:
@@ -155,7 +149,7 @@ def test_work_whose_time_is_over_before_its_turn_is_told_so_and_never_begins(
     assert began == ["next"]
 
 
-def test_work_that_nobody_waits_for_ends_and_what_it_read_is_counted(text: TextWork) -> None:
+def test_abandoned_text_work_stops_and_is_charged(text: TextWork) -> None:
     began, ended = threading.Event(), threading.Event()
     counted: list[int] = []
 
@@ -179,7 +173,7 @@ def test_work_that_nobody_waits_for_ends_and_what_it_read_is_counted(text: TextW
     assert counted[0] >= 1
 
 
-def test_what_is_read_is_counted_also_where_it_is_refused(text: TextWork) -> None:
+def test_refused_text_work_is_still_charged(text: TextWork) -> None:
     counted: list[int] = []
 
     def work() -> None:
@@ -192,7 +186,7 @@ def test_what_is_read_is_counted_also_where_it_is_refused(text: TextWork) -> Non
     assert counted == [12]
 
 
-def test_a_template_that_walks_for_ever_is_ended(text: TextWork, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_template_rendering_is_aborted(text: TextWork, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_work, "_LONGEST_S", 0.2)
     walk = "{{ c.role }}"
     for name in "cba":

@@ -40,7 +40,7 @@ class Order:
         return lambda: self.ran.append(name)
 
 
-def test_one_key_s_many_tasks_hold_another_key_up_for_one(executor: ThreadPoolExecutor, gate: threading.Event) -> None:
+def test_tasks_of_two_keys_alternate(executor: ThreadPoolExecutor, gate: threading.Event) -> None:
     turns, order = Turns(executor, 20), Order()
     futures = [turns.submit("greedy", order.task(f"greedy {index}")) for index in range(20)]
     futures += [turns.submit("modest", order.task(f"modest {index}")) for index in range(2)]
@@ -51,7 +51,7 @@ def test_one_key_s_many_tasks_hold_another_key_up_for_one(executor: ThreadPoolEx
     assert order.ran[4:] == [f"greedy {index}" for index in range(2, 20)]
 
 
-def test_a_result_says_when_it_began_and_how_it_ended(executor: ThreadPoolExecutor, gate: threading.Event) -> None:
+def test_future_reports_running_state_and_exception(executor: ThreadPoolExecutor, gate: threading.Event) -> None:
     turns, began, goes_on = Turns(executor, 9), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -69,7 +69,7 @@ def test_a_result_says_when_it_began_and_how_it_ended(executor: ThreadPoolExecut
         future.result(30)
 
 
-def test_what_was_cancelled_takes_no_turn(executor: ThreadPoolExecutor, gate: threading.Event) -> None:
+def test_cancelled_tasks_take_no_turn(executor: ThreadPoolExecutor, gate: threading.Event) -> None:
     turns, order = Turns(executor, 9), Order()
     cancelled: list[Future[None]] = [turns.submit("a", order.task("never")) for _ in range(5)]
     kept = [turns.submit("a", order.task("a")), turns.submit("b", order.task("b"))]
@@ -81,9 +81,7 @@ def test_what_was_cancelled_takes_no_turn(executor: ThreadPoolExecutor, gate: th
     turns.submit("a", order.task("again")).result(30)
 
 
-def test_a_key_s_waiting_tasks_are_bounded_and_other_keys_are_not_concerned(
-    executor: ThreadPoolExecutor, gate: threading.Event
-) -> None:
+def test_full_task_queue_refuses_only_its_key(executor: ThreadPoolExecutor, gate: threading.Event) -> None:
     turns, order = Turns(executor, 3, "3 tasks wait already", "field"), Order()
     futures = [turns.submit("greedy", order.task("greedy")) for _ in range(3)]
     with pytest.raises(QueueFullError, match="3 tasks"):

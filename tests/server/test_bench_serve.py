@@ -40,7 +40,7 @@ def run_load(running: Running, items: list[Item] = ITEMS, **options: Any) -> lis
     return asyncio.run(load(target, items, [0.0] * len(items), **options))
 
 
-def test_requests_come_at_the_rate_that_is_asked_for() -> None:
+def test_arrival_times_follow_trace_or_poisson_rate() -> None:
     assert arrival_times(3, None, [1.0, 2.0], 0) == [0.0, 0.0, 0.0]
     assert arrival_times(3, 2.0, [1.0, 3.0, 0.5], 0) == [0.5, 2.0, 2.25]
     drawn = arrival_times(20_000, 5.0, [], 1)
@@ -51,7 +51,7 @@ def test_requests_come_at_the_rate_that_is_asked_for() -> None:
     assert arrival_times(100, 5.0, [], 2) != drawn[:100]
 
 
-def test_shuffled_prompts_have_the_same_size_and_are_new() -> None:
+def test_shuffled_prompts_are_permutations_of_equal_length() -> None:
     items = [Item(list(range(50)), 3), Item(list(range(7, 30)), 5)]
     first, second = shuffled(items), shuffled(items)
     assert first != second
@@ -60,7 +60,7 @@ def test_shuffled_prompts_have_the_same_size_and_are_new() -> None:
         assert one.num_output_tokens == item.num_output_tokens
 
 
-def test_percentiles_are_those_of_numpy() -> None:
+def test_bench_percentiles_equal_numpy() -> None:
     rng = random.Random(3)
     for count in (1, 2, 3, 10, 101):
         values = [rng.random() for _ in range(count)]
@@ -68,7 +68,7 @@ def test_percentiles_are_those_of_numpy() -> None:
             assert percentile(values, share) == pytest.approx(np.percentile(values, share))
 
 
-def test_streams_are_read_to_their_end(shared: Running) -> None:
+def test_bench_reads_streams_to_end_and_counts_tokens(shared: Running) -> None:
     ended: list[Seen] = []
     seen = run_load(shared, on_end=ended.append)
     assert [each.error for each in seen] == [None] * len(ITEMS)
@@ -83,7 +83,7 @@ def test_streams_are_read_to_their_end(shared: Running) -> None:
     assert row["output_tok_per_s"] == pytest.approx(sum(range(1, 9)) / wall_s, abs=0.05)
 
 
-def test_a_request_that_fails_is_counted_and_told(shared: Running) -> None:
+def test_failed_requests_are_counted_with_error(shared: Running) -> None:
     seen = run_load(shared, [ITEMS[3], Item([10**6], 3)])
     assert seen[0].error is None
     assert (seen[1].error or "").startswith("status 400: ")
@@ -93,7 +93,7 @@ def test_a_request_that_fails_is_counted_and_told(shared: Running) -> None:
     assert summarize(nobody) == {"requests": 8, "failed": 8}
 
 
-def test_an_answer_that_is_too_short_is_a_failure() -> None:
+def test_answer_shorter_than_requested_is_failure() -> None:
     with run_server(engine_options={"max_model_len": 20}) as running:
         (seen,) = run_load(running, [Item([65] * 10, 15)])
     assert "10 tokens were generated, but 15 were asked for" in (seen.error or "") or (seen.error or "").startswith(
@@ -102,7 +102,7 @@ def test_an_answer_that_is_too_short_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_other_servers_spell_events_otherwise(end: bytes) -> None:
+def test_event_parser_accepts_other_line_ends_and_comments(end: bytes) -> None:
     class Response:
         @property
         def content(self) -> Any:
@@ -122,7 +122,7 @@ def test_other_servers_spell_events_otherwise(end: bytes) -> None:
     assert (len(seen.token_times), seen.num_prompt_tokens, seen.num_output_tokens) == (2, 4, 2)
 
 
-def test_no_more_are_under_way_than_allowed() -> None:
+def test_max_concurrency_limits_open_requests() -> None:
     executor = FakeExecutor(step_s=0.002)
     with run_server(executor) as running:
         most = 0
@@ -136,7 +136,7 @@ def test_no_more_are_under_way_than_allowed() -> None:
     assert most <= 3
 
 
-def test_figures_of_a_known_run() -> None:
+def test_summary_of_known_run_has_expected_figures() -> None:
     seen = [
         Seen(0.0, [0.1, 0.2, 0.4], num_prompt_tokens=5, num_output_tokens=3, ended=0.5),
         Seen(0.5, [0.8], num_prompt_tokens=7, num_output_tokens=1, ended=1.0),
@@ -154,7 +154,7 @@ def test_figures_of_a_known_run() -> None:
     assert medians([{"a": 1, "b": None}, {"a": 3, "b": None}, {"a": 2, "b": None}]) == {"a": 2, "b": None}
 
 
-def test_a_server_that_is_none_is_told(shared: Running) -> None:
+def test_find_model_error_explains_unreachable_server(shared: Running) -> None:
     assert asyncio.run(find_model(shared.url, None)) == "fake"
     with pytest.raises(ConfigError, match="no OpenAI API answers"):
         asyncio.run(find_model("http://127.0.0.1:1", None))
@@ -166,7 +166,7 @@ def test_a_server_that_is_none_is_told(shared: Running) -> None:
         assert asyncio.run(find_model(keyed.url, "secret")) == "fake"
 
 
-def test_the_command(shared: Running) -> None:
+def test_bench_serve_command_prints_summary(shared: Running) -> None:
     run = CliRunner().invoke
     told = json.loads(run(app, ["bench", "serve", shared.url + "/v1/", "--rate", "200", "--json"]).stdout)
     assert (told["model"], told["rate"], told["results"][0]["failed"]) == ("fake", 200.0, 0)

@@ -55,7 +55,7 @@ class Request:
         (("str", "a"), "str.a"),
     ],
 )
-def test_place_in_a_body_is_spelled_as_a_program_would(location: Any, name: str) -> None:
+def test_field_name_formats_error_location_as_path(location: Any, name: str) -> None:
     assert field_name(location) == name
 
 
@@ -76,18 +76,18 @@ def test_place_in_a_body_is_spelled_as_a_program_would(location: Any, name: str)
         (b'{"x": 1e30}', "x", "^x is out of range$"),
     ],
 )
-def test_fault_names_its_field(text: bytes, name: str | None, message: str) -> None:
+def test_body_error_names_invalid_field(text: bytes, name: str | None, message: str) -> None:
     with pytest.raises(RequestError, match=message) as error:
         parse(Fields, text)
     assert error.value.parameter == name
 
 
-def test_body_with_too_much_structure_is_refused() -> None:
+def test_body_with_too_many_containers_is_refused() -> None:
     with pytest.raises(RequestError, match=r"^the body holds 262145 lists and objects; the limit is 131072$"):
         parse(Fields, b"[" * 262_145)
 
 
-def test_joining_a_body_releases_its_pieces() -> None:
+def test_joining_body_releases_its_chunks() -> None:
     chunks = [b'{"a": ', b"7}"]
     assert bodies._joined(chunks) == b'{"a": 7}'
     assert chunks == []
@@ -100,7 +100,7 @@ def test_body_is_checked_against_its_schema() -> None:
 
 
 @pytest.mark.parametrize("given", ["application/json", "Application/JSON ; charset=utf-8"])
-def test_json_is_taken(given: str) -> None:
+def test_json_media_type_is_accepted(given: str) -> None:
     bodies._check_media_type(given)
 
 
@@ -108,7 +108,7 @@ def test_json_is_taken(given: str) -> None:
     ("given", "said"),
     [(None, "got no Content-Type$"), ("text/plain", "got Content-Type 'text/plain'$"), ("x" * 99, f"'{'x' * 60}'$")],
 )
-def test_other_types_are_refused_and_named(given: str | None, said: str) -> None:
+def test_other_media_types_are_refused_by_name(given: str | None, said: str) -> None:
     with pytest.raises(MediaTypeError, match=said):
         bodies._check_media_type(given)
 
@@ -116,7 +116,7 @@ def test_other_types_are_refused_and_named(given: str | None, said: str) -> None
 @pytest.mark.parametrize("options", [{}, {"is_count": True}, {"any_type": True}])
 @pytest.mark.parametrize("is_browser", [False, True])
 @pytest.mark.parametrize("says_type", [False, True])
-def test_route_gets_its_checked_body(
+def test_read_body_returns_validated_fields_and_sets_request_state(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, bool], is_browser: bool, says_type: bool
 ) -> None:
     async def at_once(_text: Any, _entries: Any, work: Any, **told: Any) -> Any:

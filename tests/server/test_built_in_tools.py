@@ -67,7 +67,9 @@ def user(text: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_chat(client: openai.OpenAI, choice: Any, question: str, arguments: dict[str, str]) -> None:
+def test_built_in_model_calls_tool_through_chat_completions(
+    client: openai.OpenAI, choice: Any, question: str, arguments: dict[str, str]
+) -> None:
     asked: dict[str, Any] = {"messages": [user(question)], "tools": TOOLS, "tool_choice": choice, **GREEDY}
     message = client.chat.completions.create(**asked).choices[0].message
     assert message.tool_calls is not None
@@ -87,19 +89,19 @@ def test_chat(client: openai.OpenAI, choice: Any, question: str, arguments: dict
 @pytest.mark.parametrize(
     ("question", "answer"), [("What is 12 + 30?", "12 + 30 = 42"), ("Hello!", "Hello! How can I help you?")]
 )
-def test_what_needs_no_tool_is_answered(client: openai.OpenAI, question: str, answer: str) -> None:
+def test_question_without_tool_need_is_answered_as_text(client: openai.OpenAI, question: str, answer: str) -> None:
     choice = client.chat.completions.create(messages=[user(question)], tools=TOOLS, **GREEDY).choices[0]
     assert (choice.message.tool_calls, choice.message.content, choice.finish_reason) == (None, answer, "stop")
 
 
-def test_two_cities_are_two_calls(client: openai.OpenAI) -> None:
+def test_question_about_two_cities_produces_two_calls(client: openai.OpenAI) -> None:
     asked = [user("What is the weather in Paris and London?")]
     calls = client.chat.completions.create(messages=asked, tools=TOOLS, **GREEDY).choices[0].message.tool_calls or []
     arguments = [json.loads(call.function.arguments) for call in calls if call.type == "function"]
     assert arguments == [{"location": "Paris"}, {"location": "London"}]
 
 
-def test_responses(client: openai.OpenAI) -> None:
+def test_built_in_model_calls_tool_through_responses(client: openai.OpenAI) -> None:
     tools: list[Any] = [{"type": "function", **FUNCTION}]
     response = client.responses.create(input=BOSTON, tools=tools, **GREEDY)
     (call,) = response.output
@@ -109,7 +111,7 @@ def test_responses(client: openai.OpenAI) -> None:
     assert client.responses.create(input=turns, tools=tools, **GREEDY).output_text == ANSWER
 
 
-def test_messages(server: running.Running) -> None:
+def test_built_in_model_calls_tool_through_messages(server: running.Running) -> None:
     tool = {"name": "get_weather", "description": "Get the weather", "input_schema": PARAMETERS}
     asked: dict[str, Any] = {
         "model": "octavo-demo",
@@ -136,7 +138,7 @@ def user_result(call_id: str) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call_id, "content": RESULT}]}
 
 
-def test_ollama(server: running.Running) -> None:
+def test_built_in_model_calls_tool_through_ollama(server: running.Running) -> None:
     options = {"temperature": 0.0}
     turns: list[Any] = [user(BOSTON)]
     with ollama.Client(server.url, timeout=DEADLINE_S) as client:

@@ -77,7 +77,7 @@ def charged(running: Running, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ("/detokenize", {"tokens": [1, 2, 3]}, 200, 3),
     ],
 )
-def test_all_that_is_read_is_counted(
+def test_every_processed_token_is_charged_to_key(
     http: httpx.Client, charged: list[int], path: str, body: dict[str, Any], status: int, num_tokens: int
 ) -> None:
     response = http.post(path, json=body)
@@ -95,7 +95,7 @@ def test_all_that_is_read_is_counted(
         ("/tokenize", {"prompt": "hello"}),
     ],
 )
-def test_who_waits_for_a_turn_hears_when_the_time_is_over(
+def test_request_waiting_for_text_thread_times_out_with_504(
     running: Running, http: httpx.Client, charged: list[int], path: str, body: dict[str, Any]
 ) -> None:
     """The threads for short texts are busy, as with other requests."""
@@ -125,7 +125,7 @@ def test_who_waits_for_a_turn_hears_when_the_time_is_over(
         ("/v1/responses/input_tokens", {"input": MORE_THAN_A_FEW_WORDS}),
     ],
 )
-def test_what_is_only_counted_has_threads_of_its_own(
+def test_token_counting_uses_separate_threads(
     running: Running, http: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
     gate, text = threading.Event(), running.server._service.engine.text
@@ -138,7 +138,7 @@ def test_what_is_only_counted_has_threads_of_its_own(
     held.result(30)
 
 
-def test_a_client_who_leaves_takes_its_work_along(
+def test_disconnect_cancels_queued_tokenization(
     running: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, read = threading.Event(), list[str]()

@@ -229,7 +229,7 @@ STREAMED = [name for name in SERVER if name not in WHOLE or name in CHAT | COMPL
 
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize(("name", "stream"), [*((name, False) for name in WHOLE), *((name, True) for name in STREAMED)])
-def test_in_a_server_one_fails_and_twenty_go_on(
+def test_server_failure_ends_only_affected_request(
     name: str, stream: bool, served: running.Running, others: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     is_chat = name in CHAT
@@ -285,7 +285,7 @@ def told_last(text: str) -> str:
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("fault", [fails, panics])
 @pytest.mark.parametrize(("path", "method"), [*WHOLE_REPLIES, *STREAMED_REPLIES])
-def test_a_reply_that_cannot_be_spelled_ends_its_request_alone(
+def test_reply_encoding_failure_ends_only_affected_request(
     path: str,
     method: str,
     fault: Callable[..., Any],
@@ -321,11 +321,11 @@ def test_a_reply_that_cannot_be_spelled_ends_its_request_alone(
     ("error", "expected"),
     [(ValueError(), True), (PanicException(), True), (KeyboardInterrupt(), False), (asyncio.CancelledError(), False)],
 )
-def test_an_end_that_somebody_wants_is_no_fault(error: BaseException, expected: bool) -> None:
+def test_interrupt_and_cancellation_are_not_faults(error: BaseException, expected: bool) -> None:
     assert is_fault(error) is expected
 
 
-def test_a_panic_in_one_of_several_streams_is_raised_to_their_reader() -> None:
+def test_panic_in_merged_stream_is_raised_to_reader() -> None:
     async def stream(*, panic: bool) -> AsyncIterator[int]:
         yield 1
         if panic:
@@ -342,7 +342,7 @@ def test_a_panic_in_one_of_several_streams_is_raised_to_their_reader() -> None:
 
 
 @pytest.mark.parametrize("name", ENGINE)
-def test_offline_one_fails_and_twenty_go_on(name: str, offline: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_offline_failure_ends_only_affected_request(name: str, offline: LLM, caplog: pytest.LogCaptureFixture) -> None:
     fault, options = ENGINE[name]
     given = {**OPTIONS, **options}
     if given.pop("structured", False):
@@ -375,7 +375,7 @@ def faults_in(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 @pytest.mark.parametrize("place", ["a line of log", "a trace"])
-def test_what_is_told_of_a_request_behind_its_answer(
+def test_audit_or_trace_failure_after_answer_is_logged(
     place: str, served: running.Running, others: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The answer is complete, and the connection serves the next request."""

@@ -137,7 +137,7 @@ def steepest(times_s: dict[int, float]) -> float:
 
 
 @pytest.mark.parametrize("name", work(64))
-def test_s15_what_is_done_before_the_engine_grows_with_the_text_alone(name: str) -> None:
+def test_s15_request_preparation_time_is_linear_in_text_length(name: str) -> None:
     """From 1k to 64k characters CPU time grows with a fitted exponent of at most 1.2.
 
     For small sizes the constant costs dominate (an engine's checks, for example), which flattens the line. So the

@@ -31,7 +31,7 @@ def check_free(running: Running) -> None:
 
 
 @pytest.mark.parametrize(("route", "body"), BODIES)
-def test_leaving_a_stream_frees_its_blocks(route: str, body: dict[str, Any]) -> None:
+def test_disconnect_during_stream_frees_blocks(route: str, body: dict[str, Any]) -> None:
     executor = FakeExecutor(STEP_S)
     with run_server(executor) as running, running.http() as http:
         with http.stream("POST", route, json={**body, "stream": True}) as stream:
@@ -43,14 +43,14 @@ def test_leaving_a_stream_frees_its_blocks(route: str, body: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(("route", "body"), BODIES)
-def test_leaving_a_whole_answer_frees_its_blocks(route: str, body: dict[str, Any]) -> None:
+def test_disconnect_before_unstreamed_answer_frees_blocks(route: str, body: dict[str, Any]) -> None:
     executor = FakeExecutor(STEP_S)
     with run_server(executor) as running:
         leave_while_waiting(running, route, body, lambda: running.num_blocks_in_use > 0)
         check_free(running)
 
 
-def test_leaving_before_the_first_token_frees_its_blocks() -> None:
+def test_disconnect_before_first_token_frees_blocks() -> None:
     """The status has not been sent yet: the step that computes the prompt is still in flight."""
     executor = FakeExecutor(STEP_S)
     with run_server(executor) as running:
@@ -82,7 +82,7 @@ def leave_while_waiting(running: Running, route: str, body: dict[str, Any], read
     client.close()
 
 
-def test_f22_an_abort_takes_at_most_two_steps() -> None:
+def test_f22_abort_takes_effect_within_two_steps() -> None:
     executor = FakeExecutor(STEP_S)
     with run_server(executor) as running, running.http() as http:
         with http.stream("POST", "/v1/completions", json={"prompt": "hello", **ENDLESS, "stream": True}) as stream:
@@ -98,7 +98,7 @@ def test_f22_an_abort_takes_at_most_two_steps() -> None:
 
 
 @pytest.mark.parametrize(("grace_s", "num_tokens"), [(0.0, 2000), (30.0, 50)])
-def test_open_streams_end_properly_when_the_server_stops(grace_s: float, num_tokens: int) -> None:
+def test_shutdown_drains_or_ends_open_streams(grace_s: float, num_tokens: int) -> None:
     executor = FakeExecutor(STEP_S)
     body = {"prompt": "hello", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     with run_server(executor, grace_s=grace_s) as running, running.http() as http:
@@ -133,7 +133,7 @@ TERMINAL += ("event: response.incomplete", '"error_type"', '"generated_text":"')
 
 
 @pytest.mark.parametrize("route", ENDS)
-def test_no_answer_is_half_a_text_when_the_server_stops(route: str) -> None:
+def test_shutdown_ends_every_answer_with_one_error(route: str) -> None:
     body, word = ENDS[route]
     executor = FakeExecutor(STEP_S, answer="and so on " * 600)
     with run_server(executor) as running, running.http() as http, running.http() as other:
@@ -154,7 +154,7 @@ def test_no_answer_is_half_a_text_when_the_server_stops(route: str) -> None:
     assert len(terminal) == 1, terminal
 
 
-def test_a_prompt_that_is_still_read_when_the_server_stops_never_gets_to_the_engine(
+def test_prompt_tokenized_during_shutdown_never_reaches_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reads, goes_on = threading.Event(), threading.Event()
@@ -178,7 +178,7 @@ def test_a_prompt_that_is_still_read_when_the_server_stops_never_gets_to_the_eng
         assert running.num_unfinished == 0
 
 
-def test_who_has_a_place_when_the_server_stops_is_answered_though_its_prompt_is_not_ready(
+def test_admitted_request_is_answered_during_grace_period(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, goes_on, render = threading.Event(), threading.Event(), conversation.render
@@ -199,7 +199,7 @@ def test_who_has_a_place_when_the_server_stops_is_answered_though_its_prompt_is_
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_f26_an_engine_in_a_long_step_keeps_nobody_from_hearing_that_the_server_stops(route: str) -> None:
+def test_f26_shutdown_ends_requests_during_long_step(route: str) -> None:
     """A step may take longer than a shutdown waits. Streams and whole answers are ended before the step ends."""
     executor = FakeExecutor(STEP_S)
     body: dict[str, Any] = next(body for path, body in BODIES if path == route)
@@ -222,7 +222,7 @@ def test_f26_an_engine_in_a_long_step_keeps_nobody_from_hearing_that_the_server_
         assert not running.thread.is_alive()
 
 
-def test_a_stopping_server_refuses_what_is_new_until_what_is_open_has_ended() -> None:
+def test_draining_server_answers_503_to_new_requests() -> None:
     executor = FakeExecutor(STEP_S)
     body = {"prompt": "hello", "max_tokens": 50, "stream": True}
     with run_server(executor, grace_s=30.0) as running, running.http() as http, running.http() as kept:
@@ -255,7 +255,7 @@ def _asked(running: Running, method: str, path: str, **request: Any) -> httpx.Re
         return http.request(method, path, **request)
 
 
-def test_a_server_with_nothing_open_stops_at_once() -> None:
+def test_idle_server_stops_immediately() -> None:
     with run_server(grace_s=600.0) as running, running.http() as http:
         assert http.get("/ready").status_code == 200  # this connection stays open
         running.server.handle_exit(15, None)
@@ -263,7 +263,7 @@ def test_a_server_with_nothing_open_stops_at_once() -> None:
         assert not running.thread.is_alive()
 
 
-def test_a_second_signal_stops_at_once() -> None:
+def test_second_signal_stops_immediately() -> None:
     executor = FakeExecutor(STEP_S)
     body = {"prompt": "hello", **ENDLESS, "stream": True}
     with run_server(executor, grace_s=600.0) as running, running.http() as http:

@@ -80,7 +80,7 @@ def check_error(response: httpx.Response, status: int, param: str | None, code: 
         (ValueError("/secret"), 500, None),
     ],
 )
-def test_table(error: Exception, status: int, code: str | None) -> None:
+def test_errors_map_to_http_status_and_code(error: Exception, status: int, code: str | None) -> None:
     http_error = to_http(error)
     assert (http_error.status, http_error.code) == (status, code)
     assert "/secret" not in http_error.message
@@ -144,7 +144,7 @@ def test_table(error: Exception, status: int, code: str | None) -> None:
     ],
 )
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-def test_s11_what_is_no_value_of_a_field_is_named(
+def test_s11_invalid_sampling_field_is_refused_by_name(
     http: httpx.Client, route: str, fields: dict[str, Any], param: str
 ) -> None:
     body = {**({"prompt": "hello"} if route == COMPLETIONS else HELLO), **fields}
@@ -183,7 +183,7 @@ def test_s11_what_is_no_value_of_a_field_is_named(
         ({"modalities": ["audio"]}, "modalities"),
     ],
 )
-def test_s11_a_wrong_field_of_a_chat_is_named(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+def test_s11_invalid_chat_field_is_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
     check_error(http.post(CHAT, json={**HELLO, **fields}), 400, param)
 
 
@@ -211,7 +211,9 @@ def test_s11_a_wrong_field_of_a_chat_is_named(http: httpx.Client, fields: dict[s
         ({"prompt": "a", "echo": 1}, "echo"),
     ],
 )
-def test_s11_a_wrong_field_of_a_completion_is_named(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+def test_s11_invalid_completion_field_is_refused_by_name(
+    http: httpx.Client, fields: dict[str, Any], param: str
+) -> None:
     check_error(http.post(COMPLETIONS, json=fields), 400, param)
 
 
@@ -226,7 +228,7 @@ def test_s11_a_wrong_field_of_a_completion_is_named(http: httpx.Client, fields: 
         {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": True},
     ],
 )
-def test_what_changes_nothing_is_accepted(http: httpx.Client, fields: dict[str, Any]) -> None:
+def test_chat_fields_without_effect_are_accepted(http: httpx.Client, fields: dict[str, Any]) -> None:
     response = http.post(CHAT, json={**HELLO, **fields, "max_tokens": 3})
     assert response.status_code == 200, response.text
     prompt = "<user>hello\n<assistant>"
@@ -248,13 +250,13 @@ def test_what_changes_nothing_is_accepted(http: httpx.Client, fields: dict[str, 
         b'{"prompt": "a", "x": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
     ],
 )
-def test_what_is_no_json(http: httpx.Client, body: bytes) -> None:
+def test_invalid_json_body_answers_400(http: httpx.Client, body: bytes) -> None:
     check_error(http.post(COMPLETIONS, content=body), 400, None)
 
 
 @pytest.mark.parametrize("value", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"[0, [NaN]]", b'{"65": -Infinity}'])
 @pytest.mark.parametrize("name", ["temperature", "top_p", "n", "logit_bias", "stop", "nobody_knows"])
-def test_s11_what_is_no_finite_number_is_named(http: httpx.Client, name: str, value: bytes) -> None:
+def test_s11_non_finite_number_error_names_field(http: httpx.Client, name: str, value: bytes) -> None:
     """JSON has no such numbers, but Python's json module writes and reads them."""
     body = b'{"prompt": "a", "seed": 1.5, "%s": %s, "min_p": NaN}' % (name.encode(), value)
     message = check_error(http.post(COMPLETIONS, content=body), 400, name)
@@ -263,19 +265,19 @@ def test_s11_what_is_no_finite_number_is_named(http: httpx.Client, name: str, va
 
 @pytest.mark.parametrize("digits", [20, 400, 10_000])
 @pytest.mark.parametrize("name", ["seed", "max_tokens", "temperature", "unknown"])
-def test_huge_integers(http: httpx.Client, name: str, digits: int) -> None:
+def test_huge_integers_answer_400(http: httpx.Client, name: str, digits: int) -> None:
     body = b'{"prompt": "a", "%s": %s}' % (name.encode(), b"9" * digits)
     response = http.post(COMPLETIONS, content=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] in {name, None}
 
 
-def test_nul_and_odd_characters_are_text(http: httpx.Client) -> None:
+def test_nul_and_line_separator_are_accepted_in_prompt(http: httpx.Client) -> None:
     response = http.post(COMPLETIONS, json={"prompt": "a\0b\u2028", "max_tokens": 2, "echo": True})
     assert response.json()["choices"][0]["text"].startswith("a\0b\u2028")
 
 
-def test_routes_and_methods(http: httpx.Client) -> None:
+def test_unknown_route_model_or_method_answers_404_or_405(http: httpx.Client) -> None:
     check_error(http.get("/v1/nothing"), 404, None)
     check_error(http.post("/v2", json={}), 404, None)
     response = http.get(CHAT)
@@ -287,13 +289,13 @@ def test_routes_and_methods(http: httpx.Client) -> None:
     assert http.get("/docs").status_code == http.get("/redoc").status_code == 404
 
 
-def test_health_and_version(http: httpx.Client) -> None:
+def test_health_ready_and_version_answer(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
     assert [http.head(path).status_code for path in ("/health", "/ready", "/version")] == [200, 200, 405]
     assert list(http.get("/version").json()) == ["version"]
 
 
-def test_s9_a_body_beyond_the_limit_is_refused() -> None:
+def test_s9_body_above_max_body_bytes_answers_413() -> None:
     with run_server(max_body_bytes=10_000) as running, running.http() as http:
         fits = json.dumps({"prompt": "a", "max_tokens": 1, "user": ""}).encode()
         fits = fits.replace(b'""', b'"' + b"x" * (10_000 - len(fits)) + b'"')
@@ -322,7 +324,7 @@ def test_s9_a_body_beyond_the_limit_is_refused() -> None:
         {"X-Api-Key": "key", "Authorization": "Basic key"},
     ],
 )
-def test_every_route_but_health_asks_for_the_key(keyed: Running, headers: dict[str, str]) -> None:
+def test_every_route_except_health_requires_api_key(keyed: Running, headers: dict[str, str]) -> None:
     with keyed.http() as http:
         for method, path in [
             ("GET", "/v1/models"),
@@ -341,7 +343,7 @@ def test_every_route_but_health_asks_for_the_key(keyed: Running, headers: dict[s
         assert http.get("/health", headers=headers).status_code == 200
 
 
-def test_two_authorization_headers_are_none(keyed: Running) -> None:
+def test_duplicate_authorization_headers_answer_401(keyed: Running) -> None:
     with keyed.http() as http:
         twice = [("Authorization", "Bearer key"), ("Authorization", "Bearer wrong")]
         assert http.get("/version", headers=twice).status_code == 401
@@ -354,7 +356,7 @@ def keyed() -> Iterator[Running]:
         yield running
 
 
-def test_a_failed_step_is_500_and_the_next_request_is_served() -> None:
+def test_failed_step_answers_500_and_next_request_succeeds() -> None:
     executor = FakeExecutor()
     with run_server(executor) as running, running.http() as http:
         executor.fail_next = True
@@ -365,7 +367,7 @@ def test_a_failed_step_is_500_and_the_next_request_is_served() -> None:
         assert http.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
 
 
-def test_a_failure_in_mid_stream_is_one_event() -> None:
+def test_failure_during_stream_sends_one_error_event() -> None:
     executor = FakeExecutor(step_s=0.02)
     body = {"prompt": "a", "max_tokens": 2000, "stream": True, "ignore_eos": True}
     with run_server(executor) as running, running.http() as http, http.stream("POST", COMPLETIONS, json=body) as stream:
@@ -382,7 +384,7 @@ def test_a_failure_in_mid_stream_is_one_event() -> None:
     assert all(json.loads(event)["choices"][0]["finish_reason"] is None for event in events[:-2])
 
 
-def test_a_server_whose_engine_is_dead_for_good_leaves() -> None:
+def test_server_exits_after_engine_dies() -> None:
     """A supervisor may not poll /health: systemd does not."""
     executor = FakeExecutor()
     with run_server(executor) as running, running.http() as http:
@@ -391,7 +393,7 @@ def test_a_server_whose_engine_is_dead_for_good_leaves() -> None:
         wait_until(lambda: not running.thread.is_alive(), "it has left")
 
 
-def test_a_dead_engine_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_engine_answers_503(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GracefulServer, "on_tick", uvicorn.Server.on_tick)  # otherwise the server would exit
     executor = FakeExecutor()
     with run_server(executor) as running, running.http() as http:
@@ -405,7 +407,7 @@ def test_a_dead_engine_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
             assert response.headers["retry-after"] == "1"
 
 
-def test_an_engine_that_cannot_be_started_again_is_503_and_says_when_to_come_back() -> None:
+def test_engine_failing_to_restart_answers_503_with_retry_after() -> None:
     with run_server() as running, running.http() as http:
         engine = running.engine.client
         engine.retry_after_s, engine.num_failed_starts = 17.2, MAX_FAILED_STARTS - 1
@@ -419,7 +421,7 @@ def test_an_engine_that_cannot_be_started_again_is_503_and_says_when_to_come_bac
         assert http.get("/health").status_code == 200
 
 
-def test_an_engine_that_is_not_ready_is_503_and_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarting_engine_answers_503_with_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     with run_server() as running, running.http() as http:
         monkeypatch.setattr(LocalCore, "is_ready", False)
         running.engine.client.retry_after_s = 4.5
@@ -429,7 +431,7 @@ def test_an_engine_that_is_not_ready_is_503_and_says_when_to_come_back(monkeypat
             assert response.headers["retry-after"] == "5"
 
 
-def test_a_full_queue_is_429() -> None:
+def test_full_queue_answers_429() -> None:
     executor = FakeExecutor()
     options = {"max_num_seqs": 1, "max_num_waiting": 0}
     with run_server(executor, engine_options=options) as running, running.http() as http:
@@ -439,7 +441,7 @@ def test_a_full_queue_is_429() -> None:
         assert response.headers["retry-after"] == "1"
 
 
-def test_a_prompt_that_can_never_fit_the_cache() -> None:
+def test_prompt_larger_than_kv_cache_answers_400() -> None:
     with run_server(engine_options={"num_blocks": 4, "block_size": 16}) as running, running.http() as http:
         response = http.post(COMPLETIONS, json={"prompt": "x" * 64})
         check_error(response, 400, "prompt", "context_length_exceeded")
@@ -447,12 +449,12 @@ def test_a_prompt_that_can_never_fit_the_cache() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
-def test_loopback_needs_no_key(host: str) -> None:
+def test_loopback_address_requires_no_api_key(host: str) -> None:
     check_binding(host, ServerConfig(), insecure=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.0.1", "example.org", "127.0.0.1.example.org"])
-def test_other_addresses_need_a_key(host: str) -> None:
+def test_non_loopback_address_requires_api_key_or_insecure(host: str) -> None:
     with pytest.raises(ConfigError, match="API key"):
         check_binding(host, ServerConfig(), insecure=False)
     check_binding(host, ServerConfig(api_key="key"), insecure=False)
@@ -460,7 +462,7 @@ def test_other_addresses_need_a_key(host: str) -> None:
     check_binding(host, ServerConfig(), insecure=True)
 
 
-def test_an_address_in_use() -> None:
+def test_bind_refuses_address_in_use() -> None:
     """The address is taken before the model is loaded. Otherwise a second server would load its model in vain."""
     with bind("127.0.0.1", 0) as sock:
         for _ in range(2):
@@ -469,7 +471,7 @@ def test_an_address_in_use() -> None:
             open_door(sock)
 
 
-def test_connections_are_refused_until_the_door_is_open() -> None:
+def test_connections_are_refused_until_open_door() -> None:
     """A refused proxy tries another server. An accepted connection would wait as long as an answer may take."""
     with bind("127.0.0.1", 0) as sock:
         with pytest.raises(ConnectionRefusedError):
@@ -478,7 +480,7 @@ def test_connections_are_refused_until_the_door_is_open() -> None:
         socket.create_connection(sock.getsockname()).close()
 
 
-def test_connections_of_a_server_before_do_not_keep_the_next_one_out() -> None:
+def test_bind_succeeds_with_connections_in_time_wait() -> None:
     with bind("127.0.0.1", 0) as sock:
         open_door(sock)
         address = sock.getsockname()
@@ -507,7 +509,7 @@ def test_connections_of_a_server_before_do_not_keep_the_next_one_out() -> None:
         ("/v1/responses", {"input": "a", "max_output_tokens": 3}, "max_output_tokens"),
     ],
 )
-def test_an_error_about_two_fields_names_both_as_the_client_sent_them(
+def test_min_tokens_error_names_limit_field_that_client_sent(
     http: httpx.Client, path: str, fields: dict[str, Any], sent: str
 ) -> None:
     message = check_error(http.post(path, json={**fields, "min_tokens": 5}), 400, "min_tokens")
@@ -524,7 +526,7 @@ def test_an_error_about_two_fields_names_both_as_the_client_sent_them(
         (ErrorCode.STEP_FAILED, 500, None, None),
     ],
 )
-def test_an_error_of_the_worker_reaches_http_by_its_code(
+def test_worker_error_code_determines_http_error(
     monkeypatch: pytest.MonkeyPatch, code: ErrorCode, status: int, param: str | None, told: str | None
 ) -> None:
     """The code decides, not the error's text."""

@@ -33,7 +33,7 @@ def structure(value: Any) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("block", [2, 3, 7, 1 << 18])
-def test_structure_is_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_structure_is_counted_outside_strings(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(json_structure, "_BLOCK_BYTES", block)
     source = random.Random(1)
     for _ in range(200):
@@ -46,7 +46,7 @@ LIMITS = [(b"[]", "lists and objects", 131_071), (b'"":1', "names", 262_144), (b
 
 
 @pytest.mark.parametrize(("entry", "what", "most"), LIMITS)
-def test_limit_of_structure_is_exact(entry: bytes, what: str, most: int) -> None:
+def test_structure_limits_are_exact(entry: bytes, what: str, most: int) -> None:
     text = b"[" + b",".join([entry] * most) + b"]"
     check_structure(text)
     limit = most + {"lists and objects": 1, "names": 0, "values": -1}[what]
@@ -54,16 +54,16 @@ def test_limit_of_structure_is_exact(entry: bytes, what: str, most: int) -> None
         check_structure(text[:-1] + b"," + entry + b"]")
 
 
-def test_small_body_is_not_counted() -> None:
+def test_small_body_skips_structure_count() -> None:
     check_structure(b"[" * 262_144)
     with pytest.raises(RequestError, match=r"^the body holds 262145 lists and objects; the limit is 131072$"):
         check_structure(b"[" * 262_145)
 
 
-def test_bytes_that_are_no_text_are_no_structure() -> None:
+def test_non_ascii_bytes_are_not_structure() -> None:
     check_structure(bytes(range(128, 256)) * 3000)
 
 
-def test_text_is_no_structure() -> None:
+def test_large_strings_and_token_lists_pass_structure_limits() -> None:
     check_structure(json.dumps({"prompt": '[{,:"\\' * 200_000}).encode())
     check_structure(json.dumps({"prompt": [17] * (1 << 20)}).encode())

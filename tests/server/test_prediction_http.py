@@ -59,7 +59,9 @@ def predicted(content: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_answer_that_was_predicted_is_the_same(clients: dict[str, openai.OpenAI], temperature: float) -> None:
+def test_prediction_drafts_tokens_without_changing_answer(
+    clients: dict[str, openai.OpenAI], temperature: float
+) -> None:
     client = clients["ngram"]
     without, _ = ask(clients["none"], temperature=temperature)
     (text,) = without
@@ -72,7 +74,7 @@ def test_an_answer_that_was_predicted_is_the_same(clients: dict[str, openai.Open
     assert again == without
 
 
-def test_streams_and_several_choices(clients: dict[str, openai.OpenAI]) -> None:
+def test_prediction_works_with_streams_and_several_choices(clients: dict[str, openai.OpenAI]) -> None:
     without, _ = ask(clients["none"], n=2)
     prediction = predicted(without[1])
     again, details = ask(clients["ngram"], n=2, prediction=prediction)
@@ -90,13 +92,13 @@ def test_streams_and_several_choices(clients: dict[str, openai.OpenAI]) -> None:
 
 
 @pytest.mark.parametrize("content", ["", [], "fox " * 2000])
-def test_without_speculation_it_is_ignored(clients: dict[str, openai.OpenAI], content: Any) -> None:
+def test_prediction_is_ignored_without_speculation(clients: dict[str, openai.OpenAI], content: Any) -> None:
     without, _ = ask(clients["none"])
     assert ask(clients["none"], prediction=predicted(content)) == (without, None)
 
 
 @pytest.mark.parametrize("content", ["", [], None])
-def test_an_empty_one_is_none(clients: dict[str, openai.OpenAI], content: Any) -> None:
+def test_empty_prediction_is_ignored(clients: dict[str, openai.OpenAI], content: Any) -> None:
     prediction = None if content is None else predicted(content)
     assert ask(clients["ngram"], prediction=prediction)[0] == ask(clients["none"])[0]
 
@@ -116,7 +118,7 @@ def test_an_empty_one_is_none(clients: dict[str, openai.OpenAI], content: Any) -
         (predicted([{"type": "refusal", "refusal": "a"}]), "prediction.content[0]", "type text, got type 'refusal'"),
     ],
 )
-def test_what_is_no_prediction_is_refused(
+def test_invalid_prediction_is_refused(
     clients: dict[str, openai.OpenAI], server: str, prediction: Any, param: str, message: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=message) as error:
@@ -125,16 +127,14 @@ def test_what_is_no_prediction_is_refused(
 
 
 @pytest.mark.parametrize(("text", "unit"), [("1 2 " * 190, "tokens"), ("a" * 1_000_000, "characters")])
-def test_one_that_no_answer_can_be_as_long_as_is_refused(
-    clients: dict[str, openai.OpenAI], text: str, unit: str
-) -> None:
+def test_overlong_prediction_is_refused(clients: dict[str, openai.OpenAI], text: str, unit: str) -> None:
     with pytest.raises(openai.BadRequestError, match=f"prediction is too long: [0-9]+ {unit}") as error:
         ask(clients["ngram"], prediction=predicted(text))
     assert error.value.param == "prediction"
     assert "192" in error.value.message
 
 
-def test_its_tokens_count_as_those_of_prompts_do(
+def test_prediction_tokens_are_reserved_and_charged_like_prompt_tokens(
     servers: dict[str, Running], clients: dict[str, openai.OpenAI], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They count as waiting tokens, and are charged to the tenant."""

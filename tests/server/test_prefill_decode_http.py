@@ -140,7 +140,7 @@ def loaded_tokens(server: Running) -> int:
 
 
 @pytest.mark.parametrize("number", range(len(ROUTES)))
-def test_every_route_answers_as_one_engine_does(pair: Pair, number: int) -> None:
+def test_every_route_equals_single_engine_answer(pair: Pair, number: int) -> None:
     path, body = ROUTES[number]
     asked = filled(body, prompt_of(f"route {number}"))
     with pair.alone.http() as http:
@@ -153,7 +153,7 @@ def test_every_route_answers_as_one_engine_does(pair: Pair, number: int) -> None
     assert not pair.prefill.num_unfinished
 
 
-def test_openais_client(pair: Pair) -> None:
+def test_openai_client_gets_single_engine_answers_through_router(pair: Pair) -> None:
     answers = []
     for url in (pair.alone.url, pair.routing.url):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -166,7 +166,7 @@ def test_openais_client(pair: Pair) -> None:
     assert answers[0] == answers[1]
 
 
-def test_anthropics_client(pair: Pair) -> None:
+def test_anthropic_client_gets_single_engine_answers_through_router(pair: Pair) -> None:
     answers = []
     for url in (pair.alone.url, pair.routing.url):
         with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
@@ -179,7 +179,7 @@ def test_anthropics_client(pair: Pair) -> None:
     assert answers[0] == answers[1]
 
 
-def test_salts_keep_prompts_apart_here_as_well(pair: Pair) -> None:
+def test_cache_salt_prevents_prefix_hit_on_prefill_engine(pair: Pair) -> None:
     """The same request with another salt gets an equal answer, and no prefix hit."""
     asked = {"prompt": prompt_of("salt"), "max_tokens": 8, **DRAWN}
     texts = set()

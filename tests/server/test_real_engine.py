@@ -101,9 +101,7 @@ def offline_completions(offline: LLM, prompt: str, **params: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
-def test_chat_whole_and_streamed_is_what_is_computed_offline(
-    client: openai.OpenAI, offline: LLM, options: dict[str, Any]
-) -> None:
+def test_chat_equals_offline_output(client: openai.OpenAI, offline: LLM, options: dict[str, Any]) -> None:
     options = {"n": 2, "max_tokens": 60, **options}
     whole = client.chat.completions.create(model="tiny", messages=MESSAGES, **options)
     expected = offline_completions(offline, RENDERED, **options)
@@ -126,14 +124,14 @@ def test_chat_whole_and_streamed_is_what_is_computed_offline(
     assert texts == [each.text for each in expected]
 
 
-def test_the_text_offline_is_that_of_the_tokenizer(checkpoint: Path, offline: LLM) -> None:
+def test_offline_text_equals_tokenizer_decode(checkpoint: Path, offline: LLM) -> None:
     """Incremental and complete detokenization agree, so the texts that other tests compare with are right."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     for each in offline_completions(offline, RENDERED, n=4, max_tokens=100, **SAMPLED):
         assert each.text == tokenizer.decode(each.token_ids, skip_special_tokens=True)
 
 
-def test_completions_whole_and_streamed_are_what_is_computed_offline(client: openai.OpenAI, offline: LLM) -> None:
+def test_completions_equal_offline_output(client: openai.OpenAI, offline: LLM) -> None:
     prompts = ["a door", "ein Fuchs", "狐"]
     options = {"n": 2, "max_tokens": 40, **SAMPLED}
     whole = client.completions.create(model="tiny", prompt=prompts, **options)
@@ -149,7 +147,7 @@ def test_completions_whole_and_streamed_are_what_is_computed_offline(client: ope
     assert texts == expected
 
 
-def test_stop_strings(client: openai.OpenAI) -> None:
+def test_stop_string_ends_real_model_output(client: openai.OpenAI) -> None:
     options = {"max_tokens": 200, "extra_body": {"ignore_eos": True}, **SAMPLED}
     text = client.completions.create(model="tiny", prompt="a door", **options).choices[0].text
     pairs = [text[i : i + 2] for i in range(40, len(text) - 1)]
@@ -162,7 +160,7 @@ def test_stop_strings(client: openai.OpenAI) -> None:
         assert choices[-1].finish_reason == "stop"
 
 
-def test_seeds(client: openai.OpenAI) -> None:
+def test_seed_determines_sampled_output(client: openai.OpenAI) -> None:
     def say(**options: Any) -> str:
         answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=30, **options)
         return answer.choices[0].message.content
@@ -173,7 +171,7 @@ def test_seeds(client: openai.OpenAI) -> None:
 
 
 @needs_kernels
-def test_logprobs_are_those_computed_offline(client: openai.OpenAI, offline: LLM) -> None:
+def test_logprobs_equal_offline_logprobs(client: openai.OpenAI, offline: LLM) -> None:
     options = {"max_tokens": 20, **SAMPLED}
     (expected,) = offline_completions(offline, RENDERED, logprobs=3, **options)
     chat = client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=3, **options)
@@ -188,7 +186,9 @@ def test_logprobs_are_those_computed_offline(client: openai.OpenAI, offline: LLM
 
 
 @pytest.mark.parametrize("route", ["chat", "completions"])
-def test_a_client_that_leaves_frees_its_blocks(client: openai.OpenAI, served: running.Running, route: str) -> None:
+def test_disconnect_aborts_generation_and_frees_blocks(
+    client: openai.OpenAI, served: running.Running, route: str
+) -> None:
     stats = served.engine.core.scheduler.get_stats
     num_generated = stats().total_tokens_generated
     endless = {"max_tokens": MAX_MODEL_LEN - 100, "stream": True, "extra_body": {"ignore_eos": True}}
@@ -213,7 +213,7 @@ SCHEMA = {
 AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
 
 
-def test_an_answer_fits_its_schema_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_chat_answer_matches_json_schema(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"response_format": AS_SCHEMA, "max_tokens": 300, **SAMPLED}
     whole = client.chat.completions.create(model="tiny", messages=MESSAGES, n=2, **options)
     for choice in whole.choices:
@@ -228,7 +228,7 @@ def test_an_answer_fits_its_schema_whole_and_streamed(client: openai.OpenAI) -> 
     assert texts == [choice.message.content for choice in whole.choices]
 
 
-def test_the_sdk_s_own_parsing_of_a_model_class(client: openai.OpenAI) -> None:
+def test_openai_parse_returns_pydantic_model(client: openai.OpenAI) -> None:
     """Users of the package pass a pydantic class as response_format."""
     from pydantic import BaseModel, Field
 
@@ -242,7 +242,7 @@ def test_the_sdk_s_own_parsing_of_a_model_class(client: openai.OpenAI) -> None:
     assert isinstance(answer.choices[0].message.parsed, Person)
 
 
-def test_an_answer_to_huggingface_hub_fits_its_schema(served: running.Running) -> None:
+def test_huggingface_hub_answer_matches_schema(served: running.Running) -> None:
     """The package has its own form of a schema."""
     client = huggingface_hub.InferenceClient(model=served.url, timeout=20)
     answer = client.chat_completion(MESSAGES, response_format=AS_SCHEMA, max_tokens=300, seed=3, temperature=1.0)  # type: ignore[arg-type]
@@ -250,7 +250,7 @@ def test_an_answer_to_huggingface_hub_fits_its_schema(served: running.Running) -
 
 
 @pytest.mark.parametrize("form", ["json", "schema"])
-def test_an_answer_to_ollamas_client_fits_its_format(served: running.Running, form: str) -> None:
+def test_ollama_answer_matches_format(served: running.Running, form: str) -> None:
     options = {"num_predict": 300, "seed": 3, "temperature": 1.0}
     asked: dict[str, Any] = {"format": "json" if form == "json" else SCHEMA, "options": options}
     with ollama.Client(served.url, timeout=DEADLINE_S) as client:
@@ -265,7 +265,7 @@ def test_an_answer_to_ollamas_client_fits_its_format(served: running.Running, fo
         assert whole.startswith("{")
 
 
-def test_an_answer_to_ollamas_client_is_what_is_computed_offline(served: running.Running, offline: LLM) -> None:
+def test_ollama_answer_equals_offline_output(served: running.Running, offline: LLM) -> None:
     (expected,) = offline_completions(offline, RENDERED, max_tokens=24, **SAMPLED)
     with ollama.Client(served.url, timeout=DEADLINE_S) as client:
         options = {"num_predict": 24, **SAMPLED}
@@ -274,7 +274,7 @@ def test_an_answer_to_ollamas_client_is_what_is_computed_offline(served: running
         assert client.generate("tiny", RENDERED, raw=True, options=options).response == expected.text
 
 
-def test_an_anthropic_answer_fits_its_schema(served: running.Running) -> None:
+def test_anthropic_answer_matches_schema(served: running.Running) -> None:
     with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
         message = client.messages.create(
             model="tiny",
@@ -303,7 +303,9 @@ def test_an_anthropic_answer_fits_its_schema(served: running.Running) -> None:
         ({"grammar": 'root ::= word "a"\nword ::= [a-c]{3}'}, lambda text: len(text) == 4 and text.endswith("a")),
     ],
 )
-def test_vllm_s_structures_in_a_completion(client: openai.OpenAI, structure: dict[str, Any], check: Any) -> None:
+def test_completion_matches_vllm_structured_outputs(
+    client: openai.OpenAI, structure: dict[str, Any], check: Any
+) -> None:
     answer = client.completions.create(
         model="tiny", prompt="a", max_tokens=300, extra_body={"structured_outputs": structure}, **SAMPLED
     )
@@ -321,7 +323,7 @@ def test_vllm_s_structures_in_a_completion(client: openai.OpenAI, structure: dic
         ({"regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdecimal()),
     ],
 )
-def test_structures_as_llama_cpp_and_sglang_ask_for_them(
+def test_llama_cpp_and_sglang_structure_fields_are_applied(
     client: openai.OpenAI, fields: dict[str, Any], check: Any
 ) -> None:
     text = client.completions.create(model="tiny", prompt="a", max_tokens=300, extra_body=fields, **SAMPLED)
@@ -331,7 +333,7 @@ def test_structures_as_llama_cpp_and_sglang_ask_for_them(
     assert check(chat.choices[0].message.content)
 
 
-def test_top_p_of_zero_leaves_the_most_probable_token_alone(client: openai.OpenAI) -> None:
+def test_top_p_zero_is_greedy(client: openai.OpenAI) -> None:
     greedy = client.completions.create(model="tiny", prompt="a", max_tokens=40, temperature=0)
     for typical_p in (1.0, 0.9):
         extra = {"typical_p": typical_p}
@@ -364,7 +366,7 @@ def test_top_p_of_zero_leaves_the_most_probable_token_alone(client: openai.OpenA
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens"),
     ],
 )
-def test_what_is_no_structure_names_its_field(served: running.Running, fields: dict[str, Any], param: str) -> None:
+def test_invalid_structure_error_names_field(served: running.Running, fields: dict[str, Any], param: str) -> None:
     with served.http() as http:
         for stream in (False, True):
             body = {"messages": MESSAGES, "stream": stream, **fields}
@@ -373,7 +375,7 @@ def test_what_is_no_structure_names_its_field(served: running.Running, fields: d
             assert response.json()["error"]["param"] == param
 
 
-def test_s13_a_grammar_that_takes_long_holds_nobody_up(
+def test_s13_slow_grammar_compilation_blocks_no_other_request(
     served: running.Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_grammar, begun, gate = GrammarCompiler._prepare, threading.Event(), threading.Event()
@@ -419,7 +421,7 @@ def test_s13_a_grammar_that_takes_long_holds_nobody_up(
         {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}},
     ],
 )
-def test_s13_hostile_grammars_are_refused_or_bounded(served: running.Running, structure: dict[str, Any]) -> None:
+def test_s13_hostile_grammar_is_refused_or_bounded(served: running.Running, structure: dict[str, Any]) -> None:
     with served.http() as http:
         response = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 5, "structured_outputs": structure})
         assert response.status_code in {200, 400}, response.text
@@ -428,9 +430,7 @@ def test_s13_hostile_grammars_are_refused_or_bounded(served: running.Running, st
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
-def test_a_grammar_that_takes_too_much_on_its_way_is_its_user_s_fault(
-    served: running.Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grammar_error_during_generation_answers_400(served: running.Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def exceed(_self: Matcher) -> Any:
         raise GrammarError("too many states")
 
@@ -445,7 +445,7 @@ def test_a_grammar_that_takes_too_much_on_its_way_is_its_user_s_fault(
 # --- embeddings
 
 
-def test_embeddings_are_those_computed_offline(client: openai.OpenAI, offline: LLM) -> None:
+def test_embeddings_equal_offline_embeddings(client: openai.OpenAI, offline: LLM) -> None:
     texts = ["Where is 狐?", "a", "Where is 狐? " * 20]
     expected = [output.outputs.embedding for output in offline.embed(texts, use_tqdm=False)]
     for options in ({"encoding_format": "float"}, {"encoding_format": "base64"}, {}):
@@ -485,14 +485,16 @@ def test_embeddings_are_those_computed_offline(client: openai.OpenAI, offline: L
         ({"input": ["a"] * 3000}, "input"),
     ],
 )
-def test_embeddings_that_are_refused(served: running.Running, body: dict[str, Any], parameter: str) -> None:
+def test_invalid_embedding_fields_are_refused_by_parameter(
+    served: running.Running, body: dict[str, Any], parameter: str
+) -> None:
     with served.http() as http:
         response = http.post("/v1/embeddings", json=body)
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == parameter
 
 
-def test_ollamas_vectors_are_the_same(client: openai.OpenAI, served: running.Running) -> None:
+def test_ollama_embeddings_equal_openai_embeddings(client: openai.OpenAI, served: running.Running) -> None:
     texts = ["Where is 狐?", "a"]
     expected = [each.embedding for each in client.embeddings.create(model="tiny", input=texts).data]
     with ollama.Client(served.url, timeout=DEADLINE_S) as asking:
@@ -509,7 +511,7 @@ def test_ollamas_vectors_are_the_same(client: openai.OpenAI, served: running.Run
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_an_input_may_fill_the_context_and_be_cut_to_it(checkpoint: Path, pooling: str) -> None:
+def test_embedding_input_may_fill_context_or_be_truncated(checkpoint: Path, pooling: str) -> None:
     """It may also fill the whole KV cache. A request that generates has room for one token less."""
     engine = LLMEngine(ModelConfig(model=str(checkpoint), max_model_len=64), cache_config=CacheConfig(num_gpu_blocks=4))
     offline = LLM(model=str(checkpoint), max_model_len=128, num_gpu_blocks_override=8)
@@ -542,7 +544,7 @@ def test_an_input_may_fill_the_context_and_be_cut_to_it(checkpoint: Path, poolin
         assert "64 tokens > 63 maximum" in answered.json()["error"]["message"]
 
 
-def test_of_an_input_that_is_too_long_ollamas_clients_get_the_beginning(checkpoint: Path) -> None:
+def test_ollama_embed_truncates_long_input_to_beginning(checkpoint: Path) -> None:
     engine = LLMEngine(
         ModelConfig(model=str(checkpoint), max_model_len=64), cache_config=CacheConfig(num_gpu_blocks=16)
     )
@@ -587,7 +589,7 @@ def asked(text: str) -> dict[str, Any]:
         ("/api/embed", None, {"model": "tiny", "input": ["Are lines of numbers free? " * 4, "No."]}),
     ],
 )
-def test_a_receipt_stands_in_the_usage_of_every_api(
+def test_every_api_reports_receipt_in_usage(
     served: running.Running, path: str, streamed: str | None, body: dict[str, Any]
 ) -> None:
     """The second request hits the first one's prompt, and its stream has the same receipt."""
@@ -620,7 +622,7 @@ def cached_tokens(usage: dict[str, Any]) -> int | None:
     return others if details is None else details["cached_tokens"]
 
 
-def test_a_receipt_tells_what_was_computed(served: running.Running) -> None:
+def test_receipt_counts_computed_tokens(served: running.Running) -> None:
     body = {"prompt": "What does it cost? " * 3, "max_tokens": 9, "ignore_eos": True}
     with served.http() as http:
         for _ in range(2):
@@ -645,7 +647,7 @@ def test_a_receipt_tells_what_was_computed(served: running.Running) -> None:
         {"allowed_token_ids": [0], "min_tokens": 3, "repetition_penalty": 1e-320},
     ],
 )
-def test_a_request_that_leaves_no_token_is_told_so(served: running.Running, fields: dict[str, Any]) -> None:
+def test_request_without_allowed_token_answers_400(served: running.Running, fields: dict[str, Any]) -> None:
     with served.http() as http:
         body = {"prompt": "abc", "max_tokens": 5, **fields}
         response = http.post("/v1/completions", json=body)
@@ -710,7 +712,9 @@ def check_call(name: str, arguments: str) -> None:
     ("choice", "finish_reason"),
     [("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")],
 )
-def test_forced_calls_of_a_random_model(tool_client: openai.OpenAI, choice: Any, finish_reason: str) -> None:
+def test_forced_tool_calls_of_random_model_match_schema(
+    tool_client: openai.OpenAI, choice: Any, finish_reason: str
+) -> None:
     for seed in range(3):
         asked: dict[str, Any] = {
             "model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": seed,
@@ -728,7 +732,7 @@ def test_forced_calls_of_a_random_model(tool_client: openai.OpenAI, choice: Any,
         assert (name, arguments) == (call.function.name, call.function.arguments)
 
 
-def test_a_choice_with_json_or_calls(tool_client: openai.OpenAI) -> None:
+def test_response_format_with_tools_produces_json_or_calls(tool_client: openai.OpenAI) -> None:
     """With response_format and tools, an answer is either JSON or calls."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}

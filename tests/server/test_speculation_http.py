@@ -171,7 +171,7 @@ def joined(before: Any, after: Any, name: str) -> Any:
 
 @pytest.mark.sweep(100)
 @pytest.mark.parametrize("seed", range(NUM_REQUESTS // PER_CASE))
-def test_answers_are_the_same_with_and_without(servers: dict[str, Running], seed: int) -> None:
+def test_answers_are_equal_with_and_without_speculation(servers: dict[str, Running], seed: int) -> None:
     rng = random.Random(seed)
     requests = [make_request(rng) for _ in range(PER_CASE)]
     expected, *others = (answers(running, requests) for running in servers.values())

@@ -30,7 +30,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hello"}
 
 
-def test_s4_weights_that_could_run_code_are_refused(tmp_path: Path) -> None:
+def test_s4_pickled_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch /tmp/owned'\ntR.")
     with pytest.raises(ModelError, match="safetensors"):
         find_weight_files(tmp_path)
@@ -75,7 +75,9 @@ def test_s7_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) 
         ("/v1/responses", {"max_output_tokens": 2**40}, "max_output_tokens"),
     ],
 )
-def test_s10_huge_counts_are_refused(shared: Running, path: str, fields: dict[str, Any], parameter: str) -> None:
+def test_s10_huge_counts_are_refused_before_any_step(
+    shared: Running, path: str, fields: dict[str, Any], parameter: str
+) -> None:
     own = {"input": "a"} if path in {"/v1/embeddings", "/v1/responses"} else {"prompt": "a", "max_tokens": 2}
     body = {**({} if path == "/v1/embeddings" else {"messages": [USER]}), **own, **fields}
     with shared.http() as http:
@@ -96,7 +98,7 @@ def test_s10_huge_counts_are_refused(shared: Running, path: str, fields: dict[st
         {"chat_template_kwargs": {"self": 1}},
     ],
 )
-def test_s14_a_request_brings_no_template(shared: Running, fields: dict[str, Any]) -> None:
+def test_s14_request_cannot_set_chat_template(shared: Running, fields: dict[str, Any]) -> None:
     with shared.http() as http:
         for path in (CHAT, "/tokenize"):
             response = http.post(path, json={"messages": [USER], "max_tokens": 1, **fields})
@@ -114,7 +116,7 @@ def test_s14_a_request_brings_no_template(shared: Running, fields: dict[str, Any
         ("/v1/messages/count_tokens", {"model": "fake", "messages": [USER]}),
     ],
 )
-def test_s14_no_other_route_passes_over_a_template(shared: Running, path: str, body: dict[str, Any]) -> None:
+def test_s14_other_routes_refuse_chat_template(shared: Running, path: str, body: dict[str, Any]) -> None:
     with shared.http() as http:
         assert http.post(path, json={**body, "chat_template": None}).status_code == 200
         response = http.post(path, json={**body, "chat_template": "{{ 1 }}"})
@@ -122,7 +124,7 @@ def test_s14_no_other_route_passes_over_a_template(shared: Running, path: str, b
         assert "chat_template" in response.json()["error"]["message"]
 
 
-def test_s16_no_address_of_a_client_is_fetched(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s16_client_urls_are_never_fetched(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     real = socket.getaddrinfo
 
@@ -143,7 +145,7 @@ def test_s16_no_address_of_a_client_is_fetched(shared: Running, monkeypatch: pyt
     assert asked == []
 
 
-def test_s19_what_a_model_writes_as_a_call_is_never_run(tmp_path: Path) -> None:
+def test_s19_tool_call_text_is_never_executed(tmp_path: Path) -> None:
     owned = tmp_path / "owned"
     wicked = f"__import__('pathlib').Path({str(owned)!r}).touch()"
     answers = [
@@ -164,7 +166,7 @@ def test_s19_what_a_model_writes_as_a_call_is_never_run(tmp_path: Path) -> None:
     assert not owned.exists()
 
 
-def test_s20_no_path_and_no_address_stands_in_an_error() -> None:
+def test_s20_errors_reveal_no_path_or_memory_address() -> None:
     executor = FakeExecutor()
     with run_server(executor) as running, running.http() as http:
         executor.fail_next = True
@@ -186,7 +188,7 @@ def test_s20_no_path_and_no_address_stands_in_an_error() -> None:
 @pytest.mark.parametrize(
     "name", ["../../etc/passwd", "/etc/passwd", "..", "fake/../../x", "\0", "fake\0", "%2e%2e%2f", "file:///etc/passwd"]
 )
-def test_s22_names_are_names_and_no_paths(shared: Running, name: str) -> None:
+def test_s22_model_name_is_never_used_as_path(shared: Running, name: str) -> None:
     with shared.http() as http:
         for path, body in (
             (COMPLETIONS, {"prompt": "a"}),
@@ -213,7 +215,9 @@ def test_s22_names_are_names_and_no_paths(shared: Running, name: str) -> None:
         "//etc/passwd",
     ],
 )
-def test_s22_paths_lead_to_no_file(shared: Running, path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_s22_url_paths_cannot_traverse_directories(
+    shared: Running, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="octavo.audit")
     with shared.http() as http:
         response = ask_as_written(http, path)
@@ -224,7 +228,7 @@ def test_s22_paths_lead_to_no_file(shared: Running, path: str, caplog: pytest.Lo
     assert [json.loads(record.message)["path"] for record in caplog.records] == [unquote(path)]
 
 
-def test_f27_overload_leaves_nobody_without_an_answer() -> None:
+def test_f27_overload_answers_every_request_with_200_or_429() -> None:
     executor = FakeExecutor(step_s=0.001)
     options = {"max_num_seqs": 4}
     with run_server(executor, engine_options=options, max_open_requests=12) as running, running.http() as http:
@@ -252,7 +256,7 @@ def streamed_text(running: Running, body: dict[str, Any]) -> str:
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("first", [1, 2, 3])
-def test_f29_no_stream_has_half_a_character(shared: Running, first: int) -> None:
+def test_f29_stream_never_splits_character(shared: Running, first: int) -> None:
     size = len(TEXT.encode())
     with shared.http() as http:
         for limit in range(first, size + 1, 3):
@@ -264,7 +268,7 @@ def test_f29_no_stream_has_half_a_character(shared: Running, first: int) -> None
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("first", [0, 3, 6])
-def test_f30_nothing_past_a_stop_string_leaks(shared: Running, first: int) -> None:
+def test_f30_text_after_stop_string_is_never_sent(shared: Running, first: int) -> None:
     full = answer_text(5)
     with shared.http() as http:
         for start in range(first, len(full) - 4, 9):
@@ -278,7 +282,7 @@ def test_f30_nothing_past_a_stop_string_leaks(shared: Running, first: int) -> No
                     assert streamed_text(shared, body) == whole
 
 
-def test_f31_nothing_is_kept_of_requests_that_ended() -> None:
+def test_f31_finished_requests_are_garbage_collected() -> None:
     def count() -> int:
         gc.collect()
         return len(gc.get_objects())

@@ -159,7 +159,7 @@ def body(content: str = "?", **options: Any) -> dict[str, Any]:
     return {"messages": [message], "max_tokens": 2, "ignore_eos": True, **options}
 
 
-def test_every_function_is_in_its_file() -> None:
+def test_every_documented_function_exists_in_its_file() -> None:
     """This includes the functions that no other test covers, because they run in two processes."""
     hops = [Hop(*row) for row in HOP.findall(PAGE)]
     assert len(hops) > len(NUMBERED.findall(PAGE))
@@ -167,7 +167,7 @@ def test_every_function_is_in_its_file() -> None:
         assert hop.code
 
 
-def test_a_prompt_to_its_last_token(checkpoint: Path) -> None:
+def test_prompt_walk_matches_call_order(checkpoint: Path) -> None:
     """The second step is held until the first step's event has been read, because another thread sends it."""
     *first, last = walk("A prompt, from HTTP to its last token")
     with walking(checkpoint, *first, last) as (_, http, steps, calls):
@@ -182,7 +182,7 @@ def test_a_prompt_to_its_last_token(checkpoint: Path) -> None:
             calls.check(last)
 
 
-def test_a_block_from_free_to_freed(checkpoint: Path) -> None:
+def test_block_walk_matches_call_order(checkpoint: Path) -> None:
     taken, shared, evicted = walk("A block, from free to freed")
     with walking(checkpoint, taken, shared, evicted) as (_, http, steps, calls):
         steps.let_pass()
@@ -191,7 +191,7 @@ def test_a_block_from_free_to_freed(checkpoint: Path) -> None:
             calls.check(table)
 
 
-def test_a_client_that_leaves(checkpoint: Path) -> None:
+def test_disconnect_walk_matches_call_order(checkpoint: Path) -> None:
     """The engine is in a step until the server has aborted the request."""
     server_side, engine_side = walk("A client that leaves")
     with walking(checkpoint, server_side, engine_side) as (server, http, steps, calls):
@@ -217,7 +217,7 @@ def offline_engine(path: Path, **speculation: Any) -> LLMEngine:
     )
 
 
-def test_a_window_block_from_free_to_freed(tmp_path: Path) -> None:
+def test_window_block_walk_matches_call_order(tmp_path: Path) -> None:
     taken, found, evicted = walk("A window block, from free to freed")
     engine = offline_engine(
         write_checkpoint(tmp_path, tiny_config("MistralForCausalLM", sliding_window=8)), method="none"
@@ -230,7 +230,7 @@ def test_a_window_block_from_free_to_freed(tmp_path: Path) -> None:
             calls.check(table)
 
 
-def test_a_drafted_token_from_guess_to_output(tmp_path: Path) -> None:
+def test_draft_token_walk_matches_call_order(tmp_path: Path) -> None:
     """A logit bias makes the model repeat one token on every processor."""
     guessed, verified = walk("A drafted token, from guess to output")
     engine = offline_engine(write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM")), method="ngram")
@@ -248,7 +248,7 @@ def test_a_drafted_token_from_guess_to_output(tmp_path: Path) -> None:
 
 
 @needs_kernels
-def test_a_gguf_file_from_disk_to_packed_weights(tmp_path: Path) -> None:
+def test_gguf_walk_matches_call_order(tmp_path: Path) -> None:
     described, loaded = walk("A GGUF file, from disk to packed weights")
     folder = write_checkpoint(tmp_path / "folder", tiny_config("LlamaForCausalLM"))
     path = write_gguf(folder, tmp_path / "model.gguf", kind="Q8_0")

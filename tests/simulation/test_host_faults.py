@@ -119,7 +119,7 @@ def keep_what_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(World, "_disturb", restless)
 
 
-def test_nothing_is_wrong_as_long_as_nobody_does_anything():
+def test_host_cache_worlds_without_injected_fault_pass():
     assert run_worlds() > 80
 
 
@@ -144,7 +144,7 @@ def test_nothing_is_wrong_as_long_as_nobody_does_anything():
         "old weights",
     ],
 )
-def test_a_fault_is_seen(fault, monkeypatch):
+def test_injected_host_cache_fault_is_detected(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(SimulationError, match=r"wrong token|the cache has more"):
         run_worlds()

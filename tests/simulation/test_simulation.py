@@ -31,7 +31,7 @@ CORPUS = [json.loads(line) for line in (Path(__file__).parent / "corpus.jsonl").
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(8))
-def test_no_world_has_a_wrong_token_or_a_leak(seed):
+def test_random_worlds_have_no_wrong_token_or_leak(seed):
     run = run_seed(seed, 2500, 1, RunFile(None))
     totals = run.totals
     assert run.failed is None
@@ -48,7 +48,7 @@ def test_no_world_has_a_wrong_token_or_a_leak(seed):
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(8))
-def test_no_world_of_a_model_with_windows_has_a_wrong_token_or_a_leak(seed):
+def test_sliding_window_worlds_have_no_wrong_token_or_leak(seed):
     is_stored = seed % 2 > 0
     run = run_seed(f"windows {seed}", 5000, 1, RunFile(None), draw_stored if is_stored else draw_windowed)
     totals = run.totals
@@ -61,7 +61,7 @@ def test_no_world_of_a_model_with_windows_has_a_wrong_token_or_a_leak(seed):
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("seed", range(8))
-def test_no_world_of_a_model_with_two_windows_has_a_wrong_token_or_a_leak(seed):
+def test_two_window_worlds_have_no_wrong_token_or_leak(seed):
     run = run_seed(f"two windows {seed}", 2500, 1, RunFile(None), draw_two_windows)
     totals = run.totals
     assert run.failed is None
@@ -72,7 +72,7 @@ def test_no_world_of_a_model_with_two_windows_has_a_wrong_token_or_a_leak(seed):
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(8))
-def test_no_world_whose_steps_are_decided_ahead_has_a_wrong_token_or_a_leak(seed):
+def test_async_scheduling_worlds_have_no_wrong_token_or_leak(seed):
     run = run_seed(f"async {seed}", 3500, 1, RunFile(None), draw_async)
     totals = run.totals
     assert run.failed is None
@@ -98,7 +98,7 @@ def draw_crowded(rng):
 
 
 @pytest.mark.slow
-def test_every_three_features_meet():
+def test_every_three_features_occur_together():
     """Few of the drawn worlds have a store, host memory and both kinds of preemption."""
     counts = dict.fromkeys(itertools.combinations(FEATURES, 3), 0)
     for num_steps, draw in ((100_000, draw_config), (60_000, draw_crowded)):
@@ -110,11 +110,11 @@ def test_every_three_features_meet():
 
 
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: case["name"])
-def test_worlds_that_failed_once(case):
+def test_previously_failing_worlds_pass(case):
     run_world(case["seed"], WorldConfig(**case["config"]))
 
 
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
+def test_interrupted_run_resumes_with_equal_totals(tmp_path):
     path = tmp_path / "runs.json"
     run_seed(3, 200, 1, RunFile(path))
     done = run_seed(3, 700, 1, RunFile(path))
@@ -128,7 +128,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
         RunFile(path)
 
 
-def test_same_seed_same_trace():
+def test_same_seed_produces_same_trace():
     config = draw_config(random.Random("trace"))
     first, second = run_world("trace", config), run_world("trace", config)
     assert first == second
@@ -136,12 +136,12 @@ def test_same_seed_same_trace():
 
 @pytest.mark.sweep(7)
 @pytest.mark.parametrize("config", range(len(exhaustive.CONFIGS)))
-def test_small_worlds_are_all_right(config):
+def test_small_worlds_pass_exhaustive_check(config):
     assert exhaustive.run_all(num_arrival_steps=2, num_abort_steps=2, max_length=2, configs=[config]) == 1110
 
 
 @pytest.mark.slow
-def test_all_small_worlds_are_all_right():
+def test_all_small_worlds_pass_exhaustive_check():
     assert exhaustive.run_all(jobs=2) == 652_365
 
 
@@ -198,7 +198,7 @@ def fails(name, draw):
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else value.__name__,
 )
-def test_worlds_see_a_fault_without_any_unit_test(monkeypatch, draw, module, function, before, after):
+def test_simulation_detects_core_mutants(monkeypatch, draw, module, function, before, after):
     mutants = Module(f"octavo.core.{module}").mutants()
     mutant = next(each for each in mutants if (each.function, each.before, each.after) == (function, before, after))
     original = mutant.function_object()
@@ -207,7 +207,7 @@ def test_worlds_see_a_fault_without_any_unit_test(monkeypatch, draw, module, fun
     assert any(fails(f"fault:{index}", draw) for index in range(40))
 
 
-def test_a_failing_world_shrinks(monkeypatch):
+def test_failing_world_is_shrunk(monkeypatch):
     from octavo.core.kv.block_pool import BlockPool
 
     monkeypatch.setattr(BlockPool, "touch", lambda _self, _blocks: None)

@@ -106,7 +106,7 @@ def count_what_did_not_arrive(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVTransfers, "num_computed_tokens", lambda self, load, _: end(self, load, len(load.order.keys)))
 
 
-def test_nothing_is_wrong_as_long_as_nobody_does_anything():
+def test_store_worlds_without_injected_fault_pass():
     assert run_worlds() > 20
 
 
@@ -122,7 +122,7 @@ def test_nothing_is_wrong_as_long_as_nobody_does_anything():
     ],
     ids=["no checksum", "unpinned save", "unpinned cancel", "no salt", "no adapter", "a part is the whole"],
 )
-def test_a_fault_is_seen(fault, monkeypatch):
+def test_injected_store_fault_is_detected(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(SimulationError):
         run_worlds()
@@ -152,7 +152,7 @@ def hide_orders(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVTransfers, "_order", silent)
 
 
-def test_prompts_come_from_other_engines_and_nothing_is_wrong():
+def test_prefill_decode_worlds_without_injected_fault_pass():
     assert run_pairs() > 8
 
 
@@ -167,7 +167,7 @@ def test_prompts_come_from_other_engines_and_nothing_is_wrong():
     ],
     ids=["no checksum", "a part is the whole", "no renewal", "newcomers untold", "orders untold"],
 )
-def test_a_fault_of_a_pair_is_seen(fault, monkeypatch):
+def test_injected_prefill_decode_fault_is_detected(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(SimulationError):
         run_pairs()
@@ -203,7 +203,7 @@ def go_on_without_windows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BoundedGroup, "has_read_blocks", lambda *_: True)
 
 
-def test_blocks_come_without_window_parts_and_nothing_is_wrong():
+def test_window_worlds_load_blocks_without_window_parts():
     assert run_windows(10) > 5
 
 
@@ -212,7 +212,7 @@ def test_blocks_come_without_window_parts_and_nothing_is_wrong():
     [believe_everything, load_parts_into_windows, save_other_window_parts, go_on_without_windows],
     ids=["no checksum", "no window part", "another window part", "no window"],
 )
-def test_a_fault_of_windows_is_seen(fault, monkeypatch):
+def test_injected_window_fault_is_detected(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(SimulationError):
         run_windows(150)

@@ -48,7 +48,7 @@ def task(name, max_drafts=9, max_computed=None, num_tokens=3):
     return DraftTask(name, np.zeros(num_tokens, dtype=np.int32), max_drafts, None, max_computed=max_computed)
 
 
-def test_a_model_is_asked_where_nothing_is_found_and_each_draft_is_a_pass():
+def test_draft_model_runs_only_for_requests_without_lookup_draft():
     model = Counting()
     proposer = ModelProposer(model, 4, Found("a"))
     assert proposer.propose([task("a"), task("b"), task("c", max_drafts=2)]) == [[7] * 7, [1, 2, 3, 4], [1, 2]]
@@ -59,7 +59,7 @@ def test_a_model_is_asked_where_nothing_is_found_and_each_draft_is_a_pass():
     assert (proposer.num_passes, proposer.computed) == (0, frozenset())
 
 
-def test_what_is_not_worth_a_pass_is_looked_up_all_the_same():
+def test_max_computed_limits_model_drafts_but_not_lookups():
     model = Counting()
     proposer = ModelProposer(model, 4, Found("ab"))
     tasks = [task("a", max_computed=0), task("b", max_computed=1), task("c", max_computed=1), task("d", max_computed=0)]
@@ -68,12 +68,12 @@ def test_what_is_not_worth_a_pass_is_looked_up_all_the_same():
 
 
 @pytest.mark.parametrize(("num_tokens", "most"), [(96, 4), (98, 3), (100, 1), (101, 0)])
-def test_nobody_is_gone_on_with_beyond_what_the_model_can_read(num_tokens, most):
+def test_draft_model_never_exceeds_max_model_len(num_tokens, most):
     proposer = ModelProposer(Counting(), 4, NoProposer())
     assert proposer.propose([task("a", num_tokens=num_tokens)]) == [[1, 2, 3, 4][:most]]
 
 
-def test_a_failure_leaves_nothing_that_was_computed():
+def test_failed_draft_model_reports_no_computed_requests():
     model = Counting()
     proposer = ModelProposer(model, 4, NoProposer())
     proposer.propose([task("a")])

@@ -39,7 +39,7 @@ def search(token_ids: list[int], most: int, lengths: tuple[int, int]) -> list[in
     return []
 
 
-def test_what_followed_last_is_proposed():
+def test_tokens_after_latest_match_are_proposed():
     text = [1, 2, 3, 4, 9, 1, 2, 3, 5, 6, 7, 8, 1, 2, 3]
     assert propose(make_proposer(), text) == [5, 6, 7]
     assert propose(make_proposer(), [9, *text[:5], 0, 4, 9]) == [0, 4, 9], "the text repeats from there"
@@ -49,7 +49,7 @@ def test_what_followed_last_is_proposed():
     assert propose(make_proposer(), [7, 1, 7]) == [], "one token alone is too short"
 
 
-def test_the_longest_suffix_counts_most():
+def test_longest_suffix_match_wins():
     text = [1, 2, 3, 4, 8, 0, 9, 3, 4, 7, 0, 1, 2, 3, 4]
     assert propose(make_proposer(lengths=(2, 4)), text) == [8, 0, 9]
     assert propose(make_proposer(lengths=(2, 2)), text) == [7, 0, 1]
@@ -57,7 +57,7 @@ def test_the_longest_suffix_counts_most():
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 3), (2, 5), (4, 4)])
 @pytest.mark.parametrize("vocab_size", [2, 3, 30])
-def test_it_is_what_a_search_finds(lengths, vocab_size):
+def test_ngram_index_equals_linear_search(lengths, vocab_size):
     """The tokens include 0; the text grows by a few tokens at a time."""
     rng = random.Random(vocab_size)
     proposer, text = make_proposer(4, lengths), []
@@ -66,12 +66,12 @@ def test_it_is_what_a_search_finds(lengths, vocab_size):
         assert propose(proposer, text) == search(text, 4, lengths), text
 
 
-def test_large_ids_are_told_apart():
+def test_large_token_ids_are_distinguished():
     big = 2**31 - 1
     assert propose(make_proposer(lengths=(2, 2)), [big, 0, 5, big, big, 6, big, 0]) == [5, big, big]
 
 
-def test_requests_do_not_see_each_other():
+def test_requests_share_no_ngram_drafts():
     proposer = make_proposer()
     assert propose(proposer, [1, 2, 3, 1, 2], "a") == [3, 1, 2]
     assert propose(proposer, [1, 2], "b") == []
@@ -79,7 +79,7 @@ def test_requests_do_not_see_each_other():
     assert propose(proposer, [4, 1, 2], "a") == []
 
 
-def test_indices_have_room_for_so_many_tokens():
+def test_ngram_indices_share_token_limit():
     """A request that arrives when the room is used up gets no drafts until other requests have ended."""
     proposer = make_proposer(max_tokens=12)
     text = [1, 2, 1, 2, 1, 2]
@@ -92,7 +92,7 @@ def test_indices_have_room_for_so_many_tokens():
 
 
 @pytest.mark.parametrize("lengths", [(2, 4), (1, 1), (30, 32)])
-def test_the_bytes_said_are_not_exceeded(lengths):
+def test_ngram_memory_stays_within_num_bytes(lengths):
     num_tokens = 6000
     proposer = make_proposer(lengths=lengths, max_tokens=num_tokens)
     tokens = np.random.default_rng(0).integers(0, 150_000, num_tokens).astype(np.int32)
@@ -106,7 +106,7 @@ def test_the_bytes_said_are_not_exceeded(lengths):
     assert 0.5 * proposer.num_bytes < most * num_tokens < proposer.num_bytes
 
 
-def test_which_proposer_is_made():
+def test_create_proposer_follows_speculative_config():
     sizes = {"max_num_seqs": 2, "max_model_len": 100}
     none = create_proposer(None, **sizes)
     assert isinstance(none, NoProposer)
@@ -128,7 +128,7 @@ def test_which_proposer_is_made():
         ({"prompt_lookup_min": 3, "prompt_lookup_max": 5}, (3, 5)),
     ],
 )
-def test_lengths_that_are_left_open(given, lengths):
+def test_lookup_lengths_have_defaults(given, lengths):
     assert SpeculativeConfig(method="ngram", **given).lookup_lengths == lengths
 
 
@@ -164,7 +164,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize(("given", "message"), NONSENSE)
-def test_nonsense_is_told_at_once(given, message):
+def test_invalid_speculative_config_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig.parse(given)
 
@@ -181,13 +181,13 @@ def test_nonsense_is_told_at_once(given, message):
         ({"method": "suffix", "num_speculative_tokens": 2}, ("suffix", 2), ("suffix", 2)),
     ],
 )
-def test_what_is_left_open_follows_from_the_kernels(given, exact, reference):
+def test_auto_method_depends_on_exact_kernels(given, exact, reference):
     for is_exact, expected in ((True, exact), (False, reference)):
         resolved = SpeculativeConfig.parse(given).resolved(is_exact=is_exact)
         assert (resolved and (resolved.method, resolved.num_speculative_tokens)) == expected
 
 
-def test_what_is_left_open_may_say_how_suffixes_are_kept():
+def test_auto_method_accepts_suffix_fields_only():
     config = SpeculativeConfig.parse({"method": "auto", "suffix_decoding_max_cached_requests": 7})
     assert config.resolved(is_exact=True).suffix_decoding_max_cached_requests == 7
     with pytest.raises(ConfigError, match="a field of method ngram, but the method is auto"):

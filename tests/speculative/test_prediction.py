@@ -34,11 +34,11 @@ def follow(predicted: list[int], answer: list[int], most: int = 4) -> list[int]:
         (CYCLE, [9] * 90 + [10, 1, 2, 3], [4, 11, 1, 2]),
     ],
 )
-def test_what_follows_in_a_prediction(predicted, answer, expected):
+def test_tokens_after_match_in_prediction_are_drafted(predicted, answer, expected):
     assert follow(predicted, answer) == expected
 
 
-def test_a_longer_match_drafts_more():
+def test_longer_prediction_match_drafts_more_tokens():
     predicted = list(range(100))
     assert follow(predicted, [-1, 5, 6, 7], 16) == list(range(8, 14))
     assert follow(predicted, [-1, 4, 5, 6, 7], 16) == list(range(8, 16))
@@ -46,7 +46,7 @@ def test_a_longer_match_drafts_more():
     assert follow(predicted, [-1, *range(10, 50)], 90) == list(range(50, 100))
 
 
-def test_a_match_as_long_as_counts_is_not_followed_further():
+def test_matches_of_max_length_tie_and_nearest_wins():
     same = list(range(MAX_MATCH))
     predicted = [7, *same, 40, 8, *same, 41]
     assert follow(predicted, [9, 8, *same]) == [40, 8, 0, 1], "both count as equal, and the first is nearer"
@@ -73,7 +73,7 @@ class Fixed(NoProposer):
 
 
 @pytest.mark.parametrize(("num_found", "is_taken"), [(0, True), (4, True), (5, False)])
-def test_what_is_predicted_is_taken_unless_more_is_found(num_found, is_taken):
+def test_predicted_draft_wins_unless_lookup_draft_is_longer(num_found, is_taken):
     tokens = np.array([7, 7, 1, 2], dtype=np.int32)
     proposer = PredictionProposer(Fixed(num_found))
     tasks = [
@@ -85,14 +85,14 @@ def test_what_is_predicted_is_taken_unless_more_is_found(num_found, is_taken):
     assert proposer.propose(tasks) == [[3, 4, 5, 6] if is_taken else found, found, found]
 
 
-def test_the_prompt_is_no_part_of_a_match():
+def test_prompt_tokens_are_not_matched_with_prediction():
     tokens = np.array([1, 2, 3], dtype=np.int32)
     predicted = np.array([1, 2, 3, 4, 5], dtype=np.int32)
     assert len(tokens) == NGRAM
     assert PredictionProposer(Fixed(0)).propose([DraftTask("a", tokens, 8, None, 2, predicted)]) == [[]]
 
 
-def test_the_other_proposer_hears_of_ends_and_is_counted():
+def test_prediction_proposer_forwards_finish_forget_and_sizes():
     other = Fixed(3)
     proposer = PredictionProposer(other)
     assert (proposer.num_bytes, proposer.num_speculative_tokens, proposer.num_passes) == (7, 8, 0)

@@ -3,7 +3,7 @@
 from octavo.speculative.request_indices import RequestIndices
 
 
-def test_index_that_grows_or_is_dropped_changes_the_room_of_the_others():
+def test_index_growth_and_removal_change_capacity_for_other_requests():
     indices = RequestIndices[str](10)
     indices.keep("a", "first", 6)
     assert (indices.room("a"), indices.room("b")) == (10, 4)

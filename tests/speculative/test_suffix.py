@@ -36,7 +36,7 @@ def finish(proposer, token_ids, num_prompt_tokens=4, name="a", salt=None) -> Non
     proposer.finish([EndedRequest(name, np.array(token_ids, dtype=np.int32), num_prompt_tokens, salt)])
 
 
-def test_a_request_is_drafted_from_itself_as_it_grows():
+def test_request_is_drafted_from_its_tokens_as_it_grows():
     proposer = make_proposer()
     text = [*ANSWER, 9, 8]
     assert propose(proposer, text) == []
@@ -46,7 +46,7 @@ def test_a_request_is_drafted_from_itself_as_it_grows():
     assert propose(proposer, [50, 51, 52], "b") == [], "not from another one that runs"
 
 
-def test_an_answer_is_drafted_once_its_request_has_ended():
+def test_answer_is_drafted_only_after_its_request_finished():
     proposer = make_proposer()
     propose(proposer, [*PROMPT, *ANSWER])
     assert propose(proposer, PROMPT, "b") == []
@@ -55,7 +55,7 @@ def test_an_answer_is_drafted_once_its_request_has_ended():
     assert propose(proposer, [7, 50, 51, 52], "c") == [53, 54, 55]
 
 
-def test_what_was_asked_is_kept_only_to_recognise_an_answer_by():
+def test_prompt_is_matched_but_never_drafted():
     proposer = make_proposer()
     prompt = list(range(1000, 1100))
     finish(proposer, [*prompt, *ANSWER], len(prompt))
@@ -67,7 +67,7 @@ def test_what_was_asked_is_kept_only_to_recognise_an_answer_by():
 
 
 @pytest.mark.parametrize("salts", [("alice", "bob"), ("alice", None), (None, "alice"), ("", "x")])
-def test_what_one_tenant_wrote_is_never_drafted_for_another(salts):
+def test_answers_are_never_drafted_across_salts(salts):
     """Neither an answer nor a prompt, matched by the middle of the answer or by the end of the prompt."""
     owner, other = salts
     proposer = make_proposer()
@@ -81,7 +81,7 @@ def test_what_one_tenant_wrote_is_never_drafted_for_another(salts):
     assert propose(proposer, PROMPT, "c", owner) == ANSWER[:4]
 
 
-def test_a_preempted_request_neither_loses_its_answer_nor_counts_twice():
+def test_preempted_request_adds_its_answer_once():
     proposer = make_proposer()
     propose(proposer, [*PROMPT, *ANSWER[:4]])
     proposer.forget(["a", "never heard of"])
@@ -94,7 +94,7 @@ def test_a_preempted_request_neither_loses_its_answer_nor_counts_twice():
     assert indices.num_tokens == sum(indices.get(each).capacity for each in indices._kept)
 
 
-def test_the_better_of_both_is_drafted():
+def test_better_of_request_and_answer_draft_wins():
     proposer = make_proposer()
     finish(proposer, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], 0)
     own = [5, 6, 7, 0, 0]
@@ -105,7 +105,7 @@ def test_the_better_of_both_is_drafted():
     assert propose(proposer, [1, 5, 6, 7], "d") == [9, 9, 9], "what followed most often"
 
 
-def test_probability_and_number_are_bounded_as_asked():
+def test_min_token_prob_and_spec_factor_limit_drafts():
     proposer = make_proposer(suffix_decoding_min_token_prob=0.6, suffix_decoding_max_spec_factor=2.0)
     finish(proposer, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 0)
     assert propose(proposer, [1, 2, 3]) == [4, 5, 6, 7, 8, 9]
@@ -113,7 +113,7 @@ def test_probability_and_number_are_bounded_as_asked():
     assert propose(proposer, [1, 2, 3], "b") == [4]
 
 
-def test_no_answers_are_kept_where_none_are_asked_for():
+def test_zero_max_cached_requests_keeps_no_answers():
     proposer = make_proposer(20, 5, suffix_decoding_max_cached_requests=0)
     finish(proposer, [*PROMPT, *ANSWER])
     assert propose(proposer, PROMPT, "b") == []
@@ -121,7 +121,7 @@ def test_no_answers_are_kept_where_none_are_asked_for():
     assert propose(proposer, [*ANSWER, *ANSWER[:3]], "c") == [53, 54, 55]
 
 
-def test_own_indices_have_room_for_so_many_tokens(monkeypatch):
+def test_request_indices_share_token_limit(monkeypatch):
     """A request that outgrows the room keeps its newest tokens; one that arrives when no room remains gets none."""
     monkeypatch.setattr(suffix, "_LEAST_ROOM", 4)
     proposer = make_proposer(30, 1)
@@ -137,7 +137,7 @@ def test_own_indices_have_room_for_so_many_tokens(monkeypatch):
     assert propose(proposer, [7, 8, 9, 7, 8, 9], "b") == [7, 8, 9]
 
 
-def test_the_oldest_answers_make_way_by_number_and_by_bytes():
+def test_oldest_answers_are_evicted_by_count_and_bytes():
     kept = Answers(BYTES_PER_TOKEN * 100, 3)
 
     def drafts(salt, first):
@@ -158,7 +158,7 @@ def test_the_oldest_answers_make_way_by_number_and_by_bytes():
     assert drafts("salt 1", 550) == [553, 554, 555]
 
 
-def test_a_number_that_is_free_again_shows_nothing_of_who_had_it():
+def test_reused_owner_number_exposes_no_earlier_answers():
     kept = Answers(BYTES_PER_TOKEN * 1000, 1)
     for number in range(100):
         kept.add([1, 2, 3, 1000 + number], f"salt {number}")
@@ -174,7 +174,7 @@ def three_from(first: int) -> array[int]:
     return array("i", [first, first + 1, first + 2])
 
 
-def test_the_bytes_said_are_not_exceeded():
+def test_suffix_memory_stays_within_num_bytes():
     """Each answer has its own salt, and running requests use up the room."""
     num_answers, max_bytes = 1000, 1 << 19
     proposer = make_proposer(
@@ -199,7 +199,7 @@ def test_the_bytes_said_are_not_exceeded():
     assert 0.8 * proposer.num_bytes < held < proposer.num_bytes
 
 
-def test_which_proposer_is_made_and_that_nothing_is_taken_before_it_is_needed():
+def test_create_proposer_returns_suffix_proposer_without_allocating():
     tracemalloc.start()
     proposer = create_proposer(SpeculativeConfig(method="suffix"), max_num_seqs=2, max_model_len=100)
     held = allocated_in("octavo")
@@ -230,6 +230,6 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize(("given", "message"), NONSENSE)
-def test_nonsense_is_told_at_once(given, message):
+def test_invalid_suffix_config_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig.parse({"method": "suffix", **given})

@@ -93,7 +93,7 @@ TEXTS = st.lists(st.tuples(TOKENS, st.integers(0, 2)), max_size=12)
     factor=st.sampled_from([0.4, 1.0, 3.0]),
     least=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
 )
-def test_it_is_what_a_search_finds(texts, last, asked, owner, capacity, most, factor, least):
+def test_suffix_index_equals_linear_search(texts, last, asked, owner, capacity, most, factor, least):
     """In closed texts for any suffix, and in an open text for its own end; texts are written in parts and
     overwritten.
     """
@@ -120,7 +120,7 @@ def test_it_is_what_a_search_finds(texts, last, asked, owner, capacity, most, fa
     assert index.nbytes == capacity * BYTES_PER_TOKEN
 
 
-def test_the_longest_match_drafts_most_and_the_most_frequent_token_wins():
+def test_longest_match_drafts_most_and_frequent_token_wins():
     index = SuffixIndex(1000)
     for text in ([1, 2, 3, 7, 7], [1, 2, 3, 8, 9], [1, 2, 3, 8, 6], [0, 5, 5, 5, 1, 2, 3, 4, 4, 4, 4, 4, 4, 4]):
         index.extend(text)
@@ -132,7 +132,7 @@ def test_the_longest_match_drafts_most_and_the_most_frequent_token_wins():
     assert propose(index, [2, 3]) == ([], 0.0), "two tokens are too few"
 
 
-def test_nothing_reaches_across_the_end_of_a_text():
+def test_matches_never_cross_text_end():
     index = SuffixIndex(100)
     index.extend([1, 2, 3, 4])
     index.close()
@@ -142,7 +142,7 @@ def test_nothing_reaches_across_the_end_of_a_text():
     assert propose(index, [2, 3, 4]) == propose(index, [3, 4, 5]) == propose(index, [4, 5, 6]) == ([], 0.0)
 
 
-def test_a_ring_that_is_shorter_than_the_suffix():
+def test_match_works_if_ring_is_shorter_than_suffix():
     """A match ends at the end of the ring, whatever the ring held before; tokens after it are read across the ring's
     end.
     """
@@ -155,7 +155,7 @@ def test_a_ring_that_is_shorter_than_the_suffix():
     assert propose(index, suffix) == ([5, 6, 7, 4], 4.0)
 
 
-def test_an_owner_sees_only_what_is_his_whatever_the_hash_says(monkeypatch):
+def test_hash_collisions_expose_no_tokens_across_owners(monkeypatch):
     monkeypatch.setattr(suffix_index, "hash", lambda _: 0, raising=False)
     index = SuffixIndex(100)
     index.extend([1, 2, 3, 4, 5], owner=1)
@@ -167,7 +167,7 @@ def test_an_owner_sees_only_what_is_his_whatever_the_hash_says(monkeypatch):
     assert propose(index, [1, 2, 3], owner=3) == propose(index, [3, 2, 1], owner=1) == ([], 0.0)
 
 
-def test_the_oldest_tokens_are_overwritten_or_dropped():
+def test_oldest_tokens_are_overwritten_or_dropped():
     index = SuffixIndex(20)
     for first in range(0, 50, 10):
         index.extend(range(first, first + 9))
@@ -182,7 +182,7 @@ def test_the_oldest_tokens_are_overwritten_or_dropped():
     assert index.oldest == 31
 
 
-def test_a_match_is_no_longer_than_what_was_not_dropped():
+def test_match_excludes_dropped_tokens():
     index = SuffixIndex(100)
     index.extend(range(1, 13))
     index.close()
@@ -191,7 +191,7 @@ def test_a_match_is_no_longer_than_what_was_not_dropped():
     assert propose(index, [1, 2, 3, 4, 5]) == ([6, 7, 8], 3.0)
 
 
-def test_the_bytes_said_are_those_held():
+def test_suffix_index_nbytes_equals_held_memory():
     tracemalloc.start()
     index = SuffixIndex(20_000)
     index.extend(number % 7919 for number in range(50_000))

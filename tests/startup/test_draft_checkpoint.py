@@ -40,7 +40,7 @@ def refused(directory: Path) -> str:
     return str(raised.value)
 
 
-def test_what_drafts_and_how_it_is_loaded(tmp_path):
+def test_method_and_options_select_draft_checkpoint(tmp_path):
     assert find() is None
     assert find(method="ngram") is None
     assert find(method="suffix") is None
@@ -56,7 +56,7 @@ def test_what_drafts_and_how_it_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "quantization"), [("Q4_0", None), ("Q4_0", "int8"), ("Q8_0", None)])
-def test_blocks_of_few_bits_are_not_rounded_to_as_many(kind, quantization, tmp_path):
+def test_int4_draft_of_4_bit_gguf_target_is_refused(kind, quantization, tmp_path):
     config = tiny_config("LlamaForCausalLM", vocab_size=288)
     path = write_gguf(write_checkpoint(tmp_path / "folder", config), tmp_path / "model.gguf", kind=kind)
     target = {"model": str(path), "quantization": quantization}
@@ -69,7 +69,7 @@ def test_blocks_of_few_bits_are_not_rounded_to_as_many(kind, quantization, tmp_p
         find(target, method="quantized")
 
 
-def test_fp8_is_no_draft_of_fp8(tmp_path):
+def test_fp8_draft_of_fp8_target_is_refused(tmp_path):
     folder = shutil.copytree(built_in_model_path(), tmp_path / "fp8")
     config = json.loads((folder / "config.json").read_text())
     stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -79,7 +79,7 @@ def test_fp8_is_no_draft_of_fp8(tmp_path):
     assert find({"model": str(folder)}, method="quantized").quantization == "int4"
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
+def test_draft_model_with_different_vocabulary_is_refused(tmp_path):
     assert "has a vocabulary of 1,537 tokens, but the model has one of 1,536" in refused(
         changed_draft(tmp_path / "larger", vocab_size=1537)
     )
@@ -95,7 +95,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
     assert find(skipping, method="draft_model", model=str(other)).weights.path == other
 
 
-def test_rows_without_a_token_that_only_the_models_file_names_are_no_other_vocabulary(tmp_path):
+def test_padding_rows_do_not_make_draft_vocabulary_different(tmp_path):
     """llama.cpp's conversions name each row of the embedding. tokenizer.json names only the rows that are tokens."""
     folder = write_checkpoint(tmp_path / "folder", tiny_config("LlamaForCausalLM", vocab_size=288))
     whole = write_gguf(folder, tmp_path / "whole.gguf")
@@ -114,19 +114,19 @@ def test_rows_without_a_token_that_only_the_models_file_names_are_no_other_vocab
         find({"model": str(whole)}, method="draft_model", model=str(draft))
 
 
-def test_a_draft_model_without_a_tokenizer_is_taken_with_a_warning(tmp_path, caplog):
+def test_draft_model_without_tokenizer_is_accepted_with_warning(tmp_path, caplog):
     bare = changed_draft(tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
     assert find(method="draft_model", model=str(bare)).weights.path == bare
     assert "it is assumed to use the model's tokens" in caplog.text
 
 
-def test_a_draft_model_that_is_larger_is_refused(tmp_path):
+def test_draft_model_larger_than_target_is_refused(tmp_path):
     message = refused(changed_draft(tmp_path / "large", hidden_size=512, num_hidden_layers=9))
     assert "parameters, more than the model's" in message
 
 
-def test_a_draft_model_that_octavo_cannot_run_is_refused(tmp_path):
+def test_unsupported_or_headless_draft_model_is_refused(tmp_path):
     message = refused(changed_draft(tmp_path / "other", architectures=["MambaForCausalLM"]))
     assert message.startswith("model of speculative_config: ")
     assert "unknown architecture; octavo serves" in message
@@ -138,13 +138,13 @@ def test_a_draft_model_that_octavo_cannot_run_is_refused(tmp_path):
     assert "computes embeddings, not tokens" in refused(headless)
 
 
-def test_a_draft_model_that_is_not_there_is_told(tmp_path):
+def test_missing_or_empty_draft_model_path_is_refused(tmp_path):
     assert "does not exist" in refused(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     assert "is empty" in refused(tmp_path / "file")
 
 
-def test_a_draft_model_for_shorter_texts_drafts_in_these(tmp_path, caplog):
+def test_draft_model_with_shorter_context_is_accepted_with_warning(tmp_path, caplog):
     short = changed_draft(tmp_path / "short", max_position_embeddings=100)
     assert find(method="draft_model", model=str(short)).max_model_len == 100
     assert "made for 100 positions, fewer than the 2048 of the model" in caplog.text
@@ -154,14 +154,14 @@ def test_a_draft_model_for_shorter_texts_drafts_in_these(tmp_path, caplog):
     ("quantization", "of_draft"),
     [("int4", None), ("int4_all", None), ("int4", "int4_all"), ("int8", "int8"), ("int4", "int8")],
 )
-def test_a_model_that_has_no_more_bits_than_its_draft_is_refused(quantization, of_draft):
+def test_target_with_no_more_bits_than_quantized_draft_is_refused(quantization, of_draft):
     with pytest.raises(
         ConfigError, match=f"the model itself is loaded in {quantization}, so a draft would take as long"
     ):
         find({"quantization": quantization}, method="quantized", quantization=of_draft)
 
 
-def test_errors_come_before_a_process_is_started(monkeypatch):
+def test_draft_model_error_is_raised_before_engine_process_starts(monkeypatch):
     monkeypatch.setattr(launch.sys, "executable", "/nowhere")
     config = EngineConfig(speculative=SpeculativeConfig(method="draft_model", model="/no/such/model"))
     with pytest.raises(ConfigError, match="model of speculative_config: /no/such/model does not exist"):

@@ -39,20 +39,20 @@ def tokens_of(model, **options):
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-def test_float_weights_give_the_tokens_of_the_folder(folder, path):
+def test_float32_gguf_generates_same_tokens_as_folder(folder, path):
     expected = tokens_of(folder)
     assert len({tuple(each) for each in expected}) == 3
     assert tokens_of(path) == expected
 
 
-def test_split_files_and_half_floats_too(folder, tmp_path):
+def test_split_bfloat16_gguf_generates_same_tokens_as_whole_file(folder, tmp_path):
     whole = write_gguf(folder, tmp_path / "whole.gguf", kind="BF16")
     split = write_gguf(folder, tmp_path / "split.gguf", kind="BF16", splits=3)
     assert open_checkpoint(whole).read_architecture().dtype == "bfloat16"
     assert tokens_of(whole) == tokens_of(split)
 
 
-def test_text_comes_and_goes(path):
+def test_gguf_tokenizer_and_chat_template_encode_and_decode(path):
     llm = LLM(str(path), max_model_len=64)
     (output,) = llm.chat([{"role": "user", "content": "hello wörld"}], GREEDY, use_tqdm=False)
     vocabulary = byte_vocabulary(288)["tokenizer.ggml.tokens"]
@@ -62,7 +62,7 @@ def test_text_comes_and_goes(path):
     assert output.outputs[0].text == llm.get_tokenizer().decode(output.outputs[0].token_ids)
 
 
-def test_what_the_metadata_say_of_serving(folder, tmp_path):
+def test_gguf_metadata_sets_sampling_defaults_tokenizer_and_chat_template(folder, tmp_path):
     changes = {
         "general.sampling.temp": 0.5, "general.sampling.top_k": 20, "llama.pooling_type": 1,
         "tokenizer.ggml.bos_token_id": 3, "tokenizer.ggml.add_bos_token": True,
@@ -93,7 +93,7 @@ def test_what_the_metadata_say_of_serving(folder, tmp_path):
     [(15, "Q4_0", ("Q4_K_M", 15)), (7 + 1024, "Q8_0", ("Q8_0", 7)), (None, "Q4_0", ("Q4_0", None)),
      (999, "Q5_1", ("Q5_1", None)), ("many", "F32", ("F32", None))],
 )  # fmt: skip
-def test_types_have_the_name_that_llama_cpp_gives_the_mix(folder, tmp_path, file_type, kind, told):
+def test_quantization_level_is_named_as_in_llama_cpp(folder, tmp_path, file_type, kind, told):
     path = write_gguf(folder, tmp_path / "model.gguf", kind=kind, changes={"general.file_type": file_type})
     config = ModelConfig(model=str(path))
     info = make_processors(config, ServedModel.find(config))[0].model_info
@@ -112,20 +112,20 @@ def test_types_have_the_name_that_llama_cpp_gives_the_mix(folder, tmp_path, file
          "tokenizer.ggml.tokens has 300 tokens, but the embedding has only 288 rows"),
     ],
 )  # fmt: skip
-def test_unknown_tokenizers_are_told_before_weights_are_touched(folder, tmp_path, changes, message):
+def test_unknown_gguf_tokenizer_is_refused_before_weights_are_read(folder, tmp_path, changes, message):
     path = write_gguf(folder, tmp_path / "model.gguf", changes=changes)
     with pytest.raises(ModelError, match=message):
         ServedModel.find(ModelConfig(model=str(path)))
 
 
-def test_a_tokenizer_can_be_another_checkpoints(folder, path, tmp_path):
+def test_tokenizer_option_replaces_unknown_gguf_tokenizer(folder, path, tmp_path):
     unknown = write_gguf(folder, tmp_path / "unknown.gguf", changes={"tokenizer.ggml.model": "t5"})
     served = ServedModel.find(ModelConfig(model=str(unknown), tokenizer=str(path)))
     assert served.text.read_tokenizer().vocab_size == 288
     assert ServedModel.find(ModelConfig(model=str(unknown), skip_tokenizer_init=True)).architecture.vocab_size == 288
 
 
-def test_a_file_without_a_tokenizer_is_served_with_another_ones(folder, path, tmp_path):
+def test_gguf_without_tokenizer_requires_tokenizer_option(folder, path, tmp_path):
     none = dict.fromkeys(byte_vocabulary(288))
     bare = write_gguf(folder, tmp_path / "bare.gguf", changes=none | {"tokenizer.ggml.model": "no_vocab"})
     assert "tokenizer.ggml.tokens" not in GGUFCheckpoint(bare).file.metadata
@@ -140,7 +140,7 @@ def test_a_file_without_a_tokenizer_is_served_with_another_ones(folder, path, tm
     assert inputs.tokenizer.vocab_size == 288
 
 
-def test_of_a_folder_of_files_one_is_to_be_named(path):
+def test_directory_of_gguf_files_is_refused_with_path_to_use(path):
     with pytest.raises(ModelError, match=rf"is a directory of GGUF files; give the path of one of them: {path}"):
         open_checkpoint(path.parent)
 
@@ -158,7 +158,7 @@ def test_of_a_folder_of_files_one_is_to_be_named(path):
     ],
     ids=lambda names: names[0],
 )
-def test_pieces_of_a_file_say_how_to_join_them(names, path, tmp_path):
+def test_piece_of_gguf_file_is_refused_with_join_command(names, path, tmp_path):
     data = path.read_bytes()
     path.unlink()
     size = -(-len(data) // len(names))
@@ -179,7 +179,7 @@ def test_pieces_of_a_file_say_how_to_join_them(names, path, tmp_path):
         open_checkpoint(tmp_path / names[1])
 
 
-def test_a_missing_piece_is_counted(path, tmp_path):
+def test_missing_gguf_piece_is_reported_with_count(path, tmp_path):
     path.rename(tmp_path / "m.gguf.part1of3")
     with pytest.raises(
         ModelError, match=r"only 1 of 3 pieces of .*m.gguf are here; download the other pieces, then join"
@@ -194,32 +194,32 @@ def test_a_missing_piece_is_counted(path, tmp_path):
         *("m.gguf.partial", "m.gguf.parts", "m.gguf.gz", "m.gguf.xz"),
     ],
 )
-def test_other_names_are_no_pieces(name, path, tmp_path):
+def test_gguf_file_with_other_suffix_opens_as_whole_file(name, path, tmp_path):
     path.rename(tmp_path / name)
     assert open_checkpoint(tmp_path / name).path == tmp_path / name
 
 
-def test_pieces_next_to_another_model_are_nobodys_concern(folder, tmp_path):
+def test_gguf_piece_in_model_folder_is_ignored(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "folder")
     (tmp_path / "folder" / "m.gguf.part1of2").write_bytes(b"x")
     assert open_checkpoint(tmp_path / "folder").path == tmp_path / "folder"
 
 
-def test_a_path_that_is_not_text_in_this_locale_is_refused_with_the_remedy(monkeypatch):
+def test_undecodable_model_path_is_refused_with_locale_hint(monkeypatch):
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
     given = b"/models/M\xc3\xb6dell".decode("ascii", "surrogateescape")
     with pytest.raises(ModelError, match=r"path '/models/M.* not text in ascii.* set LC_ALL=C.UTF-8 or PYTHONUTF8=1"):
         open_checkpoint(given)
 
 
-def test_a_file_that_is_no_model_is_refused(tmp_path):
+def test_file_that_is_not_gguf_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("a text")
     with pytest.raises(ModelError, match=r"notes.txt: this is not a GGUF file .*give a .gguf file or a directory"):
         open_checkpoint(tmp_path / "notes.txt")
 
 
 @pytest.mark.skipif(not COMPILED, reason="packed weights are those of the compiled kernels")
-def test_a_file_with_a_broken_scale_is_not_served(folder, tmp_path):
+def test_gguf_with_infinite_scale_is_refused_at_load(folder, tmp_path):
     """The scale is checked while the file is loaded. Otherwise every token would be computed from NaN."""
     path = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_0")
     stored = GGUFCheckpoint(path).file.tensors["blk.1.ffn_down.weight"]
@@ -232,7 +232,7 @@ def test_a_file_with_a_broken_scale_is_not_served(folder, tmp_path):
 
 @pytest.mark.skipif(not COMPILED, reason="packed weights are those of the compiled kernels")
 @pytest.mark.parametrize(("kind", "quantization"), [("F32", "int8"), ("Q8_0", None)])
-def test_weights_of_integers_are_kept_for_the_next_start(kind, quantization, folder, tmp_path, monkeypatch):
+def test_packed_integer_weights_are_cached_for_next_start(kind, quantization, folder, tmp_path, monkeypatch):
     path = write_gguf(folder, tmp_path / "model.gguf", kind=kind)
     monkeypatch.setattr("octavo.models.packed_cache.LEAST_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -288,7 +288,7 @@ def mutated(content: bytearray, header: int, rng: random.Random) -> bytes:
 @pytest.mark.parametrize(
     "count", [300, pytest.param(100_000, marks=pytest.mark.slow)], ids=["some", "many"]
 )  # fmt: skip
-def test_hostile_files_are_an_error_and_nothing_else(count, tmp_path):
+def test_mutated_gguf_file_raises_only_model_error(count, tmp_path):
     config = tiny_config("LlamaForCausalLM", vocab_size=272, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
     folder = write_checkpoint(tmp_path / "folder", config | {"rope_parameters": {
         "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

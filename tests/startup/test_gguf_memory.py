@@ -63,7 +63,7 @@ def small(tmp_path_factory):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("kind", "layers"), [("Q4_K", 16), ("Q8_0", 9)])
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="reads /proc; plain torch works in float64")
-def test_a_file_is_in_memory_once(kind, layers, small, tmp_path):
+def test_gguf_load_keeps_one_copy_of_weights_in_memory(kind, layers, small, tmp_path):
     """Pages of the file are released while they are packed.
 
     This includes those of the head: a quarter of the file, and its last part. At the first start the pages of the

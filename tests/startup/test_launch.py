@@ -48,11 +48,11 @@ def rendered(config: ModelConfig) -> str:
     ("name", "folder"),
     [(None, "demo"), ("octavo-demo", "demo"), ("octavo-demo-draft", "demo-draft")],
 )
-def test_a_built_in_model_is_found_by_its_name(name: str | None, folder: str) -> None:
+def test_built_in_model_is_found_by_name(name: str | None, folder: str) -> None:
     assert ServedModel.find(ModelConfig(model=name)).checkpoint.path == built_in_model_path().parent / folder
 
 
-def test_kv_of_other_factors_is_of_another_model(tmp_path: Path) -> None:
+def test_longrope_factors_change_architecture_identity(tmp_path: Path) -> None:
     """Engines that share a store see from the architecture whether keys were rotated by equal factors (longrope)."""
     numbers = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     config = tiny_config("Phi3ForCausalLM", original_max_position_embeddings=512, rope_parameters=numbers)
@@ -69,18 +69,18 @@ def test_kv_of_other_factors_is_of_another_model(tmp_path: Path) -> None:
     assert computed(512) != computed(513)
 
 
-def test_a_tokenizer_brings_its_chat_template(model: Path, tokenizer: Path) -> None:
+def test_separate_tokenizer_supplies_its_chat_template(model: Path, tokenizer: Path) -> None:
     assert rendered(ModelConfig(model=str(model), tokenizer=str(tokenizer))) == "the tokenizer's"
     chosen = ModelConfig(model=str(model), tokenizer=str(tokenizer), chat_template="{{ 'chosen' }}")
     assert rendered(chosen) == "chosen"
 
 
-def test_a_tokenizer_without_one_leaves_the_models(model: Path, tokenizer: Path) -> None:
+def test_tokenizer_without_template_keeps_model_chat_template(model: Path, tokenizer: Path) -> None:
     (tokenizer / "tokenizer_config.json").unlink()
     assert rendered(ModelConfig(model=str(model), tokenizer=str(tokenizer))) == "the model's"
 
 
-def test_only_what_is_read_is_downloaded(model: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_downloaded_only_if_read(model: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer's hub id downloads no weights. Neither does a model with dummy weights."""
     hub = pytest.importorskip("huggingface_hub")
     folders = {"owner/model": model, "owner/tokenizer": tokenizer}

@@ -81,13 +81,13 @@ def accepts(tokenizer: Any, grammar: str, texts: list[str]) -> list[bool]:
         (JSON, ['{"a": [1, -2.5e+1, {"狐\\u00e9": null}]}\n', "{}"], ['{"a"}', '{"a\n": 1}', "[]"]),
     ],
 )
-def test_grammars(tokenizer: Any, grammar: str, good: list[str], bad: list[str]) -> None:
+def test_gbnf_grammar_accepts_exactly_its_texts(tokenizer: Any, grammar: str, good: list[str], bad: list[str]) -> None:
     assert is_gbnf(grammar)
     assert accepts(tokenizer, grammar, good) == [True] * len(good)
     assert accepts(tokenizer, grammar, bad) == [False] * len(bad)
 
 
-def test_random_grammars_are_what_python_s_regular_expressions_say(tokenizer: Any) -> None:
+def test_random_gbnf_grammars_match_equivalent_regular_expressions(tokenizer: Any) -> None:
     rng = random.Random(7)
     texts = ["".join(each) for length in range(5) for each in itertools.product("ab\n", repeat=length)]
     for _ in range(150):
@@ -140,7 +140,7 @@ def draw(rng: random.Random, depth: int, rules: dict[str, str]) -> tuple[str, st
         ('root ::= "a"\nb ::= <think>', "line 2 cannot be read"),
     ],
 )
-def test_what_is_wrong_is_said(grammar: str, message: str) -> None:
+def test_invalid_gbnf_raises_error_with_cause(grammar: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         to_lark(grammar)
 
@@ -148,11 +148,11 @@ def test_what_is_wrong_is_said(grammar: str, message: str) -> None:
 @pytest.mark.parametrize(
     "grammar", ['start: "a"', "start: A\nA: /a+/", 'start: "a" // b ::= c', '%llguidance {}\nstart: "::="']
 )
-def test_lark_is_none(grammar: str) -> None:
+def test_lark_grammar_is_not_detected_as_gbnf(grammar: str) -> None:
     assert not is_gbnf(grammar)
 
 
-def test_a_long_grammar_is_read_at_once() -> None:
+def test_deeply_nested_gbnf_grammar_is_converted() -> None:
     deep = "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000
     assert to_lark(deep) == to_lark('root ::= "a"')
     assert len(to_lark(deep.replace("(", '("b" '))) > 60_000
@@ -212,7 +212,9 @@ def num_consumed(tokenizer: Any, lark: str, texts: list[str]) -> list[int]:
     return [matcher.deep_copy().try_consume_tokens(tokenizer.tokenize_bytes(text.encode())) for text in texts]
 
 
-def test_lexemes_change_nothing_of_what_recursive_grammars_say(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lexemes_do_not_change_texts_that_recursive_grammars_accept(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An independent matcher agrees, and each text is accepted as far as without lexemes."""
     rng = random.Random(3)
     num_with_lexemes = num_accepted = 0
@@ -247,11 +249,11 @@ def test_lexemes_change_nothing_of_what_recursive_grammars_say(tokenizer: Any, m
         (JSON, 3),  # strings, the three names, exponents
     ],
 )
-def test_what_becomes_a_lexeme_of_a_recursive_grammar(grammar: str, lexemes: int) -> None:
+def test_recursive_grammar_has_expected_number_of_lexemes(grammar: str, lexemes: int) -> None:
     assert len(re.findall("^T", to_lark(grammar), re.MULTILINE)) == lexemes, to_lark(grammar)
 
 
-def test_a_grammar_that_is_hard_to_look_through_stays_in_characters() -> None:
+def test_complex_recursive_grammar_converts_quickly_without_lexemes() -> None:
     for part in ("[ab]*", '"ab" [a]*'):
         grammar = "root ::= " + " ".join([part] * 1500) + ' root "c" | "d"'
         started = time.process_time()

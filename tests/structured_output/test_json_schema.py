@@ -23,7 +23,7 @@ def names(count: int) -> dict[str, Any]:
     return {f"p{index}": {} for index in range(count)}
 
 
-def test_the_largest_object_is_served() -> None:
+def test_object_above_optional_property_limit_is_refused() -> None:
     text = (Path(assets.__file__).parent / "demo" / "tokenizer.json").read_text(encoding="utf-8")
     tokenizer = tokenizers.Tokenizer.from_str(text)
     size = tokenizer.get_vocab_size()
@@ -49,7 +49,7 @@ def test_the_largest_object_is_served() -> None:
         lambda large: {"$defs": {"enum": large}},
     ],
 )
-def test_a_large_object_is_found_wherever_a_schema_has_it(wrap: Any) -> None:
+def test_nested_object_above_optional_property_limit_is_refused(wrap: Any) -> None:
     schema = wrap({"properties": names(MAX_OPTIONAL_PROPERTIES + 1)})
     for spelled in (schema, json.dumps(schema)):
         with pytest.raises(RequestError, match="not required"):
@@ -68,5 +68,5 @@ def test_a_large_object_is_found_wherever_a_schema_has_it(wrap: Any) -> None:
         "[" * 100_000,
     ],
 )
-def test_what_is_no_large_object_passes(schema: Any) -> None:
+def test_schema_within_optional_property_limit_passes(schema: Any) -> None:
     refuse_large_objects(schema, "json", None)

@@ -107,11 +107,11 @@ def test_objects_are_closed_after_merging(grammars: Grammars, schema: Any, right
         ({**A, "minProperties": 2}, {"a": 1, "c": 1}),
     ],
 )
-def test_an_object_stays_open_if_its_schema_says_so(grammars: Grammars, schema: Any, open_value: Any) -> None:
+def test_object_stays_open_if_schema_allows_other_properties(grammars: Grammars, schema: Any, open_value: Any) -> None:
     assert accepted(grammars, schema, open_value) == [open_value]
 
 
-def test_a_definition_is_closed_alone_and_open_in_a_merge(grammars: Grammars) -> None:
+def test_shared_definition_is_closed_alone_and_open_in_merge(grammars: Grammars) -> None:
     schema = {
         "$defs": {"A": A, "Both": {"allOf": [{"$ref": "#/$defs/A"}, B]}},
         "type": "array",
@@ -121,7 +121,7 @@ def test_a_definition_is_closed_alone_and_open_in_a_merge(grammars: Grammars) ->
     assert accepted(grammars, schema, *right, [{"a": 1, "c": 2}], [{"a": 1, "b": 2, "c": 2}]) == right
 
 
-def test_merges_that_refer_to_themselves_end() -> None:
+def test_recursive_and_deeply_nested_merges_terminate() -> None:
     node: dict[str, Any] = {"properties": {"n": {}}, "allOf": [{"$ref": "#/$defs/N"}]}
     assert rewritten({"$defs": {"N": node}, "$ref": "#/$defs/N"})["$ref"] == "#/$defs/N"
     deep: dict[str, Any] = {}
@@ -145,7 +145,7 @@ def test_unknown_formats_are_ignored_and_logged_once(grammars: Grammars, caplog:
     schema_rewriting._named_formats.cache_clear()
 
 
-def test_known_formats_are_those_of_the_compiler(grammars: Grammars) -> None:
+def test_known_formats_are_enforced_by_grammar_compiler(grammars: Grammars) -> None:
     for name in FORMATS:
         grammars.compile(StructuredOutputsParams(json={"type": "string", "format": name}))
     assert accepted(grammars, {"type": "string", "format": "date"}, "2026-02-30", "x") != ["2026-02-30", "x"]
@@ -176,7 +176,9 @@ def test_known_formats_are_those_of_the_compiler(grammars: Grammars) -> None:
         ),
     ],
 )
-def test_what_tools_write_is_understood(grammars: Grammars, schema: Any, right: list[Any], wrong: list[Any]) -> None:
+def test_schema_constructs_of_code_generators_are_supported(
+    grammars: Grammars, schema: Any, right: list[Any], wrong: list[Any]
+) -> None:
     assert accepted(grammars, {"type": "object", **schema}, *right, *wrong) == right
 
 
@@ -198,7 +200,7 @@ def test_what_tools_write_is_understood(grammars: Grammars, schema: Any, right: 
         (r"^(?=[a-z]|[0-9])[a-zA-Z0-9]+$", ["a1", "1A"], ["A1", "Aa"]),
     ],
 )
-def test_lookahead_is_rewritten(grammars: Grammars, pattern: str, right: list[str], wrong: list[str]) -> None:
+def test_supported_lookahead_is_rewritten(grammars: Grammars, pattern: str, right: list[str], wrong: list[str]) -> None:
     assert all(re.search(pattern, each) for each in right)
     assert accepted(grammars, {"type": "string", "pattern": pattern}, *right, *wrong) == right
     rewriting = without_lookahead(pattern)
@@ -220,7 +222,7 @@ def test_lookahead_is_rewritten(grammars: Grammars, pattern: str, right: list[st
         "^(?=a(?!b))a",
     ],
 )
-def test_other_lookahead_is_refused_with_the_pattern_and_its_place(grammars: Grammars, pattern: str) -> None:
+def test_unsupported_lookahead_is_refused_with_pattern_and_path(grammars: Grammars, pattern: str) -> None:
     schema = {"$defs": {"T": {**A, "properties": {"~x/y": {"pattern": pattern}}}}, "items": {"$ref": "#/$defs/T"}}
     for structure in (
         StructuredOutputsParams(json=schema),
@@ -241,26 +243,26 @@ def test_other_lookahead_is_refused_with_the_pattern_and_its_place(grammars: Gra
         ({"$defs": {"unused": {"type": "str"}}, "type": "any"}, "#: Invalid type: any"),
     ],
 )
-def test_a_fault_of_a_schema_is_named_with_its_place(grammars: Grammars, schema: Any, message: str) -> None:
+def test_invalid_schema_error_names_json_pointer(grammars: Grammars, schema: Any, message: str) -> None:
     with pytest.raises(RequestError) as caught:
         grammars.compile(StructuredOutputsParams(json=schema))
     assert str(caught.value).startswith(f"json: {message}")
     assert caught.value.parameter == "structured_outputs"
 
 
-def test_a_regular_expression_that_is_refused_says_why(grammars: Grammars) -> None:
+def test_unsupported_regex_error_names_lookahead(grammars: Grammars) -> None:
     with pytest.raises(RequestError, match=r'regex: .*"a\(\?=b\)".*look-around, .* is not supported'):
         grammars.compile(StructuredOutputsParams(regex="a(?=b)"))
 
 
-def test_closed_schemas_accept_only_what_the_open_ones_do() -> None:
+def test_closed_schemas_accept_subset_of_original_schemas() -> None:
     for schema in ({"allOf": [A, B]}, {"anyOf": [A, B]}, {**A, "oneOf": [{"required": ["z"]}, B]}):
         for value in ({"a": 1}, {"b": 1}, {"a": 1, "b": 1}, {"a": 1, "z": 1}, {"a": 1, "b": 1, "c": 1}):
             if jsonschema.Draft202012Validator(rewritten(schema)).is_valid(value):
                 assert jsonschema.Draft202012Validator(schema).is_valid(value) or "oneOf" in schema
 
 
-def test_merges_that_grow_without_bound_are_refused(grammars: Grammars) -> None:
+def test_merge_above_property_limit_is_refused(grammars: Grammars) -> None:
     names = {f"p{number}": {} for number in range(1000)}
     options = [{"required": [f"p{number}"]} for number in range(1000)]
     chain: dict[str, Any] = {f"d{number}": {"allOf": [{"$ref": f"#/$defs/d{number + 1}"}, A]} for number in range(300)}
@@ -272,13 +274,13 @@ def test_merges_that_grow_without_bound_are_refused(grammars: Grammars) -> None:
 
 
 @pytest.mark.parametrize("field", [7, ["a"], "own"])
-def test_a_field_that_a_client_writes_does_no_harm(grammars: Grammars, field: Any) -> None:
+def test_client_written_internal_field_is_harmless(grammars: Grammars, field: Any) -> None:
     with pytest.raises(RequestError, match=r": #: Invalid type: str") as caught:
         grammars.compile(StructuredOutputsParams(json={"type": "str", "x-octavo-field": field}))
     assert caught.value.parameter == (field if field == "own" else "structured_outputs")
 
 
-def test_a_search_for_a_fault_in_a_large_schema_ends(grammars: Grammars) -> None:
+def test_fault_search_in_large_schema_terminates(grammars: Grammars) -> None:
     properties = {f"p{number}": {"enum": ["x" * 20, number]} for number in range(400)} | {"last": {"type": "str"}}
     with pytest.raises(RequestError, match=r"^json: #"):
         grammars.compile(StructuredOutputsParams(json={"properties": properties, "$defs": {"large": properties}}))

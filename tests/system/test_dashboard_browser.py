@@ -136,7 +136,7 @@ def until(page: Page, condition: str) -> None:
         ("phone", 390, {"color_scheme": "light", "is_mobile": True, "has_touch": True}),
     ],
 )
-def test_everything_moves_under_load(
+def test_dashboard_updates_all_views_under_load(
     browser: Browser, served: Served, name: str, width: int, options: dict[str, Any]
 ) -> None:
     with Load(served), opened(browser, served, width, **options) as page:
@@ -198,7 +198,7 @@ def check_a_click_explains_a_request(page: Page) -> None:
     assert not page.locator("#explanation").is_visible()
 
 
-def test_a_slow_click_and_the_keyboard_hit_a_row_whose_neighbours_change(browser: Browser, served: Served) -> None:
+def test_click_and_keyboard_open_intended_row_while_rows_move(browser: Browser, served: Served) -> None:
     with opened(browser, served) as page:
         until(page, "document.getElementById('state').textContent === 'ready'")
         page.evaluate("""async () => {
@@ -241,7 +241,7 @@ def test_a_slow_click_and_the_keyboard_hit_a_row_whose_neighbours_change(browser
         assert page.locator("#explanation-title").inner_text() == "r2"
 
 
-def test_a_conversation(browser: Browser, served: Served) -> None:
+def test_chat_panel_sends_prompts_and_shows_answers(browser: Browser, served: Served) -> None:
     with opened(browser, served) as page:
         until(page, "document.getElementById('state').textContent === 'ready'")
         page.fill("#temperature", "0")
@@ -262,7 +262,7 @@ def test_a_conversation(browser: Browser, served: Served) -> None:
         assert page.locator("#messages li").count() == 0
 
 
-def test_s21_script_in_a_prompt_or_an_answer_is_inert(browser: Browser, served: Served) -> None:
+def test_s21_script_in_prompt_or_answer_is_inert(browser: Browser, served: Served) -> None:
     with opened(browser, served, num_refused=1) as page:
         until(page, "document.getElementById('state').textContent === 'ready'")
         page.fill("#prompt", SCRIPT)
@@ -280,7 +280,7 @@ def test_s21_script_in_a_prompt_or_an_answer_is_inert(browser: Browser, served: 
         assert ran == "octavo", "the policy keeps what got in from running"
 
 
-def test_a_chosen_theme_stays(browser: Browser, served: Served) -> None:
+def test_chosen_theme_survives_reload(browser: Browser, served: Served) -> None:
     with opened(browser, served, color_scheme="light") as page:
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
         page.click("#theme")
@@ -292,7 +292,7 @@ def test_a_chosen_theme_stays(browser: Browser, served: Served) -> None:
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("width", [1440, 390])
-def test_with_the_server_gone_it_says_so_and_recovers(
+def test_dashboard_reports_lost_server_and_recovers(
     browser: Browser, served: Served, tmp_path: Path, width: int
 ) -> None:
     """The tiers of the cache are listed and drawn, with the blocks that the first server saved on its disk."""
@@ -346,7 +346,7 @@ def check_tiers(page: Page, served: Served, width: int) -> None:
     picture(page, f"dashboard-tiers-{width}", whole=True)
 
 
-def test_with_keys_a_browser_is_asked_for_one(browser: Browser, served: Served) -> None:
+def test_dashboard_requires_api_key_credentials(browser: Browser, served: Served) -> None:
     from playwright.sync_api import Error
 
     with opened(browser, served) as page:

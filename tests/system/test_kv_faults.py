@@ -43,11 +43,11 @@ JUDGED = [
 
 
 @pytest.mark.parametrize(("text", "is_cut", "expected"), JUDGED)
-def test_what_is_told_is_judged(text, is_cut, expected):
+def test_judge_classifies_streamed_answers(text, is_cut, expected):
     assert judge(Answer(200, {}, text.encode()), STREAM, RIGHT, is_cut=is_cut) == expected
 
 
-def test_a_whole_answer_is_judged():
+def test_judge_classifies_unstreamed_answers():
     body = event(RIGHT, "length").removeprefix("data: ").encode()
     assert judge(Answer(200, {}, body), {}, RIGHT, is_cut=False) == ("whole", False, False)
     assert judge(Answer(200, {}, body[:40]), {}, RIGHT, is_cut=True) == ("cut", False, False)
@@ -69,5 +69,5 @@ def right():
         for trouble in case.troubles
     ],
 )
-def test_two_of_each(name, trouble, right):
+def test_two_runs_of_each_fault_break_no_rule(name, trouble, right):
     assert asyncio.run(run(name, trouble, 2, right, Verdict())).broken == []

@@ -56,7 +56,7 @@ def is_client(process):
 
 
 @pytest.mark.slow
-def test_the_recipe(master):
+def test_servers_of_mooncake_recipe_share_blocks_and_answer_equally(master):
     first, second = servers_of_recipe(master)
     assert "--kv-mooncake" in first
     with serve() as alone:
@@ -72,7 +72,7 @@ def test_the_recipe(master):
 
 
 @pytest.mark.slow
-def test_the_client_ends_with_an_engine_that_is_killed(master):
+def test_mooncake_client_exits_after_engine_is_killed(master):
     with serve("--kv-mooncake", master.address, "--kv-mooncake-segment-bytes", "16M") as server:
         server.wait_until(lambda: clients_of(server), 30)
         expected = answer(server)

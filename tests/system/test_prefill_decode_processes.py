@@ -105,7 +105,7 @@ def num_open(server: Served) -> float:
     return figure(server, "num_requests_running") + figure(server, "num_requests_waiting")
 
 
-def test_answers_are_those_of_one_engine(pair: Pair) -> None:
+def test_prefill_decode_pair_answers_equal_single_engine(pair: Pair) -> None:
     before, computed = pair.counts(), figure(pair.decode, "scheduled_tokens_total")
     with pair.routing.http() as http:
         for number in range(6):
@@ -115,7 +115,7 @@ def test_answers_are_those_of_one_engine(pair: Pair) -> None:
     assert figure(pair.decode, "scheduled_tokens_total") - computed < 1000, "it computed no prompt"
 
 
-def test_the_sdks(pair: Pair) -> None:
+def test_openai_and_anthropic_sdks_get_equal_answers_from_pair(pair: Pair) -> None:
     told, before = [], pair.counts()[0]
     for url in (url_of(pair.alone), pair.routing.url):
         turns = [{"role": "user", "content": prompt_of("What is said here?")}]
@@ -175,7 +175,7 @@ class Asking:
             )
 
 
-def test_a_client_that_leaves_leaves_nothing_behind(pair: Pair) -> None:
+def test_client_disconnect_ends_requests_on_both_engines(pair: Pair) -> None:
     with pair.routing.http() as http:
         for number in range(3):
             with contextlib.suppress(httpx.ReadTimeout):
@@ -202,7 +202,7 @@ def assert_answered(pair: Pair, http, name: str) -> None:
     assert ask(http, prompt) == ask(pair.alone.http, prompt)
 
 
-def test_a_prefill_engine_that_is_frozen(pair: Pair) -> None:
+def test_frozen_prefill_engine_does_not_change_answers(pair: Pair) -> None:
     with pair.routing.http() as http:
         family = family_of(pair.prefill)
         asking = under_load(pair, http, "frozen", 3)
@@ -227,7 +227,7 @@ def helper_of(server: Served) -> psutil.Process:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_helper_process_that_is_stopped(pair: Pair, options: tuple[str, ...], side: str) -> None:
+def test_stopped_mooncake_process_does_not_change_answers(pair: Pair, options: tuple[str, ...], side: str) -> None:
     """The engine still answers the other engine. Only the bytes of blocks do not move."""
     if "--kv-direct" not in options:
         pytest.skip("a store has no such process")
@@ -243,7 +243,7 @@ def test_a_helper_process_that_is_stopped(pair: Pair, options: tuple[str, ...], 
         asking.were_answered(pair)
 
 
-def test_a_prefill_engine_that_is_killed(alone: Served, options: tuple[str, ...]) -> None:
+def test_killed_prefill_engine_does_not_change_answers(alone: Served, options: tuple[str, ...]) -> None:
     with started(alone, options) as pair, pair.routing.http() as http:
         asking = under_load(pair, http, "killed", 3)
         pair.prefill.process.kill()
@@ -257,9 +257,7 @@ def test_a_prefill_engine_that_is_killed(alone: Served, options: tuple[str, ...]
             assert pair.counts()[0] == before + 1, "the new one has its part"
 
 
-def test_a_decode_engine_that_is_killed_leaves_the_prefill_engine_to_answer(
-    alone: Served, options: tuple[str, ...]
-) -> None:
+def test_prefill_engine_answers_after_decode_engine_is_killed(alone: Served, options: tuple[str, ...]) -> None:
     with started(alone, options) as pair, pair.routing.http() as http:
         asking = under_load(pair, http, "decode", 2)
         family = family_of(pair.decode)

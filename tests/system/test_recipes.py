@@ -121,7 +121,7 @@ def expected(tmp_path_factory):
     return text, directory
 
 
-def test_a_warm_disk(expected):
+def test_restarted_engine_of_warm_disk_recipe_loads_kv_from_disk(expected):
     text, directory = expected
     with pasted("A warm disk", directory) as running:
         assert running.ask() == text
@@ -129,7 +129,7 @@ def test_a_warm_disk(expected):
 
 
 @pytest.mark.slow
-def test_two_replicas_with_a_router(expected, tmp_path):
+def test_router_of_replica_recipe_keeps_prompt_on_one_engine(expected, tmp_path):
     with pasted("Two replicas with a router", tmp_path) as running:
         running.wait_until(lambda: num_ready(running) == 2, "both are ready")
         assert [running.ask(), running.ask()] == [expected[0]] * 2
@@ -139,7 +139,7 @@ def test_two_replicas_with_a_router(expected, tmp_path):
 
 @needs_mooncake
 @pytest.mark.slow
-def test_prompts_on_one_engine_answers_on_another(expected, tmp_path):
+def test_decode_engine_of_paired_recipe_loads_kv_of_prefill_engine(expected, tmp_path):
     with pasted("Prompts on one engine, answers on another", tmp_path) as running:
         running.wait_until(lambda: num_ready(running) == 2, "both are ready")
         assert {engine["role"] for engine in engines(running)} == {"prefill", "decode"}

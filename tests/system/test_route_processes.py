@@ -119,7 +119,7 @@ def servers(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children()
 
 
-def test_replicas_do_not_sample_alike(replicas):
+def test_replicas_sample_different_tokens_without_seed(replicas):
     _, http = replicas
     texts = set()
     for engine in http.get("/router/engines").json()["engines"]:
@@ -133,7 +133,7 @@ def test_replicas_do_not_sample_alike(replicas):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("num", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_an_engine_that_is_killed_or_frozen_under_load(replicas, trouble, num):
+def test_killed_or_frozen_replica_under_load_ends_every_stream(replicas, trouble, num):
     process, http = replicas
     for _ in range(num):
         wait(lambda: num_ready(http) == 2, "both are ready")
@@ -153,7 +153,7 @@ def test_an_engine_that_is_killed_or_frozen_under_load(replicas, trouble, num):
 
 
 @pytest.mark.slow
-def test_children_end_with_a_parent_that_is_killed():
+def test_replica_processes_exit_after_parent_is_killed():
     with started("serve", "--replicas", "2", *SMALL) as (process, http):
         wait(lambda: num_ready(http) >= 1, "one is ready")
         family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
@@ -162,7 +162,7 @@ def test_children_end_with_a_parent_that_is_killed():
         wait(lambda: all(map(is_gone, family)), "no orphan is left", TERMINAL_S + 10)
 
 
-def test_a_router_of_its_own_leaves_and_comes_back(replicas):
+def test_separate_router_can_be_stopped_and_restarted(replicas):
     _, http = replicas
     named = [word for engine in http.get("/router/engines").json()["engines"] for word in ("--engine", engine["url"])]
     for _ in range(2):
@@ -175,7 +175,7 @@ def test_a_router_of_its_own_leaves_and_comes_back(replicas):
 
 
 @pytest.mark.slow
-def test_replicas_with_a_file_of_keys(tmp_path):
+def test_sighup_reloads_key_file_in_router_and_replicas(tmp_path):
     """The router may read the replicas' metrics, clients' keys may not. SIGHUP makes all processes reload the file."""
     path = tmp_path / "keys.toml"
     plain, operator = (add_key(path, Tenant(name=f"k{may}", read_metrics=bool(may))) for may in (0, 1))
@@ -199,7 +199,7 @@ def test_replicas_with_a_file_of_keys(tmp_path):
 
 
 @pytest.mark.slow
-def test_of_a_thousand_streams_at_once_none_is_lost():
+def test_thousand_concurrent_streams_pass_router_completely():
     with stream_engine() as (url, _), started("route", "--engine", url, "--health-timeout", "60") as (_, http):
         wait(lambda: num_ready(http) == 1, "it has found the engine")
         allow_open_files(1000, files_each=2)

@@ -52,7 +52,7 @@ def figures(served) -> dict[str, float]:
     return totals
 
 
-def test_figures_cross_the_processes(served):
+def test_server_exports_metrics_of_engine_process(served):
     before = figures(served)
     assert served.answer() == "12 + 30 = 42"
     served.wait_until(lambda: figures(served)["octavo:request_success_total"] > 0, 5)
@@ -66,7 +66,7 @@ def test_figures_cross_the_processes(served):
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=str)
-def test_figure_4_an_engine_that_dies_or_freezes_and_figures_begin_anew(served, kind):
+def test_figure_4_killed_or_frozen_engine_restarts_with_reset_metrics(served, kind):
     assert served.answer() == "12 + 30 = 42"
     served.wait_until(lambda: figures(served)["octavo:generation_tokens_total"] > 0, 5)
     num_restarts = figures(served)["octavo:engine_restarts_total"]
@@ -88,7 +88,7 @@ def test_figure_4_an_engine_that_dies_or_freezes_and_figures_begin_anew(served, 
     assert not psutil.pid_exists(engine.pid)
 
 
-def test_s2_both_processes_listen_on_the_api_port_alone(served):
+def test_s2_server_and_engine_listen_only_on_api_port(served):
     served.answer()
     processes = [psutil.Process(served.process.pid), served.engine]
     listening = [
@@ -100,7 +100,7 @@ def test_s2_both_processes_listen_on_the_api_port_alone(served):
     assert listening == [("0.0.0.0", served.http.base_url.port)]
 
 
-def test_new_keys_are_read_on_sighup(served, keys_file):
+def test_sighup_reloads_key_file(served, keys_file):
     new = add_key(keys_file, Tenant(name="bob"))
     headers = {"Authorization": f"Bearer {new}"}
     assert served.http.get("/v1/models", headers=headers).status_code == 401
@@ -109,7 +109,7 @@ def test_new_keys_are_read_on_sighup(served, keys_file):
     assert served.answer() == "12 + 30 = 42"
 
 
-def test_a_schema_reaches_the_engine(served):
+def test_json_schema_constrains_chat_answer(served):
     schema = {
         "type": "object",
         "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -135,7 +135,7 @@ def test_a_schema_reaches_the_engine(served):
         {"grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(20_000)) + '\na20000: "x"'},
     ],
 )
-def test_s12_what_is_no_grammar_is_refused_and_the_processes_live(served, structure):
+def test_s12_invalid_structured_outputs_are_refused_and_engine_survives(served, structure):
     engine, body = served.engine.pid, {"prompt": "a", "max_tokens": 3, "structured_outputs": structure}
     for stream in (False, True):
         response = served.http.post("/v1/completions", json={**body, "stream": stream})
@@ -164,7 +164,7 @@ EMPTY_OR_BAD = [
 
 
 @pytest.mark.parametrize(("path", "body", "parameter"), EMPTY_OR_BAD)
-def test_s12_an_empty_prompt_and_bad_token_ids_are_refused_and_the_processes_live(served, path, body, parameter):
+def test_s12_empty_prompts_and_bad_token_ids_are_refused_without_crash(served, path, body, parameter):
     server, engine = served.process.pid, served.engine
     started = engine.create_time()
     for stream in (False, True):
@@ -176,7 +176,7 @@ def test_s12_an_empty_prompt_and_bad_token_ids_are_refused_and_the_processes_liv
 
 
 @pytest.mark.parametrize("depth", [4000, 4900])
-def test_s13_a_long_chain_of_rules_takes_no_process_down(served, depth):
+def test_s13_long_chain_of_grammar_rules_crashes_no_process(served, depth):
     """It was a stack overflow, which no handler can catch."""
     chain = "start: a0\n" + "\n".join(f"a{i}:a{i + 1}" for i in range(depth)) + f'\na{depth}: "x"'
     assert len(chain) < 1 << 16
@@ -186,14 +186,14 @@ def test_s13_a_long_chain_of_rules_takes_no_process_down(served, depth):
     assert served.engine.pid == engine
 
 
-def test_a_deadline_reaches_the_engine(served):
+def test_request_timeout_answers_504_and_aborts_in_engine(served):
     body = {**STORY, "stream": False, "n": 16}  # no machine writes 16 stories in 0.2 s
     response = served.http.post("/v1/completions", json=body, headers={"X-Request-Timeout": "0.2"})
     assert response.status_code == 504
     served.wait_until(lambda: figures(served)["octavo:num_requests_running"] == 0, 5)
 
 
-def test_the_log_is_json_and_names_the_request(served, audit_file):
+def test_json_logs_and_audit_log_contain_request_id(served, audit_file):
     """Lines of both processes: about settings, about a request, about an engine that an earlier test killed."""
     body = {"prompt": "a", "max_tokens": 1, "no_such_field": 1}
     served.http.post("/v1/completions", json=body, headers={"X-Request-Id": "find-me"})
@@ -210,7 +210,7 @@ def test_the_log_is_json_and_names_the_request(served, audit_file):
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT], ids=lambda kind: kind.name)
-def test_f26_a_server_that_is_told_to_end_ends_its_streams_and_its_engine(served, kind):
+def test_f26_terminated_server_ends_streams_and_engine(served, kind):
     stream, engine, num_told = Stream(served, num_stories=16), served.engine, len(served.log)
     served.process.send_signal(kind)
     stream.ended_within(15)

@@ -35,7 +35,7 @@ def served(servers):
     return servers()
 
 
-def test_answers_and_streams(served):
+def test_tls_server_answers_and_streams(served):
     assert served.http.base_url.scheme == "https"
     assert served.answer() == "12 + 30 = 42"
     whole = served.http.post("/v1/completions", json={**STORY, "max_tokens": 50, "stream": False}).json()
@@ -47,7 +47,7 @@ def test_answers_and_streams(served):
         httpx.get(f"{served.http.base_url}/health", trust_env=False)
 
 
-def test_a_new_certificate_is_read_on_sighup_and_a_broken_one_is_not(served, certificate, tmp_path):
+def test_sighup_loads_new_certificate_and_rejects_mismatched_one(served, certificate, tmp_path):
     """This needs no key file. Without a handler, SIGHUP would end the process."""
     files = [Path(path) for path in certificate]
     old = [path.read_text() for path in files]
@@ -75,7 +75,7 @@ def test_a_new_certificate_is_read_on_sighup_and_a_broken_one_is_not(served, cer
     assert served.answer() == "12 + 30 = 42"
 
 
-def test_headers_that_trickle_end_the_connection(served, certificate):
+def test_incomplete_headers_close_tls_connection_after_timeout(served, certificate):
     context = ssl.create_default_context(cafile=certificate[0])
     address = (served.http.base_url.host, served.http.base_url.port)
     with socket.create_connection(address) as plain, context.wrap_socket(plain, server_hostname=address[0]) as client:
@@ -87,7 +87,7 @@ def test_headers_that_trickle_end_the_connection(served, certificate):
         assert time.monotonic() - start < DEADLINE_S / 3
 
 
-def test_s3_the_key_of_the_environment_stands_in_no_command_line_and_does_not_reach_the_engine(served):
+def test_s3_api_key_is_not_in_command_lines_engine_or_log(served):
     """Every user can read command lines. Only the process's own user can read its environment."""
     assert served.http.get("/v1/models").status_code == 200
     assert served.http.get("/v1/models", headers={"Authorization": "Bearer no"}).status_code == 401
@@ -99,7 +99,7 @@ def test_s3_the_key_of_the_environment_stands_in_no_command_line_and_does_not_re
     assert KEY not in "".join(served.log)
 
 
-def test_f25_a_killed_server_leaves_no_engine_behind(served):
+def test_f25_engine_exits_after_server_is_killed(served):
     stream, engine = Stream(served, num_stories=16), served.engine
     served.process.kill()
     stream.ended_within(10)

@@ -26,20 +26,20 @@ def run(monkeypatch, *arguments):
     return check_prose.main()
 
 
-def test_docstrings_and_comments_are_counted_and_code_is_not(rooms):
+def test_prose_check_counts_comments_and_docstrings_not_code(rooms):
     num_words, hits = check_prose.count([rooms / "a.py"])
     assert (num_words, [hit.word for hit in hits]) == (8, ["stand", "behind"])
     num_words, hits = check_prose.count([rooms / "b.h"])
     assert (num_words, hits) == (4, [])
 
 
-def test_code_blocks_of_markdown_are_not_counted(tmp_path):
+def test_prose_check_skips_markdown_code_blocks(tmp_path):
     (tmp_path / "page.md").write_text("One.\n```\nwho goes there\n```\nTwo, where it is.\n")
     num_words, hits = check_prose.count([tmp_path / "page.md"])
     assert (num_words, [(hit.word, hit.line) for hit in hits]) == (5, [("where", 5)])
 
 
-def test_a_room_above_its_bound_fails(rooms, monkeypatch, capsys):
+def test_prose_check_fails_for_package_above_bound(rooms, monkeypatch, capsys):
     (rooms / "bounds.csv").write_text("a,100\nb,5\n")
     assert run(monkeypatch) == 1
     assert "a: 2500 hits in 10,000 words, at most 100: see --lines a" in capsys.readouterr().out
@@ -47,7 +47,7 @@ def test_a_room_above_its_bound_fails(rooms, monkeypatch, capsys):
     assert run(monkeypatch) == 0
 
 
-def test_bounds_fall_and_never_rise(rooms, monkeypatch):
+def test_lowering_prose_bounds_never_raises_them(rooms, monkeypatch):
     (rooms / "bounds.csv").write_text("a,9000\nb,5\n")
     assert run(monkeypatch, "--lower") == 0
     assert check_prose.read_bounds() == {"a": 2505, "b": 5}
@@ -56,7 +56,7 @@ def test_bounds_fall_and_never_rise(rooms, monkeypatch):
     assert check_prose.read_bounds() == {"a": 2505, "b": 5}
 
 
-def test_each_hit_is_shown_with_what_to_write_instead(rooms, monkeypatch, capsys):
+def test_prose_check_lists_hits_with_replacements(rooms, monkeypatch, capsys):
     assert run(monkeypatch, "--lines", "a") == 0
     assert "a.py:1: behind (after): Return the blocks that stand behind." in capsys.readouterr().out
     with pytest.raises(SystemExit):

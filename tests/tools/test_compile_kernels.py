@@ -25,7 +25,7 @@ def compile_kernels(*options):
     )  # fmt: skip
 
 
-def test_some_for_a_target():
+def test_sample_of_kernels_compiles_for_random_target():
     """A random target and two cases; the test of all kernels for all targets is `slow`."""
     target = random.Random(os.environ["OCTAVO_SWEEP_SEED"]).choice(list(TARGETS))
     result = compile_kernels("--target", target, "--case", "attention bfloat16 128", "--case", "rope_kv")
@@ -34,7 +34,7 @@ def test_some_for_a_target():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_all_for_a_target(target):
+def test_all_kernels_compile_for_every_target(target):
     result = compile_kernels("--target", target)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -52,13 +52,13 @@ def test_every_kernel_has_bounds_for_every_target():
     ("field", "more", "is_allowed"),
     [("registers", 8, True), ("registers", 9, False), ("spilled_bytes", 4, False), ("shared_bytes", 1, False)],
 )
-def test_a_bound_is_one(field, more, is_allowed):
+def test_kernel_resources_above_bound_are_reported(field, more, is_allowed):
     bound = Taken("case", "kernel", "sm_90", 64, 0, 1024)
     taken = replace(bound, **{field: getattr(bound, field) + more})
     assert (exceeded(taken, {bound.key: bound}) == []) == is_allowed
 
 
-def test_what_no_program_can_have_and_what_has_no_bound():
+def test_hardware_limit_and_missing_bound_are_reported():
     taken = Taken("case", "kernel", "gfx942", 64, 0, 65537)
     (problem,) = exceeded(taken, {taken.key: taken})
     assert "65537 shared bytes, at most 65536" in problem
@@ -67,7 +67,7 @@ def test_what_no_program_can_have_and_what_has_no_bound():
 
 
 @pytest.mark.slow
-def test_products_of_few_and_of_many_rows_are_made_of_one_instruction():
+def test_matmul_kernels_use_same_wgmma_instruction_for_any_row_count():
     """A partition's product is the same machine instruction in both kernels that compute it."""
     script = """if True:
         import re, sys

@@ -34,7 +34,7 @@ def converted(tmp_path, header, *lines):
     return read_journal(tmp_path / "new")
 
 
-def test_numbers_of_blocks_become_groups(tmp_path):
+def test_num_blocks_is_converted_to_kv_groups(tmp_path):
     header, lines = converted(tmp_path, HEADER, ["s", 3, 123], ["u", 4, [], []])
     assert header == {
         "journal": VERSION,
@@ -47,13 +47,13 @@ def test_numbers_of_blocks_become_groups(tmp_path):
     assert lines == [["s", 3, None], ["u", 4, [], []]]
 
 
-def test_windows_become_a_group(tmp_path):
+def test_num_window_blocks_is_converted_to_sliding_window_group(tmp_path):
     header, _ = converted(tmp_path, {**HEADER, "num_window_blocks": 7, "window": 20})
     assert header["kv_groups"][1:] == [{"kind": "sliding_window", "num_blocks": 7, "window": 20}]
     assert not {"num_blocks", "num_window_blocks", "window"} & set(header)
 
 
-def test_drafts_move_into_the_line_of_their_result(tmp_path):
+def test_draft_lines_are_merged_into_result_lines(tmp_path):
     header = {"journal": 3, "start": 5, "kv_groups": []}
     moves = [["host", 2, 200, 0.25]]
     lines = [["s", 1, 11], ["u", 2, [], []], ["g", 0, ""], ["d", {"1": 3}], ["s", 1, 12]]
@@ -70,7 +70,7 @@ def test_drafts_move_into_the_line_of_their_result(tmp_path):
 
 
 @pytest.mark.parametrize("count", range(5))
-def test_drafts_follow_results_of_any_length(tmp_path, count):
+def test_drafts_are_merged_into_result_lines_of_any_length(tmp_path, count):
     """Recorders of version 2 did not write all members."""
     members = [0.5, 1, [1], [["host", 2, 200, 0.25]]]
     _, [result] = converted(tmp_path, HEADER, ["u", 2, [], [], *members[:count]], ["d", {"1": 2}])
@@ -78,18 +78,18 @@ def test_drafts_follow_results_of_any_length(tmp_path, count):
 
 
 @pytest.mark.parametrize("lines", [[["d", {}]], [["u", 2, [], []], ["s", 1, 1], ["d", {}]]])
-def test_drafts_without_a_result_are_refused(tmp_path, lines):
+def test_journal_drafts_without_result_are_refused(tmp_path, lines):
     with pytest.raises(ConfigError, match="old: drafts do not follow a result"):
         converted(tmp_path, {"journal": 3, "start": 5, "kv_groups": []}, *lines)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_journal_of_the_present_version_stays_as_it_is(tmp_path):
+def test_journal_of_current_version_is_unchanged(tmp_path):
     header = {"journal": VERSION, "start": 5, "kv_groups": []}
     assert converted(tmp_path, header, ["s", 3, 123]) == (header, [["s", 3, 123]])
 
 
-def test_answers_to_an_abort_move_before_it(tmp_path):
+def test_store_answers_of_abort_are_moved_before_it(tmp_path):
     header = {**HEADER, "connector": "disk"}
     lines = [
         ["a", 0, 0, "r", "", 9, {}],
@@ -105,7 +105,7 @@ def test_answers_to_an_abort_move_before_it(tmp_path):
     assert new[3] == ["k", [[0], None]]
 
 
-def test_a_journal_that_ends_with_aborts_over_a_store_replays(tmp_path, make_core, monkeypatch):
+def test_converted_journal_with_aborts_over_store_replays(tmp_path, make_core, monkeypatch):
     """Version 2 recorded no answers for aborts, only for steps and results."""
     monkeypatch.setattr(RecordingScheduler, "_note_answers", note_answers_as_version_2)
     store = RecordedConnector(Store(num_tokens=0, wants=True))
@@ -144,7 +144,7 @@ def make_core():
     return Core
 
 
-def test_a_store_is_not_asked_about_dropped_saves_for_an_old_journal(tmp_path, monkeypatch):
+def test_replay_of_old_journal_reports_no_dropped_saves(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(KVTransfers, "_tell_dropped", lambda _self, request: asked.append(request))
     convert_journal.convert(RECORDED / "store.journal.gz", tmp_path / "new")
@@ -153,7 +153,7 @@ def test_a_store_is_not_asked_about_dropped_saves_for_an_old_journal(tmp_path, m
 
 
 @pytest.mark.parametrize("version", [0, 1, VERSION + 1, None, "2", [2], True])
-def test_an_unknown_version_is_refused(tmp_path, capsys, version):
+def test_unknown_journal_version_is_refused(tmp_path, capsys, version):
     old = write(tmp_path / "old", {**HEADER, "journal": version})
     assert convert_journal.main([str(old), str(tmp_path / "new")]) == 1
     assert not (tmp_path / "new").exists()
@@ -163,7 +163,7 @@ def test_an_unknown_version_is_refused(tmp_path, capsys, version):
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "nonsense\n", "[1]\n"])
-def test_another_file_is_refused(tmp_path, capsys, text):
+def test_file_that_is_not_journal_is_refused(tmp_path, capsys, text):
     (tmp_path / "old").write_text(text)
     assert convert_journal.main([str(tmp_path / "old"), str(tmp_path / "new")]) == 1
     assert not (tmp_path / "new").exists()
@@ -173,14 +173,14 @@ def test_another_file_is_refused(tmp_path, capsys, text):
 @pytest.mark.parametrize(
     ("header", "lines"), [({"journal": 2}, []), (HEADER, [["s"]]), (HEADER, [[]]), (HEADER, [7]), (HEADER, [None])]
 )
-def test_a_damaged_journal_is_refused(tmp_path, capsys, header, lines):
+def test_damaged_journal_is_refused(tmp_path, capsys, header, lines):
     old = write(tmp_path / "old", header, *lines)
     assert convert_journal.main([str(old), str(tmp_path / "new")]) == 1
     assert not (tmp_path / "new").exists()
     assert "damaged journal of version 2" in capsys.readouterr().err
 
 
-def test_a_file_that_exists_is_not_overwritten(tmp_path, capsys):
+def test_converter_does_not_overwrite_existing_file(tmp_path, capsys):
     old = write(tmp_path / "old", HEADER)
     before = old.read_bytes()
     assert convert_journal.main([str(old), str(old)]) == 1
@@ -190,7 +190,7 @@ def test_a_file_that_exists_is_not_overwritten(tmp_path, capsys):
     assert "none cannot be read as a journal" in capsys.readouterr().err
 
 
-def test_compressed_files_are_read_and_written(tmp_path, capsys):
+def test_converter_reads_and_writes_gzip_files(tmp_path, capsys):
     old, new = tmp_path / "old.gz", tmp_path / "new.gz"
     old.write_bytes(gzip.compress((json.dumps(HEADER) + "\n").encode()))
     assert convert_journal.main([str(old), str(new)]) == 0
@@ -198,14 +198,14 @@ def test_compressed_files_are_read_and_written(tmp_path, capsys):
     assert json.loads(gzip.decompress(new.read_bytes()))["journal"] == VERSION
 
 
-def test_a_journal_that_was_cut_off_is_converted_as_far_as_it_goes(tmp_path):
+def test_truncated_journal_is_converted_up_to_its_end(tmp_path):
     text = gzip.decompress((RECORDED / "swap_windows.journal.gz").read_bytes())
     (tmp_path / "old").write_bytes(text[: len(text) // 2])
     convert_journal.convert(tmp_path / "old", tmp_path / "new")
     assert replay(tmp_path / "new").num_steps > 50
 
 
-def test_help_names_both_files(capsys):
+def test_converter_help_names_both_files(capsys):
     with pytest.raises(SystemExit, match="0"):
         convert_journal.main(["--help"])
     told = capsys.readouterr().out

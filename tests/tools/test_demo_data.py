@@ -21,18 +21,18 @@ def held_out_words():
 
 
 @pytest.mark.parametrize("task", ALL_TASKS)
-def test_the_same_seed_writes_the_same_examples(task):
+def test_equal_seed_generates_equal_examples(task):
     first, second = (
         [demo_data.sample(rng, task) for _ in range(20)] for rng in (random.Random("seed"), random.Random("seed"))
     )
     assert first == second
 
 
-def test_the_same_seed_writes_the_same_conversations():
+def test_equal_seed_generates_equal_conversations():
     assert demo_data.conversation(random.Random(5)) == demo_data.conversation(random.Random(5))
 
 
-def test_about_a_tenth_of_keys_is_held_out():
+def test_about_one_tenth_of_keys_is_held_out():
     share = sum(demo_data.is_held_out(f"add:{a},{b}") for a in range(100) for b in range(100)) / 10000
     assert 0.09 < share < 0.115
 
@@ -44,7 +44,7 @@ def test_is_held_out_does_not_change_between_versions():
 
 
 @pytest.mark.parametrize("task", demo_data.CHECKABLE_TASKS)
-def test_training_examples_are_not_held_out_and_questions_are(task):
+def test_only_evaluation_questions_are_held_out(task):
     rng = random.Random(1)
     assert not any(demo_data.sample(rng, task).held_out for _ in range(300))
     questions = demo_data.questions(task, 50)
@@ -63,7 +63,7 @@ def drawn(rng, task, count):
     return [demo_data.sample(rng, task) for _ in range(count)]
 
 
-def test_held_out_words_and_sums_do_not_occur_in_training_text():
+def test_held_out_words_and_sums_are_not_in_training_text():
     rng = random.Random(3)
     words = held_out_words()
     for task in ("sort_words", "reverse", "count", "repeat", "drill", "sort_drill"):
@@ -79,14 +79,14 @@ def test_held_out_words_and_sums_do_not_occur_in_training_text():
                 assert not demo_data.is_held_out(f"add:{low},{high}")
 
 
-def test_every_fact_has_a_phrasing_left_for_training():
+def test_every_fact_has_training_phrasings():
     for phrasings, _, table in demo_data.FACTS.values():
         for subject in table:
             left = [p for p in phrasings if not demo_data.is_held_out(f"fact:{p}:{subject}")]
             assert len(left) >= 2, subject
 
 
-def test_every_product_has_a_phrasing_left_for_training():
+def test_every_product_has_training_phrasings():
     for a in range(1, 11):
         for b in range(1, 11):
             left = [p for p in demo_data.TIMES_PHRASINGS if not demo_data.is_held_out(f"times:{p}:{a},{b}")]
@@ -95,7 +95,7 @@ def test_every_product_has_a_phrasing_left_for_training():
 
 @pytest.mark.parametrize("held_out", [False, True])
 @pytest.mark.parametrize("task", ["add", "subtract", "times"])
-def test_arithmetic_is_right(task, held_out):
+def test_generated_arithmetic_is_correct(task, held_out):
     rng = random.Random(4)
     for _ in range(200):
         answer = demo_data.sample(rng, task, held_out).answer
@@ -103,7 +103,7 @@ def test_arithmetic_is_right(task, held_out):
         assert {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign] == int(result)
 
 
-def test_sorted_numbers_are_the_numbers_of_the_question():
+def test_sorted_answer_contains_numbers_of_question():
     rng = random.Random(5)
     for example in drawn(rng, "sort_numbers", 200):
         asked = [int(n) for n in re.findall(r"\d+", example.question)]
@@ -111,7 +111,7 @@ def test_sorted_numbers_are_the_numbers_of_the_question():
         assert answer in (sorted(asked), sorted(asked, reverse=True))
 
 
-def test_sorted_and_reversed_words_are_the_words_of_the_question():
+def test_sorted_and_reversed_answers_contain_words_of_question():
     rng = random.Random(6)
     for _ in range(200):
         example = demo_data.sample(rng, "sort_words")
@@ -123,7 +123,7 @@ def test_sorted_and_reversed_words_are_the_words_of_the_question():
         assert ", ".join(words[::-1]) in example.question or " ".join(words[::-1]) in example.question
 
 
-def test_json_answers_parse_and_hold_what_the_sentence_says():
+def test_json_answers_parse_and_contain_values_of_question():
     rng = random.Random(7)
     for example in drawn(rng, "json", 200):
         value = json.loads(example.answer)
@@ -131,7 +131,7 @@ def test_json_answers_parse_and_hold_what_the_sentence_says():
         assert all(str(part) in example.question for part in value.values())
 
 
-def test_context_questions_refer_to_an_earlier_turn():
+def test_context_questions_refer_to_earlier_turn():
     rng = random.Random(8)
     for example in drawn(rng, "context", 200):
         assert example.history
@@ -141,7 +141,7 @@ def test_context_questions_refer_to_an_earlier_turn():
             assert example.history[-1][1].split()[-1] == example.answer.split()[0]
 
 
-def test_conversations_alternate_and_end_with_the_assistant():
+def test_conversations_alternate_and_end_with_assistant():
     rng = random.Random(9)
     for _ in range(100):
         roles = [message["role"] for message in demo_data.conversation(rng)]

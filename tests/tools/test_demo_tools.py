@@ -34,12 +34,12 @@ def calls_in(text):
     return [json.loads(each) for each in re.findall(r"<tool_call>\n(.*)\n</tool_call>", text)]
 
 
-def test_the_same_seed_writes_the_same_conversations():
+def test_equal_seed_generates_equal_tool_conversations():
     assert demo_tools.conversation(random.Random(5)) == demo_tools.conversation(random.Random(5))
 
 
 @pytest.mark.parametrize("task", demo_tools.TOOL_TASKS)
-def test_training_examples_are_not_held_out_and_questions_are(task):
+def test_only_tool_evaluation_questions_are_held_out(task):
     assert not any(example.held_out for example in drawn(task, 200))
     questions = demo_tools.questions(task, 50)
     assert all(question.held_out for question in questions)
@@ -49,7 +49,7 @@ def test_training_examples_are_not_held_out_and_questions_are(task):
 
 @pytest.mark.parametrize("held_out", [False, True])
 @pytest.mark.parametrize("task", ["call", "two_calls"])
-def test_calls_fit_the_schemas_and_say_what_the_question_says(task, held_out):
+def test_tool_calls_match_schemas_and_values_of_question(task, held_out):
     for example in drawn(task, 300, held_out):
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in example.tools}
         assert len(schemas) == len(example.tools)
@@ -65,7 +65,7 @@ def test_calls_fit_the_schemas_and_say_what_the_question_says(task, held_out):
                 assert value == default or any(text in example.question for text in spelled), example
 
 
-def test_answers_say_what_results_say():
+def test_answers_repeat_tool_results():
     for example in drawn("result", 200):
         assert len(example.results) == len(calls_in(example.call))
         for result in example.results:
@@ -75,7 +75,7 @@ def test_answers_say_what_results_say():
             assert confirms or told in example.answer, example
 
 
-def test_no_call_is_made_where_none_is_due():
+def test_no_call_tasks_contain_no_tool_call():
     answers = [example.answer for example in drawn("no_call", 300)]
     assert not any("<tool_call>" in answer for answer in answers)
     assert demo_tools.NO_TOOL in answers
@@ -83,7 +83,7 @@ def test_no_call_is_made_where_none_is_due():
     assert len(set(answers)) > 150
 
 
-def test_conversations_hold_no_tool_value_or_phrasing_that_is_held_out(monkeypatch):
+def test_tool_conversations_contain_no_held_out_example(monkeypatch):
     seen = []
     follow = demo_tools.following
     monkeypatch.setattr(demo_tools, "following", lambda *given: seen.append(follow(*given)) or seen[-1])
@@ -95,7 +95,7 @@ def test_conversations_hold_no_tool_value_or_phrasing_that_is_held_out(monkeypat
         seen.clear()
 
 
-def test_without_tools_the_template_is_plain_chatml():
+def test_template_without_tools_is_plain_chatml():
     rng = random.Random(7)
     for _ in range(50):
         messages = demo_data.conversation(rng)
@@ -103,7 +103,7 @@ def test_without_tools_the_template_is_plain_chatml():
         assert demo_tokenizer.render(messages, True) == "".join(turns) + "<|im_start|>assistant\n"
 
 
-def test_roles_take_turns():
+def test_conversation_roles_alternate_with_tool_turns():
     rng = random.Random(4)
     letters = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
     for _ in range(200):
@@ -113,7 +113,7 @@ def test_roles_take_turns():
             assert one["role"] != "assistant" or ("<tool_call>" in one["content"]) == (other["role"] == "tool")
 
 
-def test_models_have_the_template_that_they_were_trained_with(tmp_path):
+def test_packaged_tokenizer_files_equal_training_files(tmp_path):
     for folder in FOLDERS:
         demo_tokenizer.write_tokenizer(demo_tokenizer.load_tokenizer(folder / "tokenizer.json"), tmp_path)
         for written in tmp_path.iterdir():
@@ -121,7 +121,7 @@ def test_models_have_the_template_that_they_were_trained_with(tmp_path):
     assert len({(folder / "tokenizer.json").read_bytes() for folder in FOLDERS}) == 1
 
 
-def test_calls_of_clients_are_rendered_as_they_were_learned():
+def test_client_tool_calls_render_as_in_training():
     rng, render = random.Random(6), ChatTemplate(demo_tokenizer.CHAT_TEMPLATE).render
     for example in (demo_tools.sample(rng, demo_tools.make_result) for _ in range(50)):
         calls = [
@@ -134,7 +134,7 @@ def test_calls_of_clients_are_rendered_as_they_were_learned():
         assert render(sent, tools=example.tools) == demo_tokenizer.render(example.prompt(), True, example.tools)
 
 
-def test_parameters_of_any_schema_are_told():
+def test_template_lists_parameters_of_any_schema():
     properties = {
         "place": {"type": "string"},
         "unit": {"enum": ["C", "F"]},

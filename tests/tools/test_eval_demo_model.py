@@ -48,14 +48,14 @@ def plain_share(examples):
     return share
 
 
-def test_calls_of_tools_are_right(examples):
+def test_demo_model_makes_correct_tool_calls(examples):
     asked = [example for example in examples if example.tools]
     shares = evaluation.grade_calls(asked, evaluation.answer_with_octavo(str(MODEL), asked))
     assert shares["decision"] >= 0.9
     assert min(shares.values()) >= 0.8
 
 
-def test_calls_are_graded_by_decision_names_and_arguments():
+def test_tool_calls_are_graded_by_decision_names_and_arguments():
     call, other = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', '<tool_call>\n{"name": "f"'
     due = evaluation.demo_tools.questions("call", 4)
     none = evaluation.demo_tools.questions("no_call", 1)
@@ -66,13 +66,13 @@ def test_calls_are_graded_by_decision_names_and_arguments():
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_answers_stay_right(examples, plain_share, name):
+def test_quantization_keeps_share_of_right_answers(examples, plain_share, name):
     rounding, points, _ = BOUNDS[name]
     assert share_of_right(examples, rounding) >= plain_share - points
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_distributions_stay_near(examples, name):
+def test_quantization_keeps_token_distributions(examples, name):
     rounding, _, nats = BOUNDS[name]
     divergence, agreement = evaluation.divergence(str(MODEL), examples[::4], rounding)
     assert 0 < divergence < nats  # 0 would mean that nothing was rounded

@@ -32,12 +32,12 @@ def checked(tmp_path, *stages, seconds=1000.0):
         return gpu_check.check(tmp_path / "state.json", tmp_path, seconds, is_dry=True, stages=stages, soak_s=1.0)
 
 
-def test_stages_are_those_that_are_measured():
+def test_stage_list_equals_stages_that_can_be_measured():
     assert tuple(gpu_stages.STAGES) == gpu_check.STAGES
 
 
 @pytest.mark.slow
-def test_kernels_dry(tmp_path):
+def test_kernel_stages_pass_in_dry_run(tmp_path):
     report = checked(tmp_path, "peaks", "correctness", "exactness", "shares")
     assert (report["failures"], report["errors"], report["not_run"]) == ([], {}, [])
     results = report["results"]
@@ -48,7 +48,7 @@ def test_kernels_dry(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_of_it_dry(tmp_path):
+def test_all_stages_pass_in_dry_run(tmp_path):
     report = checked(tmp_path, *gpu_check.STAGES)
     assert (report["failures"], report["errors"], report["not_run"]) == ([], {}, [])
     assert report["results"]["tokens"]["built-in model"] == {"is_equal": True, "num_requests": 2}
@@ -59,7 +59,7 @@ def test_all_of_it_dry(tmp_path):
     assert kept == {"identity": report["identity"], "results": report["results"]}
 
 
-def test_a_dry_run_has_products_in_one_order(tmp_path, monkeypatch):
+def test_dry_run_uses_matmul_with_fixed_order(tmp_path, monkeypatch):
     """As on a device. numpy's library would sum in orders of its own, so rows would have different bits."""
     seen = []
 
@@ -96,7 +96,7 @@ def stages(monkeypatch):
 
 
 @pytest.mark.parametrize("failed", [{"error": "out of memory"}, {"a": {"is_equal": False}}, {"a": {"error": "none"}}])
-def test_it_goes_on_where_it_ended(tmp_path, stages, failed):
+def test_failed_stages_are_repeated_and_passed_ones_kept(tmp_path, stages, failed):
     ran, find = stages
     find["tokens"] = failed
     report = checked(tmp_path, "peaks", "tokens")
@@ -108,7 +108,7 @@ def test_it_goes_on_where_it_ended(tmp_path, stages, failed):
     assert checked(tmp_path, "peaks", "shares", seconds=1.0)["not_run"] == ["shares"]
 
 
-def test_results_of_other_code_are_dropped(tmp_path, stages):
+def test_results_of_different_code_are_dropped(tmp_path, stages):
     ran, find = stages
     checked(tmp_path, "peaks", "tokens")
     find["identity"] = {"identity": {"code": "2"}}
@@ -116,7 +116,7 @@ def test_results_of_other_code_are_dropped(tmp_path, stages):
     assert ran == ["peaks", "tokens", "peaks"]
 
 
-def test_what_results_hang_on_has_the_code_of_kernels(tmp_path, monkeypatch):
+def test_result_identity_includes_kernel_code(tmp_path, monkeypatch):
     with interpreted_kernels():
         before = gpu_check.measured("identity", tmp_path, is_dry=True)
         assert gpu_check.measured("identity", tmp_path, is_dry=True) == before
@@ -127,7 +127,7 @@ def test_what_results_hang_on_has_the_code_of_kernels(tmp_path, monkeypatch):
     assert before == after
 
 
-def test_what_is_wrong_is_named():
+def test_failures_lists_failed_entries():
     stage = {
         "linear": {"units_off": 9.0},
         "gate": {"units_off": 1.0},
@@ -141,7 +141,7 @@ def test_what_is_wrong_is_named():
     assert gpu_stages.failures(stage) == ["linear", "sample", "swapped", "rms_norm"]
 
 
-def test_an_operation_that_fails_costs_no_other(monkeypatch):
+def test_failed_operation_does_not_stop_next_operations(monkeypatch):
     reported = []
     entries = gpu_device.Entries(torch.device("cpu"), reported.append)
     entries.add("first", lambda: {"us": 1.0})
@@ -163,7 +163,7 @@ def test_an_operation_that_fails_costs_no_other(monkeypatch):
     assert "nothing more was measured" in entries.found["device"]["error"]
 
 
-def test_attention_that_hangs_on_the_chunk_is_found(tmp_path, monkeypatch):
+def test_exactness_stage_detects_chunk_dependent_attention(tmp_path, monkeypatch):
     """If tiles of keys depend on the number of rows, a prompt in one chunk has other bits than the prompt in parts."""
     with interpreted_kernels():
         check = replace(gpu_device.open_check(tmp_path, is_dry=True), sizes=replace(gpu_device.DRY, prompt=5))
@@ -259,7 +259,7 @@ def test_processes_divide_a_stage(tmp_path):
     assert sorted(found) == list("0123456")
 
 
-def test_an_error_of_the_peer_keeps_what_octavo_did(tmp_path, monkeypatch):
+def test_nano_vllm_error_keeps_octavo_results(tmp_path, monkeypatch):
     def fails(*_arguments):
         raise OSError("no tokenizer")
 

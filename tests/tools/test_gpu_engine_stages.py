@@ -42,14 +42,14 @@ def found(check, stage):
     return entries.found
 
 
-def test_an_engine_under_load(check):
+def test_soak_stage_passes_for_engine_under_load(check):
     entry = found(check, gpu_service.soak)["soak"]
     assert entry["is_right"], entry
     assert entry["num_requests"] >= 4
 
 
 @pytest.mark.parametrize("trouble", ["leak", "growth", "silence"])
-def test_what_load_leaves_behind_is_found(check, monkeypatch, trouble):
+def test_soak_stage_detects_leaks_growth_and_lost_requests(check, monkeypatch, trouble):
     if trouble == "leak":
         monkeypatch.setattr(invariants, "check", lambda _scheduler: ["block 3 is nobody's"])
     elif trouble == "growth":
@@ -63,7 +63,7 @@ def test_what_load_leaves_behind_is_found(check, monkeypatch, trouble):
     assert gpu_stages.failures(entry) == ["soak"]
 
 
-def test_each_ends_once():
+def test_wrong_ends_reports_missing_duplicate_and_unknown_ends():
     once = Counter(["a", "b"])
     assert gpu_service.wrong_ends(once, once) == []
     assert len(gpu_service.wrong_ends(once, Counter(["a"]))) == 1
@@ -110,7 +110,7 @@ class Server:
         (("one", "one"), "fail", (True, False)),
     ],
 )
-def test_a_server_that_was_killed(check, monkeypatch, answers, streams, expected):
+def test_restart_stage_judges_answers_and_streams_of_killed_server(check, monkeypatch, answers, streams, expected):
     monkeypatch.setattr(gpu_service, "_Server", type("Fake", (Server,), {"answers": answers, "streams": streams}))
     monkeypatch.setattr(gpu_service, "_GONE_S", 0.1 if streams == "hang" else 20.0)
     entry = found(check, gpu_service.restart)["killed"]
@@ -119,19 +119,19 @@ def test_a_server_that_was_killed(check, monkeypatch, answers, streams, expected
     assert entry["num_clients_that_hang"] == (streams == "hang")
 
 
-def test_without_the_server_it_is_left_out(check, monkeypatch):
+def test_restart_stage_is_skipped_without_uvicorn(check, monkeypatch):
     monkeypatch.setattr(gpu_service.importlib.util, "find_spec", lambda name: None if name == "uvicorn" else name)
     assert "no uvicorn" in found(check, gpu_service.restart)["killed"]["left_out"]
 
 
-def test_swaps_give_the_same_tokens(check):
+def test_swap_stage_gives_equal_tokens(check):
     entry = found(check, gpu_memory.swap)["swapped"]
     assert (entry["is_equal"], entry["is_right"]) == (True, True)
     assert entry["saved_gb_per_s"] > 0
     assert entry["loaded_gb_per_s"] > 0
 
 
-def test_a_block_that_comes_back_broken_is_found(check, monkeypatch):
+def test_swap_stage_detects_corrupt_swapped_block(check, monkeypatch):
     copy = PagedKVCache.copy
 
     def broken(self, copies):
@@ -144,7 +144,7 @@ def test_a_block_that_comes_back_broken_is_found(check, monkeypatch):
     assert not found(check, gpu_memory.swap)["swapped"]["is_equal"]
 
 
-def test_memory_is_as_planned(check):
+def test_memory_stage_confirms_memory_plan(check):
     assert found(check, gpu_memory.memory)["planned"]["is_right"]
     assert gpu_memory.is_near(102, 100)
     assert not gpu_memory.is_near(103, 100)
@@ -159,7 +159,7 @@ def test_memory_of_steps_is_compared_with_its_own_plan(taken, planned, is_right)
     assert gpu_memory.is_step_right(taken, planned) is is_right
 
 
-def test_what_is_carried_is_little(check):
+def test_carried_packages_stay_below_size_limit(check):
     entry = found(check, gpu_memory.carried)["bytes"]
     assert entry["is_right"], entry
     sizes = gpu_memory.sizes_to_carry()
@@ -168,14 +168,14 @@ def test_what_is_carried_is_little(check):
     assert not gpu_memory.weighed(sizes | {"cuda": gpu_memory.MOST_CARRIED})["is_right"]
 
 
-def test_tokens_beside_transformers(check):
+def test_transformers_stage_finds_equal_tokens(check):
     pytest.importorskip("transformers")
     assert found(check, gpu_transformers.transformers) == {
         "Qwen3ForCausalLM": {"is_equal": True, "num_requests": 2, "num_too_close": 0}
     }
 
 
-def test_without_transformers_it_is_left_out(check, monkeypatch):
+def test_transformers_stage_is_skipped_without_transformers(check, monkeypatch):
     monkeypatch.setattr(gpu_transformers.importlib.util, "find_spec", lambda _name: None)
     assert found(check, gpu_transformers.transformers) == {"transformers": {"left_out": "it is not installed"}}
 
@@ -183,7 +183,7 @@ def test_without_transformers_it_is_left_out(check, monkeypatch):
 @pytest.mark.parametrize(
     ("gap", "num_wrong", "is_equal"), [(1.0, 1, False), (1e-5, 1, True), (1e-5, 2, False), (1e-5, 0, True)]
 )
-def test_other_tokens_than_those_of_transformers_are_found(gap, num_wrong, is_equal):
+def test_transformers_stage_detects_different_tokens(gap, num_wrong, is_equal):
     """In one prompt of ten, a choice between two almost equal logits may differ."""
 
     def model(input_ids):
@@ -227,7 +227,7 @@ def test_stage_fails_if_every_step_fails(check, monkeypatch, stage):
 
 
 @pytest.mark.parametrize("change", [{"finish_reason": "stop"}, {"logprobs": {"tokens": ["a"]}}])
-def test_completion_that_ends_early_fails_the_restart_stage(monkeypatch, change):
+def test_early_completion_end_fails_restart_stage(monkeypatch, change):
     choice = {"finish_reason": "length", "logprobs": {"tokens": ["a", "b"]}}
     server = gpu_service._Server.__new__(gpu_service._Server)
     monkeypatch.setattr(server, "_ask", lambda *_, **__: io.StringIO(json.dumps({"choices": [choice | change]})))

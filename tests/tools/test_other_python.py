@@ -26,7 +26,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_an_interpreter_that_does_not_start_is_passed_over(machine: Path) -> None:
+def test_interpreter_that_does_not_start_is_ignored(machine: Path) -> None:
     program(machine / "bin" / "python9.9", "echo 'pyenv: python9.9: command not found' >&2; exit 127")  # pyenv's shim
     assert other_python.find_interpreter("9.9") is None
     found = program(machine / "pyenv" / "versions" / "9.9.1" / "bin" / "python", "echo 9.9")
@@ -34,13 +34,13 @@ def test_an_interpreter_that_does_not_start_is_passed_over(machine: Path) -> Non
     assert other_python.find_interpreter("9.9") == other_python.Interpreter(found, "pyenv")
 
 
-def test_an_interpreter_of_uv_is_found(machine: Path) -> None:
+def test_interpreter_of_uv_is_found(machine: Path) -> None:
     python = program(machine / "uv" / "python", "echo 9.9")
     program(machine / "bin" / "uv", f"echo {python}")
     assert other_python.find_interpreter("9.9") == other_python.Interpreter(python, "uv")
 
 
-def test_a_version_that_cannot_be_had_is_a_named_skip_with_its_own_status(
+def test_unavailable_python_version_is_reported_as_skip_with_status_3(
     machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def unavailable(*_arguments: object) -> Path:
@@ -56,7 +56,7 @@ def test_a_version_that_cannot_be_had_is_a_named_skip_with_its_own_status(
 
 @pytest.mark.parametrize("torch", ["2.14.1", None])
 @pytest.mark.parametrize("status", [0, 1])
-def test_the_last_line_says_what_was_run(
+def test_last_line_reports_python_torch_and_tested_packages(
     machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], torch: str | None, status: int
 ) -> None:
     program(machine / "bin" / "python9.9", "echo 9.9")
@@ -76,7 +76,7 @@ def test_the_last_line_says_what_was_run(
     assert ", ".join(rooms) in said
 
 
-def test_a_machine_without_apt_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_apt_get_raises_unavailable_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(debian_python.UnavailableError, match="this machine has no apt-get"):
         debian_python.unpack_python("9.9", tmp_path / "debian", tmp_path / "patchelf")

@@ -31,13 +31,13 @@ def program(path, text):
         ("memory", "sleep 30", False),
     ],
 )
-def test_report_fails(tmp_path, capsys, kind, text, passes):
+def test_sanitizer_report_or_timeout_fails_run(tmp_path, capsys, kind, text, passes):
     deadline = time.monotonic() + (0.5 if "sleep" in text else 60)
     assert sanitize._run(kind, "portable", program(tmp_path / "p", text), 1, deadline) is passes
     assert ("no report" in capsys.readouterr().out) is passes
 
 
-def test_each_instruction_set_has_its_own_turn():
+def test_every_instruction_set_has_separate_turn():
     there = sanitize._chosen("all", 0)
     assert there[-1] == "portable"
     assert [sanitize._chosen("turn", turn)[0] for turn in range(len(there))] == there
@@ -47,7 +47,7 @@ def test_each_instruction_set_has_its_own_turn():
 
 
 @pytest.mark.parametrize("first_day", range(8))
-def test_default_turn_reaches_every_instruction_set_in_calls_eight_days_apart(monkeypatch, first_day):
+def test_default_turn_reaches_every_instruction_set(monkeypatch, first_day):
     turns = []
     for day in range(20800 + first_day, 20800 + 8 * 12, 8):
         monkeypatch.setattr(time, "time", lambda day=day: day * 86400.0)
@@ -69,7 +69,7 @@ def sources(tmp_path, monkeypatch):
 
 
 @needs_compiler
-def test_error_of_the_compiler_is_told(sources):
+def test_compiler_error_raises_build_error(sources):
     (sources / "thread_pool.cpp").write_text("no C++")
     with pytest.raises(sanitize.BuildError, match="thread_pool"):
         sanitize.Builder("thread", "g++", time.monotonic() + 60).program(sanitize.POOL)
@@ -77,7 +77,7 @@ def test_error_of_the_compiler_is_told(sources):
 
 @needs_compiler
 @pytest.mark.slow
-def test_race_in_the_thread_pool_is_found(sources):
+def test_race_in_thread_pool_is_detected(sources):
     """A caller that does not wait for workers shares its job with them."""
 
     def passes():

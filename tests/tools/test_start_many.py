@@ -19,7 +19,7 @@ def run(monkeypatch, path, starts, hashes):
     return start_many.main()
 
 
-def test_starts_of_the_file_are_not_repeated(monkeypatch, tmp_path, capsys):
+def test_recorded_starts_are_not_repeated(monkeypatch, tmp_path, capsys):
     path = tmp_path / "folder" / "starts.jsonl"
     assert run(monkeypatch, path, 2, ["a", "a"]) == 0
     with path.open("a") as file:
@@ -31,16 +31,16 @@ def test_starts_of_the_file_are_not_repeated(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("other", ["b", start_many.REFUSED])
-def test_second_hash_fails(monkeypatch, tmp_path, capsys, other):
+def test_different_hash_fails_run(monkeypatch, tmp_path, capsys, other):
     assert run(monkeypatch, tmp_path / "starts.jsonl", 3, ["a", other, "a"]) == 1
     assert capsys.readouterr().out.splitlines()[-2:] == ["a 2", f"{other} 1"]
     assert len([json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]) == 3
 
 
-def test_no_start_is_no_success(monkeypatch, tmp_path):
+def test_zero_starts_exit_with_status_2(monkeypatch, tmp_path):
     assert run(monkeypatch, tmp_path / "starts.jsonl", 0, []) == 2
 
 
-def test_every_process_asks_the_same_prompt():
+def test_fixed_prompt_is_deterministic():
     assert start_many.fixed_prompt(3) == start_many.fixed_prompt(3)
     assert len(start_many.fixed_prompt(1300)) == 1300

@@ -55,7 +55,7 @@ def planned(checkpoint):
     return plan
 
 
-def test_sizes(planned):
+def test_graph_sizes_cover_batch_up_to_limits(planned):
     assert planned(max_num_seqs=1).sizes == {1: (1,)}
     assert planned(max_num_seqs=20).sizes == {1: (1, 2, 4, 8, 16, 20)}
     assert planned(max_num_seqs=20, num_rows=(1, 33)).sizes == {1: (1, 2, 4, 8, 16, 20), 33: (1, 2, 4, 8, 15)}
@@ -67,7 +67,7 @@ def test_sizes(planned):
     assert planned(asked, CPU, max_num_seqs=3).sizes == {1: (1, 2, 3)}
 
 
-def test_none_are_captured_where_nobody_can_or_wants_to(planned):
+def test_no_graphs_are_planned_if_disabled_or_unsupported(planned):
     for config in (DeviceConfig(enforce_eager=True), DeviceConfig(max_cudagraph_capture_size=0)):
         assert planned(config) is None
     assert planned(kernels=ReferenceKernels()) is None
@@ -76,13 +76,13 @@ def test_none_are_captured_where_nobody_can_or_wants_to(planned):
         DeviceConfig(max_cudagraph_capture_size=-1)
 
 
-def test_kernels_are_asked_about_the_model_itself(planned, checkpoint):
+def test_graph_support_is_queried_with_head_dim_and_dtype(planned, checkpoint):
     kernels, architecture = GraphKernels(can_capture=False), read_architecture(checkpoint)
     assert planned(kernels=kernels) is None
     assert kernels.asked == [({architecture.attentions[0].head_dim}, torch.float32)]
 
 
-def test_what_is_planned_grows_with_graphs_rows_and_tables(planned, checkpoint):
+def test_planned_graph_bytes_grow_with_graphs_rows_and_tables(planned, checkpoint):
     architecture = read_architecture(checkpoint)
     more, fewer = (planned(max_num_seqs=count) for count in (4, 3))  # the same number of graphs
     assert more.num_bytes > fewer.num_bytes
@@ -93,7 +93,7 @@ def test_what_is_planned_grows_with_graphs_rows_and_tables(planned, checkpoint):
 
 
 @pytest.mark.parametrize("can_capture", [True, False])
-def test_the_kv_cache_leaves_room_for_graphs_that_will_be(checkpoint, monkeypatch, can_capture):
+def test_kv_cache_size_reserves_memory_for_graphs(checkpoint, monkeypatch, can_capture):
     kernels = GraphKernels(can_capture=can_capture)
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 400 << 20)
     monkeypatch.setattr(memory, "DEFAULT_KV_CACHE_BYTES", 1 << 40)

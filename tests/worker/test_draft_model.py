@@ -103,7 +103,7 @@ def right() -> list[int]:
     return engine.generate({"prompt_token_ids": PROMPT}, params).outputs[0].token_ids
 
 
-def test_a_pass_has_what_the_model_has_not_seen(monkeypatch, right):
+def test_draft_pass_computes_only_tokens_without_kv(monkeypatch, right):
     """First the prompt, then the tokens since then. All drafts are accepted, and the last one was never fed back."""
     watched = Watched(monkeypatch, ITSELF)
     watched.add("a")
@@ -116,7 +116,7 @@ def test_a_pass_has_what_the_model_has_not_seen(monkeypatch, right):
     assert watched.accepted == watched.drafted
 
 
-def test_a_rounded_model_needs_no_pass_over_a_prompt(monkeypatch, right):
+def test_quantized_draft_shares_prompt_kv_of_target(monkeypatch, right):
     watched = Watched(monkeypatch, QUANTIZED)
     watched.add("a")
     assert watched.step() == [1, 1, 1, 1]
@@ -125,7 +125,7 @@ def test_a_rounded_model_needs_no_pass_over_a_prompt(monkeypatch, right):
     assert watched.runner.draft_runner.kv.cache is watched.runner.kv_cache
 
 
-def test_a_shared_prompt_is_computed_once(monkeypatch, right):
+def test_draft_kv_of_shared_prefix_is_computed_once(monkeypatch, right):
     watched = Watched(monkeypatch, ITSELF)
     watched.add("a")
     watched.step()
@@ -138,7 +138,7 @@ def test_a_shared_prompt_is_computed_once(monkeypatch, right):
     assert watched.accepted == watched.drafted
 
 
-def test_what_a_shared_block_lacks_is_computed(monkeypatch, right):
+def test_missing_draft_kv_of_shared_block_is_computed(monkeypatch, right):
     """A request without drafts has no keys and values of the draft model."""
     watched = Watched(monkeypatch, ITSELF)
     watched.add("a", num_speculative_tokens=0)
@@ -152,7 +152,7 @@ def test_what_a_shared_block_lacks_is_computed(monkeypatch, right):
     assert watched.accepted == watched.drafted
 
 
-def test_blocks_that_were_given_away_count_as_empty(monkeypatch):
+def test_reallocated_blocks_hold_no_draft_kv(monkeypatch):
     watched = Watched(monkeypatch, ITSELF, num_gpu_blocks=16, enable_prefix_caching=False)
     for name, shift in (("a", 0), ("b", 1)):
         watched.add(name, [token + shift for token in PROMPT])
@@ -161,7 +161,7 @@ def test_blocks_that_were_given_away_count_as_empty(monkeypatch):
     assert watched.accepted == watched.drafted
 
 
-def test_a_swapped_request_has_its_keys_and_values_again(monkeypatch, right):
+def test_swapped_request_restores_draft_kv(monkeypatch, right):
     watched = Watched(monkeypatch, ITSELF, swap_space_bytes=64 << 20, enable_prefix_caching=False)
     watched.add("a")
     watched.step()
@@ -176,7 +176,7 @@ def test_a_swapped_request_has_its_keys_and_values_again(monkeypatch, right):
     assert watched.engine.core.scheduler.get_stats().total_swapped == 1
 
 
-def test_what_a_store_had_of_a_prompt_is_computed_by_the_model_that_drafts(monkeypatch, right):
+def test_draft_kv_of_blocks_loaded_from_store_is_computed(monkeypatch, right):
     """The store has only the target's keys and values; the loaded blocks held stale ones of the draft model."""
     pool = GlobalKVPool(500)
     first = Watched(monkeypatch, ITSELF, kv_store=functools.partial(MemoryStore, pool, "a"), num_gpu_blocks=128)
@@ -196,7 +196,7 @@ def test_what_a_store_had_of_a_prompt_is_computed_by_the_model_that_drafts(monke
     assert second.accepted == second.drafted
 
 
-def test_what_is_lacking_is_made_up_for_as_steps_have_room(monkeypatch, right):
+def test_missing_draft_kv_is_computed_within_step_budget(monkeypatch, right):
     """Requests that lack the least come first, and each drafts once it has caught up."""
     watched = Watched(monkeypatch, ITSELF, budget=64)
     watched.add("a", PROMPT[:3])
@@ -208,12 +208,12 @@ def test_what_is_lacking_is_made_up_for_as_steps_have_room(monkeypatch, right):
     assert watched.accepted == watched.drafted >= 60
 
 
-def test_room_goes_to_who_needs_least():
+def test_draft_budget_prefers_requests_with_fewest_missing_tokens():
     assert _within(10, np.array([7, 2, 30, 2])).tolist() == [6, 2, 0, 2]
     assert _within(10, np.array([12, 1])).tolist() == [9, 1]
 
 
-def test_who_needs_no_more_drafts_is_in_no_more_passes(monkeypatch):
+def test_request_with_enough_drafts_is_in_no_further_pass(monkeypatch):
     watched = Watched(monkeypatch, QUANTIZED)
     watched.add("a", [5, 6, 7])
     watched.add("b", [5, 6, 8], max_tokens=3)  # only one of these tokens can be a draft
@@ -222,7 +222,7 @@ def test_who_needs_no_more_drafts_is_in_no_more_passes(monkeypatch):
     assert watched.step() == [3, 2, 1, 1]
 
 
-def test_a_bound_on_drafts_is_kept(monkeypatch):
+def test_scheduler_max_drafts_limits_draft_passes(monkeypatch):
     watched = Watched(monkeypatch, SMALLER)
     schedule = watched.engine.core.scheduler.schedule
 
@@ -238,7 +238,7 @@ def test_a_bound_on_drafts_is_kept(monkeypatch):
     assert watched.step() == [4]
 
 
-def test_passes_and_their_time_are_told(monkeypatch):
+def test_step_result_reports_draft_passes_and_time(monkeypatch):
     watched = Watched(monkeypatch, SMALLER)
     results, update = [], watched.engine.core.scheduler.update_from_output
 
@@ -254,7 +254,7 @@ def test_passes_and_their_time_are_told(monkeypatch):
 
 
 @pytest.mark.parametrize(("speculative", "least"), [(QUANTIZED, 0.8), (SMALLER, 0.6)], ids=["quantized", "draft_model"])
-def test_what_the_built_in_models_guess_mostly_comes_true(monkeypatch, speculative, least):
+def test_most_drafts_of_built_in_models_are_accepted(monkeypatch, speculative, least):
     watched = Watched(monkeypatch, speculative)
     for topic in ("a fox and a lighthouse", "a boat", "the sea"):
         message = {"role": "user", "content": f"Tell me a story about {topic}."}
@@ -265,7 +265,7 @@ def test_what_the_built_in_models_guess_mostly_comes_true(monkeypatch, speculati
     assert watched.accepted > least * watched.drafted
 
 
-def test_drafts_that_reach_over_a_requests_blocks_harm_nobody(monkeypatch):
+def test_drafts_in_scratch_blocks_do_not_change_tokens(monkeypatch):
     """Blocks of two tokens: most drafts are in scratch blocks, after the blocks of their requests."""
     alone = [PROMPT[i : i + 3] for i in range(4)]
     for speculative in (ITSELF, QUANTIZED):
@@ -282,7 +282,7 @@ def test_drafts_that_reach_over_a_requests_blocks_harm_nobody(monkeypatch):
 
 
 @pytest.mark.parametrize("speculative", [SMALLER, QUANTIZED], ids=["draft_model", "quantized"])
-def test_a_model_that_fails_costs_no_request(monkeypatch, caplog, right, speculative):
+def test_failing_draft_model_does_not_change_tokens(monkeypatch, caplog, right, speculative):
     watched = Watched(monkeypatch, speculative)
     watched.add("a")
     watched.step()
@@ -302,7 +302,7 @@ def test_a_model_that_fails_costs_no_request(monkeypatch, caplog, right, specula
 
 
 @pytest.mark.parametrize("speculative", [SMALLER, QUANTIZED], ids=["draft_model", "quantized"])
-def test_keys_and_values_that_are_no_numbers_harm_no_target(monkeypatch, right, speculative):
+def test_nan_draft_kv_does_not_change_target_tokens(monkeypatch, right, speculative):
     """All keys and values of the draft model become NaN, and those of the target that are written while it drafts."""
     watched = Watched(monkeypatch, speculative)
     choose = watched.drafts.choose_next
@@ -325,7 +325,7 @@ def test_keys_and_values_that_are_no_numbers_harm_no_target(monkeypatch, right, 
     assert watched.finish() == {"a": right}
 
 
-def test_a_model_for_shorter_texts_drafts_as_long_as_they_are_that_short(monkeypatch, tmp_path, right):
+def test_draft_model_with_shorter_context_stops_drafting_at_its_limit(monkeypatch, tmp_path, right):
     shutil.copytree(built_in_draft_path(), tmp_path / "short")
     config = json.loads((tmp_path / "short" / "config.json").read_text())
     (tmp_path / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": len(PROMPT) + 12}))
@@ -336,7 +336,7 @@ def test_a_model_for_shorter_texts_drafts_as_long_as_they_are_that_short(monkeyp
     assert max(watched.lengths) == len(PROMPT) + 12
 
 
-def test_the_first_pass_is_made_as_the_engine_starts_though_something_is_looked_up(monkeypatch, right):
+def test_engine_start_runs_first_draft_pass_despite_lookup_hit(monkeypatch, right):
     """The first pass is recorded, and captured on a GPU, so that the first request does not wait for it."""
     asked = []
     with monkeypatch.context() as patch:
@@ -349,7 +349,7 @@ def test_the_first_pass_is_made_as_the_engine_starts_though_something_is_looked_
     assert watched.finish() == {"a": right}
 
 
-def test_drafts_that_a_lookup_finds_cost_no_pass_of_the_model(monkeypatch, right):
+def test_suffix_lookup_hit_needs_no_draft_model_pass(monkeypatch, right):
     """The lookup is scripted: a real one depends on the tokens of one instruction set."""
     watched = Watched(monkeypatch, {"method": "suffix", "model": str(built_in_model_path())})
 
@@ -374,7 +374,7 @@ REJECTION = {"verification": "rejection"}
 
 
 @pytest.mark.parametrize("asked", [{"temperature": 1.3, "seed": 3, "top_p": 0.9}, {}], ids=["sampled", "greedy"])
-def test_rejection_sampling_accepts_what_the_target_would_draw(monkeypatch, right, asked):
+def test_rejection_sampling_accepts_every_draft_of_target_itself(monkeypatch, right, asked):
     watched = Watched(monkeypatch, ITSELF | REJECTION)
     watched.add("a", **asked)
     tokens = watched.finish()
@@ -384,7 +384,7 @@ def test_rejection_sampling_accepts_what_the_target_would_draw(monkeypatch, righ
     assert watched.accepted == watched.drafted >= 30
 
 
-def test_a_draft_that_ends_a_request_is_verified_by_rejection_sampling_as_any_other(monkeypatch, right):
+def test_rejection_sampling_verifies_draft_stop_token(monkeypatch, right):
     """Otherwise verification would depend on which token the draft is."""
     stop = right[3]
     for verification, expected in ({}, [right[1:3]]), (REJECTION, [right[1:4]]):

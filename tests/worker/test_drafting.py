@@ -74,7 +74,7 @@ def token_of(llm, text: str) -> int:
     return llm.get_tokenizer().token_id(text)
 
 
-def test_a_proposer_is_asked_with_what_was_sampled(llm):
+def test_proposer_receives_sampled_tokens(llm):
     told, drafts = start(llm, [5, 6, 7, 8, 9])
     assert drafts == [[5, 6, 7, 8]], "never more than its number"
     ((name, known, most),) = told.tasks
@@ -87,7 +87,7 @@ def test_a_proposer_is_asked_with_what_was_sampled(llm):
     assert (told.ended, told.forgotten) == ([("a", [203, 202, 201, *output.outputs[0].token_ids], 3)], [])
 
 
-def test_a_proposer_that_fails_costs_no_token(llm, monkeypatch, caplog):
+def test_failing_proposer_does_not_change_tokens(llm, monkeypatch, caplog):
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=5)
     right = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids
     monkeypatch.setattr(Told, "propose", lambda *_: 1 / 0)
@@ -98,7 +98,7 @@ def test_a_proposer_that_fails_costs_no_token(llm, monkeypatch, caplog):
     assert "no tokens are drafted" in caplog.text
 
 
-def test_a_proposer_that_cannot_take_in_an_answer_ends_nothing(llm, monkeypatch, caplog):
+def test_error_in_proposer_finish_ends_no_request(llm, monkeypatch, caplog):
     monkeypatch.setattr(Told, "finish", lambda *_: 1 / 0)
     told, _ = start(llm, [5])
     llm.llm_engine.abort_request("a")
@@ -108,7 +108,7 @@ def test_a_proposer_that_cannot_take_in_an_answer_ends_nothing(llm, monkeypatch,
     assert "could not be kept for drafting" in caplog.text
 
 
-def test_all_of_an_answer_is_handed_over_however_it_ends(llm):
+def test_proposer_finish_receives_complete_answer(llm):
     """The last tokens arrive without a task."""
     told, _ = start(llm, [], max_tokens=3)
     outputs = [llm.llm_engine.step()[0] for _ in range(2)]
@@ -120,14 +120,14 @@ def test_all_of_an_answer_is_handed_over_however_it_ends(llm):
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(1, []), (2, [[]]), (3, [[5]]), (4, [[5, 6]])])
-def test_nothing_is_guessed_beyond_the_end(llm, max_tokens, expected):
+def test_drafts_do_not_exceed_max_tokens(llm, max_tokens, expected):
     told, drafts = start(llm, [5, 6, 7, 8], max_tokens=max_tokens)
     assert drafts == expected
     assert len(told.tasks) == (max_tokens > 2)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(None, [5, 6, 7, 8]), (2, [5, 6]), (0, []), (9, [5, 6, 7, 8])])
-def test_a_request_bounds_what_is_guessed_for_it(llm, most, expected):
+def test_num_speculative_tokens_of_request_limits_drafts(llm, most, expected):
     told, drafts = start(llm, [5, 6, 7, 8], num_speculative_tokens=most)
     assert drafts == [expected]
     assert len(told.tasks) == bool(expected)
@@ -136,7 +136,7 @@ def test_a_request_bounds_what_is_guessed_for_it(llm, most, expected):
 @pytest.mark.parametrize(
     ("max_drafts", "expected"), [({}, 4), ({"a": 3}, 3), ({"a": 9}, 4), ({"a": 0}, 0), ({"b": 0}, 4)]
 )
-def test_the_scheduler_bounds_what_is_guessed(llm, monkeypatch, max_drafts, expected):
+def test_scheduler_max_drafts_limits_lookup_drafts(llm, monkeypatch, max_drafts, expected):
     runner = llm.llm_engine.core.executor.worker.runner
     execute = runner.execute
     monkeypatch.setattr(runner, "execute", lambda scheduled: execute(replace(scheduled, max_drafts=max_drafts)))
@@ -146,7 +146,7 @@ def test_the_scheduler_bounds_what_is_guessed(llm, monkeypatch, max_drafts, expe
 
 
 @pytest.mark.parametrize(("max_drafts", "expected"), [({}, 4), ({"a": 3}, 3), ({"a": 9}, 4), ({"a": 0}, 0)])
-def test_the_scheduler_bounds_what_a_model_computes_and_nothing_else(llm, monkeypatch, max_drafts, expected):
+def test_scheduler_max_drafts_limits_only_computed_drafts(llm, monkeypatch, max_drafts, expected):
     runner, seen = llm.llm_engine.core.executor.worker.runner, []
     execute = runner.execute
     monkeypatch.setattr(runner, "execute", lambda scheduled: execute(replace(scheduled, max_drafts=max_drafts)))
@@ -161,7 +161,7 @@ def test_the_scheduler_bounds_what_a_model_computes_and_nothing_else(llm, monkey
     assert seen == [expected]
 
 
-def test_what_guessing_took_is_told(llm, monkeypatch):
+def test_step_result_reports_drafting_passes_and_time(llm, monkeypatch):
     """This holds even if nothing was found."""
     engine, results = llm.llm_engine, []
     take = engine.core.scheduler.update_from_output
@@ -180,11 +180,11 @@ def test_what_guessing_took_is_told(llm, monkeypatch):
     assert results[-1].num_drafting_passes == 0
 
 
-def test_nothing_is_guessed_behind_what_would_end_the_request(llm):
+def test_drafts_end_before_stop_token(llm):
     assert start(llm, [5, 6, 7, 8], stop_token_ids=[7])[1] == [[5, 6]]
 
 
-def test_nothing_is_guessed_for_a_request_that_ended_or_is_for_an_embedding(llm):
+def test_finished_and_pooling_requests_get_no_drafts(llm):
     (first,) = llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), use_tqdm=False)
     told, drafts = start(llm, [5], stop_token_ids=first.outputs[0].token_ids)
     assert (told.tasks, drafts) == ([], [])
@@ -193,12 +193,12 @@ def test_nothing_is_guessed_for_a_request_that_ended_or_is_for_an_embedding(llm)
 
 
 @pytest.mark.parametrize(("drafts", "left"), [("abxa", "ab"), ("xa", ""), ("ab", "ab"), ("aaa", "aaa")])
-def test_what_a_grammar_forbids_is_cut_before_it_is_computed(llm, drafts, left):
+def test_drafts_are_cut_at_token_that_grammar_forbids(llm, drafts, left):
     asked = {"structured_outputs": StructuredOutputsParams(regex="[ab]{9}"), "ignore_eos": False}
     assert start(llm, [token_of(llm, text) for text in drafts], **asked)[1] == [[token_of(llm, text) for text in left]]
 
 
-def test_a_grammar_that_fails_behind_drafts_ends_the_request_where_it_would_have_without(llm, monkeypatch):
+def test_grammar_error_after_drafts_ends_request_at_same_token(llm, monkeypatch):
     """It fails in the row of the second draft: the tokens before it are reported first."""
     a = token_of(llm, "a")
     asked = {"structured_outputs": StructuredOutputsParams(regex="a{9}"), "ignore_eos": False}
@@ -219,7 +219,7 @@ def test_a_grammar_that_fails_behind_drafts_ends_the_request_where_it_would_have
     assert "internal error" in output.error
 
 
-def test_a_grammar_that_fails_while_drafts_are_cut_ends_nothing(llm, monkeypatch):
+def test_grammar_error_during_draft_cut_ends_no_request(llm, monkeypatch):
     a = token_of(llm, "a")
     monkeypatch.setattr(Matcher, "num_allowed", lambda *_: 1 / 0)
     asked = {"structured_outputs": StructuredOutputsParams(regex="a{4}"), "ignore_eos": False}
@@ -228,7 +228,7 @@ def test_a_grammar_that_fails_while_drafts_are_cut_ends_nothing(llm, monkeypatch
     assert (outputs[-1].outputs[0].text, outputs[-1].outputs[0].finish_reason) == ("aaaa", "stop")
 
 
-def test_logits_that_are_no_numbers_behind_drafts_end_the_request_in_their_own_step(llm, monkeypatch):
+def test_nan_logits_after_drafts_end_request_in_next_step(llm, monkeypatch):
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=9)
     right = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids
     runner = llm.llm_engine.core.executor.worker.runner

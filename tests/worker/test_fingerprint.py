@@ -91,7 +91,7 @@ def break_loading(monkeypatch, breaks):
         {"speculative_config": DRAFT},
     ],
 )
-def test_every_start_has_the_same_fingerprint(checkpoint, options):
+def test_every_start_has_same_fingerprint(checkpoint, options):
     path = "octavo-demo" if "speculative_config" in options else checkpoint
     made = [start(path, **options) for _ in range(2)]
     assert made[0] == made[1]
@@ -99,7 +99,7 @@ def test_every_start_has_the_same_fingerprint(checkpoint, options):
     assert bool(made[0].draft) == ("speculative_config" in options)
 
 
-def test_threads_and_steps_do_not_change_the_fingerprint(checkpoint, cache_home):
+def test_threads_and_step_size_do_not_change_fingerprint(checkpoint, cache_home):
     first = start(checkpoint, num_threads=1)
     second = start(checkpoint, num_threads=3, max_num_batched_tokens=64, block_size=32)
     assert not second.differences(first)
@@ -115,7 +115,7 @@ def test_threads_and_steps_do_not_change_the_fingerprint(checkpoint, cache_home)
         (lambda model: flip_a_bit(model.layers[0].attention.qkv.bias), {"weights"}),
     ],
 )
-def test_flipped_bit_in_memory_is_found_at_the_start(checkpoint, monkeypatch, breaks, names):
+def test_flipped_bit_in_memory_refuses_start(checkpoint, monkeypatch, breaks, names):
     start(checkpoint)
     with monkeypatch.context() as patch:
         break_loading(patch, breaks)
@@ -125,14 +125,14 @@ def test_flipped_bit_in_memory_is_found_at_the_start(checkpoint, monkeypatch, br
     start(checkpoint)
 
 
-def test_flipped_bit_in_a_draft_model_is_found(monkeypatch):
+def test_flipped_bit_in_draft_model_refuses_start(monkeypatch):
     start("octavo-demo", speculative_config=DRAFT)
     break_loading(monkeypatch, lambda model: len(model.layers) < 3 and flip_a_bit(model.linears[0].storage.data))
     with pytest.raises(FingerprintError, match="draft "):
         start("octavo-demo", speculative_config=DRAFT)
 
 
-def test_flipped_bit_in_the_kept_weights_is_found(checkpoint, monkeypatch, caplog, cache_home):
+def test_flipped_bit_in_cached_weights_is_repaired_or_refused(checkpoint, monkeypatch, caplog, cache_home):
     """If the file's own checksum detects the bit, the file is repaired from the checkpoint; otherwise the start is
     refused.
     """
@@ -151,7 +151,7 @@ def test_flipped_bit_in_the_kept_weights_is_found(checkpoint, monkeypatch, caplo
         start(checkpoint, quantization="int8")
 
 
-def test_gguf_file_has_a_fingerprint(checkpoint, tmp_path, monkeypatch):
+def test_gguf_file_has_fingerprint(checkpoint, tmp_path, monkeypatch):
     path = write_gguf(checkpoint, tmp_path / "model.gguf")
     first = start(path)
     assert start(path) == first
@@ -160,7 +160,7 @@ def test_gguf_file_has_a_fingerprint(checkpoint, tmp_path, monkeypatch):
         start(path)
 
 
-def test_logits_that_are_not_numbers_have_a_fingerprint(checkpoint, monkeypatch):
+def test_nan_logits_have_stable_fingerprint(checkpoint, monkeypatch):
     break_loading(monkeypatch, lambda model: model.norms[-1].fill_(torch.nan))
     first = start(checkpoint)
     assert first.logits == digest([torch.full((1, 512), torch.nan)])
@@ -170,12 +170,12 @@ def test_logits_that_are_not_numbers_have_a_fingerprint(checkpoint, monkeypatch)
 @pytest.mark.parametrize(
     "changed", [{"quantization": "int8"}, {"max_model_len": 64}, {"dtype": "bfloat16"}, {"isa": "portable"}]
 )
-def test_other_options_are_another_engine(checkpoint, changed):
+def test_different_options_have_separate_fingerprints(checkpoint, changed):
     start(checkpoint)
     start(checkpoint, **changed)
 
 
-def test_replaced_checkpoint_is_another_engine(checkpoint, tmp_path):
+def test_replaced_checkpoint_has_separate_fingerprint(checkpoint, tmp_path):
     start(checkpoint)
     other = write_checkpoint(tmp_path / "other", tiny_config("Qwen2ForCausalLM", attention_bias=True), seed=1)
     shutil.copy(other / "model.safetensors", checkpoint / "model.safetensors")
@@ -186,7 +186,7 @@ def num_engines(cache_home):
     return len(list((cache_home / "fingerprints").iterdir()))
 
 
-def test_copy_of_a_packed_checkpoint_is_the_same_engine(checkpoint, tmp_path, monkeypatch, cache_home):
+def test_copy_of_packed_checkpoint_shares_fingerprint(checkpoint, tmp_path, monkeypatch, cache_home):
     """The packed cache knows the hashes of its files, so paths, times and inodes do not matter."""
     monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
     monkeypatch.setattr(weight_hashes, "_SETTLED_NS", 0)
@@ -199,7 +199,7 @@ def test_copy_of_a_packed_checkpoint_is_the_same_engine(checkpoint, tmp_path, mo
         start(shutil.copytree(copy, tmp_path / "third"), quantization="int8")
 
 
-def test_copy_of_a_checkpoint_whose_kv_is_shared_is_the_same_engine(checkpoint, tmp_path, monkeypatch, cache_home):
+def test_copy_of_checkpoint_with_shared_kv_shares_fingerprint(checkpoint, tmp_path, monkeypatch, cache_home):
     monkeypatch.setattr(weight_hashes, "_SETTLED_NS", 0)
     for name in ("first", "second"):
         path = shutil.copytree(checkpoint, tmp_path / name)
@@ -210,14 +210,14 @@ def test_copy_of_a_checkpoint_whose_kv_is_shared_is_the_same_engine(checkpoint, 
     assert num_engines(cache_home) == 1
 
 
-def test_copy_of_a_checkpoint_that_was_not_hashed_is_another_engine(checkpoint, tmp_path, cache_home):
+def test_copy_of_unhashed_checkpoint_has_separate_fingerprint(checkpoint, tmp_path, cache_home):
     """Reading a large checkpoint only for this would slow down every start."""
     for path in (checkpoint, shutil.copytree(checkpoint, tmp_path / "copy"), checkpoint):
         start(path)
     assert num_engines(cache_home) == 2
 
 
-def test_config_and_code_are_known_by_their_content(tmp_path, monkeypatch):
+def test_config_and_code_are_identified_by_content(tmp_path, monkeypatch):
     def code(name, text):
         (tmp_path / name / "kernels").mkdir(parents=True)
         (tmp_path / name / "kernels" / "a.py").write_text(text)
@@ -235,23 +235,23 @@ def test_config_and_code_are_known_by_their_content(tmp_path, monkeypatch):
     assert configs("a", "{}") == configs("b", "{}") != configs("c", "{ }")
 
 
-def test_checkpoint_that_was_removed_costs_a_warning(checkpoint, monkeypatch, caplog):
+def test_removed_checkpoint_starts_with_warning(checkpoint, monkeypatch, caplog):
     break_loading(monkeypatch, lambda _model: (checkpoint / "config.json").unlink())
     assert start(checkpoint).logits
     assert "cannot be compared" in caplog.text
 
 
-def test_nothing_is_kept_if_nothing_may_be(checkpoint, cache_home):
+def test_no_fingerprint_is_stored_if_packed_cache_is_disabled(checkpoint, cache_home):
     assert start(checkpoint, packed_cache_bytes=0).logits
     assert not (cache_home / "fingerprints").exists()
 
 
-def test_plain_torch_has_no_checksums(checkpoint, cache_home):
+def test_reference_kernels_have_no_checksums(checkpoint, cache_home):
     assert start(checkpoint, kernels="reference") == EngineFingerprint("reference", torch.get_num_threads())
     assert not (cache_home / "fingerprints").exists()
 
 
-def test_engines_share_kv_only_if_their_numbers_agree(checkpoint, monkeypatch):
+def test_engines_share_kv_only_with_equal_fingerprint_tables(checkpoint, monkeypatch):
     """Block keys depend on the tables: another engine with a different table does not find the blocks."""
     pool, prompt = GlobalKVPool(), list(range(5, 70))
 
@@ -277,14 +277,14 @@ def test_engines_share_kv_only_if_their_numbers_agree(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize(("model_len", "row"), [(96, 48), (900, 450), (2048, 1024)])
-def test_wrong_row_of_a_rotary_table_refuses_the_first_start(checkpoint, monkeypatch, model_len, row):
+def test_wrong_rotary_table_row_refuses_first_start(checkpoint, monkeypatch, model_len, row):
     """KV keys cover only the first rows, so an engine with a wrong later row must not start."""
     break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.cos_sin))
     with pytest.raises(FingerprintError, match=f"row {row} of a rotary table with {model_len} rows.*: restart"):
         start(checkpoint, max_model_len=model_len, packed_cache_bytes=0)
 
 
-def test_wrong_query_scale_refuses_the_first_start(monkeypatch, tmp_path):
+def test_wrong_query_scale_refuses_first_start(monkeypatch, tmp_path):
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32}
     config = tiny_config("Ministral3ForCausalLM", rope_parameters=rope | {"llama_4_scaling_beta": 0.1})
     path = write_checkpoint(tmp_path / "scaled", config)
@@ -294,19 +294,19 @@ def test_wrong_query_scale_refuses_the_first_start(monkeypatch, tmp_path):
         start(path, max_model_len=96)
 
 
-def test_plain_torch_checks_its_tables(checkpoint, monkeypatch):
+def test_reference_kernels_check_rotary_table(checkpoint, monkeypatch):
     break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.cos_sin))
     with pytest.raises(FingerprintError, match="rotary table"):
         start(checkpoint, kernels="reference")
 
 
-def test_wrong_rotary_table_of_a_draft_model_refuses_the_start(monkeypatch):
+def test_wrong_rotary_table_of_draft_model_refuses_start(monkeypatch):
     break_loading(monkeypatch, lambda model: len(model.layers) < 3 and flip_a_bit(model.layers[0].attention.cos_sin))
     with pytest.raises(FingerprintError, match="rotary table"):
         start("octavo-demo", speculative_config=DRAFT)
 
 
-def test_server_and_journal_have_the_fingerprint(checkpoint, tmp_path):
+def test_server_info_and_journal_contain_fingerprint(checkpoint, tmp_path):
     config = EngineConfig(
         model=ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=96),
         cache=CacheConfig(num_gpu_blocks=16),
@@ -329,7 +329,7 @@ def test_server_and_journal_have_the_fingerprint(checkpoint, tmp_path):
     core.executor.shutdown()
 
 
-def test_first_start_is_kept_and_compared(tmp_path):
+def test_first_fingerprint_is_stored_and_compared(tmp_path):
     kept = KeptFingerprints(tmp_path / "new")
     kept.check(ENGINE, FOUND)
     kept.check(ENGINE, FOUND)
@@ -354,7 +354,7 @@ def next_process(monkeypatch):
     return begin
 
 
-def test_two_equal_starts_replace_a_faulty_first_one(tmp_path, caplog, next_process):
+def test_two_equal_starts_replace_faulty_first_fingerprint(tmp_path, caplog, next_process):
     kept, right = KeptFingerprints(tmp_path), replace(FOUND, tables="5" * 16)
     next_process()
     kept.check(ENGINE, FOUND)
@@ -377,7 +377,7 @@ def test_two_equal_starts_replace_a_faulty_first_one(tmp_path, caplog, next_proc
         kept.check(ENGINE, FOUND)
 
 
-def test_starts_that_differ_from_each_other_are_refused(tmp_path, next_process):
+def test_starts_with_different_fingerprints_are_refused(tmp_path, next_process):
     kept = KeptFingerprints(tmp_path)
     kept.check(ENGINE, FOUND)
     for digit in "565":
@@ -386,7 +386,7 @@ def test_starts_that_differ_from_each_other_are_refused(tmp_path, next_process):
             kept.check(ENGINE, replace(FOUND, tables=digit * 16))
 
 
-def test_start_that_agrees_forgets_the_refused_one(tmp_path, next_process):
+def test_matching_start_discards_refused_fingerprint(tmp_path, next_process):
     """Two faulty starts with a correct one between them do not replace the kept fingerprint."""
     kept, wrong = KeptFingerprints(tmp_path), replace(FOUND, tables="5" * 16)
     for found in (FOUND, wrong, FOUND, wrong, FOUND):
@@ -398,7 +398,7 @@ def test_start_that_agrees_forgets_the_refused_one(tmp_path, next_process):
             kept.check(ENGINE, found)
 
 
-def test_damaged_file_of_a_refused_start_is_replaced(tmp_path, next_process):
+def test_damaged_file_of_refused_start_is_replaced(tmp_path, next_process):
     kept, right = KeptFingerprints(tmp_path), replace(FOUND, tables="5" * 16)
     kept.check(ENGINE, FOUND)
     kept.path(ENGINE).with_suffix(".other").write_text("{")
@@ -409,7 +409,7 @@ def test_damaged_file_of_a_refused_start_is_replaced(tmp_path, next_process):
     kept.check(ENGINE, right)
 
 
-def test_refused_start_that_cannot_be_noted_is_refused(tmp_path, monkeypatch, caplog):
+def test_start_stays_refused_if_it_cannot_be_recorded(tmp_path, monkeypatch, caplog):
     kept = KeptFingerprints(tmp_path)
     kept.check(ENGINE, FOUND)
     monkeypatch.setattr(kept_fingerprints, "written_whole", lambda path: path.open("rb"))
@@ -418,13 +418,13 @@ def test_refused_start_that_cannot_be_noted_is_refused(tmp_path, monkeypatch, ca
     assert "cannot be used" in caplog.text
 
 
-def test_each_process_has_a_name():
+def test_every_process_has_unique_stable_name():
     assert kept_fingerprints._process(1) == kept_fingerprints._process(1)
     assert kept_fingerprints._process(1) != kept_fingerprints._process(2)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"fingerprint": {}}', b"\xff"])
-def test_damaged_file_is_replaced(tmp_path, caplog, content):
+def test_damaged_fingerprint_file_is_replaced(tmp_path, caplog, content):
     kept = KeptFingerprints(tmp_path)
     kept.path(ENGINE).write_bytes(content)
     kept.check(ENGINE, FOUND)
@@ -432,7 +432,7 @@ def test_damaged_file_is_replaced(tmp_path, caplog, content):
     assert json.loads(kept.path(ENGINE).read_text())["fingerprint"]["tables"] == "2" * 16
 
 
-def test_flipped_bit_in_the_kept_fingerprint_is_no_difference(tmp_path, caplog):
+def test_flipped_bit_in_stored_fingerprint_does_not_refuse_start(tmp_path, caplog):
     kept = KeptFingerprints(tmp_path)
     kept.check(ENGINE, FOUND)
     kept.path(ENGINE).write_text(kept.path(ENGINE).read_text().replace("2" * 16, "2" * 15 + "3"))
@@ -440,14 +440,14 @@ def test_flipped_bit_in_the_kept_fingerprint_is_no_difference(tmp_path, caplog):
     assert "is damaged" in caplog.text
 
 
-def test_directory_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+def test_unwritable_fingerprint_directory_logs_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
         KeptFingerprints(tmp_path / "file" / "fingerprints").check(ENGINE, FOUND)
     assert "cannot be compared" in caplog.text
 
 
-def test_oldest_of_many_files_are_removed(tmp_path, monkeypatch):
+def test_oldest_fingerprint_files_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_fingerprints, "MAX_FILES", 3)
     kept = KeptFingerprints(tmp_path)
     for index in range(5):

@@ -7,7 +7,7 @@ import pytest
 from octavo.worker.grammar_walks import GrammarWalks, Walk, Walked, wait_for
 
 
-def test_what_took_long_the_last_time_begins_behind_what_did_not():
+def test_slow_grammar_walks_start_after_fast_ones():
     walks, done, may_go_on = GrammarWalks(), [], threading.Event()
 
     def walk(name, last_s):
@@ -27,7 +27,7 @@ def test_what_took_long_the_last_time_begins_behind_what_did_not():
     assert done == ["first", "second", "long"]
 
 
-def test_what_a_walk_raises_its_result_raises():
+def test_grammar_walk_result_raises_exception_of_walk():
     walks, walk = GrammarWalks(), Walk(1, [])
 
     def fail():
@@ -39,7 +39,7 @@ def test_what_a_walk_raises_its_result_raises():
         walk.result.result(60)
 
 
-def test_a_step_does_not_wait_for_all_of_a_walk():
+def test_wait_for_returns_with_pending_grammar_walks():
     ready, pending = Walk(1, []), Walk(1, [])
     ready.result.set_result(Walked([], None))
     wait_for([ready, pending], 0.0, is_all=True)

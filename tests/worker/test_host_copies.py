@@ -26,7 +26,7 @@ def pinned(queue, num_sets=host_copies.NUM_SETS):
 
 
 @pytest.mark.parametrize("copies", [SharedMemory(), pinned(LateQueue())], ids=["shared", "pinned"])
-def test_arrays_come_to_the_device_and_back_as_they_are(copies):
+def test_arrays_are_copied_to_device_and_back_unchanged(copies):
     for _ in range(3):
         copies.begin()
         on_device = [copies.to_device(array) for array in ARRAYS]
@@ -38,7 +38,7 @@ def test_arrays_come_to_the_device_and_back_as_they_are(copies):
             np.testing.assert_array_equal(back.numpy(), array)
 
 
-def test_arrays_come_to_the_device_together_by_one_copy():
+def test_arrays_are_copied_to_device_together_in_one_copy():
     queue = LateQueue()
     copies = pinned(queue)
     for number in range(1, 4):
@@ -54,7 +54,7 @@ def test_arrays_come_to_the_device_together_by_one_copy():
     assert copies.to_device_together([]) == []
 
 
-def test_an_array_may_change_as_soon_as_it_is_handed_over():
+def test_array_may_change_after_to_device_returns():
     queue, array = LateQueue(), np.arange(5)
     copies = pinned(queue)
     copies.begin()
@@ -69,7 +69,7 @@ def launch(copies, number):
     return copies.to_host(torch.tensor([number])), copies.mark()
 
 
-def test_a_step_is_launched_behind_another_one_without_waiting():
+def test_second_step_is_launched_without_wait():
     queue = LateQueue()
     copies = pinned(queue)
     before, end = launch(copies, 0)
@@ -83,7 +83,7 @@ def test_a_step_is_launched_behind_another_one_without_waiting():
         before, end = read, next_end
 
 
-def test_with_one_set_a_launch_waits_and_if_it_did_not_the_step_before_would_read_the_next_ones_arrays(monkeypatch):
+def test_launch_with_one_pinned_set_waits_for_previous_step(monkeypatch):
     queue = LateQueue()
     copies = pinned(queue, num_sets=1)
     _, end = launch(copies, 0)
@@ -97,7 +97,7 @@ def test_with_one_set_a_launch_waits_and_if_it_did_not_the_step_before_would_rea
         end.synchronize()
 
 
-def test_a_third_step_waits_for_the_first():
+def test_third_step_waits_for_first():
     queue = LateQueue()
     copies = pinned(queue)
     for number in range(2):
@@ -107,7 +107,7 @@ def test_a_third_step_waits_for_the_first():
     assert (queue.num_waits, queue.num_made) == (1, 2)
 
 
-def test_a_gpu_copies_by_way_of_pinned_memory(monkeypatch):
+def test_gpu_uses_pinned_memory_for_host_copies(monkeypatch):
     assert isinstance(create_host_copies(CPU), SharedMemory)
     asked, empty = [], torch.empty
 

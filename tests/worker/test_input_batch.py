@@ -52,13 +52,13 @@ def batch():
     )
 
 
-def test_input_batch_creation(batch):
+def test_new_input_batch_is_empty_with_fixed_table_shapes(batch):
     assert batch.requests == {}
     assert batch.token_ids.shape == (4, 65)
     assert batch.block_tables[0].shape == (4, 16)
 
 
-def test_prepare_inputs_new_requests(batch):
+def test_prepare_inputs_fills_rows_of_new_requests(batch):
     scheduled = make_output(
         [new_data("a", [10, 11, 12, 13, 14], [3, 5]), new_data("b", [20, 21], [0])], counts={"a": 5, "b": 2}
     )
@@ -83,7 +83,7 @@ def test_prepare_inputs_new_requests(batch):
 
 
 @pytest.mark.parametrize("asked", [{"prompt_logprobs": 0}, {"pooling": "mean", "max_tokens": 1}])
-def test_who_looks_at_a_prompt_gets_all_of_its_rows(batch, asked):
+def test_prompt_logprobs_and_mean_pooling_output_all_prompt_rows(batch, asked):
     new = [
         new_data("a", [10, 11, 12, 13, 14], [3, 5]),
         new_data("b", [20, 21, 22, 23], [0], params=SamplingParams(**asked)),
@@ -104,7 +104,7 @@ def test_who_looks_at_a_prompt_gets_all_of_its_rows(batch, asked):
     assert outputs.attention.block_tables[:, 0].tolist() == [0, 7]
 
 
-def test_a_step_of_which_nothing_is_sampled_has_no_outputs(batch):
+def test_step_without_sampled_request_has_no_outputs(batch):
     scheduled = make_output([new_data("a", list(range(6)), [0, 1])], counts={"a": 4})
     batch.update(scheduled)
     inputs = batch.prepare_inputs(scheduled)
@@ -113,7 +113,7 @@ def test_a_step_of_which_nothing_is_sampled_has_no_outputs(batch):
     assert inputs.attention.outputs.attention.query_start.tolist() == [0]
 
 
-def test_prepare_inputs_cached_requests(batch):
+def test_prepare_inputs_feeds_sampled_token_of_cached_request(batch):
     batch.update(make_output([new_data("a", [10, 11, 12], [2])], counts={"a": 3}))
     cached = told(batch, ["a"], [[13]], [[]], [3])
     scheduled = make_output(cached=cached, counts={"a": 1})
@@ -130,7 +130,7 @@ def test_prepare_inputs_cached_requests(batch):
     assert batch.prepare_inputs(scheduled).attention.slot_mapping.tolist() == [28]
 
 
-def test_prepare_inputs_mixed(batch):
+def test_prepare_inputs_orders_longer_chunk_before_decode(batch):
     batch.update(make_output([new_data("a", [10, 11], [1])], counts={"a": 2}))
     scheduled = make_output(
         [new_data("b", list(range(30, 39)), [4, 5, 6], num_computed=4)],
@@ -149,7 +149,7 @@ def test_prepare_inputs_mixed(batch):
     assert inputs.attention.outputs.rows.tolist() == [3]
 
 
-def test_drafts_stand_behind_the_newest_token_of_their_step(batch):
+def test_drafts_follow_newest_token_of_request(batch):
     """Requests with zero, two and one draft, and a prompt with logprobs for all rows."""
     new = [new_data("a", [10, 11], [1]), new_data("b", [20, 21, 22], [2]), new_data("c", [30], [3])]
     batch.update(make_output(new, counts={"a": 2, "b": 3, "c": 1}))
@@ -182,7 +182,7 @@ def windowed():
     )  # fmt: skip
 
 
-def test_layers_with_a_window_have_tables_and_slots_of_their_own(windowed):
+def test_window_group_has_separate_block_table_and_slots(windowed):
     batch = windowed
     new = [
         new_data("a", list(range(10, 20)), [3, 5, 6], num_computed=8, more_block_ids=([-1, 2, 7],)),
@@ -205,7 +205,7 @@ def test_layers_with_a_window_have_tables_and_slots_of_their_own(windowed):
     assert (near.slot_mapping.tolist(), near.block_tables.tolist()) == ([29], [[-1, 2, 7]])
 
 
-def test_each_of_four_groups_has_its_own_tables_and_slots():
+def test_four_kv_groups_have_separate_block_tables_and_slots():
     batch = InputBatch(max_num_seqs=2, max_model_len=64, block_size=4, num_groups=4)
     new = [
         new_data("a", [10, 11, 12, 13, 14], [3, 5], more_block_ids=([2, 7], [8, 1], [-1, 9])),
@@ -225,7 +225,7 @@ def test_each_of_four_groups_has_its_own_tables_and_slots():
     assert all(attention.of_group(group).positions is attention.positions for group in groups)
 
 
-def test_window_blocks_may_come_in_other_steps_than_blocks(windowed):
+def test_window_blocks_may_be_added_in_different_steps(windowed):
     batch = windowed
     batch.update(make_output([new_data("a", [10, 11, 12], [2, 9], more_block_ids=([1],))], counts={"a": 3}))
     cached = told(batch, ["a"], [[13, 14]], [[]], [3], [[5]])
@@ -240,7 +240,7 @@ def test_window_blocks_may_come_in_other_steps_than_blocks(windowed):
     assert batch.block_tables[1][row, 0] == 6
 
 
-def test_window_blocks_of_too_few_requests_are_an_error(windowed):
+def test_missing_window_blocks_of_request_raise_error(windowed):
     """A table that is not updated would be read as if it were right."""
     batch = windowed
     new = [new_data(name, [10, 11, 12], [2 + row], more_block_ids=([row],)) for row, name in enumerate("ab")]
@@ -250,7 +250,7 @@ def test_window_blocks_of_too_few_requests_are_an_error(windowed):
         batch.update(make_output(cached=cached, counts={"a": 1, "b": 1}))
 
 
-def test_without_windows_there_is_one_table(batch):
+def test_batch_without_windows_has_one_block_table(batch):
     scheduled = make_output([new_data("a", [10, 11, 12, 13, 14], [3, 5])], counts={"a": 5})
     batch.update(scheduled)
     attention = batch.prepare_inputs(scheduled).attention
@@ -258,7 +258,7 @@ def test_without_windows_there_is_one_table(batch):
     assert attention.of_group(1) is attention
 
 
-def test_guesses_stand_behind_the_blocks_of_their_request(windowed):
+def test_drafts_use_scratch_blocks_after_request_blocks(windowed):
     """A separate cache of the draft model has no window blocks; a shared one uses scratch window blocks."""
     batch = windowed
     batch.update(make_output([new_data("a", [10, 11, 12], [2, 9], more_block_ids=([1],))], counts={"a": 3}))
@@ -275,7 +275,7 @@ def test_guesses_stand_behind_the_blocks_of_their_request(windowed):
     assert attention.slot_mapping.tolist() == [200]
 
 
-def test_a_rejected_draft_is_forgotten(batch):
+def test_rejected_draft_is_removed_from_known_tokens(batch):
     batch.update(make_output([new_data("a", [10, 11], [1])], counts={"a": 2}))
     scheduled = make_output(cached=told(batch, ["a"], [[12]], [[2]], [2]), counts={"a": 4})
     scheduled.scheduled_spec_decode_tokens["a"] = [13, 99, 98]
@@ -288,7 +288,7 @@ def test_a_rejected_draft_is_forgotten(batch):
     assert batch.known_tokens(batch.requests["a"]).tolist() == [10, 11, 12, 13, 14]
 
 
-def test_requests_that_share_their_first_block_stand_together(batch):
+def test_requests_with_equal_first_block_are_adjacent(batch):
     first_blocks = {"a": 3, "b": 1, "c": 3, "d": 1}
     new = [new_data(name, [10, 11], [block]) for name, block in first_blocks.items()]
     scheduled = make_output(new, counts=dict.fromkeys(first_blocks, 2))
@@ -300,7 +300,7 @@ def test_requests_that_share_their_first_block_stand_together(batch):
     assert inputs.attention.outputs.rows.tolist() == [1, 3, 5, 7]
 
 
-def test_last_prompt_token_is_fed_once(batch):
+def test_every_prompt_token_is_fed_once(batch):
     scheduled = make_output([new_data("a", list(range(6)), [0, 1])], counts={"a": 4})
     batch.update(scheduled)
     fed = batch.prepare_inputs(scheduled).token_ids.tolist()
@@ -313,7 +313,7 @@ def test_last_prompt_token_is_fed_once(batch):
     assert fed == [0, 1, 2, 3, 4, 5, 50]
 
 
-def test_rows_are_reused_and_forgotten(batch):
+def test_finished_and_preempted_requests_free_their_rows(batch):
     for round_ in range(5):
         names = [f"{round_}{index}" for index in range(4)]
         batch.update(make_output([new_data(name, [1, 2], [0]) for name in names]))
@@ -323,14 +323,14 @@ def test_rows_are_reused_and_forgotten(batch):
         assert batch.requests == {}
 
 
-def test_an_id_may_end_and_come_back_in_one_step(batch):
+def test_request_id_may_finish_and_return_in_one_step(batch):
     batch.update(make_output([new_data("a", [1, 2, 3], [0])]))
     batch.update(make_output([new_data("a", [9], [2])], finished=["a"]))
     assert batch.known_tokens(batch.requests["a"]).tolist() == [9]
     assert np.count_nonzero(batch.num_blocks) == 1
 
 
-def test_positions_of_several_dimensions_count_on_after_the_prompt():
+def test_multidimensional_positions_continue_after_prompt():
     batch = InputBatch(max_num_seqs=2, max_model_len=16, block_size=4, num_groups=2, num_position_dims=2)
     image = new_data("a", [10, 11, 11, 11, 12], [3, 5], more_block_ids=([2, 7],))
     image = replace(image, rotary_positions=[[0, 1, 1, 2, 3], [0, 1, 2, 1, 3]])

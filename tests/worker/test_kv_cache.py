@@ -50,7 +50,7 @@ def bits(block):
     return block.view(torch.int16).clone()
 
 
-def test_a_block_comes_back_from_host_memory_bit_for_bit(cache):
+def test_swapped_block_returns_bit_for_bit(cache):
     before = bits(cache.groups[0].blocks[2])
     cache.copy(BlockCopies(swap_out=[(0, 2, 1)]))
     cache.groups[0].blocks[2].zero_()
@@ -58,7 +58,7 @@ def test_a_block_comes_back_from_host_memory_bit_for_bit(cache):
     assert torch.equal(bits(cache.groups[0].blocks[5]), before)
 
 
-def test_what_went_to_host_memory_and_what_came_back_is_told_with_its_time(cache):
+def test_copy_reports_swapped_blocks_bytes_and_time(cache):
     saved, loaded = cache.copy(
         BlockCopies(swap_out=[(0, 2, 1), (0, 0, 0)], block_copies=[(0, 3, 2)], swap_in=[(0, 1, 5)])
     )
@@ -72,7 +72,7 @@ def test_what_went_to_host_memory_and_what_came_back_is_told_with_its_time(cache
     assert cache.copy(BlockCopies(block_copies=[(0, 3, 2)])) == cache.copy(BlockCopies()) == ()
 
 
-def test_window_blocks_are_copied_beside_blocks_and_in_their_order(windowed):
+def test_window_blocks_are_copied_in_same_order_as_blocks(windowed):
     cache = windowed
     assert [each.shape for each in cache.memory] == [(6, 128), (4, 192)]
     assert (cache.block_bytes, cache.groups[1].block_bytes, cache.stored_block_bytes) == (256, 384, 640)
@@ -100,7 +100,7 @@ def test_window_blocks_are_copied_beside_blocks_and_in_their_order(windowed):
     assert cache.copy(BlockCopies(block_copies=[(1, 1, 0)])) == ()
 
 
-def test_layers_that_all_have_windows_leave_nothing_for_blocks():
+def test_cache_of_windows_alone_has_zero_byte_blocks():
     layout = KVLayout((KVShape(1, 8, window=6),) * 2)
     sizes = {"num_blocks": [1000, 2], "block_size": 4}
     cache = PagedKVCache(layout, **sizes, dtype=torch.bfloat16, device=CPU, num_host_blocks=2)
@@ -111,14 +111,14 @@ def test_layers_that_all_have_windows_leave_nothing_for_blocks():
     assert bool((cache.layer(1)[0][1] == 3).all())
 
 
-def test_a_copied_block_is_a_block_of_its_own(cache):
+def test_copied_block_is_independent_of_source(cache):
     before = bits(cache.groups[0].blocks[0])
     cache.copy(BlockCopies(block_copies=[(0, 0, 3)]))
     cache.groups[0].blocks[3].zero_()
     assert torch.equal(bits(cache.groups[0].blocks[0]), before)
 
 
-def test_out_comes_before_copies_before_in(cache):
+def test_swap_out_runs_before_block_copies_and_swap_in(cache):
     out, copied, other = (bits(cache.groups[0].blocks[index]) for index in range(3))
     cache.copy(BlockCopies(swap_out=[(0, 0, 0)], block_copies=[(0, 1, 0), (0, 2, 1), (0, 0, 3)], swap_in=[(0, 0, 2)]))
     assert torch.equal(bits(cache.groups[0].blocks[0]), copied)
@@ -128,7 +128,7 @@ def test_out_comes_before_copies_before_in(cache):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_a_rounded_block_is_one_object_with_its_scales(tmp_path, dtype):
+def test_quantized_block_is_swapped_with_its_scales(tmp_path, dtype):
     architecture = read_architecture(write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM", num_hidden_layers=3)))
     cache = PagedKVCache(
         architecture.kv_layout, num_blocks=[5], block_size=4,
@@ -151,7 +151,7 @@ def test_a_rounded_block_is_one_object_with_its_scales(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
-def test_layers_of_other_shapes_stand_side_by_side(dtype):
+def test_layers_with_different_shapes_do_not_overlap_in_block(dtype):
     """Each layer has its own part of a block, and the parts together are the whole block."""
     shapes = (KVShape(2, 16, 37), KVShape(1, 24), KVShape(2, 16, 37), KVShape(3, 8))
     layout, kind = KVLayout(shapes), str(dtype).removeprefix("torch.")
@@ -177,7 +177,7 @@ def test_layers_of_other_shapes_stand_side_by_side(dtype):
     assert not any(bool((each.view(torch.uint8) == 99).any()) for each in cache.memory)
 
 
-def test_layers_alike_stand_where_stores_expect_them():
+def test_uniform_layers_keep_stored_block_layout():
     """The shape is [layers, 2, num_kv_heads, block_size, head_dim]; stores keep these bytes under keys with this
     version.
     """
@@ -192,13 +192,13 @@ def test_layers_alike_stand_where_stores_expect_them():
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
-def test_heads_whose_scales_would_not_be_aligned_are_refused(tmp_path, name, dtype):
+def test_head_dim_with_unaligned_scales_is_refused(tmp_path, name, dtype):
     architecture = read_architecture(write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM", head_dim=6)))
     with pytest.raises(ConfigError, match=f"kv_cache_dtype {name} needs a head_dim that is a multiple of 4, not 6"):
         block_bytes(architecture, 16, dtype)
 
 
-def test_host_blocks_are_counted_in_bytes(tmp_path):
+def test_swap_space_bytes_sets_number_of_host_blocks(tmp_path):
     directory = write_checkpoint(tmp_path / "llama", tiny_config("LlamaForCausalLM"))
     architecture = read_architecture(directory)
     per_block = block_bytes(architecture, 16, "float32")
@@ -208,7 +208,7 @@ def test_host_blocks_are_counted_in_bytes(tmp_path):
         decide_num_host_blocks(architecture, CacheConfig(swap_space_bytes=1 << 60), kv_dtype="float32")
 
 
-def test_a_layer_may_read_the_keys_and_values_of_another_one():
+def test_shared_layer_reads_kv_of_earlier_layer():
     shapes = (KVShape(2, 16, 37), KVShape(1, 24), KVShape(2, 16, 37, shared_layer=0))
     layout = KVLayout(shapes)
     assert layout.kv_groups == (LayerGroup(FullAttention(), (1,)), LayerGroup(SlidingWindow(37), (0,)))
@@ -221,6 +221,6 @@ def test_a_layer_may_read_the_keys_and_values_of_another_one():
 @pytest.mark.parametrize(
     "shape", [KVShape(2, 16, shared_layer=0), KVShape(2, 16, 37, shared_layer=2), KVShape(2, 16, 37, shared_layer=-1)]
 )
-def test_a_layer_reads_an_earlier_layer_of_its_own_shape_only(shape):
+def test_shared_layer_with_different_shape_or_order_is_refused(shape):
     with pytest.raises(ValueError, match="layer 2 cannot read the keys and values of layer"):
         KVLayout((KVShape(2, 16, 37), KVShape(1, 24), shape))

@@ -23,7 +23,7 @@ GEMMA3_270M = KVPlan(
 )  # fmt: skip
 
 
-def test_a_published_model_keeps_three_times_as_many_tokens_behind_its_window():
+def test_gemma3_plan_holds_three_times_as_many_tokens():
     size = GEMMA3_270M.within(4 * GIB, 10**9)
     assert 16 * (4 * GIB // GEMMA3_270M.bytes_of_all) == 233_008, "if all layers kept all"
     assert 16 * size.num_blocks == 762_656
@@ -46,7 +46,7 @@ def draw_plan(rng, num_bounded):
 
 
 @pytest.mark.parametrize("num_bounded", [1, 2])
-def test_plans(num_bounded):
+def test_random_kv_plans_fit_memory_and_waste_none(num_bounded):
     rng = random.Random(3)
     for _ in range(3000):
         plan, num_bytes = draw_plan(rng, num_bounded), rng.choice([10**4, 10**6, 10**8, 10**10])
@@ -69,13 +69,13 @@ def test_plans(num_bounded):
         assert num_bounded > 1 or left < plan.bytes_of_all or num_blocks == most, told
 
 
-def test_without_windows_there_are_blocks_alone():
+def test_plan_without_windows_has_one_group():
     plan = KVPlan(block_bytes=(100,), max_num_seqs=4, blocks_of_sequence=(), blocks_of_step=9)
     assert plan.within(1099, 1000) == plan.with_blocks(10) == KVSize((10,))
     assert plan.within(1099, 7) == KVSize((7,))
 
 
-def test_blocks_of_no_bytes_are_as_many_as_sequences_can_use():
+def test_zero_byte_blocks_are_limited_by_usable_sequences():
     """Mistral 7B v0.1 in bfloat16: all 32 layers see 4096 tokens, a window block has 2 MiB."""
     plan = KVPlan(
         block_bytes=(0, 2 << 20), max_num_seqs=64, blocks_of_sequence=(258,), blocks_of_step=32,
@@ -114,7 +114,7 @@ def make_worker(path, max_model_len=2048, **cache):
     return worker
 
 
-def test_a_worker_reserves_what_is_planned(path):
+def test_worker_allocates_planned_kv_memory(path):
     of_layer = 2 * 2 * 16 * 16 * 4
     worker = make_worker(path, kv_cache_memory_bytes=4 << 20, swap_space_bytes=1 << 20)
     cache = worker.kv_cache
@@ -134,14 +134,14 @@ def test_a_worker_reserves_what_is_planned(path):
     assert (worker.kv_cache.num_blocks, worker.kv_cache.groups[1].num_blocks) == (100, 4 * 5 + 2 * 4)
 
 
-def test_a_window_that_holds_the_longest_sequence_is_none(path):
+def test_window_as_long_as_max_model_len_is_full_attention(path):
     cache = make_worker(path, max_model_len=37, num_gpu_blocks=10).kv_cache
     assert (len(cache.groups), cache.block_bytes) == (1, 4 * 2 * 2 * 16 * 16 * 4)
     assert make_worker(path, max_model_len=38, num_gpu_blocks=10).kv_cache.groups[1].kind == SlidingWindow(37)
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_a_model_of_windows_alone_has_the_blocks_that_its_memory_can_use(tmp_path, monkeypatch, is_asked):
+def test_windows_only_model_gets_as_many_blocks_as_memory_supports(tmp_path, monkeypatch, is_asked):
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 64 << 20)
     monkeypatch.setattr(memory, "DEFAULT_KV_CACHE_BYTES", 1 << 20)
     config = tiny_config("MistralForCausalLM", sliding_window=37)
@@ -157,7 +157,7 @@ def test_a_model_of_windows_alone_has_the_blocks_that_its_memory_can_use(tmp_pat
     assert size.num_blocks < 64 * 2048
 
 
-def test_steps_leave_room_for_the_window_blocks_that_they_take(path, monkeypatch):
+def test_largest_batch_reserves_memory_for_window_blocks(path, monkeypatch):
     """In a cache of a given size, larger steps increase the number of window blocks."""
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 40 << 20)
     architecture, cpu = read_architecture(path), torch.device("cpu")

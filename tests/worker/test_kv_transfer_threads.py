@@ -93,7 +93,7 @@ def memory(block_bytes):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.usefixtures("small_pieces")
-def test_blocks_go_out_and_come_back_bit_for_bit(dtype):
+def test_saved_blocks_load_bit_for_bit(dtype):
     moved, keys = Moved(memory, dtype), keys_of(7)
     moved.fill(keys, range(7))
     assert moved.move(SAVE, keys, range(7)) == 7
@@ -105,7 +105,7 @@ def test_blocks_go_out_and_come_back_bit_for_bit(dtype):
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_load_ends_before_the_first_block_that_is_not_whole():
+def test_load_stops_before_first_corrupt_block():
     moved, keys = Moved(memory), keys_of(7)
     moved.fill(keys, range(7))
     moved.move(SAVE, keys, range(7))
@@ -117,7 +117,7 @@ def test_a_load_ends_before_the_first_block_that_is_not_whole():
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_an_end_tells_what_each_tier_did_in_all_pieces_and_what_made_way():
+def test_finished_transfer_reports_moves_and_evictions_per_tier():
     moved, keys = Moved(lambda block_bytes: MemoryStore(GlobalKVPool(4), "a", block_bytes)), keys_of(7)
     moved.fill(keys, range(7))
     moved.begin(moved.order(SAVE, keys, range(7)))
@@ -133,7 +133,7 @@ def test_an_end_tells_what_each_tier_did_in_all_pieces_and_what_made_way():
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, Panic, MemoryError])
 @pytest.mark.parametrize("direction", [LOAD, SAVE])
-def test_whatever_is_raised_is_an_end_that_is_told_once(direction, error):
+def test_store_exception_is_reported_once_as_failed_transfer(direction, error):
     moved, keys = Moved(memory), keys_of(2)
 
     def fail(*_):
@@ -146,7 +146,7 @@ def test_whatever_is_raised_is_an_end_that_is_told_once(direction, error):
 
 
 @pytest.mark.parametrize("direction", [LOAD, SAVE])
-def test_after_a_cancel_a_block_is_neither_written_nor_told_of(direction):
+def test_cancelled_transfer_writes_no_block_and_reports_nothing(direction):
     stores = []
 
     def make(block_bytes):
@@ -175,7 +175,7 @@ def test_after_a_cancel_a_block_is_neither_written_nor_told_of(direction):
         )
 
 
-def test_a_store_that_hangs_holds_up_neither_loads_by_saves_nor_the_end(monkeypatch):
+def test_hanging_save_blocks_neither_loads_nor_shutdown(monkeypatch):
     monkeypatch.setattr(kv_transfers, "_SHUTDOWN_S", 0.2)
     stores = []
 
@@ -198,7 +198,7 @@ def test_a_store_that_hangs_holds_up_neither_loads_by_saves_nor_the_end(monkeypa
     stores[0].release_unread.set()
 
 
-def test_a_second_shutdown_and_orders_behind_it_change_nothing():
+def test_second_shutdown_and_late_transfers_do_nothing():
     moved = Moved(memory)
     moved.threads.shutdown()
     moved.begin(moved.order(SAVE, keys_of(1), [0]))
@@ -272,7 +272,7 @@ class Fuzz:
     "num_faults", [3000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["some faults", "100k faults"]
 )
 @pytest.mark.usefixtures("small_pieces")
-def test_of_many_faulty_transfers_none_puts_a_wrong_byte_into_a_block(num_faults):
+def test_faulty_store_puts_no_wrong_byte_into_block(num_faults):
     """Each block that a load reports as moved is compared with the saved bytes: every corrupt record is detected."""
     fuzz = Fuzz(7)
     fuzz.run(num_faults)
@@ -282,14 +282,14 @@ def test_of_many_faulty_transfers_none_puts_a_wrong_byte_into_a_block(num_faults
     assert fuzz.num_ended > num_faults / 10
 
 
-def test_a_record_that_is_believed_unseen_is_found_by_the_fuzz(monkeypatch):
+def test_fuzz_detects_missing_checksums(monkeypatch):
     """This checks the fuzz itself: it fails without checksums."""
     monkeypatch.setattr("octavo.kv_transfer.memory._checksum", lambda key, content: bytes(32))
     with pytest.raises((AssertionError, queue.Empty)):
         Fuzz(7).run(3000)
 
 
-def test_transfers_take_no_thread_of_the_caller():
+def test_transfers_run_in_separate_thread():
     moved, caller = Moved(memory), threading.get_ident()
     seen = []
     moved.store.save = lambda keys, blocks: (seen.append(threading.get_ident()), len(keys))[1]

@@ -154,7 +154,7 @@ def decodes(asked, number=8):
 
 
 @pytest.mark.parametrize("asked", PLAIN, ids=str)
-def test_tokens_are_fed_on_the_device_before_the_host_knows_them(make_runner, asked):
+def test_sampled_tokens_are_fed_on_device_before_collect(make_runner, asked):
     steps = decodes(asked)
     expected = one_by_one(make_runner()[0], steps)
     outputs, num_ahead = ahead(*_with_queue(make_runner, steps))
@@ -164,7 +164,7 @@ def test_tokens_are_fed_on_the_device_before_the_host_knows_them(make_runner, as
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
-def test_second_rank_continues_with_the_tokens_that_the_first_broadcasts(make_runner, is_ahead):
+def test_second_rank_continues_with_broadcast_tokens(make_runner, is_ahead):
     """A stub of ranks. The second rank alone would choose other tokens, because its requests have other seeds."""
     steps, sent = decodes({"temperature": 1.0}), deque()
 
@@ -185,7 +185,7 @@ def test_second_rank_continues_with_the_tokens_that_the_first_broadcasts(make_ru
     assert not sent
 
 
-def test_a_decode_step_copies_to_the_device_once(make_runner):
+def test_decode_step_copies_to_device_once(make_runner):
     """It copies once more if other requests are sampled than in the step before."""
     core = Core()
     requests = [(name, [3, 4, number], params_of({"temperature": 1.0})) for number, name in enumerate("abc")]
@@ -217,7 +217,7 @@ def _with_queue(make_runner, steps):
     ],
     ids=["repetition", "frequency"],
 )
-def test_who_looks_at_tokens_waits_for_them(make_runner, monkeypatch, asked):
+def test_requests_with_penalties_wait_for_sampled_tokens(make_runner, monkeypatch, asked):
     steps = decodes({"temperature": 0.0, **asked}, number=16)
     expected = one_by_one(make_runner()[0], steps)
     outputs, num_ahead = ahead(*_with_queue(make_runner, steps))
@@ -228,7 +228,7 @@ def test_who_looks_at_tokens_waits_for_them(make_runner, monkeypatch, asked):
     assert outputs != expected, "it does not hang on the rule"
 
 
-def test_which_steps_wait(make_runner):
+def test_step_waits_only_for_tokens_that_its_requests_need(make_runner):
     """A request waits only for its own needs, and not after its end."""
     runner, _ = make_runner()
     form = params_of({"structured_outputs": StructuredOutputsParams(regex="a+")})
@@ -262,7 +262,7 @@ def test_which_steps_wait(make_runner):
     assert set(runner.collect(fourth).sampled_token_ids) == {"a"}
 
 
-def test_a_row_goes_on_to_another_request_while_its_last_step_is_computed(make_runner):
+def test_row_and_id_are_reused_while_last_step_is_in_flight(make_runner):
     """a ends and is computed once more in vain. Its row and its id belong to other requests before that result is
     read.
     """
@@ -287,7 +287,7 @@ def test_a_row_goes_on_to_another_request_while_its_last_step_is_computed(make_r
     assert runner.batch.num_awaited.tolist() == [0, 0, 0]
 
 
-def test_behind_a_row_without_a_token_nothing_comes_of_its_request(make_runner):
+def test_failed_row_returns_no_further_tokens(make_runner):
     """b's logits are NaN in the third step. It is computed once more, in vain, after token 0."""
     steps = decodes({"temperature": 1.0, "logprobs": 1}, number=6)
 
@@ -323,7 +323,7 @@ def test_behind_a_row_without_a_token_nothing_comes_of_its_request(make_runner):
         assert output.logprobs == of_all.logprobs
 
 
-def test_embeddings_are_those_of_their_own_steps(make_runner):
+def test_launched_steps_return_pooled_states_of_their_step(make_runner):
     """Hidden states are in memory that the next step overwrites."""
     core = Core()
     mean, last = (SamplingParams(max_tokens=1, pooling=pooling) for pooling in ("mean", "last"))

@@ -41,7 +41,7 @@ class Loading:
             monkeypatch.setattr(local_executor, "TRANSFER_WAIT_S", wait_s)
 
 
-def test_steps_that_only_wait_for_a_load_do_not_spin(monkeypatch):
+def test_steps_waiting_for_kv_load_do_not_spin(monkeypatch):
     loading, count = Loading(monkeypatch, None), 0
     start = time.monotonic()
     while time.monotonic() < start + 0.2:
@@ -50,7 +50,7 @@ def test_steps_that_only_wait_for_a_load_do_not_spin(monkeypatch):
     assert count <= 0.2 / local_executor.TRANSFER_WAIT_S + 1
 
 
-def test_a_load_that_ends_wakes_the_step_that_waits_for_it(monkeypatch):
+def test_finished_kv_load_wakes_waiting_step(monkeypatch):
     loading = Loading(monkeypatch, 600.0)
     computed = threading.Event()
 
@@ -72,7 +72,7 @@ def test_a_load_that_ends_wakes_the_step_that_waits_for_it(monkeypatch):
     assert loading.request.sequence.output_token_ids == [7]
 
 
-def test_all_that_ended_is_told_with_the_next_step_and_a_failed_load_is_computed(monkeypatch):
+def test_failed_kv_load_is_reported_in_next_step_and_recomputed(monkeypatch):
     loading = Loading(monkeypatch, 600.0)
     for ended in [(0, 0), (99, 2)]:
         loading.executor.ended_transfers.put(ended)
@@ -83,7 +83,7 @@ def test_all_that_ended_is_told_with_the_next_step_and_a_failed_load_is_computed
     assert loading.request.sequence.output_token_ids == [7]
 
 
-def test_a_step_that_computes_waits_for_no_load(monkeypatch):
+def test_computing_step_does_not_wait_for_kv_load(monkeypatch):
     loading = Loading(monkeypatch, 600.0)
     running = loading.core.add("running", 4, max_tokens=5)
     for _ in range(5):
@@ -92,7 +92,7 @@ def test_a_step_that_computes_waits_for_no_load(monkeypatch):
     assert loading.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
-def test_what_ended_in_a_step_that_failed_is_told_with_the_next(monkeypatch):
+def test_transfer_finished_during_failed_step_is_reported_next(monkeypatch):
     loading = Loading(monkeypatch, 600.0)
     execute = loading.worker.execute
     monkeypatch.setattr(loading.worker, "execute", lambda _scheduled: 1 // 0)
@@ -171,7 +171,7 @@ def in_background():
         executor.shutdown()
 
 
-def test_in_background_steps_are_computed_in_turn_while_others_are_submitted(in_background):
+def test_background_mode_computes_submitted_steps_in_order(in_background):
     worker = Gate()
     executor = in_background(worker)
     for number in (1, 2):
@@ -183,7 +183,7 @@ def test_in_background_steps_are_computed_in_turn_while_others_are_submitted(in_
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_behind_a_step_that_failed_nothing_is_computed_until_that_is_heard(background, in_background):
+def test_steps_after_failed_step_are_not_computed_until_abandon(background, in_background):
     worker = Gate(fails=1)
     worker.gate.set()
     executor = in_background(worker) if background else LocalExecutor(worker)
@@ -197,7 +197,7 @@ def test_behind_a_step_that_failed_nothing_is_computed_until_that_is_heard(backg
     assert worker.computed == [1, 3]
 
 
-def test_who_gives_up_waits_for_the_step_that_is_computed_and_none_begins(in_background):
+def test_abandon_waits_for_running_step_and_drops_submitted_steps(in_background):
     worker = Gate()
     executor = in_background(worker)
     for number in (1, 2):
@@ -212,7 +212,7 @@ def test_who_gives_up_waits_for_the_step_that_is_computed_and_none_begins(in_bac
     assert worker.computed == [1, 3]
 
 
-def test_whatever_else_ends_a_step_ends_no_other(in_background):
+def test_system_exit_in_step_does_not_affect_next_step(in_background):
     worker = Gate()
     worker.gate.set()
     executor = in_background(worker)
@@ -230,7 +230,7 @@ def test_whatever_else_ends_a_step_ends_no_other(in_background):
     assert executor.collect().step == 2
 
 
-def test_a_step_is_launched_before_the_one_before_is_collected_unless_it_needs_its_tokens():
+def test_step_is_launched_ahead_unless_it_needs_sampled_tokens():
     worker = Device(needs=(3,))
     executor = LocalExecutor(worker, mode=LaunchesAhead)
     executor.submit(step(1))
@@ -243,7 +243,7 @@ def test_a_step_is_launched_before_the_one_before_is_collected_unless_it_needs_i
     ]
 
 
-def test_a_step_that_cannot_be_launched_costs_the_one_before_nothing():
+def test_failed_launch_does_not_affect_previous_step():
     worker = Device("launch 2")
     executor = LocalExecutor(worker, mode=LaunchesAhead)
     for number in (1, 2, 3):
@@ -260,7 +260,7 @@ def test_a_step_that_cannot_be_launched_costs_the_one_before_nothing():
 
 @pytest.mark.parametrize("needs", [(), (2,)])
 @pytest.mark.parametrize("fails", ["launch 1", "collect 1"])
-def test_behind_a_step_that_failed_on_its_device_nothing_is_read_until_that_is_heard(fails, needs):
+def test_steps_after_device_failure_are_not_collected_until_abandon(fails, needs):
     """The step fails at its launch, or later: the device raises when a thread waits for it."""
     worker = Device(fails, needs)
     executor = LocalExecutor(worker, mode=LaunchesAhead)
@@ -277,7 +277,7 @@ def test_behind_a_step_that_failed_on_its_device_nothing_is_read_until_that_is_h
     assert "collect 2" not in worker.done
 
 
-def test_who_gives_up_waits_for_the_device_and_hears_of_no_failure_there():
+def test_abandon_waits_for_idle_device_and_ignores_its_error():
     worker = Device("idle")
     executor = LocalExecutor(worker, mode=LaunchesAhead)
     for number in (1, 2):
@@ -288,6 +288,6 @@ def test_who_gives_up_waits_for_the_device_and_hears_of_no_failure_there():
     assert worker.done == ["launch 1", "launch 2", "idle", "launch 3", "collect 3"]
 
 
-def test_a_result_of_nothing_is_an_error():
+def test_collect_without_submit_raises_error():
     with pytest.raises(AssertionError, match="without submit"):
         LocalExecutor(Gate()).collect()

@@ -87,7 +87,7 @@ def measure(program, *arguments):
     return json.loads(result.stdout)
 
 
-def test_bytes_computed_are_the_peak_measured(checkpoint):
+def test_planned_bytes_match_measured_peak(checkpoint):
     architecture = read_architecture(checkpoint)
     weights = weight_bytes(architecture, "float32")
     kv = 128 * block_bytes(architecture, 16, "float32")
@@ -97,7 +97,7 @@ def test_bytes_computed_are_the_peak_measured(checkpoint):
     assert 0.75 * computed < measured < computed + 20e6, (measured / 1e6, computed / 1e6)
 
 
-def test_bytes_computed_with_a_store_are_the_peak_measured(tmp_path):
+def test_planned_bytes_with_store_match_measured_peak(tmp_path):
     config = tiny_config(
         "LlamaForCausalLM", hidden_size=64, intermediate_size=64, num_hidden_layers=8, head_dim=64,
         num_attention_heads=8, num_key_value_heads=8, vocab_size=256,
@@ -123,7 +123,7 @@ def make_engine(**options):
     )
 
 
-def test_what_stores_take_is_in_the_plan(monkeypatch, tmp_path):
+def test_memory_plan_includes_staging_bytes_of_stores(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 100 << 20)
     without, with_disk = (
         make_engine(**options).core.executor.worker.kv_cache
@@ -136,7 +136,7 @@ def test_what_stores_take_is_in_the_plan(monkeypatch, tmp_path):
 
 
 @needs_mooncake
-def test_what_the_client_of_mooncake_takes_is_in_the_plan(monkeypatch):
+def test_memory_plan_includes_mooncake_client(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 100 << 20)
     block = make_engine().core.executor.worker.kv_cache.block_bytes
     lent = KVTransferConfig(mooncake="127.0.0.1:9", mooncake_segment_bytes=1 << 30)
@@ -147,7 +147,7 @@ def test_what_the_client_of_mooncake_takes_is_in_the_plan(monkeypatch):
         make_engine(mooncake=lent.mooncake)
 
 
-def test_default_is_the_smaller_of_4_gib_and_half_of_what_is_free(checkpoint, monkeypatch):
+def test_default_kv_cache_size_is_4_gib_or_half_free_memory(checkpoint, monkeypatch):
     architecture = read_architecture(checkpoint)
     scheduler = SchedulerConfig(max_num_seqs=1024, max_num_batched_tokens=1024)
     per_block = block_bytes(architecture, 16, "float32")
@@ -173,7 +173,7 @@ def test_default_is_the_smaller_of_4_gib_and_half_of_what_is_free(checkpoint, mo
         decide(100 << 20)
 
 
-def test_free_memory_is_that_of_the_cgroup(tmp_path, monkeypatch):
+def test_cgroup_limits_free_memory(tmp_path, monkeypatch):
     for name, text in (("memory.max", "1000\n"), ("memory.current", "700\n"), ("memory.stat", "inactive_file 50\n")):
         (tmp_path / name).write_text(text)
     files = [(tmp_path / "memory.max", tmp_path / "memory.current", tmp_path / "memory.stat")]
@@ -183,7 +183,7 @@ def test_free_memory_is_that_of_the_cgroup(tmp_path, monkeypatch):
     assert memory.free_bytes(torch.device("cpu")) > 1000
 
 
-def test_a_step_whose_activations_leave_the_cache_no_room_is_lowered_to_what_fits(checkpoint, monkeypatch):
+def test_largest_batch_lowers_step_to_fit_kv_cache(checkpoint, monkeypatch):
     architecture = read_architecture(checkpoint)
     cpu = torch.device("cpu")
     formats = {"dtype": "float32", "kv_dtype": "float32", "device": cpu}
@@ -208,7 +208,7 @@ def test_a_step_whose_activations_leave_the_cache_no_room_is_lowered_to_what_fit
         decide_kv_size(architecture, CacheConfig(num_gpu_blocks=10**9), scheduler, **formats, **sizes)
 
 
-def test_rows_of_drafts_and_what_a_proposer_keeps_are_in_the_plan(checkpoint, monkeypatch):
+def test_memory_plan_includes_draft_rows_and_proposer(checkpoint, monkeypatch):
     architecture = read_architecture(checkpoint)
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 700 << 20)
 
@@ -233,7 +233,7 @@ def test_rows_of_drafts_and_what_a_proposer_keeps_are_in_the_plan(checkpoint, mo
 
 
 @pytest.mark.parametrize("method", ["draft_model", "quantized"])
-def test_what_a_model_that_drafts_takes_is_in_the_plan(monkeypatch, caplog, method):
+def test_memory_plan_includes_draft_model(monkeypatch, caplog, method):
     """Its keys and values for each block, also on the host, its scratch blocks, and the memory of its passes."""
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 80 << 20)
     caplog.set_level("INFO")
@@ -277,7 +277,7 @@ def test_what_a_model_that_drafts_takes_is_in_the_plan(monkeypatch, caplog, meth
         make(speculative, num_gpu_blocks=10**5)
 
 
-def test_a_step_that_can_never_fit_is_served_with_what_fits(checkpoint, caplog, monkeypatch):
+def test_oversized_max_num_batched_tokens_is_lowered_with_warning(checkpoint, caplog, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 100 << 20)
     engine = LLMEngine(
         ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=256),

@@ -31,7 +31,7 @@ def values(result: dict) -> np.ndarray:
     return np.frombuffer(result["a"], np.float32)
 
 
-def test_a_mean_in_any_cut():
+def test_mean_pooling_does_not_depend_on_chunks():
     whole = pool(Pooler(), 0, 24, is_complete=True)
     np.testing.assert_allclose(values(whole), HIDDEN.numpy().mean(axis=0), rtol=1e-5)
     for cuts in ([1] * 24, [7, 7, 7, 3], [23, 1]):
@@ -42,7 +42,7 @@ def test_a_mean_in_any_cut():
         assert result == whole
 
 
-def test_the_last_state_is_what_it_is():
+def test_last_pooling_returns_last_hidden_state():
     pooler = Pooler()
     assert pool(pooler, 0, 20, pooling="last") == {}
     result = pool(pooler, 20, 4, pooling="last", is_complete=True)
@@ -50,7 +50,7 @@ def test_the_last_state_is_what_it_is():
     assert pool(pooler, 0, 24, pooling=None, is_complete=True) == {}
 
 
-def test_a_prompt_that_is_computed_anew_begins_anew(caplog):
+def test_recomputed_prompt_restarts_mean_pooling(caplog):
     whole = pool(Pooler(), 0, 24, is_complete=True)
     pooler = Pooler()
     pool(pooler, 0, 9)

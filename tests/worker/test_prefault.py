@@ -62,7 +62,7 @@ def compiled_extension():
 
 @needs_proc
 @needs_kernels
-def test_all_of_it_is_there_and_as_it_was(memory):
+def test_prefault_touches_all_pages_and_keeps_content(memory):
     memory[: 8 << 20] = 7
     before = touched_bytes(memory)
     Prefault(memory)._thread.join()
@@ -73,7 +73,7 @@ def test_all_of_it_is_there_and_as_it_was(memory):
 
 
 @needs_kernels
-def test_what_others_write_meanwhile_stays(memory):
+def test_prefault_keeps_concurrent_writes(memory):
     pages = memory.view(-1, 4096)[:, 0]
     touching = Prefault(memory)
     for round_ in range(1, 40):
@@ -82,7 +82,7 @@ def test_what_others_write_meanwhile_stays(memory):
     touching._thread.join()
 
 
-def test_it_can_be_stopped(memory, monkeypatch):
+def test_prefault_stop_waits_for_thread(memory, monkeypatch):
     begun, goes_on = held_up(monkeypatch)
     touching = Prefault(memory)
     assert begun.wait(10)
@@ -96,7 +96,7 @@ def test_it_can_be_stopped(memory, monkeypatch):
     assert not touching._thread.is_alive()
 
 
-def test_it_can_be_stopped_while_torch_is_watched(memory, monkeypatch):
+def test_prefault_can_be_stopped_during_recording(memory, monkeypatch):
     """A finalizer does this, and may run while another model is recorded."""
     begun, goes_on = held_up(monkeypatch)
     touching = Prefault(memory)
@@ -108,13 +108,13 @@ def test_it_can_be_stopped_while_torch_is_watched(memory, monkeypatch):
 
 
 @needs_kernels
-def test_a_stop_is_seen_on_the_way():
+def test_touch_pages_returns_if_stop_is_set():
     data, stop = torch.zeros(4096, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
     touch_pages(data.data_ptr(), 1 << 60, stop.data_ptr())  # no address beyond it could be touched
 
 
 @needs_kernels
-def test_an_engine_takes_what_was_asked_for_alone(monkeypatch):
+def test_only_explicit_kv_cache_size_is_prefaulted(monkeypatch):
     taken = []
     monkeypatch.setattr("octavo.worker.worker.Prefault", lambda data: taken.append(data.nbytes) or Prefault(data))
     LLM(device="cpu", kv_cache_memory_bytes=8 << 20)
@@ -130,7 +130,7 @@ def test_an_engine_takes_what_was_asked_for_alone(monkeypatch):
     assert 7 << 20 < sum(taken[2:]) <= (8 << 20) + (1 << 19)  # includes scratch blocks
 
 
-def test_its_thread_ends_with_the_engine(monkeypatch):
+def test_prefault_thread_ends_with_engine(monkeypatch):
     begun, goes_on = held_up(monkeypatch)
     llm = [LLM(device="cpu", kv_cache_memory_bytes=8 << 20)]
     assert begun.wait(10)

@@ -74,7 +74,7 @@ def request_of(known=(1, 2, 3), num_prompt=3, seed=0, stop_token_ids=(), **param
         {"structured_outputs": StructuredOutputsParams(regex="a")},
     ],
 )
-def test_who_asks_for_more_than_the_kernel_is_no_plain_row(asked):
+def test_options_beyond_sampling_kernel_make_row_special(asked):
     columns = SamplingColumns(2, SharedMemory())
     columns.set(0, SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, max_tokens=5), 0, 0)
     columns.set(1, SamplingParams(max_tokens=5, **asked), 0, 0)
@@ -86,7 +86,7 @@ def test_who_asks_for_more_than_the_kernel_is_no_plain_row(asked):
     assert not columns.reads_tokens.any()
 
 
-def test_columns_are_gathered_anew_where_something_changed():
+def test_sampling_columns_are_gathered_again_after_changes():
     columns = SamplingColumns(3, SharedMemory())
     for row, temperature in enumerate((0.5, 1.0, 1.5)):
         columns.set(row, SamplingParams(temperature=temperature, top_k=row), seed=row, sample_index=row)
@@ -114,20 +114,20 @@ def logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def test_greedy_takes_the_largest_and_the_lowest_of_equals(sampler):
+def test_greedy_sampling_takes_lowest_id_of_equal_maxima(sampler):
     row = logits()
     row[0, [40, 17, 200]] = 50.0
     assert sampler.sample(row, [request_of()]).token_ids == [17]
 
 
-def test_f32_a_row_that_is_no_number_fails_alone(sampler):
+def test_f32_nan_row_fails_alone(sampler):
     rows = logits(rows=3)
     best = rows[0].argmax().item(), rows[2].argmax().item()
     rows[1, 7] = torch.nan
     assert sampler.sample(rows, [request_of(), request_of(), request_of()]).token_ids == [best[0], -1, best[1]]
 
 
-def test_logit_bias_and_allowed_token_ids(sampler):
+def test_logit_bias_and_allowed_token_ids_change_choice(sampler):
     assert sampler.sample(logits(), [request_of(logit_bias={9: 100.0})]).token_ids == [9]
     row = logits()
     allowed = [5, 70, 123]
@@ -135,7 +135,7 @@ def test_logit_bias_and_allowed_token_ids(sampler):
     assert sampler.sample(row, [request_of(allowed_token_ids=allowed)]).token_ids == [expected]
 
 
-def test_min_tokens_hides_what_would_end_it(sampler):
+def test_min_tokens_excludes_stop_tokens(sampler):
     row = logits()
     best, second = row[0].topk(2).indices.tolist()
     early = request_of(known=(1, 2), num_prompt=2, min_tokens=1, stop_token_ids=[best])
@@ -144,13 +144,13 @@ def test_min_tokens_hides_what_would_end_it(sampler):
     assert sampler.sample(row.clone(), [late]).token_ids == [best]
 
 
-def test_a_penalty_that_underflows_leaves_what_is_excluded(sampler):
+def test_underflowing_penalty_keeps_excluded_tokens_excluded(sampler):
     params = {"allowed_token_ids": [3, 4], "repetition_penalty": 1e-320, "temperature": 0.0}
     row = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0]])
     assert sampler.sample(row, [request_of(known=[0, 1, 2], **params)]).token_ids == [3]
 
 
-def test_penalties_are_those_of_the_papers(sampler):
+def test_penalties_change_logits_by_defined_formulas(sampler):
     row = logits(3)
     known = [4, 4, 8, 8, 8, 10]
     params = {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": 0.4}
@@ -166,7 +166,7 @@ def test_penalties_are_those_of_the_papers(sampler):
     assert not torch.equal(changed, row)
 
 
-def test_who_ends_the_process_is_heard_while_logprobs_are_made(sampler, monkeypatch):
+def test_keyboard_interrupt_passes_through_logprobs(sampler, monkeypatch):
     def interrupted(*_arguments):
         raise KeyboardInterrupt
 
@@ -176,7 +176,7 @@ def test_who_ends_the_process_is_heard_while_logprobs_are_made(sampler, monkeypa
         sampler.sample(torch.zeros(1, VOCAB), [request])
 
 
-def test_logprobs_are_of_the_raw_logits(sampler):
+def test_logprobs_are_computed_from_raw_logits(sampler):
     row = logits(5)
     reference = torch.log_softmax(row[0], dim=-1)
     sampled = sampler.sample(row.clone(), [request_of(temperature=3.0, top_k=2, logit_bias={11: 100.0}, logprobs=4)])
@@ -199,7 +199,7 @@ def test_logprobs_are_of_the_raw_logits(sampler):
         ({"typical_p": 0.5, "top_p": 0.8}, lambda p: typical(p, 0.8, 0.5)),
     ],
 )
-def test_samples_follow_the_filtered_distribution(sampler, params, keep):
+def test_sampler_choices_follow_filtered_distribution(sampler, params, keep):
     draws, vocab, temperature = 2000, 24, 1.5
     row = torch.randn(1, vocab, generator=torch.Generator().manual_seed(2)) * 2
     expected = keep(torch.softmax(row[0] / temperature, dim=-1))
@@ -228,7 +228,7 @@ def typical(probabilities: torch.Tensor, top_p: float, mass: float) -> torch.Ten
     return torch.where(distance <= distance[order[last]], left, 0.0)
 
 
-def test_a_token_is_a_pure_function_of_row_seed_index_and_position(sampler):
+def test_token_depends_only_on_logits_seed_and_position(sampler):
     row = logits(1)
 
     def draw(**changes) -> int:
@@ -243,7 +243,7 @@ def test_a_token_is_a_pure_function_of_row_seed_index_and_position(sampler):
 
 
 @pytest.mark.skipif(not COMPILED, reason="octavo was installed without its compiled kernels")
-def test_every_backend_draws_the_same_token():
+def test_all_backends_draw_same_tokens():
     rows = logits(9, rows=200)
     ways = [{}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.7, "min_p": 0.01}]
     ways += [{"typical_p": 0.8}, {"typical_p": 0.6, "top_p": 0.9}]

@@ -40,7 +40,7 @@ def texts(llm, structures, **options):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_answers_fit_hard_schemas(llm, temperature):
+def test_answers_match_hard_json_schemas(llm, temperature):
     schemas = [HARD[name] for name in NAMES]
     answers = texts(llm, [StructuredOutputsParams(json=schema) for schema in schemas], temperature=temperature)
     for name, schema, answer in zip(NAMES, schemas, answers, strict=True):
@@ -50,14 +50,14 @@ def test_answers_fit_hard_schemas(llm, temperature):
             pytest.fail(f"{name}: {answer!r}: {error}")
 
 
-def test_answers_fit_made_up_schemas(llm):
+def test_answers_match_generated_json_schemas(llm):
     schemas = [generate(seed) for seed in range(40)]
     answers = texts(llm, [StructuredOutputsParams(json=schema) for schema in schemas])
     for schema, answer in zip(schemas, answers, strict=True):
         jsonschema.validate(json.loads(answer), schema)
 
 
-def test_other_structures(llm):
+def test_answers_match_regex_choice_grammar_and_json_text(llm):
     gbnf = 'root ::= "yes" | "no" (" " [0-9])*'
     answers = texts(
         llm,
@@ -76,7 +76,7 @@ def test_other_structures(llm):
     assert answers[4].strip() in {"true", "false"}
 
 
-def test_any_object(llm):
+def test_json_object_answer_is_prefix_of_json_object(llm):
     output = llm.generate(
         "Once upon a time", sampled(StructuredOutputsParams(json_object=True), temperature=0.0), use_tqdm=False
     )[0].outputs[0]
@@ -92,7 +92,7 @@ def is_json(text):
         return False
 
 
-def test_n_answers_walk_apart(llm):
+def test_n_outputs_have_independent_matchers(llm):
     params = SamplingParams(
         structured_outputs=StructuredOutputsParams(json=HARD["formats"]), n=4, seed=3, max_tokens=300
     )
@@ -102,7 +102,7 @@ def test_n_answers_walk_apart(llm):
         jsonschema.validate(json.loads(answer), HARD["formats"])
 
 
-def test_the_same_alone_in_a_crowd_and_after_preemption():
+def test_structured_answers_are_equal_alone_batched_and_preempted():
     """Eight requests, half of them with a form, and so few blocks that they preempt each other."""
     names = ["a matrix", "many properties", "formats", "deep"]
     params = []
@@ -137,7 +137,7 @@ def test_the_same_alone_in_a_crowd_and_after_preemption():
         ({"json_object": "yes"}, "json_object must be"),
     ],
 )
-def test_what_is_no_structure(fields, message):
+def test_invalid_structured_outputs_params_are_refused(fields, message):
     with pytest.raises(RequestError, match=message) as error:
         StructuredOutputsParams(**fields)
     assert error.value.parameter == "structured_outputs"
@@ -157,7 +157,7 @@ def test_what_is_no_structure(fields, message):
         {"json": '{"a": ' * 2000 + "1" + "}" * 2000},
     ],
 )
-def test_s13_what_cannot_be_compiled_is_refused_before_it_runs(llm, fields):
+def test_s13_uncompilable_grammar_is_refused_before_request_runs(llm, fields):
     with pytest.raises(RequestError) as error:
         llm.generate("a", sampled(StructuredOutputsParams(**fields)), use_tqdm=False)
     assert error.value.parameter == "structured_outputs"
@@ -166,12 +166,12 @@ def test_s13_what_cannot_be_compiled_is_refused_before_it_runs(llm, fields):
 
 
 @pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 3}])
-def test_what_would_go_on_behind_the_end_is_refused(fields):
+def test_ignore_eos_and_min_tokens_with_structured_outputs_are_refused(fields):
     with pytest.raises(RequestError, match="cannot be used with structured_outputs"):
         SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), **fields)
 
 
-def test_a_grammar_that_fails_on_its_way_ends_its_own_request_alone(llm, monkeypatch):
+def test_grammar_error_ends_only_its_request(llm, monkeypatch):
     allowed, count = Matcher.allowed, [0]
 
     def failing(self):
@@ -190,7 +190,7 @@ def test_a_grammar_that_fails_on_its_way_ends_its_own_request_alone(llm, monkeyp
     assert whole.outputs[0].token_ids == llm.generate("b", params[1], use_tqdm=False)[0].outputs[0].token_ids
 
 
-def test_others_go_on_while_a_grammar_is_walked_and_tokens_are_the_same(llm, monkeypatch):
+def test_slow_grammar_does_not_delay_or_change_other_requests(llm, monkeypatch):
     params = [sampled(StructuredOutputsParams(json=HARD["formats"]), seed=2), SamplingParams(max_tokens=30, seed=1)]
     alone = [llm.generate("a", each, use_tqdm=False)[0].outputs[0].token_ids for each in params]
     allowed, may_go_on = Matcher.allowed, threading.Event()
@@ -213,7 +213,7 @@ def test_others_go_on_while_a_grammar_is_walked_and_tokens_are_the_same(llm, mon
     assert [ended["structured"], ended["plain"]] == alone
 
 
-def test_a_request_that_leaves_takes_its_walk_along(llm, monkeypatch):
+def test_aborted_request_cancels_its_pending_grammar_walk(llm, monkeypatch):
     allowed, may_go_on = Matcher.allowed, threading.Event()
     monkeypatch.setattr(Matcher, "allowed", lambda self: (may_go_on.wait(60), allowed(self))[1])
     engine = llm.llm_engine
@@ -231,7 +231,7 @@ def test_a_request_that_leaves_takes_its_walk_along(llm, monkeypatch):
     assert walks[0].result.result(60).error is None
 
 
-def test_a_large_grammar_is_walked_as_a_small_one(llm, monkeypatch):
+def test_large_grammar_allows_same_tokens_as_small_matcher(llm, monkeypatch):
     compiler = llm.llm_engine.core.executor.worker.grammars
     wanted = StructuredOutputsParams(json={"type": "object", "properties": {f"p{n}": {} for n in range(400)}})
     ids = llm.get_tokenizer().encode('{"p7":1,"p12":2}', add_special_tokens=False)
@@ -246,7 +246,7 @@ def test_a_large_grammar_is_walked_as_a_small_one(llm, monkeypatch):
         large.advance([ids[0]])
 
 
-def test_what_somebody_waits_for_is_not_compiled_again(llm, monkeypatch):
+def test_grammars_of_waiting_requests_are_not_compiled_again(llm, monkeypatch):
     compiler = llm.llm_engine.core.executor.worker.grammars
     waiting = [StructuredOutputsParams(regex=f"w{{{number}}}") for number in range(1, 6)]
     for wanted in waiting:
@@ -274,7 +274,7 @@ def test_what_somebody_waits_for_is_not_compiled_again(llm, monkeypatch):
     assert len(compiler._known) == len(compiler._kept) == grammars._MAX_KEPT
 
 
-def test_no_step_does_what_was_prepared(llm, monkeypatch):
+def test_prepared_grammar_costs_step_no_compile_time(llm, monkeypatch):
     """With 2,000 names, a schema's text takes 4 ms and the mask of its beginning 20 ms, which each copy would
     compute.
     """
@@ -296,7 +296,7 @@ def test_no_step_does_what_was_prepared(llm, monkeypatch):
     assert taken < 0.005
 
 
-def test_a_vocabulary_can_be_read_ahead(llm):
+def test_vocabulary_is_read_ahead_once(llm):
     read = llm.llm_engine.core.executor.worker.grammars._read_vocabulary
     calls = []
     compiler = GrammarCompiler(lambda: calls.append(1) or read(), 1536)
@@ -306,7 +306,7 @@ def test_a_vocabulary_can_be_read_ahead(llm):
     assert calls == [1]
 
 
-def test_a_vocabulary_that_cannot_be_read_is_told_to_who_asks_for_a_grammar():
+def test_unreadable_vocabulary_fails_grammar_requests():
     def read():
         raise ValueError("it is broken")
 
@@ -316,7 +316,7 @@ def test_a_vocabulary_that_cannot_be_read_is_told_to_who_asks_for_a_grammar():
         compiler.prepare(StructuredOutputsParams(regex="a")).result()
 
 
-def test_what_was_compiled_is_kept_and_no_more_than_so_much(llm, monkeypatch):
+def test_compiled_grammars_are_cached_up_to_limits(llm, monkeypatch):
     monkeypatch.setattr(grammars, "_MAX_KEPT_CHARS", 2000)
     compiler = llm.llm_engine.core.executor.worker.grammars
     assert isinstance(compiler, GrammarCompiler)

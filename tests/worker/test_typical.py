@@ -39,7 +39,7 @@ def kept_by_theirs(row: torch.Tensor, params: SamplingParams) -> list[int]:
 
 
 @pytest.mark.parametrize("first_look", [1024, 3])
-def test_those_remain_that_remain_with_transformers(monkeypatch, kernels, first_look):
+def test_typical_sampling_keeps_same_tokens_as_transformers(monkeypatch, kernels, first_look):
     monkeypatch.setattr(typical, "_FIRST_LOOK", first_look)
     sizes = set()
     for seed, (mass, top_k, top_p, min_p) in enumerate(
@@ -58,14 +58,14 @@ def test_those_remain_that_remain_with_transformers(monkeypatch, kernels, first_
     assert len(sizes) > 20
 
 
-def test_the_likeliest_token_may_be_too_little_of_a_surprise(kernels):
+def test_typical_sampling_may_exclude_likeliest_token(kernels):
     """This is the purpose of typical sampling: the other tokens have most of the probability."""
     row = torch.tensor([0.30, *[0.07] * 10]).log()
     keep_typical(row, SamplingParams(temperature=1.0, typical_p=0.6), kernels)
     assert (row > -math.inf).tolist() == [False, *[True] * 10]
 
 
-def test_rows_of_nothing_and_of_no_numbers_stay_as_they_are(kernels):
+def test_typical_sampling_does_not_change_empty_or_nan_rows(kernels):
     params = SamplingParams(temperature=1.0, typical_p=0.5, top_p=0.5, top_k=2, min_p=0.1)
     for row in (torch.full((9,), -math.inf), torch.tensor([1.0, math.nan, 2.0])):
         changed = row.clone()
@@ -76,7 +76,7 @@ def test_rows_of_nothing_and_of_no_numbers_stay_as_they_are(kernels):
     assert far.tolist() == [1000.0, -math.inf, -math.inf]
 
 
-def test_the_likeliest_token_of_a_greedy_request_stays(kernels):
+def test_typical_p_does_not_change_greedy_request(kernels):
     row = torch.tensor([0.30, *[0.07] * 10]).log()
     changed = row.clone()
     keep_typical(changed, SamplingParams(temperature=0.0, typical_p=0.6), kernels)

@@ -162,7 +162,7 @@ def architecture_of(kind, path):
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("kind", ["mixed", "last", "all", "two"])
 @pytest.mark.parametrize("name", ["reference", *ISAS])
-def test_blocks_behind_windows_are_never_read(name, kind, kv_dtype, tmp_path):
+def test_blocks_before_window_are_never_read(name, kind, kv_dtype, tmp_path):
     """The bits equal those of a run in which every block stays, with the model's own code instead of its recording."""
     kernels = ReferenceKernels() if name == "reference" else compiled_kernels(name)
     architecture = architecture_of(kind, tmp_path)

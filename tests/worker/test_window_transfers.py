@@ -60,7 +60,7 @@ class Moved:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
-def test_both_parts_go_out_and_those_that_are_wanted_come_back(monkeypatch, dtype):
+def test_block_is_saved_with_window_part_and_wanted_parts_load(monkeypatch, dtype):
     moved = Moved(monkeypatch, (NEAR, FULL, NEAR), dtype)
     for number, (block, window_block) in enumerate([(7, 2), (1, 8), (0, 0), (11, 3), (5, 5)]):
         moved.cache.groups[0].blocks[block] = number
@@ -73,7 +73,7 @@ def test_both_parts_go_out_and_those_that_are_wanted_come_back(monkeypatch, dtyp
     assert moved.numbers() == [[0, 1, 2, 3, 4, *[-1] * 7], [-1, 14, -1, -1, -1, -1, 13, -1, -1]]
 
 
-def test_a_block_without_its_window_part_goes_out_and_comes_back_so(monkeypatch):
+def test_block_without_window_part_is_saved_and_loaded_without_it(monkeypatch):
     moved = Moved(monkeypatch, (NEAR, FULL, NEAR), torch.bfloat16)
     for number in range(5):
         moved.cache.groups[0].blocks[number] = number
@@ -89,7 +89,7 @@ def test_a_block_without_its_window_part_goes_out_and_comes_back_so(monkeypatch)
     assert moved.move(LOAD, KEYS, [5, 6, 7, 8, 9], [-1, -1, 0, 1, 2]) == 2, "the third one's window part is nowhere"
 
 
-def test_a_load_that_ends_early_leaves_both_parts_of_the_rest_alone(monkeypatch):
+def test_early_end_of_load_writes_no_part_of_remaining_blocks(monkeypatch):
     moved = Moved(monkeypatch, (FULL, NEAR), torch.bfloat16)
     for number in range(5):
         moved.cache.groups[0].blocks[number] = number
@@ -101,7 +101,7 @@ def test_a_load_that_ends_early_leaves_both_parts_of_the_rest_alone(monkeypatch)
     assert moved.numbers() == [[0, 1, *[-1] * 10], [-1, -1, -1, 11, 10, *[-1] * 4]]
 
 
-def test_layers_that_all_have_windows(monkeypatch):
+def test_zero_byte_blocks_transfer_only_window_parts(monkeypatch):
     """A block is then only a number, without bytes."""
     moved = Moved(monkeypatch, (NEAR, NEAR), torch.bfloat16)
     assert moved.cache.block_bytes == 0
@@ -113,7 +113,7 @@ def test_layers_that_all_have_windows(monkeypatch):
     assert moved.numbers()[1] == [-1] * 5 + [14] + [-1] * 3
 
 
-def test_a_block_that_one_of_two_groups_reads_is_loaded_whole_or_not_at_all():
+def test_block_needed_by_one_window_group_requires_all_parts():
     """The window of one group ends before the block, the window of the other group does not."""
     assert need_parts([[5, 6, 7], [-1, -1, 2], [7, -1, 3]]) == [True, False, True]
     assert are_whole([[5, 6, 7], [-1, -1, 2], [7, -1, 3]]) == [False, False, True]

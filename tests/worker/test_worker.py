@@ -25,7 +25,7 @@ def two_threads():
 
 @needs_kernels
 @pytest.mark.parametrize("fails", [False, True])
-def test_torch_computes_alone_in_a_step_and_as_before_after_it(two_threads, monkeypatch, fails):
+def test_torch_uses_one_thread_in_step_and_restores_count(two_threads, monkeypatch, fails):
     engine = LLM(max_num_seqs=2).llm_engine
     assert torch.get_num_threads() == 2
     runner = engine.core.executor.worker.runner
@@ -45,7 +45,7 @@ def test_torch_computes_alone_in_a_step_and_as_before_after_it(two_threads, monk
     assert [output.finished for output in outputs] == [fails]
 
 
-def test_logits_that_leave_no_token_end_their_own_request_alone():
+def test_logits_without_valid_token_end_only_their_request():
     """One step has a row of NaN, a request that excludes every token, and a valid one."""
     engine = LLM(max_num_seqs=4).llm_engine
     asked = {
@@ -83,7 +83,7 @@ def test_logits_that_leave_no_token_end_their_own_request_alone():
 
 
 @pytest.mark.parametrize(("name", "expected"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", [])])
-def test_a_gpu_is_the_current_one_before_kernels_are_made_for_it(monkeypatch, name, expected):
+def test_indexed_gpu_is_made_current_before_kernels_are_created(monkeypatch, name, expected):
     """Triton compiles for the current device and launches on it, regardless of the tensors' device."""
     used = []
 
@@ -99,7 +99,7 @@ def test_a_gpu_is_the_current_one_before_kernels_are_made_for_it(monkeypatch, na
     assert used == expected
 
 
-def test_a_step_uses_the_gpu_of_its_worker_in_any_thread(monkeypatch):
+def test_step_sets_gpu_of_worker_in_any_thread(monkeypatch):
     engine, used = LLM(max_num_seqs=2).llm_engine, []
     made = engine.core.executor.worker
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((str(device), threading.get_ident())))
@@ -111,7 +111,7 @@ def test_a_step_uses_the_gpu_of_its_worker_in_any_thread(monkeypatch):
     assert used == [("cuda:1", thread.ident)]
 
 
-def test_a_gpu_that_is_not_there_is_named(monkeypatch):
+def test_missing_gpu_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="device 'cuda:2' was requested, but torch finds 2 GPUs"):

@@ -22,7 +22,7 @@ def make_request(request_id="a", tokens=(1, 2), **options):
         ({"cache_salt": "s", "adapter": "a"}, ("model:m", "salt:s", "adapter:a")),
     ],
 )
-def test_names_are_of_the_engine_the_salt_the_adapter_and_the_weights(options, keys):
+def test_block_hash_includes_engine_salt_adapter_and_weights_epoch(options, keys):
     chains = BlockChains(2, ("model:m",))
     for epoch in ((), ("weights:1",), ("weights:2",)):
         request = make_request(**options)
@@ -31,7 +31,7 @@ def test_names_are_of_the_engine_the_salt_the_adapter_and_the_weights(options, k
         assert chains.get("a") is None
 
 
-def test_a_chain_has_all_full_blocks_of_the_known_tokens_once_it_is_extended():
+def test_extended_chain_has_hashes_of_all_full_blocks():
     chains, request = BlockChains(2), make_request(tokens=[1, 2, 3])
     assert chains.of(request).hashes == []
     chain = chains.extended(request)
@@ -42,7 +42,7 @@ def test_a_chain_has_all_full_blocks_of_the_known_tokens_once_it_is_extended():
     assert len(chain.hashes) == 2
 
 
-def test_what_is_kept_of_a_request_is_forgotten_with_it():
+def test_forget_removes_chain_of_request():
     chains = BlockChains(2)
     assert chains.get("a") is None
     first, second = make_request("a"), make_request("b")
@@ -54,7 +54,7 @@ def test_what_is_kept_of_a_request_is_forgotten_with_it():
     assert chains.get("a") is None
 
 
-def test_blocks_that_hold_a_span_are_named_by_its_content():
+def test_block_hash_includes_content_of_span():
     chains, tokens = BlockChains(2, ("model:m",)), [1, 9, 9, 9, 5, 6, 7, 8]
     request = make_request(tokens=tokens, spans=(ContentSpan(1, 4, "image"),))
     chain = chains.extended(request)
@@ -69,7 +69,7 @@ def test_blocks_that_hold_a_span_are_named_by_its_content():
     assert longer[0] != chain.hashes[0], "the span has another content at each of its positions"
 
 
-def test_blocks_are_named_by_positions_of_several_dimensions():
+def test_block_hash_includes_multidimensional_rotary_positions():
     chains, hashes = BlockChains(2), []
     text, image = [[0, 1, 2, 3]] * 2, [[0, 1, 1, 2], [0, 1, 2, 1]]
     for index, each in enumerate([None, text, image, [list(row) for row in image]]):

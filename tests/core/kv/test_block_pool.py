@@ -21,7 +21,7 @@ def states(pool):
     return [BlockState(state).name for state in pool.states()]
 
 
-def test_the_state_of_each_block():
+def test_pool_reports_state_of_each_block():
     pool = BlockPool(5)
     _, cached, owned, shared, broken = blocks = [filled(pool, b"%d" % index, index) for index in range(5)]
     pool.touch([shared])
@@ -39,7 +39,7 @@ def test_the_state_of_each_block():
     assert pool.usage == 1 - 2 / 5
 
 
-def test_a_block_taken_for_new_content_has_another_link():
+def test_reallocated_block_gets_new_link():
     pool = BlockPool(1)
     [block] = pool.take(1)
     links = {block.link}
@@ -51,7 +51,7 @@ def test_a_block_taken_for_new_content_has_another_link():
     assert {block_id for block_id, _ in links} == {0}
 
 
-def test_a_block_is_found_by_its_hash_only_with_its_whole_content():
+def test_hash_lookup_requires_equal_tokens_parent_and_keys():
     pool = BlockPool(2)
     parent = filled(pool, b"p", 1)
     block = filled(pool, b"b", 2, parent.link, KEYS)
@@ -64,7 +64,7 @@ def test_a_block_is_found_by_its_hash_only_with_its_whole_content():
     assert pool.indexed(None) is None
 
 
-def test_a_second_block_of_one_content_stays_private_and_names_the_first():
+def test_duplicate_block_remains_private_and_records_canonical_block():
     pool = BlockPool(4)
     first = filled(pool, b"a", 1)
     second, third = pool.take(2)
@@ -91,7 +91,7 @@ def orphan(pool):
     return child
 
 
-def test_a_held_block_that_no_lookup_reaches_makes_room_and_stays_with_its_holder():
+def test_held_orphan_block_loses_its_hash_to_reachable_duplicate():
     pool = BlockPool(4)
     child = orphan(pool)
     fresh = filled(pool, b"new parent", 1)
@@ -104,7 +104,7 @@ def test_a_held_block_that_no_lookup_reaches_makes_room_and_stays_with_its_holde
     assert pool.free_list() == [child.block_id]
 
 
-def test_a_cached_block_that_no_lookup_reaches_makes_room_and_is_free():
+def test_cached_orphan_block_is_freed_for_reachable_duplicate():
     pool = BlockPool(4)
     child = orphan(pool)
     fresh = filled(pool, b"new parent", 1)
@@ -117,7 +117,7 @@ def test_a_cached_block_that_no_lookup_reaches_makes_room_and_is_free():
     assert pool.num_cached_blocks == 2
 
 
-def test_a_block_that_a_lookup_reaches_is_no_orphan():
+def test_reachable_block_keeps_its_hash_against_duplicate():
     pool = BlockPool(3)
     parent = filled(pool, b"p", 1)
     child = filled(pool, b"c", 2, parent.link)
@@ -126,7 +126,7 @@ def test_a_block_that_a_lookup_reaches_is_no_orphan():
     assert child.hash == b"c"
 
 
-def test_renewed_is_only_what_is_cached_and_still_the_same():
+def test_renew_affects_only_cached_block_of_same_generation():
     pool = BlockPool(3)
     first, second, third = (filled(pool, b"%d" % index, index) for index in range(3))
     link = first.link
@@ -138,7 +138,7 @@ def test_renewed_is_only_what_is_cached_and_still_the_same():
     assert pool.cached_blocks() == [second, first]
 
 
-def test_a_private_block_given_back_renews_the_one_that_stands_for_it():
+def test_release_of_duplicate_renews_canonical_block():
     pool = BlockPool(3)
     first, other = filled(pool, b"a", 1), filled(pool, b"b", 2)
     [private] = pool.take(1)
@@ -149,7 +149,7 @@ def test_a_private_block_given_back_renews_the_one_that_stands_for_it():
     assert pool.free_list() == [private.block_id]
 
 
-def test_evicted_is_free_told_of_and_found_no_more():
+def test_evict_frees_block_and_calls_callback():
     told = []
     pool = BlockPool(2, lambda block: told.append((block.block_id, block.hash)))
     block = filled(pool, b"a", 1)
@@ -163,7 +163,7 @@ def test_evicted_is_free_told_of_and_found_no_more():
     assert pool.num_free_blocks == 2
 
 
-def test_reset_frees_what_is_cached_and_counts_quarantined_blocks_as_nobodys():
+def test_reset_frees_cached_blocks_if_only_quarantined_ones_are_held():
     pool = BlockPool(4)
     kept, *blocks = (filled(pool, b"%d" % index, index) for index in range(4))
     pool.release(blocks[:2])
@@ -178,7 +178,7 @@ def test_reset_frees_what_is_cached_and_counts_quarantined_blocks_as_nobodys():
 
 
 @pytest.mark.parametrize("place", ["free", "cached", "held", "held without content"])
-def test_a_block_in_quarantine_is_nowhere_else_and_never_comes_back(place):
+def test_quarantined_block_is_never_allocated_again(place):
     pool = BlockPool(3)
     [block] = pool.take(1)
     if place in {"cached", "held"}:
@@ -197,7 +197,7 @@ def test_a_block_in_quarantine_is_nowhere_else_and_never_comes_back(place):
     assert pool.num_usable_blocks == 2
 
 
-def test_quarantine_of_a_block_that_another_one_stands_for_leaves_the_other():
+def test_repeated_quarantine_keeps_replacement_indexed():
     pool = BlockPool(2)
     block = filled(pool, b"a", 1)
     pool.quarantine(block)
@@ -206,7 +206,7 @@ def test_quarantine_of_a_block_that_another_one_stands_for_leaves_the_other():
     assert pool.indexed(b"a") is fresh
 
 
-def test_whose_content_is_found_no_more_is_told_of_once_for_each_reason():
+def test_forget_callback_runs_once_for_each_forgotten_block():
     forgotten = []
     pool = BlockPool(3, on_forget=lambda block: forgotten.append((block.block_id, block.hash)))
     taken, orphan, broken = filled(pool, b"a", 1), filled(pool, b"b", 2), filled(pool, b"c", 3)

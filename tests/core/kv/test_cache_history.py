@@ -31,11 +31,11 @@ def history():
         (1, (4, 5, 6), b"other", b"unknown", ("salt:a",), Miss(MissReason.NEVER_SEEN)),
     ],
 )
-def test_why_a_block_was_not_found(history, index, tokens, name, parent, keys, expected):
+def test_why_missed_returns_miss_reason_and_position(history, index, tokens, name, parent, keys, expected):
     assert history.why_missed(index, tokens, name, parent, keys) == expected
 
 
-def test_the_oldest_is_forgotten_first_and_what_comes_again_is_new():
+def test_history_forgets_oldest_block_first_and_renews_repeated_block():
     history = CacheHistory(2)
     for token in (1, 2, 1, 3):
         history.add(token, (token,), b"%d" % token, b"%d" % token, ("a",))
@@ -46,7 +46,7 @@ def test_the_oldest_is_forgotten_first_and_what_comes_again_is_new():
 
 
 @pytest.mark.parametrize(("num_blocks", "expected"), [(10, 1024), (300, 1200), (1 << 15, 1 << 16)])
-def test_a_large_cache_does_not_remember_ever_more(num_blocks, expected):
+def test_history_capacity_is_bounded_for_large_cache(num_blocks, expected):
     history = KVCacheManager(num_blocks, 4).prefix_cache.history
     for number in range(expected + 1):
         history.add(number, (number,), b"%d" % number, None, ())

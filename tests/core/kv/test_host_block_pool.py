@@ -27,7 +27,7 @@ def ids(pool):
     return [block.block_id for block in pool.cached_blocks()]
 
 
-def test_blocks_are_taken_and_given_back():
+def test_host_blocks_are_taken_and_released():
     pool = HostBlockPool(3)
     assert (pool.num_blocks, pool.num_free_blocks) == (3, 3)
     assert pool.take(4) is None
@@ -39,7 +39,7 @@ def test_blocks_are_taken_and_given_back():
     assert pool.free_block_ids() == []
 
 
-def test_what_is_kept_is_found_only_with_its_whole_content():
+def test_host_lookup_requires_equal_tokens_parent_and_keys():
     pool = HostBlockPool(2)
     parent = ("parent", 1)
     block_id = pool.keep(content(2, parent, KEYS))
@@ -55,7 +55,7 @@ def test_what_is_kept_is_found_only_with_its_whole_content():
     assert (pool.num_cached_blocks, pool.num_free_blocks) == (1, 2)
 
 
-def test_the_least_recently_used_content_makes_room_and_is_told_of():
+def test_keep_evicts_least_recently_used_host_block_and_notifies():
     told = []
     pool = HostBlockPool(2, lambda _kind, block_id: told.append(block_id))
     assert kept(pool, 1, 2) == [0, 1]
@@ -70,7 +70,7 @@ def test_the_least_recently_used_content_makes_room_and_is_told_of():
 
 
 @pytest.mark.parametrize("is_lent", [False, True])
-def test_other_content_of_one_hash_makes_room_unless_it_is_lent(is_lent):
+def test_hash_collision_replaces_host_block_unless_lent(is_lent):
     told = []
     pool = HostBlockPool(2, lambda _kind, block_id: told.append(block_id))
     kept(pool, 1, 2)
@@ -86,7 +86,7 @@ def test_other_content_of_one_hash_makes_room_unless_it_is_lent(is_lent):
     assert told == []
 
 
-def test_a_preempted_request_takes_room_from_cached_content_and_not_the_other_way_round():
+def test_take_evicts_cached_content_but_keep_evicts_no_taken_block():
     told = []
     pool = HostBlockPool(3, lambda _kind, block_id: told.append(block_id))
     kept(pool, 1, 2)
@@ -100,7 +100,7 @@ def test_a_preempted_request_takes_room_from_cached_content_and_not_the_other_wa
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_what_is_lent_is_found_and_makes_no_room(count):
+def test_lent_host_block_is_found_but_not_evicted(count):
     pool = HostBlockPool(3)
     kept(pool, 1, 2, 3)
     pool.lend([1])
@@ -116,7 +116,7 @@ def test_what_is_lent_is_found_and_makes_no_room(count):
     assert 1 in ids(pool)
 
 
-def test_a_lent_chain_comes_back_tail_first_and_others_are_free():
+def test_end_lending_returns_chain_to_cache_tail_first():
     pool = HostBlockPool(4)
     kept(pool, 1, 2, 3)
     saved = pool.take(1)
@@ -128,7 +128,7 @@ def test_a_lent_chain_comes_back_tail_first_and_others_are_free():
     assert pool.free_block_ids() == saved == [3]
 
 
-def test_what_is_dropped_is_free_and_others_are_passed_over():
+def test_drop_frees_only_cached_host_blocks():
     pool = HostBlockPool(3)
     kept(pool, 1, 2)
     [saved] = pool.take(1)
@@ -142,7 +142,7 @@ def test_what_is_dropped_is_free_and_others_are_passed_over():
     pool.reset()
 
 
-def test_a_name_is_followed_as_long_as_any_content_behind_it_is_here():
+def test_name_is_followed_while_any_child_is_cached():
     pool = HostBlockPool(4)
     before = ("name of", 1)
     first, second = pool.keep(content(2, before)), pool.keep(content(3, before))

@@ -51,7 +51,7 @@ def full(num_host_blocks=8, num_blocks=4, **options):
 # --- to host memory ---------------------------------------------------------------------------------------------------
 
 
-def test_evicted_blocks_are_copied_before_their_step_and_told_of():
+def test_evicted_blocks_are_copied_to_host_memory_and_reported():
     told = []
     manager = KVCacheManager(
         4,
@@ -70,7 +70,7 @@ def test_evicted_blocks_are_copied_before_their_step_and_told_of():
     assert not manager.take_copies()
 
 
-def test_a_block_that_is_there_is_not_copied_again():
+def test_block_in_host_memory_is_not_copied_again():
     manager = full(num_blocks=5)
     for _ in range(2):
         compute(manager, "again", PROMPT)
@@ -79,7 +79,7 @@ def test_a_block_that_is_there_is_not_copied_again():
     assert manager.host.num_cached_blocks == 7
 
 
-def test_blocks_that_hold_no_committed_content_are_never_copied_out():
+def test_uncommitted_blocks_are_never_copied_to_host_memory():
     manager = full()
     request = make_request("again", PROMPT)
     start(manager, request)  # they are still to be copied in, and no token is computed yet
@@ -90,7 +90,7 @@ def test_blocks_that_hold_no_committed_content_are_never_copied_out():
     assert manager.take_copies().swap_out == []
 
 
-def test_without_its_beginning_a_chain_is_not_kept():
+def test_chain_without_head_is_not_kept_in_host_memory():
     manager = KVCacheManager(4, 4, num_host_blocks=1)
     compute(manager, "first", PROMPT)
     head, second, tail = (manager.pool.indexed(name) for name in hashes(PROMPT))
@@ -110,7 +110,7 @@ def hashes(tokens):
     return names
 
 
-def test_a_chain_that_lost_its_beginning_makes_room_for_the_same_one_computed_anew():
+def test_recomputed_chain_replaces_host_chain_without_head():
     manager = full(num_host_blocks=4)
     head = manager.host.indexed(hashes(PROMPT)[0])
     manager.host.drop(head.block_id)
@@ -123,7 +123,7 @@ def test_a_chain_that_lost_its_beginning_makes_room_for_the_same_one_computed_an
     assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 12
 
 
-def test_a_chain_whose_beginning_went_to_host_memory_before_it_is_kept():
+def test_chain_is_kept_if_its_head_was_offloaded_first():
     manager = KVCacheManager(4, 4, num_host_blocks=8)
     compute(manager, "first", PROMPT)
     for name in hashes(PROMPT):
@@ -132,7 +132,7 @@ def test_a_chain_whose_beginning_went_to_host_memory_before_it_is_kept():
     assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 12
 
 
-def test_what_follows_a_block_that_cannot_be_found_is_no_beginning():
+def test_child_of_unindexed_block_is_not_found_as_first_block():
     manager = KVCacheManager(8, 4)
     manager.prefix_cache.chains.hash_function = lambda _parent, tokens, _keys: bytes(tokens[-1:])
     compute(manager, "first", [1, 2, 3, 9, 0])
@@ -141,7 +141,7 @@ def test_what_follows_a_block_that_cannot_be_found_is_no_beginning():
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_content_whose_names_collide_is_told_apart(same):
+def test_host_lookup_distinguishes_content_with_equal_hashes(same):
     manager = KVCacheManager(2, 4, num_host_blocks=8)
     manager.prefix_cache.chains.hash_function = lambda *_: b"one name for all"
     compute(manager, "first", PROMPT[:5])
@@ -155,7 +155,7 @@ def test_content_whose_names_collide_is_told_apart(same):
 
 
 @pytest.mark.parametrize("num_on_device", [0, 1, 2])
-def test_what_follows_the_devices_blocks_comes_from_host_memory(num_on_device):
+def test_prefix_hit_continues_from_device_into_host_memory(num_on_device):
     manager = full(num_blocks=5)
     manager.pool.reset()
     if num_on_device:
@@ -178,7 +178,7 @@ def test_what_follows_the_devices_blocks_comes_from_host_memory(num_on_device):
     assert manager.num_host_tokens(on_device) == 0
 
 
-def test_what_is_copied_on_the_device_did_not_come_from_host_memory():
+def test_copy_on_device_counts_no_host_tokens():
     manager = KVCacheManager(8, 4, num_host_blocks=8)
     compute(manager, "first", PROMPT)
     found = manager.get_computed_blocks(make_request("same", PROMPT[:12]))
@@ -186,7 +186,7 @@ def test_what_is_copied_on_the_device_did_not_come_from_host_memory():
     assert manager.num_host_tokens(found) == 0
 
 
-def test_one_token_is_computed_where_host_memory_has_them_all():
+def test_full_hit_in_host_memory_still_computes_one_token():
     manager = full()
     request = make_request("again", PROMPT[:12])
     found = start(manager, request)
@@ -196,7 +196,7 @@ def test_one_token_is_computed_where_host_memory_has_them_all():
     assert manager.prefix_cache.why_missed(make_request("again", PROMPT[:12]), found) is None
 
 
-def test_what_is_found_is_not_given_to_what_is_evicted_for_it():
+def test_host_blocks_of_hit_are_not_overwritten_by_evicted_blocks():
     manager = full(num_host_blocks=3)
     request = make_request("again", PROMPT)
     found = start(manager, request)
@@ -208,7 +208,7 @@ def test_what_is_found_is_not_given_to_what_is_evicted_for_it():
     assert found.host_blocks == [block.block_id for block in reversed(manager.host.cached_blocks())]
 
 
-def test_only_who_may_read_the_cache_finds_it():
+def test_host_hit_requires_same_salt_and_adapter_and_no_prompt_logprobs():
     manager = full()
     found = manager.get_computed_blocks
     assert found(make_request("salted", PROMPT, cache_salt="x")).num_tokens == 0
@@ -217,7 +217,7 @@ def test_only_who_may_read_the_cache_finds_it():
     assert found(make_request("plain", PROMPT)).num_tokens == 12
 
 
-def test_why_no_more_was_found_than_host_memory_has():
+def test_miss_after_host_hit_is_reported_as_never_seen():
     manager = full(num_host_blocks=2)
     compute(manager, "more", range(200, 216))
     request = make_request("a", [*PROMPT[:4], *range(9)])
@@ -228,7 +228,7 @@ def test_why_no_more_was_found_than_host_memory_has():
     assert (miss.reason, miss.position) == ("never seen", None)
 
 
-def test_who_needs_what_another_copies_right_now_waits_for_it():
+def test_request_waits_for_block_that_another_request_swaps_in():
     manager = full()
     first, second = make_request("a", PROMPT), make_request("b", PROMPT)
     assert manager.prefix_cache.awaited_block(first, manager.get_computed_blocks(first)) is None
@@ -239,7 +239,7 @@ def test_who_needs_what_another_copies_right_now_waits_for_it():
 
 
 @pytest.mark.parametrize(("num_saved", "expected"), [(12, False), (13, True)])
-def test_what_was_saved_of_itself_is_taken_if_it_is_more(num_saved, expected):
+def test_resumed_request_uses_saved_kv_if_longer_than_cache_hit(num_saved, expected):
     manager = full(num_host_blocks=12, num_blocks=5)
     request = make_request("preempted", [*PROMPT, 5, 6])
     start(manager, request)
@@ -263,7 +263,7 @@ def test_what_was_saved_of_itself_is_taken_if_it_is_more(num_saved, expected):
     assert set(saved) <= set(manager.host.free_block_ids())
 
 
-def test_who_is_preempted_takes_room_from_cached_content():
+def test_swap_out_evicts_cached_host_blocks():
     told = []
     manager = full(
         num_host_blocks=3, emit=lambda kind, *of: told.append(of) if kind is events.HostBlockEvicted else None
@@ -281,7 +281,7 @@ def test_who_is_preempted_takes_room_from_cached_content():
 # --- evicted from host memory -----------------------------------------------------------------------------------------
 
 
-def test_a_step_that_failed_is_not_believed():
+def test_failed_copies_remove_their_host_blocks():
     manager = KVCacheManager(4, 4, num_host_blocks=8)
     compute(manager, "first", PROMPT)
     copies = compute(manager, "other", range(16))
@@ -294,7 +294,7 @@ def test_a_step_that_failed_is_not_believed():
 
 
 @pytest.mark.parametrize("forget", [KVCacheManager.reset_prefix_cache, KVCacheManager.advance_weights_epoch])
-def test_both_are_forgotten_together_or_not_at_all(forget):
+def test_device_and_host_cache_are_reset_together(forget):
     manager = full(num_blocks=5)
     manager.pool.reset()
     request = make_request("runs", range(5))
@@ -307,7 +307,7 @@ def test_both_are_forgotten_together_or_not_at_all(forget):
     assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 0
 
 
-def test_a_block_in_quarantine_goes_nowhere():
+def test_quarantined_block_and_its_child_are_not_copied_to_host_memory():
     manager = KVCacheManager(4, 4, num_host_blocks=8)
     compute(manager, "first", PROMPT)
     head = manager.pool.indexed(hashes(PROMPT)[0])
@@ -335,7 +335,7 @@ def make_full(make_core, **options):
     return core
 
 
-def test_steps_tell_what_goes_out_what_is_found_and_what_makes_room(make_core):
+def test_step_events_report_offloads_host_hits_and_host_evictions(make_core):
     core = make_full(make_core, num_host_blocks=4)
     out = core.log.of_type(events.BlockOffloaded)
     assert [(event.block_id, event.host_block_id) for event in out] == [(2, 0), (1, 1), (0, 2)]
@@ -350,7 +350,7 @@ def test_steps_tell_what_goes_out_what_is_found_and_what_makes_room(make_core):
     assert told == [host for _, _, host in scheduled.copies.swap_out[1:]]  # one block was free
 
 
-def test_a_step_that_only_copies_is_not_empty(make_core):
+def test_step_with_only_copies_is_not_empty(make_core):
     core = make_core(num_blocks=5, num_host_blocks=4)
     run(core, "first", PROMPT)
     while core.step().finished_req_ids:
@@ -362,7 +362,7 @@ def test_a_step_that_only_copies_is_not_empty(make_core):
     assert core.scheduler.schedule().is_empty
 
 
-def test_after_a_step_that_failed_nothing_of_it_is_found(make_core):
+def test_failed_step_discards_its_offloaded_blocks(make_core):
     core = make_core(num_blocks=5, num_host_blocks=16)
     run(core, "first", PROMPT)
     core.add("other", list(range(19)), max_tokens=1)
@@ -375,7 +375,7 @@ def test_after_a_step_that_failed_nothing_of_it_is_found(make_core):
     assert core.log.of_type(events.HostBlocksFound) == []
 
 
-def test_many_with_one_beginning_copy_it_once(make_core):
+def test_shared_prefix_is_swapped_in_once(make_core):
     core = make_full(make_core, num_blocks=12)
     run(core, "evicts", range(200, 247))
     for name in "abc":
@@ -390,7 +390,7 @@ def test_many_with_one_beginning_copy_it_once(make_core):
 # --- with a store outside ---------------------------------------------------------------------------------------------
 
 
-def test_a_store_goes_on_where_host_memory_ends(make_core):
+def test_store_load_continues_after_host_hit(make_core):
     store = Store(num_tokens=20, prefix="loads")
     core = make_core(num_blocks=8, num_host_blocks=16, connector=store)
     run(core, "first", PROMPT)
@@ -411,7 +411,7 @@ def test_a_store_goes_on_where_host_memory_ends(make_core):
     ComputedBlocks([], 8, [0, 1], is_saved=True),
     ComputedBlocks([], 7, [0, 1]),
 ])  # fmt: skip
-def test_behind_what_is_no_whole_block_or_its_own_nothing_is_fetched(make_core, computed):
+def test_store_loads_nothing_after_partial_block_or_saved_kv(make_core, computed):
     core = make_core(connector=Store(num_tokens=20), num_host_blocks=4)
     request = make_request("a", range(24))
     assert core.scheduler.transfers.num_external_tokens(request, computed, may_wait=True) == 0

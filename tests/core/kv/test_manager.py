@@ -24,14 +24,14 @@ def compute(manager, request, num_tokens=None):
     return request.sequence.block_table
 
 
-def test_what_a_plain_manager_has():
+def test_default_manager_has_prefix_cache_and_no_host_blocks():
     manager = KVCacheManager(8, 4)
     assert (manager.host.num_blocks, manager.capacity_tokens) == (0, 32)
     assert (manager.prefix_cache.is_enabled, manager.prefix_cache.cache_decoded_blocks) == (True, True)
 
 
 @pytest.mark.parametrize(("num_blocks", "capacity"), [(8, 1024), (256, 1024), (300, 1200)])
-def test_history_remembers_four_times_the_cache_and_a_thousand_blocks_at_least(num_blocks, capacity):
+def test_history_capacity_is_four_times_cache_and_at_least_1024(num_blocks, capacity):
     history = KVCacheManager(num_blocks, 4).prefix_cache.history
     for index in range(capacity + 1):
         history.add(0, (index,), b"%d" % index, None, ())
@@ -59,7 +59,7 @@ def swapped(manager, tokens, num_computed):
     ("cached", "num_tokens", "num_blocks", "num_host_blocks"),
     [(0, 9, 0, 3), (4, 9, 1, 2), (8, 9, 2, 1), (12, 12, 3, 0)],
 )
-def test_what_is_cached_comes_before_what_is_saved_if_it_is_not_more(cached, num_tokens, num_blocks, num_host_blocks):
+def test_resumed_request_uses_cached_blocks_before_saved_ones(cached, num_tokens, num_blocks, num_host_blocks):
     manager = KVCacheManager(16, 4, num_host_blocks=4)
     request = swapped(manager, list(range(14)), 9)
     host_blocks = manager.saved_blocks()["swapped"]
@@ -77,7 +77,7 @@ def test_what_is_cached_comes_before_what_is_saved_if_it_is_not_more(cached, num
     assert request.sequence.num_cached_tokens == 0  # its own KV was found, not that of another prompt
 
 
-def test_more_is_copied_than_was_saved():
+def test_partial_block_copy_is_preferred_to_shorter_saved_kv():
     manager = KVCacheManager(16, 4, num_host_blocks=4)
     request = swapped(manager, list(range(11)), 8)
     compute(manager, make_request("other", list(range(11))))
@@ -89,7 +89,7 @@ def test_more_is_copied_than_was_saved():
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_added_only_where_the_table_ends():
+def test_allocate_slots_adds_blocks_only_if_table_is_full():
     manager = KVCacheManager(6, 4)
     request = make_request("a", list(range(20)))
     assert manager.allocate_slots(request, 4) == [0]
@@ -102,13 +102,13 @@ def test_blocks_are_added_only_where_the_table_ends():
     assert manager.allocate_slots(request, 20) == [3, 4, 5]
 
 
-def test_room_is_made_for_what_is_reserved_if_that_is_more():
+def test_allocation_covers_larger_of_tokens_and_reservation():
     manager = KVCacheManager(6, 4)
     assert manager.allocate_slots(make_request("a", [1, 2, 3]), 3, num_reserved_tokens=9) == [0, 1, 2]
     assert manager.allocate_slots(make_request("b", [1, 2, 3, 4, 5]), 5, num_reserved_tokens=4) == [3, 4]
 
 
-def test_what_fits_counts_free_blocks_and_those_held_already():
+def test_can_hold_counts_free_blocks_and_hit_blocks():
     manager = KVCacheManager(6, 4)
     holder = make_request("a", list(range(9)))
     compute(manager, holder)
@@ -123,7 +123,7 @@ def test_what_fits_counts_free_blocks_and_those_held_already():
     assert not manager.can_hold(25, found, 0)
 
 
-def test_pins_hold_blocks_and_are_let_go_of_once():
+def test_pinned_blocks_are_released_once():
     manager = KVCacheManager(4, 4)
     request = make_request("a", list(range(8)))
     table = list(compute(manager, request))
@@ -137,7 +137,7 @@ def test_pins_hold_blocks_and_are_let_go_of_once():
     assert [block.block_id for block in manager.pool.cached_blocks()] == table[::-1]  # the tail is evicted first
 
 
-def test_window_parts_are_let_go_of_tail_first_too():
+def test_unpin_releases_window_parts_tail_first():
     manager = KVCacheManager(4, 4, bounded_groups=[KVGroupSpec(SlidingWindow(6), 4)], max_step_tokens=8)
     request = make_request("a", list(range(8)))
     manager.add_tables(request)
@@ -151,7 +151,7 @@ def test_window_parts_are_let_go_of_tail_first_too():
     assert manager.bounded[0].cached_ids() == parts[::-1]
 
 
-def test_new_weights_forget_all_and_wait_for_holders():
+def test_new_weights_clear_caches_only_without_held_blocks():
     manager = KVCacheManager(8, 4, num_host_blocks=4)
     request = swapped(manager, list(range(9)), 8)
     holder = make_request("holder", [1, 2, 3])
@@ -166,7 +166,7 @@ def test_new_weights_forget_all_and_wait_for_holders():
     assert manager.get_computed_blocks(request).num_tokens == 0
 
 
-def test_reset_waits_for_holders():
+def test_prefix_cache_reset_is_refused_while_blocks_are_held():
     manager = KVCacheManager(8, 4)
     request = make_request("a", list(range(9)))
     compute(manager, request)
@@ -178,7 +178,7 @@ def test_reset_waits_for_holders():
 
 
 @pytest.mark.parametrize(("num_computed", "num_blocks"), [(1, 1), (4, 1), (5, 2)])
-def test_swapped_out_is_what_is_computed(num_computed, num_blocks):
+def test_swap_out_saves_only_computed_blocks(num_computed, num_blocks):
     manager = KVCacheManager(8, 4, num_host_blocks=2)
     request = make_request("a", list(range(12)))
     manager.allocate_slots(request, 12)
@@ -200,7 +200,7 @@ def test_swapped_out_is_what_is_computed(num_computed, num_blocks):
 # --- copies and commits -----------------------------------------------------------------------------------------------
 
 
-def test_a_copy_goes_into_the_first_of_the_new_blocks():
+def test_copy_target_is_first_new_block():
     manager = KVCacheManager(8, 4)
     table = compute(manager, make_request("a", [1, 2, 3]))
     again = make_request("b", [1, 2, 3])
@@ -209,7 +209,7 @@ def test_a_copy_goes_into_the_first_of_the_new_blocks():
     assert manager.take_copies().block_copies == [(0, table[0], new[0])]
 
 
-def test_a_source_that_became_its_copy_is_not_copied():
+def test_copy_source_reused_as_target_is_not_copied():
     manager = KVCacheManager(2, 4)
     first = make_request("a", [1, 2, 3, 4])
     compute(manager, first)
@@ -222,7 +222,7 @@ def test_a_source_that_became_its_copy_is_not_copied():
     assert not manager.take_copies()
 
 
-def test_a_source_that_became_another_of_the_new_blocks_is_copied_before_it_is_written():
+def test_copy_source_reused_as_other_new_block_is_copied_first():
     manager = KVCacheManager(2, 4)
     for name, expected, copies in (("a", [0, 1], []), ("b", [1, 0], [(0, 0, 1)])):
         request = make_request(name, [1, 2, 3, 4])
@@ -235,7 +235,7 @@ def test_a_source_that_became_another_of_the_new_blocks_is_copied_before_it_is_w
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
-def test_when_the_next_commit_has_anything_to_do(enable_prefix_caching):
+def test_next_commit_is_next_position_that_needs_commit(enable_prefix_caching):
     manager = KVCacheManager(8, 4, enable_prefix_caching=enable_prefix_caching)
     request = make_request("a", list(range(9)))
     manager.allocate_slots(request, 20)
@@ -250,7 +250,7 @@ def test_when_the_next_commit_has_anything_to_do(enable_prefix_caching):
     assert manager.pool.num_cached_blocks == (3 if enable_prefix_caching else 0)
 
 
-def test_what_comes_back_commits_its_blocks_anew():
+def test_resumed_request_commits_its_blocks_again():
     manager = KVCacheManager(8, 4)
     request = make_request("a", list(range(12)))
     compute(manager, request, 9)
@@ -262,7 +262,7 @@ def test_what_comes_back_commits_its_blocks_anew():
     assert [block.block_id for block in manager.get_computed_blocks(make_request("b", list(range(13)))).blocks] == table
 
 
-def test_other_weights_give_blocks_other_keys():
+def test_new_weights_change_block_hashes():
     manager, request = KVCacheManager(4, 4), Request("a", list(range(8)), SamplingParams())
     manager.update_block_hashes(request)
     before = list(request.block_hashes)
@@ -272,7 +272,7 @@ def test_other_weights_give_blocks_other_keys():
     assert not set(before) & set(request.block_hashes)
 
 
-def test_steps_compute_one_token_of_a_request_unless_more_is_said():
+def test_max_step_tokens_defaults_to_one():
     manager = KVCacheManager(16, 4, bounded_groups=[KVGroupSpec(SlidingWindow(6), 9)])
     request = make_request("a", list(range(40)))
     manager.add_tables(request)
@@ -280,7 +280,7 @@ def test_steps_compute_one_token_of_a_request_unless_more_is_said():
     assert request.sequence.block_tables[1] == [0, 1, 2]  # a row reads six positions in up to three blocks
 
 
-def test_usage_is_that_of_the_fullest_group_but_the_first():
+def test_bounded_usage_is_that_of_fullest_bounded_group():
     groups = [KVGroupSpec(SlidingWindow(40), 16), KVGroupSpec(SlidingWindow(40), 8), KVGroupSpec(SlidingWindow(40), 9)]
     assert KVCacheManager(16, 4).bounded_usage == 0.0
     manager = KVCacheManager(16, 4, bounded_groups=groups)
@@ -290,7 +290,7 @@ def test_usage_is_that_of_the_fullest_group_but_the_first():
     assert manager.bounded_usage == 0.25
 
 
-def test_requests_whose_tables_grew_are_known_until_they_are_released():
+def test_requests_with_grown_tables_are_tracked_until_release():
     manager = KVCacheManager(16, 4)
     request = make_request("a", list(range(8)))
     manager.allocate_slots(request, 8)

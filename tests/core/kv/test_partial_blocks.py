@@ -28,7 +28,7 @@ def weak(_parent, _tokens, _extra_keys=()):
 
 
 @pytest.mark.parametrize("other", [[1, 2, 9], [1, 2, 3, 4]])
-def test_a_partly_filled_block_of_other_content_is_not_copied_whatever_its_name(other):
+def test_partial_block_with_other_content_is_not_copied_despite_equal_hash(other):
     manager = KVCacheManager(8, 5)
     manager.prefix_cache.chains.hash_function = weak
     holder = make_request("holder", [1, 2, 3])
@@ -41,7 +41,7 @@ def test_a_partly_filled_block_of_other_content_is_not_copied_whatever_its_name(
     assert manager.get_computed_blocks(salted).source is None
 
 
-def test_a_partly_filled_block_is_copied_only_behind_the_same_blocks():
+def test_partial_block_is_copied_only_after_equal_prefix_blocks():
     manager = KVCacheManager(8, 2)
     manager.prefix_cache.chains.hash_function = lambda _parent, tokens, _keys: bytes(tokens[-1:])
     compute(manager, make_request("a", [1, 2, 5, 6, 8]))
@@ -58,7 +58,7 @@ def test_a_partly_filled_block_is_copied_only_behind_the_same_blocks():
 
 
 @pytest.mark.parametrize("tail", [[6, 8, 9], [7, 6, 9], [7, 8, 6], [7, 8], [7, 8, 9, 10]])
-def test_a_partly_filled_block_is_copied_only_for_all_its_tokens(tail):
+def test_partial_block_is_copied_only_if_all_its_tokens_match(tail):
     manager = KVCacheManager(8, 5)
     manager.prefix_cache.chains.hash_function = weak
     compute(manager, make_request("a", [1, 2, 3, 4, 5, 7, 8, 9]))
@@ -67,7 +67,7 @@ def test_a_partly_filled_block_is_copied_only_for_all_its_tokens(tail):
     assert (found.num_tokens, found.source) == (5, None)
 
 
-def test_who_has_generated_scores_or_is_alone_copies_no_partly_filled_block():
+def test_resumed_or_scored_request_copies_no_partial_block():
     manager = KVCacheManager(8, 4)
     assert manager.get_computed_blocks(make_request("alone", [1, 2, 3])).num_tokens == 0
     compute(manager, make_request("a", [1, 2, 3]))
@@ -79,7 +79,7 @@ def test_who_has_generated_scores_or_is_alone_copies_no_partly_filled_block():
     assert manager.get_computed_blocks(make_request("b", [1, 2, 3])).num_tokens == 2
 
 
-def test_a_block_of_one_token_is_computed_again_and_not_copied():
+def test_block_of_one_token_is_recomputed_and_not_copied():
     manager = KVCacheManager(8, 1)
     compute(manager, make_request("a", [1, 2, 3]))
     found = manager.get_computed_blocks(make_request("b", [1, 2, 3]))
@@ -87,7 +87,7 @@ def test_a_block_of_one_token_is_computed_again_and_not_copied():
 
 
 @pytest.mark.parametrize("other", [[9, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9]])
-def test_two_tails_of_one_content_behind_other_blocks_can_both_be_copied(other):
+def test_equal_tails_after_different_blocks_can_both_be_copied(other):
     manager = KVCacheManager(16, 3)
     for name, blocks in (("a", [1, 2, 3, 4, 5, 6]), ("b", other)):
         table = compute(manager, make_request(name, [*blocks, 7, 8]))
@@ -95,7 +95,7 @@ def test_two_tails_of_one_content_behind_other_blocks_can_both_be_copied(other):
         assert found.source is manager.pool.blocks[table[-1]]
 
 
-def test_a_block_that_is_full_by_now_and_those_of_scored_prompts_are_not_offered_as_partly_filled():
+def test_full_blocks_and_scored_prompts_are_not_offered_as_partial_blocks():
     manager = KVCacheManager(8, 4)
     request = make_request("a", list(range(6)))
     request.sequence.token_ids += [50, 51, 52]
@@ -108,7 +108,7 @@ def test_a_block_that_is_full_by_now_and_those_of_scored_prompts_are_not_offered
     assert manager.get_computed_blocks(make_request("d", [7, 8, 9])).source is None
 
 
-def test_a_partly_filled_block_is_offered_while_it_has_room():
+def test_partial_block_is_offered_until_full_or_released():
     manager = KVCacheManager(8, 4)
     request = make_request("a", list(range(6)))
     request.sequence.token_ids += [50, 51, 52]

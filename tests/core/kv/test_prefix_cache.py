@@ -32,12 +32,12 @@ def admit(manager: KVCacheManager, request: Request) -> list[int] | None:
     return block_ids
 
 
-def test_cold_miss():
+def test_empty_cache_has_no_hit():
     manager = KVCacheManager(8, 4)
     assert manager.get_computed_blocks(make_request("a", list(range(10)))).num_tokens == 0
 
 
-def test_cache_then_hit():
+def test_freed_full_blocks_are_prefix_hits():
     manager = KVCacheManager(8, 4)
     first = make_request("a", list(range(10)))
     assert admit(manager, first) == [0, 1, 2]
@@ -47,14 +47,14 @@ def test_cache_then_hit():
     assert [block.block_id for block in computed.blocks] == [0, 1]
 
 
-def test_nothing_is_shared_before_its_step_succeeded():
+def test_uncommitted_blocks_are_not_shared():
     manager = KVCacheManager(8, 4)
     first = make_request("a", list(range(10)))
     manager.allocate_slots(first, 10)
     assert manager.get_computed_blocks(make_request("b", list(range(10)))).num_tokens == 0
 
 
-def test_partial_prefix_hit():
+def test_prefix_hit_ends_before_first_different_block():
     manager = KVCacheManager(8, 4)
     admit(manager, make_request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9]))
     computed = manager.get_computed_blocks(make_request("b", [1, 2, 3, 4, 5, 6, 0, 8, 9]))
@@ -62,14 +62,14 @@ def test_partial_prefix_hit():
 
 
 @pytest.mark.parametrize(("length", "hit"), [(3, 0), (4, 3), (7, 4), (8, 7), (9, 8), (12, 11), (13, 12), (16, 15)])
-def test_a_full_hit_still_computes_one_token(length, hit):
+def test_full_hit_still_computes_one_token(length, hit):
     manager = KVCacheManager(16, 4)
     admit(manager, make_request("a", list(range(16))))
     assert manager.get_computed_blocks(make_request("b", list(range(length)))).num_tokens == hit
 
 
 @pytest.mark.parametrize(("size", "length", "hit"), [(16, 48, 47), (256, 256, 255), (2, 4, 3), (1, 4, 3), (1, 1, 0)])
-def test_a_prompt_that_ends_on_a_block_is_found_but_for_one_token(size, length, hit):
+def test_block_aligned_prompt_hits_all_but_one_token(size, length, hit):
     manager = KVCacheManager(16, size)
     first = make_request("a", list(range(length)))
     admit(manager, first)
@@ -81,7 +81,7 @@ def test_a_prompt_that_ends_on_a_block_is_found_but_for_one_token(size, length, 
     assert [block.block_id for block in computed.blocks] == list(range(hit // size))
 
 
-def test_the_last_block_of_a_full_hit_is_copied_and_the_copy_is_private():
+def test_full_hit_copies_last_block_into_private_block():
     manager = KVCacheManager(8, 4)
     first = make_request("a", list(range(8)))
     admit(manager, first)
@@ -99,7 +99,7 @@ def test_the_last_block_of_a_full_hit_is_copied_and_the_copy_is_private():
     assert [block.block_id for block in longer.blocks] == [0, 1]
 
 
-def test_what_is_copied_is_not_evicted_for_its_copy():
+def test_copy_source_is_not_evicted_for_its_copy():
     evicted: list[int] = []
     manager = KVCacheManager(4, 4, emit=noting(BlockEvicted, evicted))
     for name, start in (("a", 0), ("b", 100)):
@@ -112,7 +112,7 @@ def test_what_is_copied_is_not_evicted_for_its_copy():
     assert manager.get_computed_blocks(make_request("c", list(range(9)))).num_tokens == 8
 
 
-def test_without_room_for_a_copy_the_block_itself_is_written():
+def test_full_hit_without_free_block_overwrites_source_block():
     manager = KVCacheManager(3, 4)
     first = make_request("a", list(range(8)))
     admit(manager, first)
@@ -130,7 +130,7 @@ def test_without_room_for_a_copy_the_block_itself_is_written():
     assert manager.get_computed_blocks(make_request("d", list(range(9)))).num_tokens == 8
 
 
-def test_salts_and_scored_prompts_copy_nothing():
+def test_other_salt_and_scored_prompts_copy_no_block():
     manager = KVCacheManager(20, 4)
     admit(manager, make_request("a", list(range(8)), cache_salt="tenant"))
     assert manager.get_computed_blocks(make_request("b", list(range(8)), cache_salt="other")).num_tokens == 0
@@ -139,7 +139,7 @@ def test_salts_and_scored_prompts_copy_nothing():
     assert manager.get_computed_blocks(make_request("d", list(range(8)), cache_salt="tenant")).num_tokens == 7
 
 
-def test_lru_eviction():
+def test_least_recently_used_blocks_are_evicted_first():
     evicted: list[int] = []
     manager = KVCacheManager(4, 4, emit=noting(BlockEvicted, evicted))
     old, new = make_request("old", list(range(8))), make_request("new", list(range(100, 108)))
@@ -161,7 +161,7 @@ def test_tails_are_evicted_before_heads():
     assert manager.get_computed_blocks(make_request("c", list(range(16)))).num_tokens == 12
 
 
-def test_the_block_that_stands_for_a_copy_is_evicted_behind_what_follows_it():
+def test_canonical_block_is_evicted_after_its_successors():
     manager = KVCacheManager(6, 4)
     first = make_request("a", list(range(8)))
     admit(manager, first)
@@ -178,7 +178,7 @@ def test_the_block_that_stands_for_a_copy_is_evicted_behind_what_follows_it():
     assert manager.get_computed_blocks(make_request("d", [*range(8), 50, 51, 52, 53, 9])).num_tokens == 8
 
 
-def test_shared_prefix_multi_requests():
+def test_requests_share_blocks_of_common_prefix():
     manager = KVCacheManager(20, 4)
     prefix = list(range(8))
     requests = [make_request(str(index), [*prefix, 50 + index, 60 + index]) for index in range(5)]
@@ -191,7 +191,7 @@ def test_shared_prefix_multi_requests():
     assert manager.pool.blocks[tables[0][0]].ref_count == 1
 
 
-def test_ref_blocks_not_evicted():
+def test_referenced_blocks_are_not_evicted():
     manager = KVCacheManager(4, 4)
     holder = make_request("a", list(range(8)))
     admit(manager, holder)
@@ -200,7 +200,7 @@ def test_ref_blocks_not_evicted():
     assert manager.get_computed_blocks(make_request("d", list(range(9)))).num_tokens == 8
 
 
-def test_found_blocks_are_held_before_anything_is_evicted():
+def test_hit_blocks_are_held_before_eviction():
     manager = KVCacheManager(3, 4)
     first = make_request("a", list(range(8)))
     admit(manager, first)
@@ -215,7 +215,7 @@ def test_found_blocks_are_held_before_anything_is_evicted():
     assert too_long.sequence.block_table == []
 
 
-def test_salt_and_prompt_logprobs_do_not_read_each_others_blocks():
+def test_other_salt_and_prompt_logprobs_get_no_hit():
     manager = KVCacheManager(20, 4)
     admit(manager, make_request("a", list(range(9)), cache_salt="tenant"))
     assert manager.get_computed_blocks(make_request("b", list(range(9)))).num_tokens == 0
@@ -225,7 +225,7 @@ def test_salt_and_prompt_logprobs_do_not_read_each_others_blocks():
     assert manager.get_computed_blocks(scored).num_tokens == 0
 
 
-def test_s17_a_weak_hash_never_gives_a_wrong_hit():
+def test_s17_weak_hash_never_gives_wrong_hit():
     def weak(parent, tokens, extra_keys=()):
         return bytes([hashlib.sha256(hash_block_tokens(parent, tokens, extra_keys)).digest()[0] & 3])
 
@@ -259,7 +259,7 @@ def test_allocation_is_all_or_nothing():
     assert pool.num_free_blocks == 3
 
 
-def test_two_that_computed_the_same_share_one_entry():
+def test_equal_blocks_of_two_requests_share_one_entry():
     manager = KVCacheManager(8, 4)
     first, second = make_request("a", list(range(9))), make_request("b", list(range(9)))
     for request in (first, second):
@@ -274,7 +274,7 @@ def test_two_that_computed_the_same_share_one_entry():
     assert manager.pool.num_free_blocks == 8
 
 
-def test_without_a_cache_nothing_is_found_awaited_or_missed():
+def test_disabled_prefix_cache_finds_awaits_and_misses_nothing():
     manager = KVCacheManager(8, 4, enable_prefix_caching=False)
     first, second = (make_request(name, list(range(9))) for name in "ab")
     manager.allocate_slots(first, 9)
@@ -289,7 +289,7 @@ def test_without_a_cache_nothing_is_found_awaited_or_missed():
     assert manager.num_tracked_requests == 0
 
 
-def test_a_request_waits_for_the_next_block_that_another_computes():
+def test_request_waits_for_next_block_that_another_request_computes():
     manager = KVCacheManager(16, 4)
     prompt = list(range(9))
     first, second = make_request("a", prompt), make_request("b", prompt)
@@ -313,7 +313,7 @@ def test_a_request_waits_for_the_next_block_that_another_computes():
     assert manager.prefix_cache.awaited_block(second, manager.get_computed_blocks(second)) is None
 
 
-def test_why_the_first_block_was_missed():
+def test_why_missed_reports_reason_for_first_missed_block():
     manager = KVCacheManager(16, 4)
     admit(manager, make_request("a", [1, 2, 3, 4, 5, 6, 7, 8]))
     for prompt, expected in (
@@ -333,7 +333,7 @@ def test_why_the_first_block_was_missed():
 
 
 @pytest.mark.parametrize(("cache_decoded_blocks", "is_announced"), [(True, True), (False, False)])
-def test_announced_are_the_blocks_that_will_be_shared(cache_decoded_blocks, is_announced):
+def test_decoded_blocks_are_announced_only_with_cache_decoded_blocks(cache_decoded_blocks, is_announced):
     manager = KVCacheManager(8, 4, cache_decoded_blocks=cache_decoded_blocks)
     request = make_request("a", [1, 2, 3, 4, 5])
     request.sequence.token_ids += [6, 7, 8, 9]
@@ -343,7 +343,7 @@ def test_announced_are_the_blocks_that_will_be_shared(cache_decoded_blocks, is_a
     assert manager.prefix_cache.is_being_computed(hash_block_tokens(first, [5, 6, 7, 8])) == is_announced
 
 
-def test_what_is_released_unfinished_is_no_longer_being_computed():
+def test_released_request_no_longer_computes_its_announced_blocks():
     manager = KVCacheManager(8, 4)
     first, second = make_request("a", list(range(12))), make_request("b", list(range(12)))
     names = [hash_block_tokens(None, [0, 1, 2, 3])]
@@ -361,7 +361,7 @@ def test_what_is_released_unfinished_is_no_longer_being_computed():
     manager.release(make_request("unknown", [1]))
 
 
-def test_each_block_is_told_of_once_and_hangs_on_the_one_before_it():
+def test_each_cached_block_is_reported_once():
     told: list[int] = []
     manager = KVCacheManager(16, 2, emit=noting(BlockCached, told))
     admit(manager, make_request("a", [1, 2, 3, 4, 5]))
@@ -373,7 +373,7 @@ def test_each_block_is_told_of_once_and_hangs_on_the_one_before_it():
     assert [block.block_id for block in found.blocks] == table[:3]
 
 
-def test_a_block_that_stays_private_is_not_told_of_and_not_remembered():
+def test_private_block_is_neither_reported_nor_added_to_history():
     told: list[int] = []
     manager = KVCacheManager(8, 2, emit=noting(BlockCached, told))
     manager.prefix_cache.chains.hash_function = lambda *_: b"one name for all"
@@ -386,7 +386,7 @@ def test_a_block_that_stays_private_is_not_told_of_and_not_remembered():
     assert manager.get_computed_blocks(salted).num_tokens == 0
 
 
-def test_reset_prefix_cache(make_core):
+def test_scheduler_resets_prefix_cache_only_without_held_blocks(make_core):
     core = make_core()
     core.add("a", 8, max_tokens=1)
     assert core.scheduler.reset_prefix_cache()
@@ -413,7 +413,7 @@ def test_hit_rate_counts_tokens_once(make_core):
     assert core.scheduler.get_stats().cache_hit_rate == 8 / (9 + 24 + 9)
 
 
-def test_a_full_hit_counts_all_its_tokens_but_one(make_core):
+def test_full_hit_counts_all_tokens_except_last(make_core):
     core = make_core(block_size=16)
     prompt = list(range(48))
     core.add("a", prompt, max_tokens=1)
@@ -426,7 +426,7 @@ def test_a_full_hit_counts_all_its_tokens_but_one(make_core):
     assert core.scheduler.get_stats().cache_hit_rate == 47 / 96
 
 
-def test_requests_with_one_prompt_wait_for_its_last_block_and_copy_it(make_core):
+def test_equal_prompts_wait_for_last_block_and_copy_it(make_core):
     core = make_core(block_size=4, max_num_seqs=8)
     for index in range(8):
         core.add(f"r{index}", list(range(8)), max_tokens=3)
@@ -442,7 +442,7 @@ def test_requests_with_one_prompt_wait_for_its_last_block_and_copy_it(make_core)
 
 @pytest.mark.parametrize("prompt_length", [7, 8, 9])
 @pytest.mark.parametrize("output", [3, 4, 5])
-def test_f17_block_boundaries(make_core, prompt_length, output):
+def test_f17_block_table_covers_exactly_computed_tokens(make_core, prompt_length, output):
     core = make_core(num_blocks=8, block_size=4)
     request = core.add("a", prompt_length, max_tokens=output)
     while core.scheduler.has_work():
@@ -454,7 +454,7 @@ def test_f17_block_boundaries(make_core, prompt_length, output):
     assert len(request.sequence.token_ids) == prompt_length + output
 
 
-def test_what_a_resumed_request_finds_of_itself_is_no_cached_prompt(make_core):
+def test_hit_of_resumed_request_is_not_counted_as_cached_prompt(make_core):
     core = make_core(num_blocks=5, block_size=4)
     core.add("old", 8, max_tokens=6)
     young = core.add("young", 7, max_tokens=9)
@@ -464,7 +464,7 @@ def test_what_a_resumed_request_finds_of_itself_is_no_cached_prompt(make_core):
     assert core.scheduler.get_stats().cache_hit_rate == 0.0
 
 
-def test_a_block_whose_parent_is_gone_makes_room_for_its_equal():
+def test_block_with_evicted_parent_is_replaced_by_equal_block():
     manager = KVCacheManager(6, 4)
     first, second = make_request("a", list(range(5))), make_request("b", list(range(9)))
     for request in (first, second):  # both compute block 0's content; a's block is registered
@@ -484,7 +484,7 @@ def test_a_block_whose_parent_is_gone_makes_room_for_its_equal():
 
 
 @pytest.mark.parametrize(("length", "position"), [(8, 5), (10, 5), (10, 9)])
-def test_blocks_whose_tokens_stand_for_other_content_are_told_apart(length, position):
+def test_span_content_distinguishes_blocks_with_equal_tokens(length, position):
     """This includes the partly filled block at the end of a prompt."""
     manager, tokens = KVCacheManager(16, 4), list(range(length))
 

@@ -124,14 +124,14 @@ def model(tmp_path_factory, kernels, device):
         return Model(tmp_path_factory.mktemp("model"), kernels, device)
 
 
-def test_bits_are_those_of_kernels_launched_one_by_one(model):
+def test_decode_graph_has_bits_of_single_kernel_launches(model):
     """A capture with sequences of length zero serves long ones, padded or not."""
     graphs = model.capture()
     assert graphs.sizes == {1: [1, 4]}
     assert_same(model, graphs)
 
 
-def test_sequences_may_have_several_rows_each_another_number(model):
+def test_decode_graph_serves_sequences_with_different_row_counts(model):
     """Drafts are verified, or a draft model catches up and needs only the last rows; also a sequence alone."""
     graphs = model.capture({1: (1,), 3: (1, 3)})
     steps = {"lengths": [7, 300, 257], "counts": [1, 4, 2]}
@@ -170,7 +170,7 @@ def test_sequences_may_have_several_rows_each_another_number(model):
     ],
     ids=["windows", "int8", "fp8", "int4", "int4 embedding", "norms behind"],
 )
-def test_bits_of_other_models(tmp_path, kernels, device, family, options):
+def test_decode_graph_bits_are_equal_for_other_models_and_dtypes(tmp_path, kernels, device, family, options):
     model = Model(tmp_path, kernels, device, family, **options)
     assert model.has_windows == ("sliding_window" in options)
     assert_same(model, model.capture(), [[300, 7, 40]])
@@ -191,7 +191,7 @@ def found(model, module, name, wrong):
     return None
 
 
-def test_a_value_of_the_batch_that_is_frozen_is_found(model):
+def test_frozen_batch_value_in_graph_is_detected(model):
     """The longest sequence, known to the host from elsewhere or read on it, is the one of the capture."""
     from octavo.kernels.triton import attention
 
@@ -210,7 +210,7 @@ def test_a_value_of_the_batch_that_is_frozen_is_found(model):
 
 
 @pytest.mark.slow
-def test_memory_that_does_not_stay_is_found(model):
+def test_temporary_memory_in_graph_is_detected(model):
     """A tensor made before the capture has old values if it is kept, and any content if it is freed."""
     from octavo.kernels.triton import rope_kv
 
@@ -271,7 +271,7 @@ def assert_copied(module, generator):
         assert torch.equal(each.block_tables[2:], before[2:] + group)  # of padding sequences of length zero, never read
 
 
-def test_inputs_are_copied_and_padded(kernels, generator, monkeypatch):
+def test_decode_inputs_are_copied_and_padded(kernels, generator, monkeypatch):
     monkeypatch.setattr(decode_graphs, "_BLOCK", 8)  # tables have several blocks
     assert_copied(decode_graphs, generator)
 
@@ -288,14 +288,14 @@ def test_inputs_are_copied_and_padded(kernels, generator, monkeypatch):
         ("given.seq_lens, given.block_tables,", "given.seq_lens, batch.block_tables,"),
     ],
 )
-def test_inputs_that_are_wrong_are_found(kernels, generator, tmp_path, old, new):
+def test_broken_decode_input_copy_is_detected(kernels, generator, tmp_path, old, new):
     wrong = broken(tmp_path, "decode_graphs", old, new)
     wrong._BLOCK = 8
     with pytest.raises(AssertionError):
         assert_copied(wrong, generator)
 
 
-def test_operations_of_torch_are_replayed_too():
+def test_interpreted_graph_replays_torch_operations():
     """Operations of torch compute on the current values of their inputs. Memory is wiped, and shared by all graphs."""
     pool, x, out, made = InterpretedGraphPool(), torch.ones(4), torch.zeros(2, 2), []
 
@@ -321,7 +321,7 @@ def test_operations_of_torch_are_replayed_too():
 
 
 @pytest.mark.parametrize("way", ["tolist", "item", "bool", "numpy", "from the host", "nonzero"])
-def test_what_goes_through_the_host_is_refused(way):
+def test_capture_refuses_host_synchronization(way):
     x = torch.ones(2)
     ways = {
         "tolist": x.tolist, "item": lambda: float(x[0] + 1), "bool": lambda: bool((x > 0).all()),
@@ -332,7 +332,7 @@ def test_what_goes_through_the_host_is_refused(way):
 
 
 @pytest.mark.slow
-def test_rows_of_padding_that_write_are_found(model, tmp_path, monkeypatch):
+def test_padding_rows_that_write_kv_are_detected(model, tmp_path, monkeypatch):
     from octavo.kernels.triton import rope_kv
 
     assert found(model, rope_kv, "rope_and_write_kv", rope_kv.rope_and_write_kv) is None
@@ -362,7 +362,7 @@ def made_graphs(model, sizes, pool, num_bytes=1 << 40):
     return DecodeGraphs(hidden_of, model.step([3])[1], DecodePlan(sizes, TABLE_WIDTH, num_bytes), pool)
 
 
-def test_which_steps_graphs_compute(model):
+def test_size_for_selects_smallest_fitting_graph(model):
     graphs = made_graphs(model, {1: (1, 2, 4, 8), 3: (1, 2)}, Pool())
     sizes = [graphs.size_for(model.step([9] * count)[1]) for count in (1, 2, 3, 4, 5, 8, 9)]
     assert sizes == [(1, 1), (1, 2), (1, 4), (1, 4), (1, 8), (1, 8), None]
@@ -379,7 +379,7 @@ def test_which_steps_graphs_compute(model):
     assert ran == [2]
 
 
-def test_graphs_are_captured_from_the_most_rows_to_the_fewest(model):
+def test_graphs_are_captured_in_descending_order_of_rows(model):
     seen = []
     pool = Pool()
     plan = DecodePlan({1: (1, 8), 3: (1, 4)}, TABLE_WIDTH, 1 << 40)
@@ -387,7 +387,7 @@ def test_graphs_are_captured_from_the_most_rows_to_the_fewest(model):
     assert seen == [12, 8, 3, 1]
 
 
-def test_graphs_stay_within_the_memory_that_was_planned(model, caplog):
+def test_decode_graphs_over_planned_memory_are_omitted(model, caplog):
     """The largest graphs are captured first. Graphs that do not fit are omitted, and their steps are padded further."""
     caplog.set_level("INFO")
     sizes = {1: (1, 2, 4, 8)}
@@ -401,7 +401,7 @@ def test_graphs_stay_within_the_memory_that_was_planned(model, caplog):
     assert made_graphs(model, {1: (1, 2)}, Pool(100), 50).size_for(model.step([9])[1]) is None
 
 
-def test_an_engine_starts_though_a_driver_captures_no_more_graphs(model, caplog):
+def test_failed_capture_omits_smaller_graphs_with_warning(model, caplog):
     class Refusing(Pool):
         def capture(self, run):
             if self.num_bytes == 200:
@@ -413,7 +413,7 @@ def test_an_engine_starts_though_a_driver_captures_no_more_graphs(model, caplog)
     assert "decode steps of up to 2 rows are not captured as graphs: operation not permitted" in caplog.text
 
 
-def test_what_graphs_take_is_planned(model):
+def test_decode_graph_memory_is_within_plan(model):
     """Inputs and results are exact; each intermediate result counts at least 512 bytes."""
     architecture, pool = model.model.architecture, InterpretedGraphPool()
     plan = make_decode_plan(
@@ -429,7 +429,7 @@ def test_what_graphs_take_is_planned(model):
     assert plan.num_bytes > shapes
 
 
-def test_of_a_gpu(monkeypatch):
+def test_cuda_graph_pool_captures_replays_and_counts_memory(monkeypatch):
     """torch's graph calls, in order; a graph's size is the growth of the allocator, or the loss of free device
     memory.
     """

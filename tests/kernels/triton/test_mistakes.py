@@ -24,77 +24,79 @@ def add(kernels, generator):
 
 
 def silu(kernels, generator):
-    test_elementwise.test_gate_by_silu(kernels, generator, torch.bfloat16, WIDE)
+    test_elementwise.test_silu_gate_is_as_exact_as_torch(kernels, generator, torch.bfloat16, WIDE)
 
 
 def gelu(kernels, generator):
-    test_elementwise.test_gate_by_gelu(kernels, generator, torch.float32, (5, 123))
+    test_elementwise.test_gelu_gate_is_as_exact_as_torch(kernels, generator, torch.float32, (5, 123))
 
 
 def soft_cap(kernels, generator):
-    test_elementwise.test_soft_cap(kernels, generator, 30.0, WIDE)
+    test_elementwise.test_soft_cap_is_as_exact_as_torch(kernels, generator, 30.0, WIDE)
 
 
 def divide(kernels, generator):
-    test_elementwise.test_divide(kernels, generator, WIDE)
+    test_elementwise.test_divide_equals_torch_division(kernels, generator, WIDE)
 
 
 def rms_norm(kernels, generator):
-    test_elementwise.test_rms_norm(kernels, generator, torch.float32, torch.float32, WIDE)
+    test_elementwise.test_rms_norm_is_as_exact_as_torch(kernels, generator, torch.float32, torch.float32, WIDE)
 
 
 def embedding(kernels, generator):
-    test_triton_values.test_embedding(kernels, generator, torch.bfloat16, torch.float32, 5.477)
+    test_triton_values.test_triton_embedding_has_bits_of_reference(
+        kernels, generator, torch.bfloat16, torch.float32, 5.477
+    )
 
 
 def take_rows(kernels, generator):
-    test_triton_values.test_take_rows(kernels, generator, torch.bfloat16)
+    test_triton_values.test_triton_take_rows_equals_torch_indexing(kernels, generator, torch.bfloat16)
 
 
 def drafts(kernels, _generator):
-    test_rejection.test_requests_have_drafts_of_their_own(kernels)
+    test_rejection.test_requests_may_have_different_numbers_of_drafts(kernels)
 
 
 def top_tokens(kernels, generator):
-    test_triton_sampling.test_top_tokens(kernels, generator, 130, 100)
+    test_triton_sampling.test_triton_top_tokens_equal_reference(kernels, generator, 130, 100)
 
 
 def top_tokens_with_nan(kernels, _generator):
-    test_triton_sampling.test_top_tokens_of_a_row_with_nan_still_ends(kernels)
+    test_triton_sampling.test_top_tokens_rank_nan_last(kernels)
 
 
 def int8(kernels, generator):
-    test_triton_matmul.test_integers_have_the_bits_of_the_reference(kernels, generator, (64, 40), torch.float32, "int8")
+    test_triton_matmul.test_integer_products_have_bits_of_reference(kernels, generator, (64, 40), torch.float32, "int8")
 
 
 def int4(kernels, generator):
-    test_triton_matmul.test_integers_have_the_bits_of_the_reference(kernels, generator, (96, 7), torch.float32, "int4")
+    test_triton_matmul.test_integer_products_have_bits_of_reference(kernels, generator, (96, 7), torch.float32, "int4")
 
 
 def int4_with_minima(kernels, generator):
     stored = "int4 with minima"
-    test_triton_matmul.test_integers_have_the_bits_of_the_reference(kernels, generator, (96, 7), torch.float32, stored)
+    test_triton_matmul.test_integer_products_have_bits_of_reference(kernels, generator, (96, 7), torch.float32, stored)
 
 
 def wide_rows(kernels, generator):
-    test_triton_matmul.test_rows_of_several_blocks_are_rounded(kernels, generator, rotated=False)
+    test_triton_matmul.test_rows_wider_than_one_block_are_quantized_as_reference(kernels, generator, rotated=False)
 
 
 def top_k(kernels, _generator):
-    test_triton_sampling.test_the_last_token_that_a_filter_leaves(kernels, "top_k")
+    test_triton_sampling.test_filter_keeps_exact_cutoff_among_ties(kernels, "top_k")
 
 
 def top_p(kernels, _generator):
-    test_triton_sampling.test_the_last_token_that_a_filter_leaves(kernels, "top_p")
+    test_triton_sampling.test_filter_keeps_exact_cutoff_among_ties(kernels, "top_p")
 
 
 def choices(kernels, _generator):
-    test_triton_sampling.test_the_lowest_of_equals_in_several_pieces(kernels)
+    test_triton_sampling.test_greedy_ties_across_pieces_choose_lowest_id(kernels)
 
 
 def products(kernels, generator):
     shape, dtype = (2 * test_triton_matmul.PARTITION, 40), torch.bfloat16
-    test_triton_matmul.test_linear(kernels, generator, shape, False, True, dtype, dtype)
+    test_triton_matmul.test_triton_linear_is_as_exact_as_torch(kernels, generator, shape, False, True, dtype, dtype)
 
 
 def products_by_one_program(kernels, generator):
@@ -215,12 +217,12 @@ RUN_BY_THEMSELVES = [drafts, top_tokens_with_nan, wide_rows, top_k, top_p, choic
 
 
 @pytest.mark.parametrize("compare", [each for each in MISTAKES if each not in RUN_BY_THEMSELVES])
-def test_right_kernels_pass(kernels, generator, compare):
+def test_correct_kernels_pass_comparison(kernels, generator, compare):
     compare(kernels, generator)
 
 
 @pytest.mark.parametrize(("compare", "mistake"), [(name, each) for name, some in MISTAKES.items() for each in some])
-def test_mistakes_are_found(kernels, generator, make_mistake, compare, mistake):
+def test_broken_kernel_fails_comparison(kernels, generator, make_mistake, compare, mistake):
     make_mistake(*mistake)
     with pytest.raises(AssertionError):
         compare(kernels, generator)
@@ -241,7 +243,7 @@ ELSEWHERE = {
 NOTHING_TO_BREAK = {"loops"}  # used only by the interpreter
 
 
-def test_every_kernel_has_mistakes():
+def test_every_kernel_has_mutants():
     """Here, or in the test files that compare the results of that kernel."""
     files = [path for path in Path(package.__path__[0]).glob("*.py") if "@triton.jit" in path.read_text("utf-8")]
     here = {module for some in MISTAKES.values() for module, *_ in some}

@@ -46,13 +46,13 @@ def assert_right(
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("block_size", [5, 16])
 @pytest.mark.parametrize(("dtype", "heads"), COVERED, ids=str)
-def test_error_is_that_of_torch(attention, generator, dtype, heads, block_size, window, softcap, kv):
+def test_triton_attention_is_as_exact_as_torch(attention, generator, dtype, heads, block_size, window, softcap, kv):
     options = {"window": window, "softcap": softcap, "kv": kv, "block_size": block_size}
     assert_right(attention.paged_attention, generator, heads, dtype, **options)
 
 
 @pytest.mark.parametrize("window", [1, 37, 100])
-def test_what_is_behind_the_window_is_not_read(attention, generator, window):
+def test_attention_does_not_read_kv_before_window(attention, generator, window):
     """This includes the numbers and the blocks, which may be released."""
     batch, k_cache, v_cache = paged_batch([(70, 5), (300, 1), (129, 12)], 16, 2, 64, torch.float32, generator)
     q = torch.randn(len(batch.positions), 4, 64, generator=generator)
@@ -113,14 +113,14 @@ def assert_alike(attention, prompt, *, whole_by=None):
 @pytest.mark.parametrize("kv", ROUNDED, ids=str)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, None), (None, 2.0)])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_neither_chunks_nor_company_change_a_bit(attention, generator, dtype, window, softcap, kv):
+def test_triton_attention_bits_are_independent_of_chunks_and_batch(attention, generator, dtype, window, softcap, kv):
     assert_alike(attention, Prompt(generator, dtype, window=window, softcap=softcap, kv=kv))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "heads"), COVERED, ids=str)
 @pytest.mark.parametrize("size", [1, 7, 64, 129])
-def test_chunks_of_all_sizes(attention, generator, heads, dtype, size):
+def test_triton_attention_bits_are_equal_for_all_chunk_sizes(attention, generator, heads, dtype, size):
     prompt = Prompt(generator, dtype, heads)
     starts = range(0, NUM_ROWS, size) if size > 1 else range(NUM_ROWS - 40, NUM_ROWS)
     whole = prompt.rows(attention, 0, NUM_ROWS)
@@ -129,7 +129,7 @@ def test_chunks_of_all_sizes(attention, generator, heads, dtype, size):
         assert torch.equal(prompt.rows(attention, first, last), whole[first:last]), first
 
 
-def test_splitting_is_a_matter_of_room_alone(attention, generator, monkeypatch):
+def test_partition_split_does_not_change_attention_bits(attention, generator, monkeypatch):
     """If partial sums would take too much memory, or the device is busy, nothing is split, and the bits are the
     same.
     """
@@ -142,7 +142,7 @@ def test_splitting_is_a_matter_of_room_alone(attention, generator, monkeypatch):
             assert torch.equal(prompt.rows(attention, NUM_ROWS - 2, NUM_ROWS), split), name
 
 
-def test_what_splitting_takes_is_within_what_is_counted(attention, monkeypatch):
+def test_partial_sums_are_within_scratch_bytes(attention, monkeypatch):
     """For batches of all kinds, up to 40 sequences with up to 3,000 positions."""
     taken, make = [], attention.partial_sums
 
@@ -170,7 +170,7 @@ def test_what_splitting_takes_is_within_what_is_counted(attention, monkeypatch):
 
 
 @pytest.mark.parametrize(("head_dim", "dtype", "widest"), [(288, torch.bfloat16, 256), (160, torch.float32, 128)])
-def test_wider_heads_are_left_to_torch(kernels, generator, head_dim, dtype, widest):
+def test_too_wide_heads_fall_back_to_plain_torch(kernels, generator, head_dim, dtype, widest):
     """Their tiles would need more shared memory than the device has. The limit is in bytes, so float32 has half as many
     values.
     """
@@ -184,14 +184,14 @@ def test_wider_heads_are_left_to_torch(kernels, generator, head_dim, dtype, wide
     assert_attention_is_as_exact(result, q, batch, (k_cache, v_cache), None)
 
 
-def test_what_plain_torch_takes_is_counted_where_it_may_compute(kernels):
+def test_scratch_bytes_include_plain_torch_fallback(kernels):
     """The dtype decides for heads of 256, and is not known there."""
     sizes = {"num_heads": 8, "num_kv_heads": 2, "vocab_size": 1000, "max_seq_len": 30000, "max_tokens": 64}
     assert kernels.scratch_bytes(**sizes, head_dim=256) >= ReferenceKernels().scratch_bytes(**sizes, head_dim=256)
     assert kernels.scratch_bytes(**sizes, head_dim=128) < ReferenceKernels().scratch_bytes(**sizes, head_dim=128)
 
 
-def test_large_scores(attention, generator):
+def test_large_scores_do_not_overflow_triton_attention(attention, generator):
     batch, k_cache, v_cache = paged_batch([(300, 5)], 16, 1, 64, torch.float32, generator)
     q = torch.randn(5, 2, 64, generator=generator) * 1000
     result = attention.paged_attention(q, k_cache, v_cache, batch, 1.0, None, None)
@@ -211,7 +211,7 @@ def test_large_scores(attention, generator):
     ],
     ids=["tail", "causal", "window", "merge", "scales' head", "no scales"],
 )
-def test_wrong_kernels_are_found(attention, generator, tmp_path, kv, old, new):
+def test_broken_triton_attention_is_detected(attention, generator, tmp_path, kv, old, new):
     wrong = broken(tmp_path, "attention", old, new)
     with pytest.raises(AssertionError):
         assert_right_where_all_masks_count(wrong, generator, kv)
@@ -223,7 +223,7 @@ def assert_right_where_all_masks_count(attention, generator, kv):
 
 
 @pytest.mark.parametrize("kv", ROUNDED, ids=str)
-def test_right_kernels_pass(attention, generator, kv):
+def test_correct_triton_attention_passes_masked_comparison(attention, generator, kv):
     assert_right_where_all_masks_count(attention, generator, kv)
 
 
@@ -232,7 +232,7 @@ def test_right_kernels_pass(attention, generator, kv):
     [("\nTILES = 4\n", "\nTILES = 2\n"), ("\nTILE = 64\n", "\nTILE = 32\n")],
     ids=["other partitions", "other tiles"],
 )
-def test_a_decode_that_is_cut_otherwise_than_a_prompt_is_found(attention, generator, tmp_path, old, new):
+def test_decode_tiles_unlike_prefill_tiles_are_detected(attention, generator, tmp_path, old, new):
     other = broken(tmp_path, "attention", old, new)
     assert_right(other.paged_attention, generator, (64, 1, 2), torch.float32)
     with pytest.raises(AssertionError):
@@ -240,7 +240,7 @@ def test_a_decode_that_is_cut_otherwise_than_a_prompt_is_found(attention, genera
 
 
 @pytest.mark.parametrize("is_split", [True, False])
-def test_a_sequence_of_no_length_gets_zeros_and_reads_nothing(attention, generator, monkeypatch, is_split):
+def test_padding_sequence_of_length_zero_returns_zeros(attention, generator, monkeypatch, is_split):
     """Its row pads a step, and its table has arbitrary content."""
     batch, k_cache, v_cache = paged_batch([(300, 1), (600, 1)], 16, 1, 16, torch.float32, generator)
     q = torch.randn(4, 2, 16, generator=generator)

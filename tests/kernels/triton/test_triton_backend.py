@@ -13,7 +13,7 @@ from octavo.kernels.quantization import quantize_int8
 CPU = torch.device("cpu")
 
 
-def test_the_interpreter_serves_on_the_cpu(kernels, device):
+def test_triton_interpreter_serves_cpu(kernels, device):
     if device != CPU:
         pytest.skip("kernels are compiled here")
     made = create_kernels(CPU, "triton")  # no operation falls back to plain torch, which would warn
@@ -21,25 +21,25 @@ def test_the_interpreter_serves_on_the_cpu(kernels, device):
     assert made.identity.endswith(":interpreter")
 
 
-def test_without_the_interpreter_it_takes_a_gpu(kernels, monkeypatch):
+def test_triton_backend_without_interpreter_needs_gpu(kernels, monkeypatch):
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     with pytest.raises(ConfigError, match=r"cannot serve device 'cpu': it needs a GPU \(or TRITON_INTERPRET=1"):
         create_kernels(CPU, "triton")
 
 
-def test_without_triton(monkeypatch):
+def test_missing_triton_is_config_error(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
     with pytest.raises(ConfigError, match=r"pip install 'octavo\[gpu\]', or choose auto"):
         create_kernels(CPU, "triton")
 
 
-def test_a_gpu_gets_what_was_tried_on_one_unless_it_is_asked_for_by_name():
+def test_auto_backend_on_untested_gpu_is_reference():
     assert create_kernels(torch.device("cuda"), "auto").name == "reference"
     assert create_kernels(torch.device("cuda"), "triton").name == "triton"
 
 
-def test_a_model_has_graphs_unless_plain_torch_computes_a_part_of_it(kernels, device, caplog):
+def test_graphs_are_captured_only_without_plain_torch_fallback(kernels, device, caplog):
     made = create_kernels(device, "triton")
     assert made.captures_graphs({64, 256}, torch.bfloat16)
     assert made.captures_graphs({64}, torch.float32)
@@ -49,7 +49,7 @@ def test_a_model_has_graphs_unless_plain_torch_computes_a_part_of_it(kernels, de
     assert record.message.endswith("plain torch computes attention of heads wider than 128 in float32")
 
 
-def test_the_interpreter_has_no_graphs_of_its_own(device, caplog, monkeypatch):
+def test_interpreter_supports_no_cuda_graphs(device, caplog, monkeypatch):
     from octavo.kernels.triton.backend import TritonKernels
     from octavo.kernels.triton.graphs import CudaGraphPool
 
@@ -59,7 +59,7 @@ def test_the_interpreter_has_no_graphs_of_its_own(device, caplog, monkeypatch):
     assert ("Triton's interpreter does not support them" in caplog.text) == (device.type == "cpu")
 
 
-def test_products_of_the_library_are_named_inexact(kernels, device):
+def test_fast_inexact_backend_uses_torch_products_and_is_not_exact(kernels, device):
     made = create_kernels(device, "fast-inexact")
     assert (made.name, are_exact(device, "fast-inexact")) == ("fast-inexact", False)
     assert made.identity != kernels.identity

@@ -41,7 +41,7 @@ def defined(x, weights, bias=None):
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", BlockKind, ids=lambda kind: kind.name)
-def test_the_bits_of_the_reference(kernels, generator, kind):
+def test_triton_gguf_product_has_bits_of_reference(kernels, generator, kind):
     """Few and many rows use tiles of other shapes; some rows have a group of zeros, NaN or infinity."""
     width = 3 * kind.block_values  # an odd number of groups if blocks are narrow
     weight, bias = random_blocks(generator, kind, 21, width), torch.randn(21, generator=generator)
@@ -57,7 +57,7 @@ def test_the_bits_of_the_reference(kernels, generator, kind):
 
 
 @pytest.mark.parametrize("kind", BlockKind, ids=lambda kind: kind.name)
-def test_what_is_stored(kernels, generator, kind):
+def test_packed_triton_blocks_dequantize_exactly_in_planned_bytes(kernels, generator, kind):
     """Rows are dequantized correctly, and take the planned bytes."""
     weight = random_blocks(generator, kind, 40, 512)
     packed = kernels.pack_linear([weight])
@@ -72,7 +72,7 @@ def test_what_is_stored(kernels, generator, kind):
     assert part.nbytes - odd.nbytes <= 3 * PADDING[kind.name]
 
 
-def test_files_are_let_go_of_and_little_is_widened(kernels, generator, monkeypatch):
+def test_gguf_rows_are_packed_in_pieces_and_released(kernels, generator, monkeypatch):
     """Rows are packed in pieces into memory that is allocated first; then none of them is read again."""
     weight, forgotten, widened = random_blocks(generator, BlockKind.Q6_K, 40, 256), [], []
     weight = BlockWeight(weight.kind, weight.rows, 256, forgotten.append)
@@ -91,7 +91,7 @@ def test_files_are_let_go_of_and_little_is_widened(kernels, generator, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "MXFP4"])
-def test_rows_of_a_vocabulary_in_a_graph(kernels, generator, kind):
+def test_gguf_embedding_in_graph_reads_current_ids(kernels, generator, kind):
     weight, ids, out = random_blocks(generator, BlockKind[kind], 9, 256), torch.tensor([8, 0]), torch.zeros(2, 256)
     packed = kernels.pack_linear([weight])
     replay = (
@@ -102,7 +102,7 @@ def test_rows_of_a_vocabulary_in_a_graph(kernels, generator, kind):
     assert torch.equal(out, weight.dequantize()[[3, 5]])
 
 
-def test_exponents_of_every_size(kernels, generator):
+def test_triton_handles_every_mxfp4_exponent(kernels, generator):
     """MXFP4 has scales down to subnormal numbers of float32."""
     weight = random_blocks(generator, BlockKind.MXFP4, 255, 32)
     weight.rows[:, 0] = torch.arange(255, dtype=torch.uint8)
@@ -112,7 +112,7 @@ def test_exponents_of_every_size(kernels, generator):
     assert torch.equal(packed.storage.vocabulary().rows(torch.arange(255)), weight.dequantize())
 
 
-def test_parts_of_several_kinds(kernels, generator):
+def test_triton_product_joins_parts_of_several_gguf_kinds(kernels, generator):
     kinds = [BlockKind.Q4_K, BlockKind.Q4_K, BlockKind.Q6_K]
     weights = [random_blocks(generator, kind, size, 256) for kind, size in zip(kinds, (18, 3, 5), strict=True)]
     bias, x = torch.randn(26, generator=generator), rows_of(generator, 3, 256)
@@ -123,7 +123,7 @@ def test_parts_of_several_kinds(kernels, generator):
     assert equal(out, defined(x, weights, bias))
 
 
-def test_rows_in_groups(generator):
+def test_quantize_groups_equals_quantize_rows_per_group(generator):
     """More groups than one program takes; a row alone has the bits that it has among other rows."""
     x = rows_of(generator, 3, 35 * 32)[:, : 34 * 32]
     values, scales, sums = quantize_groups(x)
@@ -150,7 +150,7 @@ def test_rows_in_groups(generator):
         ("MXFP4", "(2 + (size & 1))", "(2 + size)"),
     ],
 )
-def test_what_is_broken_is_caught(generator, tmp_path, kind, old, new):
+def test_broken_gguf_kernel_is_detected(generator, tmp_path, kind, old, new):
     weight = random_blocks(generator, BlockKind[kind], 3, 512)
     x, part = rows_of(generator, 2, 512), PackedBlocks.pack([weight])
     expected, out = defined(x, [weight]), torch.empty(2, 3)

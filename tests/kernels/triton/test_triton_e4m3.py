@@ -55,7 +55,7 @@ def nearest(x):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy warns of signalling NaN
-def test_every_number_becomes_the_nearest(kernels):
+def test_e4m3_rounding_is_to_nearest_even(kernels):
     x = numbers()
     expected = nearest(x)
     assert torch.equal(as_bytes(round_to_e4m3(x)), expected)
@@ -63,7 +63,7 @@ def test_every_number_becomes_the_nearest(kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_byte_is_read_as_it_is_defined(kernels, dtype):
+def test_every_e4m3_byte_decodes_as_specified(kernels, dtype):
     expected = as_defined(all_bytes())
     read = converted(to_float32, all_bytes(), torch.float32)
     for each in (read, read.to(dtype).float(), all_bytes().view(torch.float8_e4m3fn).float()):
@@ -82,7 +82,7 @@ def test_every_byte_is_read_as_it_is_defined(kernels, dtype):
     ],
     ids=["ties", "saturation", "NaN", "small ones"],
 )
-def test_wrong_rounding_is_found(kernels, tmp_path, old, new):
+def test_broken_e4m3_rounding_is_detected(kernels, tmp_path, old, new):
     wrong = broken(tmp_path, "e4m3", old, new)
     x = numbers()
     assert not torch.equal(converted(wrong.to_e4m3, x, torch.uint8), as_bytes(round_to_e4m3(x)))

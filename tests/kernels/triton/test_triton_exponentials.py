@@ -44,11 +44,11 @@ def units_off(module, name):
 
 
 @pytest.mark.parametrize("name", ["exponential", "hyperbolic_tangent", "exponential_64"])
-def test_results_are_within_two_units(kernels, name):
+def test_triton_exp_and_tanh_error_is_within_two_ulps(kernels, name):
     assert units_off(exponentials, name) < 2
 
 
-def test_beyond_the_range(kernels):
+def test_exp_and_tanh_handle_values_out_of_range(kernels):
     x = torch.tensor([89.0, torch.inf, -200.0, -87.0] * (_COUNT // 4))
     out = torch.empty_like(x)
     _apply[(1,)](x, out, exponentials.exponential, COUNT=_COUNT, enable_fp_fusion=False)
@@ -71,7 +71,7 @@ def test_beyond_the_range(kernels):
         ("exponential_64", "(x - n * _LN2_HIGH_64) - n * _LN2_LOW_64", "x - n * (_LN2_HIGH_64 + _LN2_LOW_64)"),
     ],
 )
-def test_wrong_ones_are_found(kernels, tmp_path, name, old, new):
+def test_broken_exponentials_are_detected(kernels, tmp_path, name, old, new):
     assert units_off(broken(tmp_path, "exponentials", old, new), name) > 2
 
 
@@ -81,7 +81,7 @@ def sums_in_halves(module, x):
     return out
 
 
-def test_halves_are_added_onto_halves(kernels, generator, tmp_path):
+def test_sum_in_halves_adds_second_half_to_first(kernels, generator, tmp_path):
     x = torch.randn(4, 64, generator=generator)
     total = x
     while total.shape[1] > 1:

@@ -37,7 +37,7 @@ def of_plain_torch(x, weights, start):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("width", "columns"), [(16, 130), (PARTITION + 5, 3), (2 * PARTITION, 40)])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_its_bits_are_those_of_each_group_alone(kernels, generator, counts, width, columns, dtype):
+def test_grouped_product_has_bits_of_single_group_products(kernels, generator, counts, width, columns, dtype):
     x, weights, start = make(generator, counts, width, columns, dtype)
     result = kernels.grouped_linear(x, kernels.pack_groups(weights), start)
     assert (result.shape, result.dtype) == ((sum(counts), columns), dtype)
@@ -48,13 +48,13 @@ def test_its_bits_are_those_of_each_group_alone(kernels, generator, counts, widt
             assert torch.equal(kernels.linear(x[first : first + 1], kernels.pack_linear(weight))[0], result[first])
 
 
-def test_it_is_what_plain_torch_has(kernels, generator):
+def test_grouped_product_is_close_to_plain_torch(kernels, generator):
     x, weights, start = make(generator, [4, 0, 70], 96, 40, torch.float32)
     found = kernels.grouped_linear(x, kernels.pack_groups(weights), start)
     torch.testing.assert_close(found, of_plain_torch(x, weights, start))
 
 
-def test_rows_may_stand_apart(kernels, generator):
+def test_grouped_product_accepts_strided_rows(kernels, generator):
     x, weights, start = make(generator, [2, 3], 48, 7, torch.float32)
     wide = torch.cat([x, x], dim=1)
     packed = kernels.pack_groups(weights)
@@ -71,7 +71,7 @@ def test_rows_may_stand_apart(kernels, generator):
         ("group.to(tl.int64) * num_columns", "0 * num_columns"),
     ],
 )
-def test_what_is_broken_is_caught(generator, tmp_path, right, wrong):
+def test_broken_grouped_product_is_detected(generator, tmp_path, right, wrong):
     """An extra row belongs to the next group, and its tile may be stored before that."""
     x, weights, start = make(generator, [BLOCK_M + 1, 2, 3], 24, 5, torch.float32)
     expected = of_plain_torch(x, weights, start)

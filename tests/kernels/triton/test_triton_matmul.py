@@ -39,7 +39,7 @@ def random(generator, *shape, dtype=torch.float32):
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("float32_out", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_linear(kernels, generator, shape, float32_out, has_bias, weight_dtype, dtype):
+def test_triton_linear_is_as_exact_as_torch(kernels, generator, shape, float32_out, has_bias, weight_dtype, dtype):
     depth, size = shape
     weight = random(generator, size, depth, dtype=weight_dtype)
     bias = random(generator, size, dtype=weight_dtype) if has_bias else None
@@ -72,7 +72,7 @@ def round_to_fp8(weight, group_size):
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(("dtype", "is_fp8"), [*((dtype, False) for dtype in FLOATS), (torch.bfloat16, True)], ids=str)
-def test_a_row_alone_and_among_many(kernels, generator, dtype, is_fp8):
+def test_triton_linear_row_is_independent_of_batch_rows(kernels, generator, dtype, is_fp8):
     """With one program a tile, or with programs of partitions, depending on the number of rows."""
     weight = random(generator, 130, 2 * PARTITION + 70, dtype=dtype)
     weight = round_to_fp8(weight, 128) if is_fp8 else weight
@@ -81,7 +81,7 @@ def test_a_row_alone_and_among_many(kernels, generator, dtype, is_fp8):
     assert not rows_differ(kernels, x, packed, PARTS)
 
 
-def test_which_kernel_adds_up_leaves_no_trace(generator, tmp_path, monkeypatch):
+def test_split_and_unsplit_products_have_equal_bits(generator, tmp_path, monkeypatch):
     weight, x = random(generator, 9, 2 * PARTITION + 3), random(generator, 2, 2 * PARTITION + 3)
     in_parts = matmul(x, weight, torch.empty(2, 9))
     order = """    total = tl.load(partials_ptr + place, mask=is_there, other=0)
@@ -94,7 +94,7 @@ def test_which_kernel_adds_up_leaves_no_trace(generator, tmp_path, monkeypatch):
     assert torch.equal(matmul(x, weight, torch.empty(2, 9)), in_parts)
 
 
-def test_what_partial_sums_take_is_counted(kernels, generator, monkeypatch):
+def test_scratch_bytes_cover_largest_partial_sums(kernels, generator, monkeypatch):
     """The largest partial sums of all packed weights, for as many rows as are split; weights that are never split do
     not count.
     """
@@ -120,7 +120,7 @@ def test_what_partial_sums_take_is_counted(kernels, generator, monkeypatch):
 
 
 @pytest.mark.parametrize(("backend", "num_stages"), [("cuda", 3), ("hip", 2)])
-def test_how_far_is_read_ahead_is_up_to_what_is_compiled_for(monkeypatch, backend, num_stages):
+def test_num_stages_depends_on_compile_target(monkeypatch, backend, num_stages):
     """It is decided by the target that is compiled for, not by the build of torch: kernels for AMD may be compiled
     without ROCm.
     """
@@ -131,7 +131,7 @@ def test_how_far_is_read_ahead_is_up_to_what_is_compiled_for(monkeypatch, backen
     assert matmul_module.tile_options(torch.bfloat16, torch.bfloat16)["num_stages"] == num_stages
 
 
-def test_partitions_that_hang_on_the_number_of_rows_are_caught(kernels, generator, monkeypatch):
+def test_partitions_that_depend_on_row_count_are_detected(kernels, generator, monkeypatch):
     packed = kernels.pack_linear(random(generator, 40, 2 * PARTITION))
     x = random(generator, 2, 2 * PARTITION)
     options, two = matmul_module.tile_options, kernels.linear(x, packed)
@@ -140,7 +140,7 @@ def test_partitions_that_hang_on_the_number_of_rows_are_caught(kernels, generato
     assert not torch.equal(kernels.linear(x[:1], packed), two[:1])
 
 
-def test_a_mask_that_is_off_by_one_is_caught(generator, tmp_path):
+def test_off_by_one_mask_in_matmul_is_detected(generator, tmp_path):
     weight, x = random(generator, 3, 37), random(generator, 4, 38)[:, :37]  # each row is followed by other values
     expected = matmul(x, weight, torch.empty(4, 3))
     one_too_many = broken(tmp_path, "matmul", "is_there = k < WIDTH\n", "is_there = k <= WIDTH\n")
@@ -151,7 +151,7 @@ def test_a_mask_that_is_off_by_one_is_caught(generator, tmp_path):
 @pytest.mark.parametrize("group_size", [64, 128, 10**6])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", [(64, 40), (96, 7), (PARTITION + 3, 66)], ids=str)
-def test_fp8_has_the_bits_of_what_it_is_expanded_to(kernels, generator, shape, dtype, group_size):
+def test_fp8_product_has_bits_of_dequantized_product(kernels, generator, shape, dtype, group_size):
     depth, size = shape
     weight, bias = round_to_fp8(random(generator, size, depth), group_size), random(generator, size)
     x = random(generator, 5, depth, dtype=dtype)
@@ -170,7 +170,7 @@ def test_fp8_has_the_bits_of_what_it_is_expanded_to(kernels, generator, shape, d
     ],
     ids=["no scales", "those of another group"],
 )
-def test_wrong_scales_of_fp8_are_caught(generator, tmp_path, old, new):
+def test_wrong_fp8_scales_are_detected(generator, tmp_path, old, new):
     weight, x = round_to_fp8(random(generator, 3, 130), 64), random(generator, 2, 130)
     arguments = x, weight.values.view(torch.uint8), torch.empty(2, 3)
     expected = matmul(*arguments, groups=(weight.scales, 64)).clone()
@@ -182,7 +182,7 @@ def test_wrong_scales_of_fp8_are_caught(generator, tmp_path, old, new):
 @pytest.mark.parametrize("stored", INTEGERS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", [(64, 40), (96, 7), (PARTITION + 3, 66)], ids=str)
-def test_integers_have_the_bits_of_the_reference(kernels, generator, shape, dtype, stored):
+def test_integer_products_have_bits_of_reference(kernels, generator, shape, dtype, stored):
     depth, size = shape
     weight = INTEGERS[stored](random(generator, size, depth) / depth**0.5)
     bias = random(generator, size)
@@ -207,7 +207,7 @@ def test_integers_have_the_bits_of_the_reference(kernels, generator, shape, dtyp
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-def test_rows_of_several_blocks_are_rounded(kernels, generator, rotated):
+def test_rows_wider_than_one_block_are_quantized_as_reference(kernels, generator, rotated):
     x = random(generator, 2, 1100)[:, :1030]  # each row is followed by other values
     x[0, -1] = 9.0
     values, scales = backend.quantize_rows(x, 1088, rotated=rotated)
@@ -216,7 +216,7 @@ def test_rows_of_several_blocks_are_rounded(kernels, generator, rotated):
     assert torch.equal(scales, expected_scales)
 
 
-def test_columns_in_another_order(kernels, generator):
+def test_int4_column_order_gives_bits_of_reference(kernels, generator):
     weight = quantize_int4(random(generator, 6, 64), 32)
     weight = type(weight)(weight.values, weight.scales, weight.zeros, 32, torch.randperm(64, generator=generator).int())
     x = random(generator, 3, 64)
@@ -225,7 +225,7 @@ def test_columns_in_another_order(kernels, generator):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gated_linear_is_the_gate_of_linear(kernels, generator, activation):
+def test_gated_linear_equals_gate_of_linear(kernels, generator, activation):
     packed = kernels.pack_linear(random(generator, 22, 50, dtype=torch.bfloat16))
     x = random(generator, 3, 50, dtype=torch.bfloat16)
     apart = kernels.gate(kernels.linear(x, packed), activation)

@@ -60,7 +60,7 @@ def assert_same_as_torch(write, generator, options):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_bits_are_those_of_torch(kernels, generator, dtype, heads, interleaved, scaled, kv):
+def test_rope_and_write_kv_has_bits_of_torch(kernels, generator, dtype, heads, interleaved, scaled, kv):
     options = {"dtype": dtype, "heads": heads, "interleaved": interleaved, "scaled": scaled, "kv": kv}
     assert_same_as_torch(kernels.rope_and_write_kv, generator, options)
 
@@ -80,7 +80,7 @@ def test_bits_are_those_of_torch(kernels, generator, dtype, heads, interleaved, 
     ],
     ids=["half", "tail of values", "rounding", "range of fp8", "heads", "sign", "programs", "scales' head", "block"],
 )
-def test_wrong_kernels_are_found(kernels, generator, tmp_path, kv, old, new):
+def test_broken_rope_and_write_kv_is_detected(kernels, generator, tmp_path, kv, old, new):
     wrong = broken(tmp_path, "rope_kv", old, new)
     wrong._HEADS = 2
     options = {"dtype": torch.bfloat16, "heads": (80, 40), "kv": kv}

@@ -42,7 +42,7 @@ def assert_rounds(module, generator, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_to_nearest_even(kernels, generator, dtype):
+def test_round_to_dtype_is_to_nearest_even(kernels, generator, dtype):
     assert_rounds(rounding, generator, dtype)
 
 
@@ -53,7 +53,7 @@ def assert_rounds_to_whole(module, generator):
     assert torch.equal(out, x.round())
 
 
-def test_to_whole_numbers(generator):
+def test_round_to_whole_equals_torch_round(generator):
     assert_rounds_to_whole(rounding, generator)
 
 
@@ -66,7 +66,7 @@ def test_to_whole_numbers(generator):
     ],
     ids=["ties", "NaN", "negative numbers"],
 )
-def test_wrong_rounding_is_found(kernels, generator, device, tmp_path, old, new):
+def test_broken_rounding_is_detected(kernels, generator, device, tmp_path, old, new):
     if device.type != "cpu":
         pytest.skip("a GPU rounds to bfloat16 by itself")
     wrong = broken(tmp_path, "rounding", old, new)
@@ -77,7 +77,7 @@ def test_wrong_rounding_is_found(kernels, generator, device, tmp_path, old, new)
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy warns of infinity times zero
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_products(kernels, generator, dtype):
+def test_dot_equals_torch_product(kernels, generator, dtype):
     a, b = (torch.randint(-8, 9, (16, 16), generator=generator).to(dtype) / 8 for _ in range(2))
     a[:4], a[:, 9:] = 0, 0  # padding, which adds nothing
     for value in (1.0, torch.inf):  # except to NaN

@@ -7,17 +7,17 @@ import pytest
 import torch
 from broken_kernels import broken
 from test_rejection import (
-    test_it_is_what_the_definition_says,
-    test_requests_have_drafts_of_their_own,
-    test_the_target_stands_where_it_differs_first,
+    test_rejection_sample_equals_scalar_definition,
+    test_requests_may_have_different_numbers_of_drafts,
+    test_target_token_replaces_first_mismatching_draft,
 )
 from test_sampling import (
     one_by_one,
     rows_of,
-    test_greedy_takes_the_lowest_of_equals,
-    test_top_tokens_of_a_row_with_nan_still_ends,
+    test_greedy_sampling_breaks_ties_by_lowest_id,
+    test_top_tokens_rank_nan_last,
 )
-from test_sampling import test_rows_that_name_no_token as of_rows_that_name_no_token
+from test_sampling import test_row_without_valid_logits_samples_minus_one as of_rows_that_name_no_token
 from triton_interpreter import kernels_device
 
 from octavo.kernels import SamplingRows
@@ -30,11 +30,11 @@ tl = pytest.importorskip("triton.language")
 from octavo.kernels.triton import backend, noise  # noqa: E402  once there is Triton
 
 __all__ = [
-    "test_greedy_takes_the_lowest_of_equals",
-    "test_it_is_what_the_definition_says",
-    "test_requests_have_drafts_of_their_own",
-    "test_the_target_stands_where_it_differs_first",
-    "test_top_tokens_of_a_row_with_nan_still_ends",
+    "test_greedy_sampling_breaks_ties_by_lowest_id",
+    "test_rejection_sample_equals_scalar_definition",
+    "test_requests_may_have_different_numbers_of_drafts",
+    "test_target_token_replaces_first_mismatching_draft",
+    "test_top_tokens_rank_nan_last",
 ]
 
 
@@ -51,14 +51,14 @@ def on_the_cpu(sample, logits, rows):
 @pytest.mark.sweep(4)  # the interpreter takes a second each
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 0.01}], ids=str)
-def test_rows_that_name_no_token(kernels, temperature, filters):
+def test_triton_row_without_valid_logits_samples_minus_one(kernels, temperature, filters):
     of_rows_that_name_no_token(kernels, temperature, filters)
 
 
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize("vocab", [1, 15, 64, 333])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
-def test_sample_is_its_definition(kernels, generator, vocab, spread):
+def test_triton_sample_equals_scalar_definition(kernels, generator, vocab, spread):
     n = 6
     logits = (torch.randn(n, vocab, generator=generator) * spread * 4).round() / 4  # many ties
     uniform = torch.rand(4, n, generator=generator)
@@ -75,7 +75,7 @@ def test_sample_is_its_definition(kernels, generator, vocab, spread):
 
 
 @pytest.mark.slow
-def test_sample_is_that_of_the_reference(kernels, generator):
+def test_triton_sample_equals_reference(kernels, generator):
     """For rows of several pieces, with all filters."""
     n = 12
     logits = torch.randn(n, 20_011, generator=generator) * 4
@@ -93,7 +93,7 @@ def test_sample_is_that_of_the_reference(kernels, generator):
     assert torch.equal(kernels.sample(logits, rows).cpu(), expected)
 
 
-def test_each_token_has_its_own_noise(kernels):
+def test_sampling_noise_differs_per_token(kernels):
     """Logits of zero show the noise alone: after the winner is removed, the next token wins."""
     rows = rows_of(2)
     expected = gumbel_noise(rows.seed, rows.position, rows.sample_index, 1030)
@@ -126,7 +126,7 @@ def has_the_bits_of_the_definition(module):
     return torch.equal(out, gumbel_noise(*places, 1024))
 
 
-def test_noise_has_the_bits_of_the_definition(kernels):
+def test_triton_noise_has_bits_of_reference(kernels):
     assert has_the_bits_of_the_definition(noise)
 
 
@@ -141,7 +141,7 @@ def test_noise_has_the_bits_of_the_definition(kernels):
         ("1.0 / 13.0", "1.0 / 12.0"),
     ],
 )
-def test_other_noise_is_found(kernels, tmp_path, old, new):
+def test_broken_noise_is_detected(kernels, tmp_path, old, new):
     assert not has_the_bits_of_the_definition(broken(tmp_path, "noise", old, new))
 
 
@@ -155,7 +155,7 @@ def small_blocks():
 
 
 @pytest.mark.parametrize("name", ["top_k", "top_p"])
-def test_the_last_token_that_a_filter_leaves(kernels, name):
+def test_filter_keeps_exact_cutoff_among_ties(kernels, name):
     """The noise prefers the last token that passes the filter, or the first that does not. Tokens before and after it
     tie.
     """
@@ -187,7 +187,7 @@ def seeds_that_choose_among_equals(logits, order):
     return found, order.argsort()[chosen[found]]
 
 
-def test_the_lowest_of_equals_in_several_pieces(kernels):
+def test_greedy_ties_across_pieces_choose_lowest_id(kernels):
     logits = torch.zeros(4, 129)
     logits[0, 128] = 9.0  # alone in the last piece
     logits[1, [3, 19, 67, 128]] = 9.0  # in one lane, and in two pieces
@@ -199,7 +199,7 @@ def test_the_lowest_of_equals_in_several_pieces(kernels):
 
 
 @pytest.mark.parametrize(("vocab", "k"), [(1, 1), (50, 50), (333, 7), (3000, 100)])
-def test_top_tokens(kernels, generator, vocab, k):
+def test_triton_top_tokens_equal_reference(kernels, generator, vocab, k):
     values = (torch.randn(5, vocab, generator=generator) * 8).round() / 4
     values[1] = 0.0
     values[1, ::3] = -0.0  # equal to 0.0
@@ -215,6 +215,6 @@ def test_top_tokens(kernels, generator, vocab, k):
     assert torch.equal(alone_ids, order[1:2])
 
 
-def test_drafts_of_a_request_without_a_row(kernels):
+def test_rejection_sample_refuses_request_without_logits_row(kernels):
     with pytest.raises(IndexError, match="no row of logits, or more than 2 drafts"):
         kernels.rejection_sample(torch.tensor([1]), torch.tensor([1]), torch.tensor([0, 0, 1], dtype=torch.int32), 2)

@@ -4,29 +4,29 @@ import pytest
 import torch
 from broken_kernels import broken
 from test_elementwise import (
-    test_add_rms_norm_rounds_the_sum_then_normalizes_it,
+    test_add_rms_norm_normalizes_rounded_sum,
+    test_add_rms_norm_scales_input_in_float32,
     test_add_rounds_once,
-    test_divide,
-    test_gate_by_gelu,
-    test_gate_by_silu,
-    test_rms_norm,
-    test_rms_norm_of_heads,
-    test_soft_cap,
-    test_what_is_added_is_scaled_in_float32,
+    test_divide_equals_torch_division,
+    test_gelu_gate_is_as_exact_as_torch,
+    test_rms_norm_accepts_strided_heads,
+    test_rms_norm_is_as_exact_as_torch,
+    test_silu_gate_is_as_exact_as_torch,
+    test_soft_cap_is_as_exact_as_torch,
 )
 
 from octavo.kernels.reference import ReferenceKernels
 
 __all__ = [
-    "test_add_rms_norm_rounds_the_sum_then_normalizes_it",
+    "test_add_rms_norm_normalizes_rounded_sum",
+    "test_add_rms_norm_scales_input_in_float32",
     "test_add_rounds_once",
-    "test_divide",
-    "test_gate_by_gelu",
-    "test_gate_by_silu",
-    "test_rms_norm",
-    "test_rms_norm_of_heads",
-    "test_soft_cap",
-    "test_what_is_added_is_scaled_in_float32",
+    "test_divide_equals_torch_division",
+    "test_gelu_gate_is_as_exact_as_torch",
+    "test_rms_norm_accepts_strided_heads",
+    "test_rms_norm_is_as_exact_as_torch",
+    "test_silu_gate_is_as_exact_as_torch",
+    "test_soft_cap_is_as_exact_as_torch",
 ]
 
 pytestmark = pytest.mark.sweep(4)
@@ -34,7 +34,7 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_take_rows(kernels, generator, dtype):
+def test_triton_take_rows_equals_torch_indexing(kernels, generator, dtype):
     x = torch.randn(7, 5, 300, generator=generator).to(dtype)
     for part in (x.view(7, 1500), x, x[:, :3], x[:, 2:]):
         for rows in ([], [6], [3, 0, 3, 5]):
@@ -47,7 +47,7 @@ def test_take_rows(kernels, generator, dtype):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 5.477])
-def test_embedding(kernels, generator, dtype, weight_dtype, scale):
+def test_triton_embedding_has_bits_of_reference(kernels, generator, dtype, weight_dtype, scale):
     packed = kernels.pack_linear(torch.randn(50, 1123, generator=generator).to(weight_dtype))
     token_ids = torch.tensor([49, 0, 7, 7])
     found = kernels.embedding(token_ids, packed, dtype, scale)
@@ -57,7 +57,7 @@ def test_embedding(kernels, generator, dtype, weight_dtype, scale):
 
 
 @pytest.mark.parametrize("width", [48, 1200])
-def test_a_row_alone_and_among_many(kernels, generator, width):
+def test_triton_norm_and_gate_rows_are_independent_of_batch_rows(kernels, generator, width):
     x, weight = torch.randn(10, width, generator=generator), torch.randn(width, generator=generator)
     together, gated = kernels.rms_norm(x, weight, 1e-6), kernels.gate(x)
     for part in (slice(0, 1), slice(9, 10), slice(3, 8)):
@@ -65,7 +65,7 @@ def test_a_row_alone_and_among_many(kernels, generator, width):
         assert torch.equal(kernels.gate(x[part]), gated[part])
 
 
-def test_a_mask_that_is_off_by_one_is_caught(kernels, generator, tmp_path):
+def test_off_by_one_mask_in_rms_norm_is_detected(kernels, generator, tmp_path):
     x, weight = torch.randn(3, 48, generator=generator), torch.randn(48, generator=generator)
     wide = torch.cat([x, torch.full((3, 1), 9.0)], dim=1)[:, :48].unsqueeze(1)  # heads followed by other values
     expected = kernels.rms_norm(x, weight, 1e-6)
@@ -76,7 +76,7 @@ def test_a_mask_that_is_off_by_one_is_caught(kernels, generator, tmp_path):
     assert not torch.allclose(one_too_many.rms_norm(wide, weight, 1e-6).squeeze(1), expected)
 
 
-def test_a_sum_that_hangs_on_the_number_of_rows_is_caught(kernels, generator, tmp_path):
+def test_rms_norm_sum_that_depends_on_row_count_is_detected(kernels, generator, tmp_path):
     x, weight = torch.randn(2, 1200, generator=generator), torch.randn(1200, generator=generator)
     x[:, 0] = 1e4  # a term that is only added to its square is lost
     old = "lanes = min(triton.next_power_of_2(width), _MOST_LANES)"

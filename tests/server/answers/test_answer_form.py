@@ -48,7 +48,7 @@ def toolbox_of(style: AnswerStyle, *, strict: bool = False) -> Toolbox:
 
 
 @pytest.mark.parametrize("kind", ["plain", "special", "added"])
-def test_markers_are_read_whatever_kind_of_token_they_are(kind: str) -> None:
+def test_markers_are_parsed_for_every_token_kind(kind: str) -> None:
     """The detokenizer drops special tokens. Those that are markers stay in the text; a role's tag is dropped."""
     inputs = make_inputs(kind)
     style = AnswerStyle.find("auto", "auto", inputs)
@@ -60,7 +60,7 @@ def test_markers_are_read_whatever_kind_of_token_they_are(kind: str) -> None:
     assert (len(form.shown_ids) > 0) is (kind == "special")
 
 
-def test_without_tools_their_markers_are_as_other_special_tokens() -> None:
+def test_tool_markers_are_dropped_without_tools() -> None:
     inputs = make_inputs("special")
     form = AnswerForm.of(AnswerStyle.find("auto", "auto", inputs), NO_TOOLS, "Hello.")
     tokens = inputs.tokenizer.encode(f"<think>Hm.</think>a<tool_call>b{EOS}", add_special_tokens=False)
@@ -70,7 +70,7 @@ def test_without_tools_their_markers_are_as_other_special_tokens() -> None:
     assert not params.skip_special_tokens, "a client may ask for all of them"
 
 
-def test_a_marker_that_the_model_has_no_row_for_is_no_token() -> None:
+def test_marker_beyond_vocab_size_is_not_token() -> None:
     for num_rows, has_token in ((9999, True), (9, False)):
         style = AnswerStyle.find("auto", "auto", make_inputs("added", num_rows))
         structure = toolbox_of(style, strict=True).structure(None)
@@ -86,7 +86,7 @@ def test_a_marker_that_the_model_has_no_row_for_is_no_token() -> None:
         ("Hello.<think>\n\n</think>\n\n", None, None, [Part("content", "<think>a</think>b")]),
     ],
 )
-def test_what_a_prompt_ends_with_says_how_an_answer_begins(
+def test_prompt_end_determines_initial_reasoning_state(
     prompt: str, starts_after: str | None, free_from: str | None, parts: list[Part]
 ) -> None:
     inputs = make_inputs("added")
@@ -99,7 +99,7 @@ def test_what_a_prompt_ends_with_says_how_an_answer_begins(
     assert read_answer(inputs.tokenizer, form, [5], [tokens], "stop") == parts
 
 
-def test_a_form_is_read_as_a_stream_unless_it_is_whole() -> None:
+def test_parser_limits_held_text_only_for_streams() -> None:
     toolbox = read_chat_tools([NOW], None, None, HermesFormat())
     streamed, whole = AnswerForm(toolbox).parser(), AnswerForm(toolbox, is_whole=True).parser()
     assert isinstance(streamed, ToolParser)
@@ -108,7 +108,7 @@ def test_a_form_is_read_as_a_stream_unless_it_is_whole() -> None:
 
 
 @pytest.mark.parametrize("wanted", [{"json_object": True}, {"json": {"type": "object"}}])
-def test_content_between_marks_may_be_any_json_object(wanted: dict[str, Any]) -> None:
+def test_framed_content_accepts_only_json_object(wanted: dict[str, Any]) -> None:
     grammars = Grammars("plain", [*SolarFormat.markers])
     form = AnswerForm(frame=SolarFormat(grammars.spell))
     params = form.applied_to(SamplingParams(structured_outputs=StructuredOutputsParams(**wanted)))

@@ -73,7 +73,7 @@ WORK: list[tuple[str, dict[str, Any], list[tuple[Any, str]]]] = [
 
 
 @pytest.mark.parametrize(("route", "body", "functions"), WORK)
-def test_large_work_leaves_the_event_loop_alone(
+def test_large_work_runs_outside_event_loop_thread(
     shared: Running, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any], functions: list[Any]
 ) -> None:
     places: dict[str, set[str]] = {name: set() for _, name in functions}
@@ -100,7 +100,7 @@ def test_large_work_leaves_the_event_loop_alone(
 @pytest.mark.parametrize(
     ("with_prompt", "expected"), [(True, 2 * (2 + 2 * 2) + (3 + 3 * 2) + 1 + 2), (False, (3 + 3 * 2) + 1 + 2)]
 )
-def test_the_size_of_an_answer_counts_tokens_log_probabilities_and_numbers(with_prompt: bool, expected: int) -> None:
+def test_answer_size_counts_tokens_logprobs_and_pooled_numbers(with_prompt: bool, expected: int) -> None:
     pair: Any = {1: None, 2: None}
     whole = CompletionOutput(0, "", [1, 2, 3], logprobs=[pair] * 3)
     bare = CompletionOutput(1, "", [1], logprobs=[])
@@ -110,7 +110,7 @@ def test_the_size_of_an_answer_counts_tokens_log_probabilities_and_numbers(with_
     assert num_entries(replace(output, prompt_logprobs=[None]), [bare], with_prompt=True) == 2 + 1 + 2
 
 
-def test_small_work_stays_where_it_is(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_work_runs_on_event_loop_thread(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[str] = []
     spell = completions.completion_logprobs
 
@@ -124,9 +124,7 @@ def test_small_work_stays_where_it_is(shared: Running, monkeypatch: pytest.Monke
     assert places == [LOOP]
 
 
-def test_a_prompt_that_is_echoed_by_many_choices_is_decoded_once(
-    shared: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_echoed_prompt_is_decoded_once_for_all_choices(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     decode, decoded = OutputProcessor.decode, []
 
     def counting(self: OutputProcessor, token_ids: list[int], **options: Any) -> str:
@@ -155,9 +153,7 @@ EXCEEDING = [
 
 
 @pytest.mark.parametrize(("route", "body", "parameter"), EXCEEDING)
-def test_the_log_probabilities_of_a_request_are_bounded_together(
-    route: str, body: dict[str, Any], parameter: str
-) -> None:
+def test_max_request_logprobs_bounds_total_of_request(route: str, body: dict[str, Any], parameter: str) -> None:
     executor = FakeExecutor()
     with run_server(executor, max_request_logprobs=LIMIT) as running, running.http() as http:
         for stream in (False, True):

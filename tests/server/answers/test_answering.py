@@ -149,7 +149,7 @@ def streamed(service: Service, client: Client, job: Job) -> Any:
     return run()
 
 
-def test_whole_answer_has_all_prompts_in_their_order(virtually: Any) -> None:
+def test_whole_answer_keeps_prompt_order(virtually: Any) -> None:
     async def work(_now: Any) -> None:
         service: Any = Service(a=[(2.0, output("xy", "z", finished=True))], b=[(1.0, output("uvw", finished=True))])
         client: Any = Client()
@@ -167,7 +167,7 @@ def test_whole_answer_has_all_prompts_in_their_order(virtually: Any) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_client_that_leaves_before_the_first_output_ends_its_request(virtually: Any, is_stream: bool) -> None:
+def test_disconnect_before_first_output_ends_request(virtually: Any, is_stream: bool) -> None:
     async def work(now: Any) -> None:
         service: Any = Service(a=[(9.0, output("x", finished=True))])
         client: Any = Client(leaves_after_s=3.0)
@@ -188,7 +188,7 @@ def test_client_that_leaves_before_the_first_output_ends_its_request(virtually: 
         (DeadlineError("mine"), DeadlineError),
     ],
 )
-def test_fault_before_the_first_output_is_raised(virtually: Any, is_stream: bool, trouble: Any, kind: Any) -> None:
+def test_error_before_first_output_is_raised(virtually: Any, is_stream: bool, trouble: Any, kind: Any) -> None:
     async def work(_now: Any) -> None:
         service: Any = Service(a=[(1.0, trouble)])
         client: Any = Client()
@@ -200,7 +200,7 @@ def test_fault_before_the_first_output_is_raised(virtually: Any, is_stream: bool
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_stream_tells_what_changed_of_each_choice_until_it_ends(virtually: Any, counts: bool) -> None:
+def test_stream_sends_changed_choices_until_finished(virtually: Any, counts: bool) -> None:
     async def work(_now: Any) -> None:
         done = output("c", "", finished=True)
         steps = [output("", ""), output("a", ""), output("", "b"), output("d", ""), done, output("late", "late")]
@@ -224,7 +224,7 @@ def test_stream_tells_what_changed_of_each_choice_until_it_ends(virtually: Any, 
     ("trouble", "status"),
     [(RuntimeError("a fault"), 500), (output(error=ErrorCode.DEADLINE_PASSED, finished=True), 504)],
 )
-def test_fault_in_a_stream_is_its_last_event(virtually: Any, trouble: Any, status: int) -> None:
+def test_error_during_stream_is_last_event(virtually: Any, trouble: Any, status: int) -> None:
     async def work(_now: Any) -> None:
         service = Service(a=[(1.0, output("x")), (1.0, trouble)])
         client, job = Client(), job_of("a", stream=True)
@@ -236,7 +236,7 @@ def test_fault_in_a_stream_is_its_last_event(virtually: Any, trouble: Any, statu
     virtually(work)
 
 
-def test_client_that_leaves_in_mid_stream_ends_its_request(virtually: Any) -> None:
+def test_disconnect_during_stream_ends_request(virtually: Any) -> None:
     async def work(now: Any) -> None:
         service = Service(a=[(1.0, output("x")), (100.0, output("y", finished=True))])
         client, job = Client(leaves_after_s=5.0), job_of("a", stream=True)
@@ -248,7 +248,7 @@ def test_client_that_leaves_in_mid_stream_ends_its_request(virtually: Any) -> No
     virtually(work)
 
 
-def test_silent_stream_begins_in_time_and_gives_signs_of_life(virtually: Any) -> None:
+def test_silent_stream_sends_keep_alives(virtually: Any) -> None:
     async def work(_now: Any) -> None:
         service = Service(a=[(25.0, output("x")), (4.0, output("y")), (31.0, output("z", finished=True))])
         client, job = Client(), job_of("a", stream=True, form=StreamForm("text/x", ALIVE))
@@ -263,7 +263,7 @@ def test_silent_stream_begins_in_time_and_gives_signs_of_life(virtually: Any) ->
     virtually(work)
 
 
-def test_stream_that_was_never_sent_leaves_nothing_behind(virtually: Any) -> None:
+def test_failed_send_releases_stream_resources(virtually: Any) -> None:
     """The client disconnects before the first message is sent."""
 
     async def work(_now: Any) -> None:
@@ -282,7 +282,7 @@ def test_stream_that_was_never_sent_leaves_nothing_behind(virtually: Any) -> Non
     virtually(work)
 
 
-def test_prompt_alone_is_computed_for_another_engine(virtually: Any) -> None:
+def test_prefill_request_is_answered_without_stream(virtually: Any) -> None:
     async def work(_now: Any) -> None:
         transfer = KVTransferParams("t", is_prefill=True)
         service: Any = Service(a=[(1.0, output("x", finished=True))])
@@ -301,7 +301,7 @@ def test_prompt_alone_is_computed_for_another_engine(virtually: Any) -> None:
     virtually(work)
 
 
-def test_completions_that_do_not_count_are_no_tokens(virtually: Any) -> None:
+def test_uncounted_completions_give_zero_completion_tokens(virtually: Any) -> None:
     async def work(_now: Any) -> None:
         service: Any = Service(a=[(1.0, output("xy", finished=True))])
         client: Any = Client()

@@ -45,11 +45,11 @@ ALL = {"null", "boolean", "integer", "number", "string", "array", "object"}
         (True, ALL),
     ],
 )
-def test_types_of_a_schema(schema: Any, types: set[str]) -> None:
+def test_types_of_resolves_schema_types(schema: Any, types: set[str]) -> None:
     assert types_of(schema, {"$defs": DEFINITIONS}) == types
 
 
-def test_references_to_each_other_are_followed_once() -> None:
+def test_mutual_references_are_followed_once() -> None:
     """Following every occurrence would take 300 ** 4 steps."""
     parts = {"a": {"anyOf": [{"$ref": "#/$defs/b"}] * 300}, "b": {"anyOf": [{"$ref": "#/$defs/a"}] * 300}}
     assert types_of({"$ref": "#/$defs/a"}, {"$defs": parts}) == ALL
@@ -57,7 +57,7 @@ def test_references_to_each_other_are_followed_once() -> None:
     assert types_of({"$ref": "#/$defs/a"}, {"$defs": parts}) == {"string"}
 
 
-def test_json_of_a_part_has_the_definitions_that_it_refers_to() -> None:
+def test_json_of_includes_only_referenced_definitions() -> None:
     def definitions(schema: dict[str, Any]) -> Any:
         return json.loads(json_of(schema, {"$defs": DEFINITIONS}).removeprefix("%json ")).get("$defs", {})
 
@@ -67,7 +67,7 @@ def test_json_of_a_part_has_the_definitions_that_it_refers_to() -> None:
 
 
 @pytest.mark.parametrize("family", [Qwen3CoderFormat, PythonicFormat, HermesFormat])
-def test_references_may_point_anywhere_in_the_parameters(family: Any) -> None:
+def test_references_resolve_anywhere_in_parameters(family: Any) -> None:
     """Some programs write the second occurrence of a schema as a reference to the first one."""
     grammars = Grammars("plain", [])
     parameters = {
@@ -92,7 +92,7 @@ def test_references_may_point_anywhere_in_the_parameters(family: Any) -> None:
 
 
 @pytest.mark.parametrize("family", [Qwen3CoderFormat, PythonicFormat])
-def test_parameters_that_are_too_long_are_refused_before_parts_repeat_them(family: Any) -> None:
+def test_oversized_parameters_are_refused_before_grammar_is_built(family: Any) -> None:
     written = [0]
 
     class Counted(family):
@@ -127,7 +127,9 @@ def test_parameters_that_are_too_long_are_refused_before_parts_repeat_them(famil
         ({"maxLength": 1}, "", ["ab"]),
     ],
 )
-def test_a_bare_string_keeps_to_its_schema(family: Any, kind: str, schema: Any, text: str, others: list[str]) -> None:
+def test_grammar_enforces_schema_of_bare_string(
+    family: Any, kind: str, schema: Any, text: str, others: list[str]
+) -> None:
     grammars = Grammars(kind, list(family.markers))
     form = family(grammars.spell)
     parameters = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
@@ -149,7 +151,7 @@ def test_a_bare_string_keeps_to_its_schema(family: Any, kind: str, schema: Any, 
         ({"type": "object", "properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]}, False),
     ],
 )
-def test_an_object_with_named_properties_is_closed(schema: Any, is_open: bool) -> None:
+def test_object_with_properties_is_closed_by_default(schema: Any, is_open: bool) -> None:
     assert takes_others(schema, schema) is is_open
     assert (known_keys(schema) is None) is is_open
 
@@ -158,7 +160,7 @@ CLOSED_FAMILIES = [PythonicFormat, LFM2Format, Qwen3CoderFormat, GLMFormat, Mini
 
 
 @pytest.mark.parametrize("family", CLOSED_FAMILIES)
-def test_grammars_of_calls_close_objects_with_properties(family: Any) -> None:
+def test_tool_call_grammar_closes_objects_with_properties(family: Any) -> None:
     grammars = Grammars("plain", [])
     form = family(grammars.spell)
     for fields, is_open in (({"properties": {}}, False), ({"properties": {}, "additionalProperties": True}, True)):
@@ -169,6 +171,6 @@ def test_grammars_of_calls_close_objects_with_properties(family: Any) -> None:
 
 
 @pytest.mark.parametrize(("text", "written"), [("ä", '"ä"'), ("12", "12"), ("true", '"true"'), ("[ü", '"[ü"')])
-def test_text_of_an_argument_that_may_be_a_string_is_written_as_it_is(text: str, written: str) -> None:
+def test_value_text_keeps_text_if_schema_allows_string(text: str, written: str) -> None:
     schema = {"type": ["string", "integer"]}
     assert value_text(text, schema, schema) == written

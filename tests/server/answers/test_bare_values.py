@@ -40,14 +40,14 @@ ROOT = {"$defs": {"loop": {"$ref": "#/$defs/loop"}, "text": STRING, "object": {"
         ("12", {"anyOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]}, "12"),
     ],
 )
-def test_bare_text_is_a_value_of_a_type_that_its_schema_allows(text: str, schema: Any, expected: Any) -> None:
+def test_bare_text_becomes_value_of_schema_type(text: str, schema: Any, expected: Any) -> None:
     written = value_text(text, schema, ROOT)
     assert json.loads(written) == expected
     assert type(json.loads(written)) is type(expected)
     assert "\\u" not in written
 
 
-def test_an_argument_is_text_if_its_schema_allows_nothing_else() -> None:
+def test_is_text_requires_string_only_schema() -> None:
     assert is_text(STRING, ROOT)
     assert is_text({"$ref": "#/$defs/text"}, ROOT)
     assert not is_text({"type": ["string", "null"]}, ROOT)
@@ -55,7 +55,7 @@ def test_an_argument_is_text_if_its_schema_allows_nothing_else() -> None:
     assert not is_text({}, ROOT)
 
 
-def test_a_property_without_a_schema_may_be_anything() -> None:
+def test_property_without_schema_allows_anything() -> None:
     assert property_of({"properties": {"a": STRING, "b": True}}, "a", {}) == STRING
     assert property_of({"properties": {"b": True}}, "b", {}) == {}
     assert property_of({"properties": {"a": STRING}}, "c", {}) == {}
@@ -75,7 +75,7 @@ def test_a_property_without_a_schema_may_be_anything() -> None:
         (STRING, None),
     ],
 )
-def test_the_part_of_a_schema_for_objects_is_the_first_that_allows_them(schema: Any, title: str | None) -> None:
+def test_part_of_returns_first_object_schema(schema: Any, title: str | None) -> None:
     assert part_of(schema, ROOT, "object").get("title") == title
 
 
@@ -84,7 +84,7 @@ def made(*names: str, choice: Choice | None = None, tool_format: Any = None, **o
     return Toolbox.make(described, tool_format or HermesFormat(), choice, **options)
 
 
-def test_a_tool_that_is_named_and_not_given_is_refused_by_its_name() -> None:
+def test_tool_choice_naming_unknown_tool_is_refused() -> None:
     for choice in (Choice("required", "b"), Choice("auto", allowed=frozenset("abcd"))):
         with pytest.raises(RequestError, match="tool_choice names 'b', but no tool has that name") as refused:
             made("a", choice=choice)
@@ -93,7 +93,7 @@ def test_a_tool_that_is_named_and_not_given_is_refused_by_its_name() -> None:
         made("a", choice=Choice("required", "x" * 99))
 
 
-def test_tools_have_different_names_and_a_limited_number() -> None:
+def test_duplicate_or_too_many_tools_are_refused() -> None:
     with pytest.raises(RequestError, match="two tools have the same name"):
         made("a", "b", "a")
     assert len(made(*(f"t{index}" for index in range(128))).functions) == 128
@@ -101,7 +101,7 @@ def test_tools_have_different_names_and_a_limited_number() -> None:
         made(*(f"t{index}" for index in range(10_000)))
 
 
-def test_the_choice_decides_which_tools_there_are() -> None:
+def test_tool_choice_selects_tools() -> None:
     assert made("a", choice=Choice("none")) == made() == Toolbox()
     with pytest.raises(RequestError, match="tool"):
         made(choice=Choice("required"))
@@ -113,7 +113,7 @@ def test_the_choice_decides_which_tools_there_are() -> None:
     assert made("a").given[0]["function"] == {"name": "a", "description": "about a", "parameters": {"type": "object"}}
 
 
-def test_tools_go_with_json_alone() -> None:
+def test_tools_combine_only_with_json_output() -> None:
     content = StructuredOutputsParams(regex="a")
     assert Toolbox().structure(content) is content
     with pytest.raises(RequestError, match="tools go with JSON only"):
@@ -122,7 +122,7 @@ def test_tools_go_with_json_alone() -> None:
     assert made("a").structure(StructuredOutputsParams(json_object=True)) is not None
 
 
-def test_parameters_as_long_as_a_grammar_may_be_are_not_refused_by_their_own_length() -> None:
+def test_parameters_up_to_max_grammar_chars_are_accepted() -> None:
     from octavo.server.answers.tools import _bounded
     from octavo.structured_output.lark import lark_json
     from octavo.structured_output.schema_faults import FIELD
@@ -149,13 +149,13 @@ def test_parameters_as_long_as_a_grammar_may_be_are_not_refused_by_their_own_len
         ({"name": "a", "parameters": {"type": "array"}}, "tools[0].parameters"),
     ],
 )
-def test_a_tool_that_is_described_wrongly_is_refused_with_the_place(fields: Any, parameter: str) -> None:
+def test_invalid_tool_description_error_names_field(fields: Any, parameter: str) -> None:
     with pytest.raises(RequestError) as refused:
         read_function(fields, "tools[0]")
     assert refused.value.parameter == parameter
 
 
-def test_a_description_of_a_tool_is_read() -> None:
+def test_tool_description_is_read() -> None:
     assert read_function({"name": "a" * 128}, "tools[0]")[1] == ""
     schema = {"properties": {"x": STRING}}
     function, about = read_function({"name": "a", "description": "b", "input": schema, "strict": True}, "x", "input")

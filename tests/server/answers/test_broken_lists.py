@@ -54,7 +54,7 @@ def content(parts: list[Part]) -> str:
 @pytest.mark.parametrize("form", LISTS)
 @pytest.mark.parametrize("broken", [0, 1, 2])
 @pytest.mark.parametrize("slip", [("bash", "nosuch"), ('"ls"', "..."), ('"ls"', "x y")])
-def test_members_after_a_broken_one_are_calls(form: Any, broken: int, slip: tuple[str, str]) -> None:
+def test_broken_list_member_keeps_other_tool_calls(form: Any, broken: int, slip: tuple[str, str]) -> None:
     calls = [CALLS[1], CALLS[2]]
     calls.insert(broken, ("bash", {"cmd": "ls"}))
     text = form().write(calls)
@@ -66,7 +66,7 @@ def test_members_after_a_broken_one_are_calls(form: Any, broken: int, slip: tupl
 
 
 @pytest.mark.parametrize("form", LISTS)
-def test_a_call_that_may_be_part_of_a_string_is_no_call(form: Any) -> None:
+def test_ambiguous_call_inside_string_is_content(form: Any) -> None:
     """The string of the first call contains quotes that are not escaped, and the text of a second call."""
     inner = form().write([CALLS[1]]).removeprefix(form().opens).removesuffix(form().closes)
     for said in (f'it is "{inner}" or', f"such as {inner}, {inner}"):
@@ -76,7 +76,7 @@ def test_a_call_that_may_be_part_of_a_string_is_no_call(form: Any) -> None:
         assert content(parts) == text
 
 
-def test_python_code_without_marks_is_no_list_of_calls() -> None:
+def test_unmarked_python_list_with_invalid_call_is_content() -> None:
     for text in ('[nosuch(path=1), read(path="a")]', '[bash(cmd=x), read(path="a")]'):
         assert content(read(PythonicFormat, text)) == text
 
@@ -95,7 +95,7 @@ def test_python_code_without_marks_is_no_list_of_calls() -> None:
         ('"a"', None),
     ],
 )
-def test_a_member_ends_with_its_last_bracket(text: str, end: int | None) -> None:
+def test_list_member_ends_at_matching_bracket(text: str, end: int | None) -> None:
     assert member_end(text) == end
 
 
@@ -108,9 +108,7 @@ def test_a_member_ends_with_its_last_bracket(text: str, end: int | None) -> None
         (["it's", "[x"], ['["it\'s"', "["]),
     ],
 )
-def test_a_python_value_that_is_cut_off_is_told_as_far_as_it_is_complete(
-    form: Any, value: Any, told: list[str]
-) -> None:
+def test_cut_python_value_is_emitted_up_to_complete_part(form: Any, value: Any, told: list[str]) -> None:
     text = form().write([("bash", {"cmd": value})])
     end = text.rindex(")")
     seen = set[str]()
@@ -137,5 +135,5 @@ def test_a_python_value_that_is_cut_off_is_told_as_far_as_it_is_complete(
         ("<|channel|>fin", []),
     ],
 )
-def test_text_after_a_bare_channel_is_told_when_the_answer_is_cut_off(text: str, told: list[tuple[str, str]]) -> None:
+def test_cut_answer_emits_text_after_bare_channel(text: str, told: list[tuple[str, str]]) -> None:
     assert [(part.kind, part.text) for part in read(HarmonyFormat, text, is_cut=True)] == told

@@ -64,7 +64,7 @@ PROSE = [
 
 
 @pytest.mark.parametrize(("family", "text"), PROSE)
-def test_prose_about_a_tool_is_no_call(family: type[ToolFormat], text: str) -> None:
+def test_prose_about_tool_is_content(family: type[ToolFormat], text: str) -> None:
     assert told(read(family(), text)) == (text, [])
 
 
@@ -108,7 +108,7 @@ TAGS: list[tuple[type[ToolFormat], str, tuple[str, dict[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("family", "text", "call"), TAGS)
-def test_a_slip_in_a_closing_tag_ends_the_value(
+def test_tag_calls_with_slips_are_repaired(
     family: type[ToolFormat], text: str, call: tuple[str, dict[str, Any]]
 ) -> None:
     assert told(read(family(), text)) == ("", [call])
@@ -129,7 +129,7 @@ GLM_EXAMPLE = "Such as:\n<tool_call>bash<arg_key>cmd</arg_key><arg_value>ls</arg
         (GLMFormat, "A call opens with <tool_call>."),
     ],
 )
-def test_a_call_within_a_value_is_text_of_it(family: type[ToolFormat], value: str) -> None:
+def test_tool_call_inside_argument_stays_text(family: type[ToolFormat], value: str) -> None:
     calls: list[tuple[str, dict[str, Any]]] = [
         ("write", {"path": "a.md", "content": value}),
         ("bash", {"cmd": "ls", "why": "to see"}),
@@ -139,7 +139,7 @@ def test_a_call_within_a_value_is_text_of_it(family: type[ToolFormat], value: st
 
 
 @pytest.mark.parametrize("family", [Qwen3CoderFormat, SeedOSSFormat, GLMFormat, GLM47Format])
-def test_a_property_may_be_named_like_a_mark(family: type[ToolFormat]) -> None:
+def test_property_named_like_marker_is_parsed(family: type[ToolFormat]) -> None:
     properties = {"<think>": STRING, "b": {"type": "boolean"}}
     functions = [Function("mark", {"type": "object", "properties": properties, "required": ["<think>", "b"]})]
     for arguments in ({"<think>": "</s>", "b": True}, {"<other>": "x", "b": True}):
@@ -149,7 +149,7 @@ def test_a_property_may_be_named_like_a_mark(family: type[ToolFormat]) -> None:
         assert told(joined(parser.feed(text) + parser.finish())) == expected
 
 
-def test_marks_of_a_call_in_two_values_join_no_arguments() -> None:
+def test_markers_inside_two_values_keep_arguments_separate() -> None:
     arguments = {"path": "a <tool_call:opensource> b", "content": "c </tool_call:opensource> d"}
     written = Hy3Format().write([("write", arguments)])
     assert told(read(Hy3Format(), written)) == ("", [("write", arguments)])
@@ -157,7 +157,7 @@ def test_marks_of_a_call_in_two_values_join_no_arguments() -> None:
     assert told(read(Hy3Format(), slip)) == ("", [("write", arguments)])
 
 
-def test_a_name_without_an_end_does_not_hold_a_value_back() -> None:
+def test_unterminated_nested_name_does_not_block_streaming() -> None:
     begun = Hy3Format().write([("write", {"path": "a", "content": "b"})]).rpartition("b")[0]
     parser = Hy3Format().parser(FUNCTIONS)
     parts = joined(parser.feed(begun + "<tool_call:opensource>" + "n" * 4000))
@@ -165,7 +165,7 @@ def test_a_name_without_an_end_does_not_hold_a_value_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["read", "n" * 600])
-def test_the_head_of_a_call_within_a_value_arrives_in_pieces(name: str) -> None:
+def test_nested_call_head_in_pieces_stays_text(name: str) -> None:
     example = f"<tool_call:opensource>{name}<tool_sep:opensource>\n</tool_call:opensource>"
     for value in (example, f"<tool_call:opensource>{name}", f"<tool_call:opensource>{name}<tool_sep:opensource> x"):
         calls: list[tuple[str, dict[str, Any]]] = [("write", {"path": value, "content": "c"})]
@@ -192,12 +192,12 @@ def test_the_head_of_a_call_within_a_value_arrives_in_pieces(name: str) -> None:
         "<parameter=path>\nx\n</function>\n</tool_call>\n",
     ],
 )
-def test_a_slip_with_two_readings_stays_text(body: str) -> None:
+def test_ambiguous_tag_slip_stays_text(body: str) -> None:
     content, calls = told(read(Qwen3CoderFormat(), qwen("read", body)))
     assert (content, calls) == (qwen("read", body), [])
 
 
-def test_a_function_without_parameters_may_be_closed_by_its_section_alone() -> None:
+def test_parameterless_call_may_be_closed_by_section_end() -> None:
     functions = [Function("now", {"type": "object", "properties": {}})]
     text = "<tool_call>\n<function=now>\n\n</tool_call>"
     parser = Qwen3CoderFormat().parser(functions)
@@ -205,7 +205,7 @@ def test_a_function_without_parameters_may_be_closed_by_its_section_alone() -> N
     assert told(read(Qwen3CoderFormat(), text.replace("now", "read"))) == (text.replace("now", "read"), [])
 
 
-def test_calls_within_a_value_take_time_in_proportion_to_their_number() -> None:
+def test_parsing_nested_calls_takes_linear_time() -> None:
     """Time is counted in executed lines of code, which do not depend on the load of the machine."""
     lines = []
     for count in (80, 160):
@@ -227,7 +227,7 @@ def test_calls_within_a_value_take_time_in_proportion_to_their_number() -> None:
 
 
 @pytest.mark.parametrize("cut", ["<", "</", "</paramete", "</parameter"])
-def test_an_answer_that_ends_within_a_closing_tag_gives_no_shorter_value(cut: str) -> None:
+def test_partial_closing_tag_does_not_shorten_value(cut: str) -> None:
     """The end of a call within the value is part of its text if the closing tag begins after it."""
     text = qwen("read", "<parameter=path>\n\n") + "\n" + cut
     assert told(read(Qwen3CoderFormat(), text)) == (text, [])
@@ -237,7 +237,7 @@ def test_an_answer_that_ends_within_a_closing_tag_gives_no_shorter_value(cut: st
         ]
 
 
-def test_a_call_without_arguments_needs_its_own_closing_mark() -> None:
+def test_call_without_arguments_requires_closing_marker() -> None:
     """Without that mark, the end of the section may belong to a sentence about the marks."""
     whole = Hy3Format().write([("read", {})])
     assert told(read(Hy3Format(), whole)) == ("", [("read", {})])
@@ -266,7 +266,7 @@ JSON_FORMATS = (HermesFormat, NamedMistralFormat, KimiK2Format)
 
 @pytest.mark.parametrize("family", JSON_FORMATS)
 @pytest.mark.parametrize(("arguments", "value"), JSON)
-def test_a_slip_in_json_is_repaired(family: type[ToolFormat], arguments: str, value: dict[str, Any]) -> None:
+def test_malformed_json_arguments_are_repaired(family: type[ToolFormat], arguments: str, value: dict[str, Any]) -> None:
     text = family().write([("bash", {})]).replace("{}", arguments)
     assert told(read(family(), text)) == ("", [("bash", value)])
 
@@ -289,7 +289,7 @@ def test_a_slip_in_json_is_repaired(family: type[ToolFormat], arguments: str, va
         '{"cmd": NaN}',
     ],
 )
-def test_json_with_two_readings_stays_text(family: type[ToolFormat], arguments: str) -> None:
+def test_ambiguous_json_arguments_stay_text(family: type[ToolFormat], arguments: str) -> None:
     text = family().write([("bash", {})]).replace("{}", arguments)
     assert told(read(family(), text)) == (text, [])
 
@@ -305,7 +305,7 @@ def calls_with(family: type[ToolFormat], arguments: str, *others: str) -> str:
 
 
 @pytest.mark.parametrize("family", OBJECTS, ids=lambda family: family.name)
-def test_a_quote_and_a_bracket_in_a_value_do_not_end_the_call(family: type[ToolFormat]) -> None:
+def test_quote_and_bracket_in_value_do_not_end_call(family: type[ToolFormat]) -> None:
     for command in ('grep "}" f', 'grep "}x" f', 'grep "} "'):
         text = calls_with(family, f'{{"cmd": "{command}"}}')
         assert told(read(family(), text))[1] in ([("bash", {"cmd": command})], [])
@@ -317,13 +317,13 @@ def test_a_quote_and_a_bracket_in_a_value_do_not_end_the_call(family: type[ToolF
     "arguments", ['{"cmd": "ls}', '{"cmd": "ls"', '{"cmd": "ls', '{"cmd": ls"}', '{"cmd": "a "b" c}']
 )
 @pytest.mark.parametrize("family", OBJECTS, ids=lambda family: family.name)
-def test_two_calls_are_never_read_as_one_command(family: type[ToolFormat], arguments: str) -> None:
+def test_broken_call_never_swallows_next_call(family: type[ToolFormat], arguments: str) -> None:
     text = calls_with(family, arguments, "pwd")
     _, calls = told(read(family(), text))
     assert set(map(str, calls)) <= {str(("bash", {"cmd": each})) for each in ("ls", "pwd")}
 
 
-def test_a_quote_and_a_bracket_before_other_text_do_not_end_the_call() -> None:
+def test_quote_and_bracket_before_text_do_not_end_call() -> None:
     for family in (HermesFormat, KimiK2Format):
         text = calls_with(family, '{"cmd": "a"}é"}')
         assert told(read(family(), text)) == ("", [("bash", {"cmd": 'a"}é'})])
@@ -335,13 +335,13 @@ def test_a_quote_and_a_bracket_before_other_text_do_not_end_the_call() -> None:
 
 @pytest.mark.parametrize("arguments", ['{"cmd": "ls}', '{"cmd": "ls"', '{"cmd": "ls'])
 @pytest.mark.parametrize("between", ["\n", ""])
-def test_a_call_after_a_broken_one_is_read(arguments: str, between: str) -> None:
+def test_call_after_broken_call_is_parsed(arguments: str, between: str) -> None:
     begun = f'<tool_call>{{"name": "bash", "arguments": {arguments}{between}</tool_call>'
     second = f'{between}<tool_call>{{"name": "bash", "arguments": {{"cmd": "pwd"}}}}</tool_call>'
     assert told(read(HermesFormat(), begun + second)) == (begun, [("bash", {"cmd": "pwd"})])
 
 
-def test_an_example_within_a_broken_call_is_not_run() -> None:
+def test_example_inside_broken_call_stays_text() -> None:
     example = '<tool_call>{"name": "bash", "arguments": {"cmd": "rm"}}</tool_call>'
     call = f'{{"name": "write", "arguments": {{"path": "a", "content": "Such as\n{example}"}}}}'
     text = f"<tool_call>{call}</tool_call>"
@@ -349,13 +349,13 @@ def test_an_example_within_a_broken_call_is_not_run() -> None:
 
 
 @pytest.mark.parametrize("family", JSON_FORMATS)
-def test_an_argument_that_the_schema_does_not_name_is_not_swallowed(family: type[ToolFormat]) -> None:
+def test_repair_keeps_arguments_missing_in_schema(family: type[ToolFormat]) -> None:
     arguments = '{"path":"a","content":"C:\\d","mode":"w"}'
     text = family().write([("write", {})]).replace("{}", arguments)
     assert told(read(family(), text)) == ("", [("write", {"path": "a", "content": "C:\\d", "mode": "w"})])
 
 
-def test_repairs_of_an_answer_share_one_budget() -> None:
+def test_json_repairs_share_search_budget() -> None:
     budget = SearchBudget()
     text = '{"todos": ["' + 'a", "b" c, ' * 1000 + '"]}'
     assert recover_object(text, budget=budget) is None
@@ -365,7 +365,7 @@ def test_repairs_of_an_answer_share_one_budget() -> None:
     assert recover_object(slip) == ('{"a": "say \\"x\\" now"}', len(slip))
 
 
-def test_the_parser_searches_all_calls_with_one_budget() -> None:
+def test_parser_repairs_all_calls_with_one_budget() -> None:
     hard = '<tool_call>{"name": "save", "arguments": {"deep": {"a": ["' + 'a", "b" c, ' * 1000 + '"]}}}</tool_call>\n'
     easy = '<tool_call>{"name": "bash", "arguments": {"cmd": "say "x" now"}}</tool_call>'
     for text, num_calls in ((easy, 1), (hard + easy, 0)):
@@ -373,30 +373,30 @@ def test_the_parser_searches_all_calls_with_one_budget() -> None:
         assert len(call_slips.calls_of(parser.feed(text) + parser.finish())) == num_calls
 
 
-def test_arguments_in_a_string_are_repaired() -> None:
+def test_stringified_arguments_are_repaired() -> None:
     arguments = json.dumps('{"cmd": "a\nb",}')
     text = f'<tool_call>{{"name": "bash", "arguments": {arguments}}}</tool_call>'
     assert told(read(HermesFormat(), text)) == ("", [("bash", {"cmd": "a\nb"})])
 
 
 @pytest.mark.parametrize("ending", ["</tool_call>", "}}\n</tool_call>", "}}}\n</tool_call>", "}"])
-def test_brackets_around_a_call_may_be_missing_or_too_many(ending: str) -> None:
+def test_missing_or_extra_brackets_around_call_are_accepted(ending: str) -> None:
     text = f'<tool_call>{{"name": "bash", "arguments": {{"cmd": "ls"}}{ending}'
     assert told(read(HermesFormat(), text)) == ("", [("bash", {"cmd": "ls"})])
 
 
-def test_gemma_reads_ordinary_quotes() -> None:
+def test_gemma_call_accepts_ordinary_quotes() -> None:
     text = '<|tool_call>call:bash{cmd:"How } are you?"}<tool_call|>'
     assert told(read(GemmaFormat(), text)) == ("", [("bash", {"cmd": "How } are you?"})])
 
 
 @pytest.mark.parametrize("value", ['"x"', '<|"|>x<|"|>'])
-def test_gemma_reads_keys_in_ordinary_quotes(value: str) -> None:
+def test_gemma_call_accepts_keys_in_ordinary_quotes(value: str) -> None:
     text = f'<|tool_call>call:bash{{"cmd":{value}}}<tool_call|>'
     assert told(read(GemmaFormat(), text)) == ("", [("bash", {"cmd": "x"})])
 
 
-def test_a_long_call_that_breaks_is_never_closed() -> None:
+def test_streamed_broken_call_stays_invalid_json() -> None:
     """Its beginning was sent, so its arguments stay broken JSON, which no client can read as other arguments."""
     begun = '<tool_call>{"name": "bash", "arguments": {"cmd": "' + "long " * 400
     for text in (begun, f'{begun}", "why": oops}}}}</tool_call>'):
@@ -410,13 +410,13 @@ def test_a_long_call_that_breaks_is_never_closed() -> None:
 
 
 @pytest.mark.parametrize("slip", call_slips.SLIPS)
-def test_what_is_repaired_stays_repaired(slip: str) -> None:
+def test_repair_outcomes_match_recorded_outcomes(slip: str) -> None:
     """To record intended changes: cd tests; python -m call_slips outcomes > server/answers/slip_outcomes.txt."""
     recorded = dict(line.split(": ") for line in OUTCOMES.read_text().splitlines())
     assert call_slips.outcomes(slip) == recorded[slip]
 
 
-def test_no_slip_gives_another_call() -> None:
+def test_random_slips_never_yield_wrong_call() -> None:
     counts, wrong = call_slips.run(NUM_CASES)
     logger.info("\n%s", call_slips.table(counts))
     assert not wrong, "\n\n".join("\n".join(each) for each in wrong[:3])

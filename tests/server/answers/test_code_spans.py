@@ -15,14 +15,14 @@ def spans_of(pieces: list[str]) -> CodeSpans:
     return spans
 
 
-def test_code_and_what_is_none() -> None:
+def test_code_spans_detect_text_outside_code() -> None:
     for text in ("", "a", "`a`", "``a ` b``", "```py\na `b`\n```", "it`s\nso", "``a\nb", "````\na\n````\nb"):
         assert spans_of([text]).is_outside, text
     for text in ("`", "``", "```", "`a", "``a`", "```py\na\n", "```a``", "`a` and `b", "````\na\n"):
         assert not spans_of([text]).is_outside, text
 
 
-def test_every_short_text_is_read_as_the_expression_has_it_however_it_is_cut() -> None:
+def test_code_spans_match_outside_regex_for_all_short_texts() -> None:
     outside = re.compile(OUTSIDE)
     for length in range(9):
         for letters in product("`a\n", repeat=length):

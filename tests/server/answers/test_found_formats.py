@@ -22,7 +22,7 @@ def found(
 @pytest.mark.parametrize(
     "form", [each for each in FORMATS if each is not GenericFormat], ids=lambda form: form.__name__
 )
-def test_a_call_that_a_template_writes_names_its_format(form: type[ToolFormat]) -> None:
+def test_template_call_determines_tool_format(form: type[ToolFormat]) -> None:
     """Formats that write this call alike are one: the first of them is found."""
     written = form().write([CALL])
     known = found(f"text {written} text")
@@ -33,7 +33,7 @@ def test_a_call_that_a_template_writes_names_its_format(form: type[ToolFormat]) 
     assert same_name.name == form.name
 
 
-def test_a_call_that_differs_in_blanks_is_found_by_reading_it() -> None:
+def test_call_with_different_blanks_is_detected_by_parsing() -> None:
     spread = HermesFormat().write([CALL]).replace('{"name":', '{ "name" : ').replace('"days": 2', '"days" :2')
     assert HermesFormat().write([CALL]) not in spread
     assert isinstance(found(f"<text>{spread}"), HermesFormat)
@@ -48,11 +48,11 @@ def test_a_call_that_differs_in_blanks_is_found_by_reading_it() -> None:
         HermesFormat().write([CALL]).replace('"days": 2', '"days": 2 2'),
     ],
 )
-def test_anything_else_is_the_generic_format(written: str) -> None:
+def test_unrecognized_template_call_gives_generic_format(written: str) -> None:
     assert isinstance(found(written), GenericFormat)
 
 
-def test_without_a_written_call_the_marks_of_the_template_decide() -> None:
+def test_template_markers_determine_format_without_written_call() -> None:
     assert isinstance(found(None, templates=("<tool_call> {{ tools }}",)), HermesFormat)
     assert isinstance(found(None), GenericFormat)
     assert found(None, templates=()) is None

@@ -101,7 +101,7 @@ def read(name: str, text: str, cuts: list[int], *, is_cut: bool = False) -> list
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), ANSWERS)
-def test_answers_are_told_apart_however_they_are_cut(name: str, text: str, expected: list[Part]) -> None:
+def test_framed_answers_are_parsed_at_every_cut(name: str, text: str, expected: list[Part]) -> None:
     assert read(name, text, []) == expected
     assert read(name, text, list(range(1, len(text)))) == expected
     for cut in range(1, len(text)):
@@ -109,7 +109,7 @@ def test_answers_are_told_apart_however_they_are_cut(name: str, text: str, expec
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), ANSWERS)
-def test_what_was_cut_off_has_no_marks(name: str, text: str, expected: list[Part]) -> None:
+def test_cut_framed_answer_emits_no_markers(name: str, text: str, expected: list[Part]) -> None:
     whole = "".join(part.text for part in expected)
     for cut in range(len(text)):
         parts = read(name, text[:cut], [], is_cut=True)
@@ -127,7 +127,7 @@ def test_what_was_cut_off_has_no_marks(name: str, text: str, expected: list[Part
     ],
 )
 @pytest.mark.parametrize("kind", ["plain", "special"])
-def test_marks_stand_around_json(family: Any, answer: str, wrong: str, kind: str) -> None:
+def test_framed_json_grammar_accepts_only_schema_content(family: Any, answer: str, wrong: str, kind: str) -> None:
     schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
     grammars = Grammars(kind, [*family.markers])
     form = family(grammars.spell)
@@ -144,7 +144,7 @@ def test_marks_stand_around_json(family: Any, answer: str, wrong: str, kind: str
 
 
 @pytest.mark.parametrize("kind", ["plain", "special"])
-def test_text_with_marks_keeps_to_strict_tools(kind: str) -> None:
+def test_framed_text_grammar_enforces_strict_tools(kind: str) -> None:
     grammars = Grammars(kind, [*KimiK3Format.markers])
     form = KimiK3Format(grammars.spell)
     optional = StructuredOutputsParams(grammar=form.optional(FUNCTIONS, only_one=False))
@@ -159,7 +159,7 @@ def test_text_with_marks_keeps_to_strict_tools(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "special"])
-def test_structures_begin_behind_reasoning_whose_end_is_several_tokens(kind: str) -> None:
+def test_grammar_starts_after_multi_token_reasoning_end(kind: str) -> None:
     grammars = Grammars(kind, [*KimiK3Format.markers])
     closes = "<|close|>think<|sep|>"
     structure = StructuredOutputsParams(regex="a", starts_after=closes)
@@ -168,7 +168,7 @@ def test_structures_begin_behind_reasoning_whose_end_is_several_tokens(kind: str
         assert not grammars.accepts(structure, wrong)
 
 
-def test_content_has_no_marks_where_there_are_no_tools() -> None:
+def test_kimi_k3_markers_are_removed_without_tools() -> None:
     """Reasoning has none either."""
     template = FakeChatTemplate("<|open|>think<|sep|>")
     executor = FakeExecutor(answer=f"<|open|>think<|sep|>Hm.<|close|>think<|sep|>{RESPONSE}Yes.{END}{OVER}")
@@ -181,7 +181,7 @@ def test_content_has_no_marks_where_there_are_no_tools() -> None:
             assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
 
 
-def test_muse_glimmers_content_has_no_marks_without_tools() -> None:
+def test_muse_glimmer_markers_are_removed_without_tools() -> None:
     parser = AnswerForm.of(AnswerStyle(MuseGlimmerFormat()), NO_TOOLS, "").parser()
     parts = parser.feed(" to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Hello.<|eot|>")
     assert joined(parts + parser.finish()) == [Part("reasoning", "Hm."), content("Hello.")]
@@ -189,7 +189,7 @@ def test_muse_glimmers_content_has_no_marks_without_tools() -> None:
 
 @pytest.mark.parametrize(("name", "reserved"), [("functionary_v3_2", "all"), ("muse_glimmer", "user"),
                                                 ("muse_glimmer", "self")])  # fmt: skip
-def test_a_tool_that_could_never_be_called_is_refused(name: str, reserved: str) -> None:
+def test_tool_with_reserved_recipient_name_is_refused(name: str, reserved: str) -> None:
     options = {"chat_template": FakeChatTemplate("")}
     with run_server(FakeExecutor(), engine_options=options, tool_call_parser=name) as server, server.http() as http:
 

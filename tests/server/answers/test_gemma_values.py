@@ -29,7 +29,7 @@ def grammars() -> Grammars:
         ({"type": "string"}, "x", 1),
     ],
 )
-def test_a_value_keeps_to_what_its_schema_says(grammars: Grammars, schema: Any, value: Any, wrong: Any) -> None:
+def test_gemma_grammar_enforces_value_schema(grammars: Grammars, schema: Any, value: Any, wrong: Any) -> None:
     form = GemmaFormat(grammars.spell)
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     structure = StructuredOutputsParams(grammar=form.forced([Function("f", parameters)], only_one=True))

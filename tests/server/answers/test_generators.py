@@ -18,7 +18,7 @@ SOURCE = str(Path(octavo.__file__).parent)
 
 
 @pytest.mark.parametrize("prompts", ["one", ["one", "two"]], ids=["one prompt", "two prompts"])
-def test_an_update_passes_at_most_three_generators(prompts: Any) -> None:
+def test_streamed_update_passes_three_async_generators(prompts: Any) -> None:
     """Between the core's client and the socket: one of the engine, one of the service, one that encodes events."""
     resumed = Counter[str]()
 

@@ -67,7 +67,7 @@ def content_of(parts: list[Part]) -> str:
         ('{"tool_call": 5} no', '{"tool_call": 5} no', []),
     ],
 )
-def test_answers_are_read_wherever_they_are_cut(text: str, content: str, calls: list[Part]) -> None:
+def test_generic_answers_are_parsed_at_every_cut(text: str, content: str, calls: list[Part]) -> None:
     for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(1, len(text)))):
         parts = read(pieces)
         assert content_of(parts) == content
@@ -77,7 +77,7 @@ def test_answers_are_read_wherever_they_are_cut(text: str, content: str, calls: 
 
 
 @pytest.mark.parametrize("text", [CALL, SEVERAL, '{"response": "Hello \\ud83d\\ude42."}', '{"response": [1, "a"]}'])
-def test_an_answer_that_is_cut_off_has_what_is_certain(text: str) -> None:
+def test_cut_generic_answer_emits_only_certain_parts(text: str) -> None:
     whole = read([text])
     for cut in range(len(text)):
         parts = read([text[:cut]], is_cut=True)
@@ -88,7 +88,7 @@ def test_an_answer_that_is_cut_off_has_what_is_certain(text: str) -> None:
             assert known.text.startswith(part.text)
 
 
-def test_the_text_is_told_as_it_comes() -> None:
+def test_generic_response_text_is_streamed() -> None:
     parser = GenericFormat().parser(FUNCTIONS)
     assert parser.feed('{"response": "Hel') == [Part("content", "Hel")]
     assert parser.feed("lo\\") == [Part("content", "lo")]
@@ -96,7 +96,7 @@ def test_the_text_is_told_as_it_comes() -> None:
     assert parser.feed("}") == []
 
 
-def test_grammars(grammars: Grammars) -> None:
+def test_generic_grammars_enforce_tool_calls_and_responses(grammars: Grammars) -> None:
     form = GenericFormat()
     reply = '{"response": "Hello."}'
     for only_one in (True, False):
@@ -116,7 +116,7 @@ def test_grammars(grammars: Grammars) -> None:
         assert grammars.accepts(forced, form.write(calls))
 
 
-def test_templates_without_tools_get_the_generic_format() -> None:
+def test_template_without_tools_gets_generic_format() -> None:
     def found(wanted: str, *templates: str) -> str | None:
         form = find_tool_format(wanted, templates, None, lambda _: None)
         return None if form is None else form.name
@@ -128,7 +128,7 @@ def test_templates_without_tools_get_the_generic_format() -> None:
     assert found("generic", CHATML + "<tool_call>") == "generic"
 
 
-def test_history_is_told_in_text() -> None:
+def test_generic_format_writes_tool_history_as_text() -> None:
     function = {"name": "weather", "arguments": {"city": "Rome"}}
     calls = [{"id": "call_1", "type": "function", "function": function}]
     messages: list[dict[str, Any]] = [
@@ -164,7 +164,7 @@ RESPONSES_TOOLS = [{"type": "function", "name": each.name, "parameters": each.pa
 RIGHT = {"city": "Röme"}
 
 
-def test_every_api_calls_tools() -> None:
+def test_every_api_returns_generic_tool_calls() -> None:
     options = {"chat_template": ChatTemplate(CHATML)}
     with run_server(FakeExecutor(answer=CALL), engine_options=options) as server, server.http() as http:
 
@@ -191,7 +191,7 @@ def test_every_api_calls_tools() -> None:
         assert message["tool_calls"][0]["function"]["arguments"] == RIGHT
 
 
-def test_a_reply_is_streamed_as_text() -> None:
+def test_generic_reply_is_streamed_as_content() -> None:
     options = {"chat_template": ChatTemplate(CHATML)}
     executor = FakeExecutor(answer='{"response": "Hello,\\n\\"you\\"."}')
     with run_server(executor, engine_options=options) as server, server.http() as http:

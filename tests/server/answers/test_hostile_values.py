@@ -15,12 +15,12 @@ RECORDED = dict(line.split(": ") for line in (Path(__file__).parent / "hostile_o
 
 
 @pytest.mark.parametrize("name", hostile_values.FAMILIES)
-def test_values_of_marks_are_read_as_recorded(name: str) -> None:
+def test_marker_values_match_recorded_outcomes(name: str) -> None:
     """After an intended change, review the differences and record again: see `hostile_values`."""
     assert hostile_values.outcomes(name) == RECORDED[name]
 
 
-def test_no_format_reads_only_text() -> None:
+def test_every_format_has_recorded_calls_and_text() -> None:
     assert RECORDED.keys() == hostile_values.FAMILIES.keys()
     for outcomes in RECORDED.values():
         assert {each[0] for each in outcomes.split()} >= {"c", "t"}

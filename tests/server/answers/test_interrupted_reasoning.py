@@ -46,7 +46,7 @@ def read_alike(name: str, text: str) -> list[Part]:
 
 
 @pytest.mark.parametrize(("name", "mark"), MENTIONS)
-def test_reasoning_may_mention_marks(name: str, mark: str) -> None:
+def test_marker_mention_stays_reasoning(name: str, mark: str) -> None:
     thought = f"I could write {mark} tags, but no."
     close = "<|close|>think<|sep|>" if name == "kimi_k3" else "</think>"
     assert read_alike(name, f"{thought}{close}Hello") == [Part("reasoning", thought), Part("content", "Hello")]
@@ -54,7 +54,7 @@ def test_reasoning_may_mention_marks(name: str, mark: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "mark"), MENTIONS)
-def test_a_call_behind_a_mention_ends_reasoning(name: str, mark: str) -> None:
+def test_tool_call_after_marker_mention_ends_reasoning(name: str, mark: str) -> None:
     call = FAMILIES[name]().write([("get_time", {"city": "Rome"}), ("now", {})])
     thought = f"I know {mark} tags."
     calls = [("call", "get_time"), ("arguments", '{"city": "Rome"}'), ("call", "now"), ("arguments", "{}")]
@@ -63,7 +63,7 @@ def test_a_call_behind_a_mention_ends_reasoning(name: str, mark: str) -> None:
 
 
 @pytest.mark.parametrize("name", MARKS)
-def test_nothing_of_a_call_that_was_cut_off_is_reasoning(name: str) -> None:
+def test_cut_tool_call_is_not_reasoning(name: str) -> None:
     text = "Hm.\n" + FAMILIES[name]().write([("get_time", {"city": "Rome"})])
     for cut in range(len(text)):
         parts = read(name, text[:cut], [], is_cut=True)

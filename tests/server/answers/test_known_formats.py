@@ -71,7 +71,7 @@ def valued(calls: list[tuple[str, str]]) -> list[tuple[str, Any]]:
 
 
 @each_format
-def test_what_a_family_writes_is_read_whole_and_in_single_characters(family: type[ToolFormat]) -> None:
+def test_written_calls_are_parsed_whole_and_by_character(family: type[ToolFormat]) -> None:
     form = family()
     for before in ("", "I look.\n"):
         if before and form.name in ALONE:
@@ -87,7 +87,7 @@ def test_what_a_family_writes_is_read_whole_and_in_single_characters(family: typ
 
 @pytest.mark.sweep(6)
 @each_format
-def test_it_is_read_in_two_pieces_wherever_it_is_cut(family: type[ToolFormat]) -> None:
+def test_written_calls_are_parsed_at_every_cut(family: type[ToolFormat]) -> None:
     form = family()
     text = form.write(CALLS)
     whole = read(form, [text])
@@ -97,7 +97,7 @@ def test_it_is_read_in_two_pieces_wherever_it_is_cut(family: type[ToolFormat]) -
 
 @pytest.mark.sweep(12)
 @each_format
-def test_nothing_of_a_call_that_was_cut_off_is_content(family: type[ToolFormat]) -> None:
+def test_cut_tool_call_is_not_content(family: type[ToolFormat]) -> None:
     form = family()
     before = "" if form.name in ALONE else "I look.\n"
     text = before + form.write(CALLS)
@@ -116,7 +116,7 @@ def test_nothing_of_a_call_that_was_cut_off_is_content(family: type[ToolFormat])
 
 
 @each_format
-def test_calls_that_are_none_are_content(family: type[ToolFormat]) -> None:
+def test_invalid_calls_are_content(family: type[ToolFormat]) -> None:
     form = family()
     unknown = form.write([("rm", {"city": "Rome"})])
     begun = form.write([("get_weather", {})]).partition("get_weather")[0]
@@ -131,7 +131,7 @@ def test_calls_that_are_none_are_content(family: type[ToolFormat]) -> None:
 
 @pytest.mark.sweep(12)
 @each_format
-def test_garbage_is_read_the_same_way_however_it_is_cut(family: type[ToolFormat]) -> None:
+def test_garbage_is_parsed_equally_whole_and_by_character(family: type[ToolFormat]) -> None:
     form, rng = family(), random.Random(7)
     text = form.write(CALLS)
     words = [
@@ -162,7 +162,7 @@ PLAIN = {"city": 'Rö"me <b>', "days": 3, "deep": {"a": [1, "x"]}, "is_long": Fa
 
 @pytest.mark.sweep(8)
 @each_format
-def test_grammars_let_pass_what_a_family_writes(
+def test_grammars_accept_written_calls_and_enforce_schema(
     grammars_of: Callable[[type[ToolFormat]], Grammars], family: type[ToolFormat]
 ) -> None:
     grammars = grammars_of(family)
@@ -191,7 +191,7 @@ def test_grammars_let_pass_what_a_family_writes(
 
 @pytest.mark.sweep(4)
 @each_format
-def test_tools_that_are_not_strict_take_any_arguments(
+def test_open_parameter_schema_accepts_any_arguments(
     grammars_of: Callable[[type[ToolFormat]], Grammars], family: type[ToolFormat]
 ) -> None:
     grammars = grammars_of(family)
@@ -203,7 +203,7 @@ def test_tools_that_are_not_strict_take_any_arguments(
 
 
 @pytest.mark.parametrize("form", REASONING_FORMS, ids=lambda form: form.name)
-def test_calls_stand_behind_every_form_of_reasoning(form: ReasoningForm) -> None:
+def test_forced_call_follows_every_reasoning_form(form: ReasoningForm) -> None:
     family = HarmonyFormat if form.name == "openai_gptoss" else HermesFormat
     marks = [*family.markers, *(mark for mark in re.findall(r"[<\[]\S+?[>\]]", form.opens + form.closes))]
     grammars = Grammars("special", [*dict.fromkeys(marks)])
@@ -218,7 +218,7 @@ def test_calls_stand_behind_every_form_of_reasoning(form: ReasoningForm) -> None
         assert not grammars.accepts(behind, wrong), wrong
 
 
-def test_a_call_with_a_section_of_its_own_has_no_second_one_there() -> None:
+def test_gigachat3_section_contains_one_call() -> None:
     call = GigaChat3Format().write([("now", {})])
     text = call + '{"name": "now", "arguments": {}}'
     expected = [Part("call", "now"), Part("arguments", "{}"), Part("content", text.removeprefix(call))]
@@ -288,14 +288,14 @@ HARMONY = [
 
 
 @pytest.mark.parametrize(("text", "expected"), HARMONY)
-def test_messages_of_gpt_oss(text: str, expected: list[Part]) -> None:
+def test_gpt_oss_messages_are_parsed_at_every_cut(text: str, expected: list[Part]) -> None:
     assert read(HarmonyFormat(), [text]) == expected
     assert read(HarmonyFormat(), list(text)) == expected
     for cut in range(1, len(text)):
         assert read(HarmonyFormat(), [text[:cut], text[cut:]]) == expected, f"cut at {cut}"
 
 
-def test_answers_of_gpt_oss_are_told_apart_without_tools() -> None:
+def test_gpt_oss_reasoning_is_separated_without_tools() -> None:
     template = FakeChatTemplate("<|channel|>analysis<|message|>")
     answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
     options = {"chat_template": template}
@@ -350,7 +350,7 @@ SCHEMA: dict[str, Any] = {
         ("other", "[]", []),
     ],
 )
-def test_bare_arguments_have_the_types_of_their_schema(key: str, text: str, value: Any) -> None:
+def test_bare_arguments_get_schema_types(key: str, text: str, value: Any) -> None:
     form, function = Qwen3CoderFormat(), Function("now", SCHEMA)
     written = f"<tool_call>\n<function=now>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>"
     parser = form.parser([function])
@@ -359,7 +359,7 @@ def test_bare_arguments_have_the_types_of_their_schema(key: str, text: str, valu
 
 
 @pytest.mark.parametrize("text", ["[1, NaN]", "[" * 100_000, '["a', "['a' + 'b']", "<b>"])
-def test_a_list_with_a_slip_is_no_string(text: str) -> None:
+def test_malformed_list_argument_makes_call_content(text: str) -> None:
     written = f"<tool_call>\n<function=now>\n<parameter=list>\n{text}\n</parameter>\n</function>\n</tool_call>"
     parser = Qwen3CoderFormat().parser([Function("now", SCHEMA)])
     assert told(joined(parser.feed(written) + parser.finish())) == (written, [])
@@ -380,7 +380,7 @@ PYTHON = [
 
 
 @pytest.mark.parametrize(("text", "value"), PYTHON)
-def test_values_of_python(text: str, value: Any) -> None:
+def test_python_values_are_parsed(text: str, value: Any) -> None:
     whole = read(PythonicFormat(), [text])
     assert read(PythonicFormat(), list(text)) == whole
     assert valued(told(whole)[1]) == [("now", value)]
@@ -408,7 +408,7 @@ def test_values_of_python(text: str, value: Any) -> None:
         (GemmaFormat, '<|tool_call>call:now{a:"it " is"}<tool_call|>'),
     ],
 )
-def test_a_call_that_breaks_is_content(family: type[ToolFormat], text: str) -> None:
+def test_broken_call_is_content(family: type[ToolFormat], text: str) -> None:
     """So no tool runs with a part of its arguments."""
     whole = read(family(), [text])
     assert read(family(), list(text)) == whole
@@ -416,7 +416,7 @@ def test_a_call_that_breaks_is_content(family: type[ToolFormat], text: str) -> N
 
 
 @pytest.mark.parametrize("family", [each for each in FORMATS if issubclass(each, TaggedFormat)])
-def test_a_name_has_a_bound(family: type[ToolFormat]) -> None:
+def test_overlong_function_name_is_content(family: type[ToolFormat]) -> None:
     """A longer name is content, so a parser does not read it again from its beginning with every token."""
     form = family()
     before, _, _ = form.write([("get_weather", {})]).partition("get_weather")
@@ -442,7 +442,7 @@ CODE = [
 
 
 @pytest.mark.parametrize("text", CODE)
-def test_code_that_names_a_tool_is_content(text: str) -> None:
+def test_code_naming_tool_is_content(text: str) -> None:
     form = PythonicFormat()
     for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(1, len(text)))):
         parser = form.parser(SEARCHES)
@@ -450,7 +450,7 @@ def test_code_that_names_a_tool_is_content(text: str) -> None:
         assert parts == [Part("content", text)], pieces
 
 
-def test_grammars_leave_code_that_names_a_tool_alone() -> None:
+def test_pythonic_grammar_allows_code_naming_tool() -> None:
     grammars = Grammars("plain", [])
     grammar = PythonicFormat(grammars.spell).optional(SEARCHES, only_one=False)
     structure = StructuredOutputsParams(grammar=grammar)
@@ -480,13 +480,13 @@ CITY = template_probe.ARGUMENTS["city"]
         (f'{{"arguments": {PROBE}, "name": "{template_probe.NAME}"}}', LlamaFormat),
     ],
 )
-def test_a_template_that_writes_calls_in_a_way_of_its_own(written: str, expected: type[ToolFormat] | None) -> None:
+def test_unusual_template_call_selects_format_that_parses_it(written: str, expected: type[ToolFormat] | None) -> None:
     """The format is the one that reads the call with its arguments and has its marks in the text."""
     found = find_tool_format("auto", [written], written, lambda _: None)
     assert type(found) is (expected or GenericFormat)
 
 
-def test_grammars_write_truth_values_as_python_does() -> None:
+def test_python_grammars_require_capitalized_booleans() -> None:
     function = Function("f", {"properties": {"a": {"type": "boolean"}}, "required": ["a"]})
     for family in (LFM2Format, PythonicFormat):
         grammars = Grammars("plain", [*family.markers])
@@ -495,7 +495,7 @@ def test_grammars_write_truth_values_as_python_does() -> None:
         assert not grammars.accepts(forced, family().write([("f", {"a": True})]).replace("True", "true"))
 
 
-def test_a_list_within_text_may_have_all_optional_arguments() -> None:
+def test_pythonic_call_in_text_may_omit_optional_arguments() -> None:
     properties = {"a": {"type": "integer"}, "b": {"type": "integer"}}
     grammars = Grammars("plain", [*PythonicFormat.markers])
     form = PythonicFormat(grammars.spell)
@@ -507,7 +507,7 @@ def test_a_list_within_text_may_have_all_optional_arguments() -> None:
     assert not grammars.accepts(optional, "It is [f(b=2, a=1)]")
 
 
-def test_grammars_of_tags_name_the_arguments_of_an_open_schema() -> None:
+def test_tag_grammar_allows_only_declared_arguments() -> None:
     schema = {"properties": {"a": {"type": "string"}}, "additionalProperties": True}
     grammars = Grammars("plain", [*Qwen3CoderFormat.markers])
     form = Qwen3CoderFormat(grammars.spell)

@@ -64,7 +64,7 @@ def grammar_of(family: Any, parameters: dict[str, Any], grammars: Grammars) -> S
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", MERGES)
-def test_grammars_of_calls_merge_schemas(family: Any, name: str) -> None:
+def test_tool_call_grammars_enforce_merged_schemas(family: Any, name: str) -> None:
     parameters, right, wrong = MERGES[name]
     grammars = Grammars("added", list(family.markers))
     structure, form = grammar_of(family, parameters, grammars), family(grammars.spell)
@@ -74,7 +74,7 @@ def test_grammars_of_calls_merge_schemas(family: Any, name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", MERGES)
-def test_parsers_read_arguments_by_merged_schemas(family: Any, name: str) -> None:
+def test_parsers_type_arguments_by_merged_schemas(family: Any, name: str) -> None:
     parameters, right, _ = MERGES[name]
     for given in right:
         texts = {
@@ -86,7 +86,7 @@ def test_parsers_read_arguments_by_merged_schemas(family: Any, name: str) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_schema_that_contains_itself_has_a_grammar(family: Any) -> None:
+def test_recursive_schema_has_grammar(family: Any) -> None:
     node = {"properties": {"n": INTEGER, "next": {"$ref": "#/$defs/node"}}, "required": ["n"]}
     parameters = {"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", **node}}}
     grammars = Grammars("added", list(family.markers))
@@ -101,7 +101,7 @@ def test_a_schema_that_contains_itself_has_a_grammar(family: Any) -> None:
         grammar_of(family, loop, grammars)
 
 
-def test_many_options_are_one_schema_of_all_properties() -> None:
+def test_too_many_options_merge_into_one_schema() -> None:
     options = [{"properties": {f"p{index}": INTEGER, "kind": {"const": index}}} for index in range(MAX_OPTIONS + 1)]
     schema = {"type": "object", "anyOf": options}
     found, *others = alternatives(schema, schema)
@@ -112,7 +112,7 @@ def test_many_options_are_one_schema_of_all_properties() -> None:
     assert property_of(schema, "kind", schema) == {"anyOf": [{"const": index} for index in range(MAX_OPTIONS + 1)]}
 
 
-def test_more_members_than_the_limit_allow_anything() -> None:
+def test_too_many_allof_members_allow_any_key() -> None:
     def many(count: int) -> dict[str, Any]:
         return {"allOf": [{"properties": {f"p{index}": INTEGER}} for index in range(count)]}
 
@@ -120,7 +120,7 @@ def test_more_members_than_the_limit_allow_anything() -> None:
     assert known_keys(many(MAX_EXPANDED)) is None
 
 
-def test_merged_keywords_hold_together() -> None:
+def test_merged_schema_combines_keywords() -> None:
     members = [
         {"type": ["string", "number"], "minimum": 1, "required": ["a"], "pattern": "a", "enum": [1, 2, 3]},
         {"type": ["integer", "null"], "minimum": 3, "required": ["a", "b"], "pattern": "b", "enum": [3, 4, 2]},
@@ -149,7 +149,7 @@ BOTH = {"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "z$"}], "maxL
         ({**STRING, "pattern": "^[a-z]+$", "minLength": 2}, ["ab"], ["a", "aB"]),
     ],
 )
-def test_several_expressions_of_a_string_hold_together(
+def test_grammar_enforces_all_patterns_of_string(
     family: Any, kind: str, schema: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
     grammars = Grammars(kind, list(family.markers))
@@ -161,7 +161,7 @@ def test_several_expressions_of_a_string_hold_together(
 
 @pytest.mark.parametrize("family", TAGS)
 @pytest.mark.parametrize("pattern", [r"^(?!a.*b.*c)x", r"(a)\1", r"a(?<=b)c", "(unclosed", r"\p{Nothing}"])
-def test_a_refused_pattern_is_named_with_its_field_and_place(family: Any, pattern: str) -> None:
+def test_refused_pattern_error_names_field_and_path(family: Any, pattern: str) -> None:
     grammars = Grammars("added", list(family.markers))
     parameters = {"type": "object", "properties": {"a/b": {"allOf": [{"type": "string", "pattern": pattern}]}}}
     tools = [{"type": "function", "function": {"name": "pick", "parameters": parameters}}]

@@ -69,7 +69,7 @@ def in_call(tags: str) -> str:
         ("<free>" + "<item>" * 60 + "</item>" * 60 + "</free>", None),
     ],
 )  # fmt: skip
-def test_values_are_what_their_schema_says(tags: str, value: Any) -> None:
+def test_minimax_m3_nested_values_follow_schema(tags: str, value: Any) -> None:
     text = in_call(tags)
     whole = read(text)
     assert read(text, in_letters=True) == whole
@@ -92,7 +92,7 @@ def test_values_are_what_their_schema_says(tags: str, value: Any) -> None:
         f"{MARK}<list>1, 2",
     ],
 )
-def test_a_call_that_breaks_is_content(text: str) -> None:
+def test_broken_minimax_m3_call_is_content(text: str) -> None:
     written = in_call("").removesuffix(f"{MARK}</invoke>\n{MARK}</tool_call>") + text
     whole = read(written)
     assert read(written, in_letters=True) == whole
@@ -100,7 +100,7 @@ def test_a_call_that_breaks_is_content(text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "special"])
-def test_the_grammar_keeps_to_nested_schemas(kind: str) -> None:
+def test_minimax_m3_grammar_enforces_nested_schemas(kind: str) -> None:
     form = MiniMaxM3Format
     grammars = Grammars(kind, [*form.markers])
     forced = StructuredOutputsParams(grammar=form(grammars.spell).forced([FUNCTION], only_one=True))
@@ -117,7 +117,7 @@ def test_the_grammar_keeps_to_nested_schemas(kind: str) -> None:
         ({"type": "object"}, [{"b": "y"}, {}]),
     ],
 )
-def test_the_grammar_lets_every_type_of_a_value_pass(schema: dict[str, Any], values: list[Any]) -> None:
+def test_minimax_m3_grammar_accepts_every_allowed_type(schema: dict[str, Any], values: list[Any]) -> None:
     form = MiniMaxM3Format
     grammars = Grammars("plain", [*form.markers])
     function = Function("save", {"type": "object", "properties": {"value": schema}, "required": ["value"]})

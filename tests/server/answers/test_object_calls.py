@@ -26,7 +26,7 @@ def read(form: ToolFormat, *pieces: str, is_cut: bool = False) -> list[list[Part
 
 
 @pytest.mark.parametrize("family", [GigaChat3Format, OldGigaChat3Format])
-def test_each_call_has_marks_of_its_own(family: type[ToolFormat]) -> None:
+def test_gigachat3_calls_have_separate_markers(family: type[ToolFormat]) -> None:
     written = family().write([CALL, CALL])
     assert written.count(family().markers[0]) == 2
     calls = [part.text for part in read(family(), written)[0] if part.kind == "call"]
@@ -34,7 +34,7 @@ def test_each_call_has_marks_of_its_own(family: type[ToolFormat]) -> None:
 
 
 @pytest.mark.parametrize("blank", [" ", "\n", "\t\r\n  "])
-def test_blanks_may_stand_between_the_parts_of_a_keyed_object(blank: str) -> None:
+def test_apertus_call_accepts_blanks_between_parts(blank: str) -> None:
     parts = ["<|tools_prefix|>", "[", "{", '"bash"', ":", '{"cmd": "ls"}', "}", "]", "<|tools_suffix|>"]
     assert read(ApertusFormat(), blank.join(parts))[0] == CALL_PARTS
 
@@ -42,7 +42,7 @@ def test_blanks_may_stand_between_the_parts_of_a_keyed_object(blank: str) -> Non
 @pytest.mark.parametrize(
     "family", [each for each in FORMATS if each.__name__ not in WITHOUT_END], ids=lambda family: family.__name__
 )
-def test_a_call_is_emitted_as_soon_as_its_closing_mark_is_there(family: type[ToolFormat]) -> None:
+def test_call_is_emitted_at_closing_marker(family: type[ToolFormat]) -> None:
     ended, last = read(family(), family().write([CALL]))
     assert [part.text for part in ended if part.kind == "call"] == ["bash"]
     arguments = "".join(part.text for part in ended if part.kind == "arguments")
@@ -50,7 +50,7 @@ def test_a_call_is_emitted_as_soon_as_its_closing_mark_is_there(family: type[Too
     assert last == []
 
 
-def test_text_after_a_broken_call_with_marks_of_its_own_is_not_held_back() -> None:
+def test_text_after_broken_gigachat3_call_is_streamed() -> None:
     broken = '<|function_call|>{"name": "bash", "arguments": nothing} and'
     first, second, last = read(GigaChat3Format(), broken, f" more {GigaChat3Format().write([CALL])}")
     assert first == [Part("content", broken)]
@@ -59,13 +59,13 @@ def test_text_after_a_broken_call_with_marks_of_its_own_is_not_held_back() -> No
     assert last == []
 
 
-def test_the_beginning_of_a_mark_is_dropped_only_from_an_answer_that_was_cut_off() -> None:
+def test_partial_marker_is_dropped_only_from_cut_answer() -> None:
     begun = '<tool_call>{"name": "bash", "arguments": {"cmd": "ls"}}</tool'
     assert read(HermesFormat(), begun) == [CALL_PARTS, [Part("content", "</tool")]]
     assert read(HermesFormat(), begun, is_cut=True) == [CALL_PARTS, []]
 
 
-def test_a_replacement_character_within_a_mark_does_not_hold_text_back() -> None:
+def test_replacement_character_in_marker_releases_text() -> None:
     text = "a <tool_cal\ufffd and more"
     assert read(HermesFormat(), text)[0] == [Part("content", text)]
     assert read(HermesFormat(), "a <tool_cal\ufffd", is_cut=True) == [[Part("content", "a")], []]

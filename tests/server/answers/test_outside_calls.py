@@ -258,7 +258,9 @@ CALLS: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CALLS)
-def test_calls_of_outside(name: str, text: str, expected: list[tuple[str, dict[str, Any]]]) -> None:
+def test_llama_cpp_calls_parse_to_expected_arguments(
+    name: str, text: str, expected: list[tuple[str, dict[str, Any]]]
+) -> None:
     for family in (each for each in FORMATS if each.name == name):
         form = family()
         whole = [part for piece in ([text], text) for part in [read(form.parser(FUNCTIONS), piece)]]
@@ -324,7 +326,7 @@ REASONED: list[tuple[str, str, bool, str, str, list[tuple[str, dict[str, Any]]]]
 
 
 @pytest.mark.parametrize(("name", "text", "is_open", "reasoning", "content", "calls"), REASONED)
-def test_answers_of_outside_that_begin_with_reasoning(
+def test_llama_cpp_answers_with_reasoning_parse_equally_at_every_cut(
     name: str, text: str, is_open: bool, reasoning: str, content: str, calls: list[tuple[str, dict[str, Any]]]
 ) -> None:
     family = next(each for each in FORMATS if each.name == name)

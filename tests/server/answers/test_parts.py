@@ -92,7 +92,7 @@ HERMES = [
 
 
 @pytest.mark.parametrize(("text", "expected"), HERMES)
-def test_hermes(text: str, expected: list[Part]) -> None:
+def test_hermes_parser_splits_content_and_calls(text: str, expected: list[Part]) -> None:
     check_every_cut(lambda: HermesParser(NAMES), text, expected)
 
 
@@ -143,7 +143,7 @@ LLAMA = [
 
 
 @pytest.mark.parametrize(("text", "expected"), LLAMA)
-def test_llama(text: str, expected: list[Part]) -> None:
+def test_llama_parser_splits_content_and_calls(text: str, expected: list[Part]) -> None:
     check_every_cut(lambda: LlamaParser(NAMES), text, expected)
 
 
@@ -171,11 +171,11 @@ MISTRAL = [
 
 
 @pytest.mark.parametrize(("text", "expected"), MISTRAL)
-def test_mistral(text: str, expected: list[Part]) -> None:
+def test_mistral_parser_splits_content_and_calls(text: str, expected: list[Part]) -> None:
     check_every_cut(lambda: MistralParser(NAMES), text, expected)
 
 
-def test_only_the_first_call_where_one_is_wanted() -> None:
+def test_only_one_returns_first_call_only() -> None:
     text = f"<tool_call>{ADD}</tool_call><tool_call>{WEATHER}</tool_call>"
     check_every_cut(lambda: HermesParser(NAMES, only_one=True), text, call(0, "add", '{"a": 1, "b": -2.5e3}'))
 
@@ -197,12 +197,12 @@ REASONING = [
 
 
 @pytest.mark.parametrize(("text", "is_open", "expected"), REASONING)
-def test_reasoning(text: str, is_open: bool, expected: list[Part]) -> None:
+def test_reasoning_parser_splits_reasoning_and_content(text: str, is_open: bool, expected: list[Part]) -> None:
     check_every_cut(lambda: ReasoningParser(PlainParser(), is_open=is_open), text, expected)
 
 
 @pytest.mark.parametrize("form", REASONING_FORMS, ids=lambda form: form.name)
-def test_every_form_of_reasoning(form: ReasoningForm) -> None:
+def test_every_reasoning_form_splits_reasoning_content_and_call(form: ReasoningForm) -> None:
     def make(*, is_open: bool) -> AnswerParser:
         return ReasoningParser(HermesParser(NAMES), is_open=is_open, form=form)
 
@@ -214,13 +214,13 @@ def test_every_form_of_reasoning(form: ReasoningForm) -> None:
     check_every_cut(lambda: make(is_open=False), f"No. {text}"[: 4 + len(form.opens)], content(f"No. {form.opens}"))
 
 
-def test_reasoning_before_a_call() -> None:
+def test_tool_call_marker_inside_reasoning_is_text() -> None:
     text = f"<think>I call <tool_call>.</think>\n\n<tool_call>\n{ADD}\n</tool_call>"
     expected = [Part("reasoning", "I call <tool_call>."), *call(0, "add", '{"a": 1, "b": -2.5e3}')]
     check_every_cut(lambda: ReasoningParser(HermesParser(NAMES), is_open=False), text, expected)
 
 
-def test_random_arguments_come_as_they_were_written() -> None:
+def test_random_arguments_are_returned_verbatim() -> None:
     rng = random.Random(5)
 
     def value(depth: int) -> object:
@@ -260,7 +260,7 @@ CALLS: dict[str, tuple[type[ToolParser], str, str]] = {
 
 
 @pytest.mark.parametrize("family", CALLS)
-def test_nothing_of_a_call_that_was_cut_off_is_content(family: str) -> None:
+def test_truncated_call_never_appears_in_content(family: str) -> None:
     """Every cut is tried: in the opener, in the name, before the arguments, within them, and after them."""
     make, text, before = CALLS[family]
     whole = [("get_weather", ARGUMENTS), ("add", '{"a": 1, "b": -2.5e3}')]
@@ -302,7 +302,7 @@ CUT_OFF = [
 
 
 @pytest.mark.parametrize(("make", "text", "expected"), CUT_OFF)
-def test_what_is_left_of_an_answer_that_was_cut_off(make: type[ToolParser], text: str, expected: list[Part]) -> None:
+def test_truncated_answer_yields_expected_parts(make: type[ToolParser], text: str, expected: list[Part]) -> None:
     assert read(lambda: make(NAMES), [text], is_cut=True) == expected
     assert read(lambda: make(NAMES), list(text), is_cut=True) == expected
 
@@ -317,7 +317,7 @@ def test_what_is_left_of_an_answer_that_was_cut_off(make: type[ToolParser], text
         ("a <", False, content("a")),
     ],
 )
-def test_reasoning_that_was_cut_off(text: str, is_open: bool, expected: list[Part]) -> None:
+def test_truncated_reasoning_drops_incomplete_marker(text: str, is_open: bool, expected: list[Part]) -> None:
     def make() -> AnswerParser:
         return ReasoningParser(HermesParser(NAMES), is_open=is_open)
 
@@ -328,7 +328,7 @@ def test_reasoning_that_was_cut_off(text: str, is_open: bool, expected: list[Par
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("make", [HermesParser, LlamaParser, MistralParser])
-def test_garbage_is_read_to_its_end_the_same_way(make: type[HermesParser], part: int) -> None:
+def test_random_garbage_parses_equally_whole_and_by_character(make: type[HermesParser], part: int) -> None:
     rng = random.Random(f"7 {part}")
     words = [
         "<tool_call>",

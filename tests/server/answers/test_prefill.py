@@ -85,7 +85,7 @@ def headers_for(engine: Running) -> dict[str, str]:
 
 @every_route
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_route(
+def test_every_route_prefills_or_decodes_by_engine_role(
     engine: Running,
     taken: list[Request],
     path: str,
@@ -133,7 +133,7 @@ def test_every_route(
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (num_tokens, 0, num_tokens)
 
 
-def test_the_salt_and_the_deadline_are_those_of_the_request(engine: Running, taken: list[Request]) -> None:
+def test_kv_transfer_request_keeps_salt_priority_and_deadline(engine: Running, taken: list[Request]) -> None:
     body = {"prompt": "abc", "max_tokens": 2, "cache_salt": "pepper", "priority": 3}
     with engine.http() as http:
         http.post("/v1/completions", json=body, headers={**headers_for(engine), "X-Request-Timeout": "9"})
@@ -143,7 +143,9 @@ def test_the_salt_and_the_deadline_are_those_of_the_request(engine: Running, tak
     assert request.deadline - request.arrival_time < 9.1
 
 
-def test_where_kv_comes_from_reaches_the_engine_that_answers(engine: Running, taken: list[Request]) -> None:
+def test_kv_source_reaches_decode_engine_and_is_refused_by_prefill_engine(
+    engine: Running, taken: list[Request]
+) -> None:
     params = KVTransferParams("t-2", source="10.0.0.1:9000")
     with engine.http() as http:
         answer = http.post(
@@ -157,7 +159,7 @@ def test_where_kv_comes_from_reaches_the_engine_that_answers(engine: Running, ta
         assert [request.kv_transfer_params for request in taken] == [params]
 
 
-def test_it_is_told_which_part_an_engine_has(engine: Running) -> None:
+def test_model_info_reports_role_and_kv_transfer_port(engine: Running) -> None:
     with engine.http() as http:
         told = http.get("/model_info").json()
     assert (told["role"], told["kv_transfer_port"]) == (role_of(engine), 4711)
@@ -165,7 +167,7 @@ def test_it_is_told_which_part_an_engine_has(engine: Running) -> None:
     assert told["request_timeout"] == 1800.0
 
 
-def test_a_client_that_leaves_ends_a_prefill() -> None:
+def test_disconnect_aborts_prefill() -> None:
     headers = kv_transfer_headers(KVTransferParams("t", is_prefill=True))
     with run_server(engine_options={"role": "prefill"}) as running:
         running.executor.gate.clear()
@@ -176,7 +178,7 @@ def test_a_client_that_leaves_ends_a_prefill() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/generate", "/tokenize"])
-def test_an_engine_of_both_roles_takes_no_part(shared: Running, path: str) -> None:
+def test_engine_with_role_both_refuses_kv_transfer(shared: Running, path: str) -> None:
     with shared.http() as http:
         answer = http.post(path, json={}, headers=kv_transfer_headers(KVTransferParams("t")))
         assert answer.status_code == (422 if path == "/generate" else 400)

@@ -36,7 +36,7 @@ def called(text: str, pieces: list[str] | None = None) -> Any:
         (r"\U0010ffff\ud7ff\ue000", "\U0010ffff\ud7ff\ue000"),
     ],
 )
-def test_an_escape_is_its_character_however_it_is_cut(written: str, value: str) -> None:
+def test_escapes_decode_equally_whole_and_by_character(written: str, value: str) -> None:
     text = f"[say(a='{written}')]"
     for pieces in ([text], [*text]):
         assert json.loads(called(text, pieces)) == {"a": value}
@@ -46,7 +46,7 @@ def test_an_escape_is_its_character_however_it_is_cut(written: str, value: str) 
     "written",
     [r"\ud83e", r"\ud83ex", r"\ud83eA", r"\udc00", r"\ud800\ue000", r"\ud800\udbff"],
 )
-def test_no_half_of_a_character_is_told(written: str) -> None:
+def test_lone_surrogate_never_reaches_arguments(written: str) -> None:
     arguments = called(f"[say(a='{written}')]")
     if arguments is not None:
         arguments.encode()  # raises for half of a surrogate pair
@@ -62,7 +62,7 @@ FORMATS = [
 
 @pytest.mark.parametrize(("family", "opens", "closes"), FORMATS)
 @pytest.mark.parametrize("quote", ["'", '"'])
-def test_a_line_feed_in_a_string_of_one_line_is_repaired(
+def test_raw_line_feed_in_quoted_string_is_escaped(
     family: type[PythonFormat], opens: str, closes: str, quote: str
 ) -> None:
     text = f"{opens}say(a={quote}x\n\\n\r\ny{quote}, b=['c\nd']){closes}"
@@ -74,7 +74,7 @@ def test_a_line_feed_in_a_string_of_one_line_is_repaired(
 
 
 @pytest.mark.parametrize("inner", ["say(a='x\n, b='y')", "say(a='x)\n", "say(a='x\nsay(a='y')"])
-def test_a_string_without_its_last_quote_is_no_call(inner: str) -> None:
+def test_unterminated_string_is_no_call(inner: str) -> None:
     text = f"<function_calls>{inner}</function_calls>\n<function_calls>say(a='z')</function_calls>"
     parser = OLMo3Format().parser(FUNCTIONS)
     parts = joined(parser.feed(text) + parser.finish())
@@ -94,7 +94,7 @@ def test_a_string_without_its_last_quote_is_no_call(inner: str) -> None:
         ("a=", "{"),
     ],
 )
-def test_a_string_that_is_cut_off_is_told_as_far_as_it_came(written: str, arguments: str) -> None:
+def test_truncated_string_argument_is_reported_up_to_cut(written: str, arguments: str) -> None:
     text = f"[say({written}"
     for pieces in ([text], [*text]):
         parser = PythonicFormat().parser(FUNCTIONS)

@@ -34,9 +34,9 @@ def read(*pieces: tuple[str, list[int]], end_id: int | None = END) -> AnswerRead
         ([("<think>Hm.</think>", [1, END]), ("Yes", [4]), (".", [END, 5])], 2),
     ],
 )
-def test_tokens_of_reasoning_count_up_to_its_end(pieces: Any, expected: int) -> None:
+def test_reasoning_tokens_count_up_to_end_token(pieces: Any, expected: int) -> None:
     assert read(*pieces).num_reasoning_tokens == expected
 
 
-def test_without_a_token_for_its_end_none_is_counted() -> None:
+def test_no_reasoning_tokens_are_counted_without_end_token() -> None:
     assert read(("<think>Hm.</think>Yes.", [1, 2, 3, 4]), end_id=None).num_reasoning_tokens == 0

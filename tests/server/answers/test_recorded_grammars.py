@@ -15,12 +15,12 @@ RECORDED = dict(line.split(": ") for line in (Path(__file__).parent / "grammars.
 
 
 @pytest.mark.parametrize("name", recorded_grammars.FORMS)
-def test_grammars_are_those_that_were_recorded(name: str) -> None:
+def test_tool_grammars_match_recorded_checksums(name: str) -> None:
     """After a change on purpose, record anew: see `recorded_grammars`."""
     found = recorded_grammars.checksums(name)
     assert found == {key: RECORDED[key] for key in found}
 
 
-def test_every_format_is_recorded_with_all_functions() -> None:
+def test_every_tool_format_has_recorded_checksums() -> None:
     assert len(RECORDED) == len(recorded_grammars.FORMS) * 2 * (len(recorded_grammars.SCHEMAS) + 1)
     assert len(set(RECORDED.values())) > len(RECORDED) / 3

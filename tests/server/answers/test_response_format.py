@@ -26,7 +26,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"type": "json_object", "value": SCHEMA}, StructuredOutputsParams(json=SCHEMA)),
     ],
 )
-def test_forms(given: dict[str, Any] | None, expected: StructuredOutputsParams | None) -> None:
+def test_response_format_becomes_structured_outputs(
+    given: dict[str, Any] | None, expected: StructuredOutputsParams | None
+) -> None:
     assert read_response_format(given) == expected
 
 
@@ -42,7 +44,7 @@ def test_forms(given: dict[str, Any] | None, expected: StructuredOutputsParams |
         ({"type": "json_object", "schema": []}, r"schema must be a JSON schema"),
     ],
 )
-def test_what_is_no_form_is_refused(given: Any, message: str) -> None:
+def test_invalid_response_format_is_refused(given: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         read_response_format(given)
     assert caught.value.parameter == "response_format"

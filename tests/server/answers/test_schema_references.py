@@ -32,5 +32,5 @@ ALL = {"null", "boolean", "integer", "number", "string", "array", "object"}
         ("a~1b/type", ALL),
     ],
 )
-def test_a_reference_names_a_key_by_its_escaped_name(pointer, types):
+def test_schema_reference_resolves_as_json_pointer(pointer, types):
     assert types_of({"$ref": f"#/$defs/{pointer}"}, ROOT) == types

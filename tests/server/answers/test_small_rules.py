@@ -52,7 +52,7 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": SAVE.para
         (["string", "integer"], "{'a': 1}", "\"{'a': 1}\""),
     ],
 )
-def test_text_is_read_by_the_types_that_it_may_have(kinds: list[str], text: str, expected: str | None) -> None:
+def test_argument_text_is_converted_by_schema_types(kinds: list[str], text: str, expected: str | None) -> None:
     schema = {"type": kinds}
     assert value_text(text, schema, schema) == expected
 
@@ -60,12 +60,12 @@ def test_text_is_read_by_the_types_that_it_may_have(kinds: list[str], text: str,
 @pytest.mark.parametrize(
     ("kinds", "text"), [(["integer"], "x {"), (["array"], "[1, 2"), (["object"], "{a"), (["null"], "<b>")]
 )
-def test_text_with_brackets_that_is_no_value_has_a_slip(kinds: list[str], text: str) -> None:
+def test_malformed_argument_value_raises_unreadable_error(kinds: list[str], text: str) -> None:
     with pytest.raises(UnreadableError):
         value_text(text, {"type": kinds}, {})
 
 
-def test_a_property_of_equal_alternatives_has_one_schema() -> None:
+def test_equal_any_of_alternatives_merge_to_one_property_schema() -> None:
     options = {"anyOf": [{"properties": {"a": STRING}}, {"properties": {"a": dict(STRING)}}]}
     assert property_of(options, "a", options) == STRING
     others = {"anyOf": [{"properties": {"a": STRING}}, {"properties": {"a": {"type": "null"}}}]}
@@ -73,7 +73,7 @@ def test_a_property_of_equal_alternatives_has_one_schema() -> None:
     assert property_of(others, "b", others) == {}
 
 
-def test_a_part_of_a_schema_may_be_as_long_as_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schema_longer_than_max_grammar_chars_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     schema = {"type": "string", "description": "x" * 50}
     length = len(argument_values.json_of(schema, schema))
     monkeypatch.setattr(argument_values, "MAX_GRAMMAR_CHARS", length)
@@ -83,7 +83,7 @@ def test_a_part_of_a_schema_may_be_as_long_as_a_grammar(monkeypatch: pytest.Monk
         argument_values.json_of(schema, schema)
 
 
-def test_a_reference_to_another_document_stays_as_it_is() -> None:
+def test_external_schema_reference_is_kept_verbatim() -> None:
     schema = {"$ref": "other.json#/a"}
     written = argument_values.json_of(schema, {"other.json#": {"a": STRING}, **schema})
     assert '"$ref": "other.json#/a"' in written
@@ -92,7 +92,7 @@ def test_a_reference_to_another_document_stays_as_it_is() -> None:
 # --- parts of an answer -----------------------------------------------------------------------------------------------
 
 
-def test_parts_are_joined_in_order_and_empty_ones_dropped() -> None:
+def test_adjacent_parts_are_joined_and_empty_parts_dropped() -> None:
     one = [Part("content", "a", start=3)]
     assert joined(one) == one
     assert joined(one) is not one
@@ -102,7 +102,7 @@ def test_parts_are_joined_in_order_and_empty_ones_dropped() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_parts_say_where_in_the_text_they_begin(size: int) -> None:
+def test_parts_record_start_offset_in_text(size: int) -> None:
     text = "  <think>\nab c</think>\n\nxyz"
     parser = ReasoningParser(PlainParser(), is_open=False)
     parts = [part for start in range(0, len(text), size) for part in parser.feed(text[start : start + size])]
@@ -111,7 +111,7 @@ def test_parts_say_where_in_the_text_they_begin(size: int) -> None:
     assert all(text[part.start :].startswith(part.text) for part in parts)
 
 
-def test_reasoning_that_was_cut_off_begins_where_it_stands() -> None:
+def test_truncated_reasoning_records_start_offset() -> None:
     parser = ReasoningParser(PlainParser(), is_open=True)
     assert parser.feed("\n ab </thi") == [Part("reasoning", "ab", start=2)]
     assert parser.finish(is_cut=True) == []
@@ -134,11 +134,11 @@ def test_reasoning_that_was_cut_off_begins_where_it_stands() -> None:
         ("[" + " " * 99 + "{", False),
     ],
 )
-def test_heads_may_have_a_few_blanks_within(text: str, expected: bool | None) -> None:
+def test_heads_match_with_few_inner_blanks(text: str, expected: bool | None) -> None:
     assert Heads(["[{", "<a>"]).stand_at("12" + text, 2) is expected
 
 
-def test_a_form_of_reasoning_is_found_by_its_own_mark_only() -> None:
+def test_auto_reasoning_form_is_detected_by_its_marker() -> None:
     assert find_reasoning_form("auto", ["no marks at all"]) is None
     assert find_reasoning_form("auto", []) is None
     for form in REASONING_FORMS:
@@ -156,7 +156,7 @@ def allowed(tools: Any, mode: Any = "auto") -> Toolbox:
     return read_chat_tools(TOOLS, choice, None, HermesFormat())
 
 
-def test_allowed_tools_are_named_by_texts() -> None:
+def test_allowed_tools_require_function_names_and_valid_mode() -> None:
     named = {"type": "function", "function": {"name": "save"}}
     assert [each.name for each in allowed([named]).functions] == ["save"]
     unnamed = {"type": "function", "function": {"name": 5}}
@@ -176,7 +176,7 @@ def test_allowed_tools_are_named_by_texts() -> None:
         ({"type": "function", "function": {"name": "save"}}, True, True),
     ],
 )
-def test_a_named_tool_is_called_once(choice: Any, parallel: bool, is_one: bool) -> None:
+def test_named_tool_choice_permits_one_call(choice: Any, parallel: bool, is_one: bool) -> None:
     toolbox = read_chat_tools(TOOLS, choice, parallel, HermesFormat())
     structure = toolbox.structure(None)
     assert structure is not None
@@ -185,7 +185,7 @@ def test_a_named_tool_is_called_once(choice: Any, parallel: bool, is_one: bool) 
     assert str(structure.grammar).splitlines()[:2] == starts[0] != starts[1]
 
 
-def test_messages_are_copied_for_a_model_without_tools() -> None:
+def test_template_input_without_tools_copies_messages() -> None:
     messages = [{"role": "user", "content": "x"}]
     shown, tools = Toolbox.make([], None, Choice("none"), parallel=None).template_input(messages, None)
     assert (shown, tools) == (messages, None)
@@ -200,7 +200,7 @@ def form(tool_format: Any = None, reasoning: Any = None, frame: Any = None) -> A
     return AnswerForm(toolbox, reasoning, frame=frame)
 
 
-def test_an_answer_is_plain_if_nothing_is_to_be_told_apart() -> None:
+def test_answer_form_without_tools_reasoning_or_frame_is_plain() -> None:
     reasoning = REASONING_FORMS[0]
     assert form().is_plain
     assert not form(reasoning=reasoning).is_plain
@@ -208,7 +208,7 @@ def test_an_answer_is_plain_if_nothing_is_to_be_told_apart() -> None:
     assert not form(frame=HarmonyFormat()).is_plain
 
 
-def test_several_calls_are_read_unless_only_one_is_wanted() -> None:
+def test_every_format_parses_several_calls_unless_only_one() -> None:
     assert HarmonyFormat.takes_one
     for family in FORMATS:
         calls: list[tuple[str, dict[str, Any]]] = [("save", {"path": "a"}), ("save", {"path": "b"})]
@@ -221,7 +221,7 @@ def test_several_calls_are_read_unless_only_one_is_wanted() -> None:
 
 
 @pytest.mark.parametrize("has_template", [False, True])
-def test_templates_are_looked_at_only_if_the_model_has_one(has_template: bool) -> None:
+def test_answer_style_is_detected_only_with_chat_template(has_template: bool) -> None:
     inputs = SimpleNamespace(
         has_chat_template=has_template,
         chat_templates=["<tool_call> </think>"],
@@ -235,7 +235,7 @@ def test_templates_are_looked_at_only_if_the_model_has_one(has_template: bool) -
     )
 
 
-def test_a_long_answer_is_read_whole_and_once() -> None:
+def test_long_answer_is_returned_complete_without_duplicates() -> None:
     text = "".join(map(str, range(2500)))
     assert len(text) > 2 * 4096
     for each in (form(), form(HermesFormat())):
@@ -243,7 +243,7 @@ def test_a_long_answer_is_read_whole_and_once() -> None:
         assert "".join(part.text for part in AnswerReader(each).read(completion)) == text  # type: ignore[arg-type]
 
 
-def test_formats_with_marks_around_content_are_read_without_tools_as_well() -> None:
+def test_formats_that_frame_content_are_listed() -> None:
     framing = {each.name for each in FORMATS if each.frames_content}
     assert framing == {"functionary_v3_2", "kimi_k3", "muse_glimmer", "openai", "solar_open"}
 
@@ -264,7 +264,7 @@ async def collect(at_once: int, num_streams: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("at_once", "num_streams"), [(2, 3), (5, 3), (1, 4)])
-def test_as_many_streams_run_at_once_as_there_are_places(at_once: int, num_streams: int) -> None:
+def test_merged_outputs_run_at_most_at_once_streams(at_once: int, num_streams: int) -> None:
     assert sorted(asyncio.run(collect(at_once, num_streams))) == sorted([0, 1] * num_streams)
 
 
@@ -275,20 +275,20 @@ def test_as_many_streams_run_at_once_as_there_are_places(at_once: int, num_strea
     ("escape", "is_half"),
     [("\\ud83d", True), ("\\uDBff", True), ("\\udc00", False), ("\\u0041", False), ("\\ud8", False), ("\\n", False)],
 )
-def test_half_of_a_pair_of_surrogates_waits_for_the_other(escape: str, is_half: bool) -> None:
+def test_high_surrogate_escape_is_incomplete(escape: str, is_half: bool) -> None:
     assert generic_calls._is_half(escape) is is_half
 
 
 # --- grammars ---------------------------------------------------------------------------------------------------------
 
 
-def test_calls_of_kimi_k3_are_numbered_from_one() -> None:
+def test_kimi_k3_numbers_calls_from_one() -> None:
     calls: list[tuple[str, dict[str, Any]]] = [("save", {"path": "a"}), ("save", {"path": "b"})]
     written = KimiK3Format().write(calls)
     assert [written.count(f'index="{index}"') for index in range(4)] == [0, 1, 1, 0]
 
 
-def test_an_argument_of_kimi_k3_may_have_one_kind_only() -> None:
+def test_kimi_k3_grammar_fixes_argument_type() -> None:
     for kind, types in (("string", ["string"]), ("integer", ["number"]), ("boolean", ["boolean"])):
         function = Function("f", {"type": "object", "properties": {"a": {"type": kind}}, "required": ["a"]})
         grammar = KimiK3Format().forced([function], only_one=True)
@@ -296,14 +296,14 @@ def test_an_argument_of_kimi_k3_may_have_one_kind_only() -> None:
         assert head.partition('type=\\"" (')[2].partition(")")[0] == " | ".join(f'"{each}"' for each in types)
 
 
-def test_a_comment_names_patterns_only() -> None:
+def test_schema_comment_is_written_only_for_patterns() -> None:
     plain = Function("f", {"type": "object", "properties": {"a": STRING}})
     assert argument_values.schema_comment(plain) == ""
     told = Function("f", {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}})
     assert argument_values.schema_comment(told).startswith("// ")
 
 
-def test_a_pattern_that_looks_ahead_is_named() -> None:
+def test_lookahead_error_quotes_pattern() -> None:
     error = argument_values.LookaheadError("(?=a)b")
     assert str(error) == (
         "the pattern `(?=a)b` looks ahead, and this model's form of calls cannot check that: write it without"
@@ -311,7 +311,7 @@ def test_a_pattern_that_looks_ahead_is_named() -> None:
     assert len(str(argument_values.LookaheadError("x" * 999))) < 400
 
 
-def test_alternatives_without_arguments_are_empty_rules() -> None:
+def test_any_of_alternative_without_arguments_is_empty_grammar_rule() -> None:
     options = {"anyOf": [{"type": "object", "properties": {"a": STRING}}, {"type": "object", "properties": {}}]}
     function = Function("f", {**options, "additionalProperties": False})
     grammar = Qwen3CoderFormat().forced([function], only_one=True)
@@ -320,7 +320,7 @@ def test_alternatives_without_arguments_are_empty_rules() -> None:
 
 
 @pytest.mark.parametrize("starts_after", [None, "</other>"])
-def test_a_structure_begins_after_reasoning_unless_it_begins_elsewhere(starts_after: str | None) -> None:
+def test_structure_starts_after_reasoning_unless_starts_after_is_set(starts_after: str | None) -> None:
     structure = StructuredOutputsParams(regex="a+", starts_after=starts_after)
     reasoning = REASONING_FORMS[0]
     applied = form(reasoning=reasoning).applied_to(SamplingParams(structured_outputs=structure)).structured_outputs
@@ -331,7 +331,7 @@ def test_a_structure_begins_after_reasoning_unless_it_begins_elsewhere(starts_af
 
 
 @pytest.mark.parametrize(("recipient", "kind"), [("self", "reasoning"), ("user", "content")])
-def test_messages_to_reserved_recipients_are_no_calls(recipient: str, kind: str) -> None:
+def test_messages_to_self_or_user_are_not_calls(recipient: str, kind: str) -> None:
     parser = MuseGlimmerFormat().parser([Function(recipient, {})])
     text = f"<|start|>assistant to={recipient}<|message|>hello<|eom|>"
     assert [(part.kind, part.text) for part in joined(parser.feed(text) + parser.finish())] == [(kind, "hello")]

@@ -26,7 +26,7 @@ def template(*, tells_tools: bool = True, takes_calls: bool = True, takes_any: b
     return render
 
 
-def test_a_call_is_what_follows_the_question() -> None:
+def test_probe_extracts_prompt_and_call_from_template() -> None:
     probe = TemplateProbe.of(template())
     assert probe.prompt == f"tools: {NAME}\nuser: Question\nassistant: "
     assert probe.call == f"assistant: <{NAME}>\n"
@@ -34,13 +34,13 @@ def test_a_call_is_what_follows_the_question() -> None:
     assert probe.shows_tools
 
 
-def test_a_template_may_tell_of_no_tools() -> None:
+def test_probe_detects_template_without_tools() -> None:
     probe = TemplateProbe.of(template(tells_tools=False))
     assert probe.prompt == "user: Question\nassistant: "
     assert not probe.shows_tools
 
 
-def test_a_template_may_refuse_calls_or_anything() -> None:
+def test_probe_accepts_template_that_raises() -> None:
     probe = TemplateProbe.of(template(takes_calls=False))
     assert (probe.call, probe.texts) == (None, [probe.prompt])
     assert probe.shows_tools
@@ -48,7 +48,7 @@ def test_a_template_may_refuse_calls_or_anything() -> None:
     assert (probe.prompt, probe.call, probe.texts, probe.shows_tools) == (None, None, [], False)
 
 
-def test_a_style_is_told_in_a_line() -> None:
+def test_answer_style_summary_is_one_line() -> None:
     blind = " (the chat template tells the model of no tools)"
     assert AnswerStyle().summary == "tool calls: not known; reasoning: none"
     assert AnswerStyle(HermesFormat()).summary == f"tool calls: {HermesFormat.name}{blind}; reasoning: none"

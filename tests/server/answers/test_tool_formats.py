@@ -57,7 +57,7 @@ each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: fam
 
 
 @each_family
-def test_forced_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
+def test_forced_grammar_accepts_only_valid_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
     one, two, wrong = FAMILIES[family]
     for only_one in (False, True):
         structure = StructuredOutputsParams(grammar=family(grammars.spell).forced(FUNCTIONS, only_one=only_one))
@@ -68,7 +68,7 @@ def test_forced_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
 
 
 @each_family
-def test_optional_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
+def test_optional_grammar_accepts_text_or_valid_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
     one, two, wrong = FAMILIES[family]
     for only_one in (False, True):
         structure = StructuredOutputsParams(grammar=family(grammars.spell).optional(FUNCTIONS, only_one=only_one))
@@ -80,7 +80,7 @@ def test_optional_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
         assert not grammars.accepts(structure, "I look.\n" + wrong)
 
 
-def test_only_strict_tools_keep_to_their_schemas(grammars: Grammars) -> None:
+def test_only_strict_tools_are_limited_to_their_schemas(grammars: Grammars) -> None:
     """OpenAI's `strict` applies to one tool only: the schemas of the other tools may have no grammar."""
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     odd = {"type": "object", "properties": {"zone": {"type": "string", "pattern": "(?<=a)b"}}, "required": ["zone"]}
@@ -100,7 +100,7 @@ def test_only_strict_tools_keep_to_their_schemas(grammars: Grammars) -> None:
 
 
 @each_family
-def test_calls_or_json(grammars: Grammars, family: type[ToolFormat]) -> None:
+def test_grammar_accepts_call_or_json_content(grammars: Grammars, family: type[ToolFormat]) -> None:
     one, _, wrong = FAMILIES[family]
     schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
     structure = StructuredOutputsParams(grammar=family(grammars.spell).or_content(FUNCTIONS, schema, only_one=False))
@@ -111,7 +111,7 @@ def test_calls_or_json(grammars: Grammars, family: type[ToolFormat]) -> None:
 
 
 @each_family
-def test_parsers_read_what_grammars_let_pass(family: type[ToolFormat]) -> None:
+def test_parsers_read_calls_that_grammars_accept(family: type[ToolFormat]) -> None:
     one, two, _ = FAMILIES[family]
     for text, names in ((one, ["weather"]), (two, ["weather", "now"])):
         parser = family().parser(FUNCTIONS)
@@ -132,7 +132,9 @@ def test_parsers_read_what_grammars_let_pass(family: type[ToolFormat]) -> None:
         ({"grammar": 'root ::= "a" "b"'}, "ab"),
     ],
 )
-def test_a_structure_that_starts_after_a_text(grammars: Grammars, structure: dict[str, Any], text: str) -> None:
+def test_structure_applies_only_after_starts_after_text(
+    grammars: Grammars, structure: dict[str, Any], text: str
+) -> None:
     behind = StructuredOutputsParams(**structure, starts_after="</think>")
     for free in ("</think>", "Hm, {<th\n\n狐</think>\n\n", "a </thi </think> "):
         assert grammars.accepts(behind, free + text), free
@@ -141,7 +143,7 @@ def test_a_structure_that_starts_after_a_text(grammars: Grammars, structure: dic
 
 
 @each_family
-def test_reasoning_before_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
+def test_grammar_accepts_reasoning_before_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
     """A call within the reasoning is text."""
     one, _, wrong = FAMILIES[family]
     style = family(grammars.spell)
@@ -155,7 +157,7 @@ def test_reasoning_before_calls(grammars: Grammars, family: type[ToolFormat]) ->
 
 
 @each_family
-def test_markers_that_are_tokens_are_written_as_such(grammars: Grammars, family: type[ToolFormat]) -> None:
+def test_markers_with_token_are_refused_as_letters(grammars: Grammars, family: type[ToolFormat]) -> None:
     """Parsers read text, so a marker in letters would begin a call that no grammar has checked."""
     one, _, wrong = FAMILIES[family]
     style = family(grammars.spell)
@@ -173,7 +175,7 @@ def test_markers_that_are_tokens_are_written_as_such(grammars: Grammars, family:
     assert not grammars.accepts(thought, "<th</think>b</think>a")
 
 
-def test_llamas_tag_before_calls(grammars: Grammars) -> None:
+def test_llama_python_tag_token_may_precede_call(grammars: Grammars) -> None:
     style = LlamaFormat(grammars.spell)
     for grammar in (style.forced(FUNCTIONS, only_one=True), style.optional(FUNCTIONS, only_one=True)):
         structure = StructuredOutputsParams(grammar=grammar)
@@ -182,7 +184,7 @@ def test_llamas_tag_before_calls(grammars: Grammars) -> None:
             assert not grammars.accepts(structure, begin + WRONG.replace("arguments", "parameters"), in_letters=True)
 
 
-def test_objects_that_describe_a_tool_are_text_of_llamas(grammars: Grammars) -> None:
+def test_llama_grammar_accepts_tool_description_objects_as_text(grammars: Grammars) -> None:
     structure = StructuredOutputsParams(grammar=LlamaFormat(grammars.spell).optional(FUNCTIONS, only_one=False))
     for text in ('{"name": "weather", "cost": 1}', '{"name": "now", "description": "tells", "parameters": {"a": 1}}'):
         assert grammars.accepts(structure, "They are: " + text), text
@@ -191,7 +193,7 @@ def test_objects_that_describe_a_tool_are_text_of_llamas(grammars: Grammars) -> 
         assert not grammars.accepts(structure, f'I look: {{"name": "now", {arguments}}}'), arguments
 
 
-def test_a_text_that_markers_have_may_stand_in_a_schema(grammars: Grammars) -> None:
+def test_schema_may_contain_marker_text_in_letters_only(grammars: Grammars) -> None:
     """It is allowed in letters only. The grammar must not offer the marker's token, which is not part of any text."""
     for marker in ("<think>", "<tool_call>", "<|endoftext|>"):
         quoted = json.dumps(marker)
@@ -209,7 +211,7 @@ def test_a_text_that_markers_have_may_stand_in_a_schema(grammars: Grammars) -> N
                 assert not grammars.accepts(StructuredOutputsParams(**structure), quoted)
 
 
-def test_thoughts_may_name_every_token_but_ends(grammars: Grammars) -> None:
+def test_reasoning_may_contain_every_token_except_eos(grammars: Grammars) -> None:
     structure = StructuredOutputsParams(regex="a", starts_after="</think>", free_from="<think>")
     assert grammars.accepts(structure, "<think>I <more> <tool_call> </tool_call><think>!\n</think>a")
     assert grammars.accepts(structure, "\n<think></think>\n\na")
@@ -219,7 +221,7 @@ def test_thoughts_may_name_every_token_but_ends(grammars: Grammars) -> None:
 
 
 @pytest.mark.parametrize("free_from", [None, "<think>"])
-def test_blanks_before_a_structure_are_few(grammars: Grammars, free_from: str | None) -> None:
+def test_grammar_limits_blanks_before_structure(grammars: Grammars, free_from: str | None) -> None:
     """Otherwise a small model fills its answer with blanks up to the token limit."""
     structure = StructuredOutputsParams(json=CITY, starts_after="</think>", free_from=free_from)
     begin = f"{free_from or ''}Hm.</think>"
@@ -234,7 +236,7 @@ def test_blanks_before_a_structure_are_few(grammars: Grammars, free_from: str | 
 @pytest.mark.parametrize(
     "wanted", [{"choice": ["yes", "no"]}, {"regex": "yes|no"}, {"grammar": 'root ::= "yes" | "no"'}], ids=str
 )
-def test_an_answer_without_reasoning_is_the_structure_alone(grammars: Grammars, wanted: dict[str, Any]) -> None:
+def test_structure_without_reasoning_allows_no_surrounding_blanks(grammars: Grammars, wanted: dict[str, Any]) -> None:
     """A client compares the content with its choices, so blanks around it would be wrong."""
     structure = StructuredOutputsParams(**wanted, starts_after="</think>", free_from="<think>")
     assert grammars.accepts(structure, "yes")
@@ -245,7 +247,7 @@ def test_an_answer_without_reasoning_is_the_structure_alone(grammars: Grammars, 
 
 
 @each_family
-def test_blanks_before_text_are_few(grammars: Grammars, family: type[ToolFormat]) -> None:
+def test_optional_grammar_limits_leading_blank_lines(grammars: Grammars, family: type[ToolFormat]) -> None:
     structure = StructuredOutputsParams(grammar=family(grammars.spell).optional(FUNCTIONS, only_one=False))
     for count in range(1, 7):
         is_accepted = grammars.accepts(structure, "\n" * count + "Hello.\n\n\n\n\n\nYes.")
@@ -253,7 +255,7 @@ def test_blanks_before_text_are_few(grammars: Grammars, family: type[ToolFormat]
     assert grammars.accepts(structure, "Hello.\n\n\n\n\n\nYes.")
 
 
-def test_ids_and_rows_need_not_be_as_many(grammars: Grammars) -> None:
+def test_grammar_mask_works_if_vocabulary_and_logit_sizes_differ(grammars: Grammars) -> None:
     """Some tokenizers have ids without a row in the model, and most models have rows without an id."""
     structures = [
         StructuredOutputsParams(json=CITY),
@@ -275,7 +277,7 @@ def test_ids_and_rows_need_not_be_as_many(grammars: Grammars) -> None:
 @pytest.mark.parametrize(
     "parameters", [{"properties": {"days": {}}, "additionalProperties": True}, {"description": "anything"}, {}]
 )
-def test_arguments_are_an_object_whatever_a_schema_leaves_out(grammars: Grammars, parameters: dict[str, Any]) -> None:
+def test_arguments_must_be_object_if_schema_omits_type(grammars: Grammars, parameters: dict[str, Any]) -> None:
     function, _ = read_function({"name": "weather", "parameters": parameters}, "tools[0]")
     structure = StructuredOutputsParams(grammar=HermesFormat(grammars.spell).forced([function], only_one=True))
     call = '<tool_call>\n{"name": "weather", "arguments": ARGUMENTS}\n</tool_call>'
@@ -284,7 +286,7 @@ def test_arguments_are_an_object_whatever_a_schema_leaves_out(grammars: Grammars
         assert not grammars.accepts(structure, call.replace("ARGUMENTS", wrong))
 
 
-def test_what_only_people_read_is_no_part_of_a_grammar() -> None:
+def test_grammar_omits_titles_descriptions_defaults_and_examples() -> None:
     schema = {
         "type": "object",
         "description": "hush " * 99,
@@ -308,7 +310,7 @@ def test_what_only_people_read_is_no_part_of_a_grammar() -> None:
     assert fields["required"] == ["description", "title"]
 
 
-def test_where_a_structure_starts_is_checked() -> None:
+def test_free_from_and_starts_after_are_validated() -> None:
     with pytest.raises(RequestError, match="free_from"):
         StructuredOutputsParams(regex="a", free_from="<think>")
     with pytest.raises(RequestError, match="starts_after"):
@@ -317,6 +319,6 @@ def test_where_a_structure_starts_is_checked() -> None:
         StructuredOutputsParams(starts_after="</think>")
 
 
-def test_ids_that_mistrals_templates_take() -> None:
+def test_mistral_call_ids_have_nine_alphanumeric_characters() -> None:
     assert len(MistralFormat().new_call_id()) == 9
     assert MistralFormat().new_call_id().isalnum()

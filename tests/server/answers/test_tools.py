@@ -82,7 +82,7 @@ def assemble(stream: Any, field: str = "reasoning_content") -> dict[str, Any]:
     return result
 
 
-def test_calls_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_streamed_tool_calls_equal_unstreamed(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW]}
     whole = client.chat.completions.create(**asked).choices[0]
     assert whole.finish_reason == "tool_calls"
@@ -100,7 +100,7 @@ def test_calls_whole_and_streamed(client: openai.OpenAI) -> None:
     assert [call[1:] for call in streamed["calls"]] == [["get_weather", '{"city": "Röme"}'], ["now", "{}"]]
 
 
-def test_long_arguments_come_as_they_are_written() -> None:
+def test_long_call_arguments_are_streamed_incrementally() -> None:
     """A short call is held back until it has ended, a long one is not."""
     text = "long " * 300
     answer = f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{text}"}}}}\n</tool_call>'
@@ -115,7 +115,7 @@ def test_long_arguments_come_as_they_are_written() -> None:
     assert streamed["chunks"] > 20
 
 
-def test_reasoning_can_be_left_out(client: openai.OpenAI) -> None:
+def test_include_reasoning_false_omits_reasoning(client: openai.OpenAI) -> None:
     """With `include_reasoning` set to false, as in vLLM; the rest of the answer is unchanged."""
     asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW]}
     body = {"include_reasoning": False}
@@ -127,7 +127,7 @@ def test_reasoning_can_be_left_out(client: openai.OpenAI) -> None:
     assert (streamed["content"], streamed["reasoning"], len(streamed["calls"])) == ("I look.", None, 2)
 
 
-def test_reasoning_under_the_name_that_vllm_gives_it() -> None:
+def test_reasoning_field_option_renames_reasoning_content() -> None:
     template = FakeChatTemplate("<tool_call> </think>")
     executor, options = FakeExecutor(answer=CALLS), {"chat_template": template}
     with run_server(executor, engine_options=options, reasoning_field="reasoning") as running, running.http() as http:
@@ -138,7 +138,7 @@ def test_reasoning_under_the_name_that_vllm_gives_it() -> None:
             assert assemble(stream, "reasoning")["reasoning"] == "Rome, 狐."
 
 
-def test_without_tools_it_is_text(client: openai.OpenAI) -> None:
+def test_call_text_without_tools_is_content(client: openai.OpenAI) -> None:
     for options in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         choice = client.chat.completions.create(model="fake", messages=MESSAGES, **options).choices[0]  # type: ignore[call-overload]
         assert choice.finish_reason == "stop"
@@ -146,13 +146,13 @@ def test_without_tools_it_is_text(client: openai.OpenAI) -> None:
         assert choice.message.content == CALLS.partition("</think>")[2].lstrip()
 
 
-def test_one_call_where_no_parallel_ones_are_wanted(client: openai.OpenAI) -> None:
+def test_parallel_tool_calls_false_returns_one_call(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW]}
     whole = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
     assert [call.function.name for call in whole.message.tool_calls or []] == ["get_weather"]
 
 
-def test_calls_cut_off_by_a_limit(client: openai.OpenAI) -> None:
+def test_calls_truncated_by_max_tokens_stream_equally(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW]}
     for limit in range(1, len(CALLS.encode()) + 1, 3):
         whole = client.chat.completions.create(**asked, max_tokens=limit).choices[0]
@@ -164,7 +164,7 @@ def test_calls_cut_off_by_a_limit(client: openai.OpenAI) -> None:
         assert "I look.\n".startswith(whole.message.content or "")
 
 
-def test_calls_cut_off_by_a_stop_string(client: openai.OpenAI) -> None:
+def test_calls_truncated_by_stop_string_stay_out_of_content(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW]}
     for stop, calls in (("_call>\n", []), (', "arg', ["get_weather"]), ('"now"', ["get_weather"])):
         choice = client.chat.completions.create(**asked, stop=stop).choices[0]
@@ -172,7 +172,7 @@ def test_calls_cut_off_by_a_stop_string(client: openai.OpenAI) -> None:
         assert [call.function.name for call in choice.message.tool_calls or []] == calls
 
 
-def test_only_tools_that_are_allowed_are_called() -> None:
+def test_allowed_tools_limit_calls_but_template_gets_all_tools() -> None:
     """The template gets all tools, so the beginning of the prompt stays equal and its prefix hits."""
     template, executor = FakeChatTemplate("<tool_call> </think>"), FakeExecutor(answer=CALLS)
     wanted: list[Any] = []
@@ -193,13 +193,13 @@ def test_only_tools_that_are_allowed_are_called() -> None:
     assert ("TEXT" in limited.grammar, "TEXT" in required.grammar) == (True, False)
 
 
-def test_no_tools_and_none_of_them_wanted(running: Running) -> None:
+def test_empty_tools_and_null_or_none_tool_choice_are_accepted(running: Running) -> None:
     with running.http() as http:
         for body in ({"tool_choice": "none"}, {"tools": [], "tool_choice": "auto"}, {"tool_choice": None}):
             assert http.post("/v1/chat/completions", json={**GOOD, **body}).status_code == 200
 
 
-def test_the_template_gets_the_tools_and_their_results() -> None:
+def test_chat_template_receives_tools_and_tool_results() -> None:
     template = FakeChatTemplate("<tool_call>")
     with run_server(engine_options={"chat_template": template}) as running, running.http() as http:
         call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
@@ -234,7 +234,7 @@ GOOD = {"messages": MESSAGES, "max_tokens": 1}
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages", "messages/count_tokens", "api/chat"])
 @pytest.mark.parametrize("kind", ["web_search_20250305", "code_interpreter", "x" * 500, 7])
-def test_a_tool_of_another_type_is_named_in_the_refusal(running: Running, path: str, kind: Any) -> None:
+def test_refusal_names_unsupported_tool_type(running: Running, path: str, kind: Any) -> None:
     body = {"model": "fake", "messages": MESSAGES[-1:], "input": "Hi", "tools": [{"type": kind, "name": "now"}]}
     if path.startswith("messages"):
         body |= {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
@@ -315,21 +315,21 @@ def test_a_tool_of_another_type_is_named_in_the_refusal(running: Running, path: 
         ),
     ],
 )
-def test_what_is_refused(running: Running, body: dict[str, Any], parameter: str) -> None:
+def test_invalid_tool_fields_are_refused_by_parameter(running: Running, body: dict[str, Any], parameter: str) -> None:
     with running.http() as http:
         response = http.post("/v1/chat/completions", json={**GOOD, **body})
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == parameter
 
 
-def test_tools_are_refused_without_a_form_of_calls() -> None:
+def test_tools_are_refused_without_tool_call_parser() -> None:
     with run_server(tool_call_parser="none") as running, running.http() as http:
         response = http.post("/v1/chat/completions", json={**GOOD, "tools": [NOW]})
         assert response.status_code == 400
         assert "--tool-call-parser" in response.json()["error"]["message"]
 
 
-def test_the_form_is_found_in_the_template() -> None:
+def test_tool_and_reasoning_formats_are_detected_from_template() -> None:
     def find(template: str, tools: str = "auto", reasoning: str = "auto") -> AnswerStyle:
         engine = make_engine(chat_template=FakeChatTemplate(template))
         return AnswerStyle.find(tools, reasoning, engine.input_processor)
@@ -350,7 +350,7 @@ def test_the_form_is_found_in_the_template() -> None:
     assert isinstance(read_chat_tools([NOW], "none", None, find("<tool_call>").tools).parser(), PlainParser)
 
 
-def test_reasoning_that_the_prompt_began() -> None:
+def test_reasoning_opened_by_prompt_is_parsed() -> None:
     template = FakeChatTemplate("</think>", behind="<think>\n")
     executor = FakeExecutor(answer="So it is.\n</think>\n\nYes.")
     with run_server(executor, engine_options={"chat_template": template}) as running, running.http() as http:
@@ -359,7 +359,7 @@ def test_reasoning_that_the_prompt_began() -> None:
         assert message["content"] == "Yes."
 
 
-def test_a_quiet_stream_says_that_it_lives() -> None:
+def test_idle_stream_sends_keep_alive_comments() -> None:
     executor = FakeExecutor(answer="ab")
     with run_server(executor, stream_keep_alive_s=0.05) as running, running.http() as http:
         executor.gate.clear()
@@ -377,7 +377,7 @@ def test_a_quiet_stream_says_that_it_lives() -> None:
         assert data[-1] == "data: [DONE]"
 
 
-def test_a_client_that_leaves_a_quiet_stream_is_noticed() -> None:
+def test_disconnect_during_idle_stream_frees_blocks() -> None:
     executor = FakeExecutor(answer="ab")
     with run_server(executor, stream_keep_alive_s=0.05) as running, running.http() as http:
         executor.gate.clear()
@@ -388,7 +388,7 @@ def test_a_client_that_leaves_a_quiet_stream_is_noticed() -> None:
         wait_until(lambda: running.num_unfinished == 0 and running.num_blocks_in_use == 0, "its blocks are free")
 
 
-def test_deep_parameters_are_refused_or_served(running: Running) -> None:
+def test_deeply_nested_tool_schema_never_answers_500(running: Running) -> None:
     with running.http() as http:
         for depth in (50, 450, 470, 490, 498, 5000):
             schema = '{"type": "object", "properties": {"a": ' * depth + '{"type": "object"}' + "}}" * depth
@@ -399,7 +399,7 @@ def test_deep_parameters_are_refused_or_served(running: Running) -> None:
             assert http.post("/v1/chat/completions", content=body).status_code in {200, 400}
 
 
-def test_calls_that_a_limit_cut_off_may_stand_in_the_next_request(running: Running) -> None:
+def test_truncated_call_arguments_are_accepted_in_history(running: Running) -> None:
     with running.http() as http:
         for arguments in ('{"city": "Ro', '{"a":tru}', "", "[", "nonsense", "[" * 299):
             call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": arguments}}
@@ -407,7 +407,7 @@ def test_calls_that_a_limit_cut_off_may_stand_in_the_next_request(running: Runni
             assert http.post("/v1/chat/completions", json={**GOOD, "messages": messages}).status_code == 200
 
 
-def test_a_chunk_tells_of_each_call_once(client: openai.OpenAI) -> None:
+def test_stream_chunk_has_each_tool_call_index_once(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW], "stream": True}
     for chunk in client.chat.completions.create(**asked):
         calls = chunk.choices[0].delta.tool_calls or []
@@ -415,7 +415,7 @@ def test_a_chunk_tells_of_each_call_once(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("between", ["; ", " ; ", "\n;\n"])
-def test_llama_calls_one_tool_unless_several_are_asked_for(between: str) -> None:
+def test_llama_returns_one_call_unless_parallel_tool_calls(between: str) -> None:
     call = '{"name": "now", "parameters": {}}'
     answer = f"{call}{between}{call}"
     engine = {"chat_template": FakeChatTemplate("<|python_tag|>")}
@@ -426,6 +426,6 @@ def test_llama_calls_one_tool_unless_several_are_asked_for(between: str) -> None
             assert len(choice["message"]["tool_calls"]) == count
 
 
-def test_the_options_name_what_there_is() -> None:
+def test_parser_options_list_all_registered_formats() -> None:
     assert ("auto", "none", "generic", *dict.fromkeys(each.name for each in FORMATS)) == TOOL_CALL_PARSERS
     assert ("auto", "none", *(each.name for each in REASONING_FORMS)) == REASONING_PARSERS

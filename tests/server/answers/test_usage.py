@@ -29,18 +29,18 @@ def count(*outputs: RequestOutput, **options: Any) -> UsageCounter:
     return counter
 
 
-def test_prompts_count_once_and_choices_as_they_grow() -> None:
+def test_usage_counts_prompt_once_and_each_choice_delta() -> None:
     usage = count(output("a", "xy", "z"), output("a", "x", num_cached=2), output("b", "uvw", num_cached=1)).usage()
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (6, 7, 13)
     assert usage.prompt_tokens_details.cached_tokens == 3
     assert (usage.receipt, usage.completion_tokens_details) == (UNSET, UNSET)
 
 
-def test_completions_that_do_not_count_have_no_tokens() -> None:
+def test_counts_completions_false_reports_no_completion_tokens() -> None:
     assert count(output("a", "xy"), counts_completions=False).usage().completion_tokens == 0
 
 
-def test_a_receipt_adds_up_what_ended_requests_cost() -> None:
+def test_receipt_sums_costs_of_finished_requests() -> None:
     cost = {"num_computed_tokens": 5, "num_recomputed_tokens": 2, "num_wasted_tokens": 1}
     ended = output("a", "x", finished=True, **cost)
     counter = count(ended, ended, output("b", "y", num_computed_tokens=100), output("c", "z", finished=True, **cost))
@@ -49,7 +49,7 @@ def test_a_receipt_adds_up_what_ended_requests_cost() -> None:
     assert len(counter.metrics) == 2
 
 
-def test_drafts_count_as_accepted_and_rejected() -> None:
+def test_usage_reports_accepted_and_rejected_draft_tokens() -> None:
     drafts = {"num_draft_tokens": 7, "num_accepted_tokens": 5}
     details = count(output("a", "x", finished=True, **drafts), output("b", "x", finished=True, **drafts)).usage()
     assert details.completion_tokens_details.accepted_prediction_tokens == 10
@@ -57,7 +57,7 @@ def test_drafts_count_as_accepted_and_rejected() -> None:
     assert details.completion_tokens_details.reasoning_tokens == 0
 
 
-def test_a_summary_is_for_a_log() -> None:
+def test_usage_summary_lists_counts_and_finish_reasons() -> None:
     assert UsageCounter().summary() == {}
     counter = count(output("a", "x", "yz", num_cached=1), output("a", "", "", finished=True, num_computed_tokens=5))
     assert counter.summary() == {
@@ -66,6 +66,6 @@ def test_a_summary_is_for_a_log() -> None:
     }  # fmt: skip
 
 
-def test_details_count_nothing_at_first() -> None:
+def test_usage_details_default_to_zero() -> None:
     assert PromptTokensDetails().cached_tokens == CompletionTokensDetails().reasoning_tokens == 0
     assert (Receipt().computed_tokens, Receipt().recomputed_tokens, Receipt().wasted_tokens) == (0, 0, 0)

@@ -45,19 +45,19 @@ def qwen(body: str, end: str = "</function>\n</tool_call>") -> str:
     return f"<tool_call>\n<function=bash>\n{body}{end}"
 
 
-def test_the_head_of_an_argument_within_a_line_is_text() -> None:
+def test_argument_opening_tag_inside_line_is_text() -> None:
     body = "<parameter=cmd>\nx <parameter=why>\ny\n</parameter>\n"
     assert read(Qwen3CoderFormat(), qwen(body)) == ("", '{"cmd": "x <parameter=why>\\ny"}')
 
 
-def test_a_value_that_names_a_call_needs_its_closing_tag() -> None:
+def test_value_containing_call_tag_requires_closing_tag() -> None:
     text = qwen("<parameter=cmd>\nA call <function=bash> b\n")
     assert read(Qwen3CoderFormat(), text) == (text, "")
     closed = qwen("<parameter=cmd>\nA call <function=bash> b\n</parameter>\n")
     assert read(Qwen3CoderFormat(), closed) == ("", '{"cmd": "A call <function=bash> b"}')
 
 
-def test_an_answer_that_ends_within_the_mark_after_a_value() -> None:
+def test_incomplete_end_tag_is_text_unless_answer_was_truncated() -> None:
     text = qwen("<parameter=cmd>\nx\n</parameter>\n", "</fun")
     assert read(Qwen3CoderFormat(), text) == (text, "")
     assert read(Qwen3CoderFormat(), text, is_cut=True) == ("", '{"cmd": "x"')
@@ -70,12 +70,12 @@ def test_an_answer_that_ends_within_the_mark_after_a_value() -> None:
         (GLM47Format, "<tool_call>bash<arg_key>cmd</arg_key><arg_value>ls</arg_value> and more"),
     ],
 )
-def test_a_call_without_its_closing_mark_is_text(family: type[ToolFormat], text: str) -> None:
+def test_call_without_closing_tag_is_text(family: type[ToolFormat], text: str) -> None:
     assert read(family(), text) == (text, "")
 
 
 @pytest.mark.parametrize("name", ["read", "other_tool"])
-def test_the_given_arguments_of_one_call_are_unknown_to_the_next(name: str) -> None:
+def test_parsed_arguments_are_reset_between_calls(name: str) -> None:
     calls: list[tuple[str, dict[str, Any]]] = [("bash", {"cmd": name}), ("bash", {"cmd": "again"})]
     _, arguments = read(Qwen3CoderFormat(), Qwen3CoderFormat().write(calls))
     assert arguments == f'{{"cmd": "{name}"}}{{"cmd": "again"}}'
@@ -101,13 +101,13 @@ def calls_in(form: ToolFormat, text: str) -> list[tuple[str, str]]:
         "x</parameter></tool_call>",
     ],
 )
-def test_a_value_goes_on_after_the_end_of_its_call_and_no_other_call(value: str) -> None:
+def test_value_may_contain_call_end_and_incomplete_call_head(value: str) -> None:
     text = qwen(f"<parameter=cmd>\n{value}\n</parameter>\n")
     assert calls_in(Qwen3CoderFormat(), text) == [("bash", json.dumps({"cmd": value}))]
 
 
 @pytest.mark.parametrize("ends", ["</parameter></seed:tool_call>", "</parameter></function> and"])
-def test_a_tag_after_which_the_call_does_not_end_as_written_is_text_if_a_later_one_ends_it(ends: str) -> None:
+def test_closing_tag_before_malformed_call_end_is_text_if_later_fits(ends: str) -> None:
     value = f"x{ends}<function="
     text = SeedOSSFormat().write([("bash", {"cmd": value})])
     assert calls_in(SeedOSSFormat(), text) == [("bash", json.dumps({"cmd": value}))]
@@ -122,17 +122,17 @@ def test_a_tag_after_which_the_call_does_not_end_as_written_is_text_if_a_later_o
         "</parameter/></seed:tool_call>",  # no end of the call
     ],
 )
-def test_two_slips_at_the_end_of_a_value_make_the_call_text(slip: str) -> None:
+def test_two_errors_after_value_make_call_text(slip: str) -> None:
     text = f"<seed:tool_call>\n<function=bash>\n<parameter=cmd>x{slip}"
     assert read(SeedOSSFormat(), text) == (text, "")
 
 
-def test_an_empty_value_needs_its_closing_tag() -> None:
+def test_empty_value_requires_closing_tag() -> None:
     text = "<tool_call>bash\n<arg_key>cmd</arg_key>\n<arg_value> \n<arg_key>why</arg_key>\n<arg_value>y</arg_value>\n"
     assert read(GLMFormat(), f"{text}</tool_call>") == (f"{text}</tool_call>", "")
 
 
-def test_a_call_within_a_value_of_a_call_that_became_text_is_text() -> None:
+def test_call_nested_in_value_of_malformed_call_is_text() -> None:
     doubled = "<tool_call>bash<arg_key>cmd</arg_key><arg_value>x</arg_value></arg_value>"
     inner, other = GLM47Format().write([("bash", {"cmd": "y"})]), GLM47Format().write([("bash", {"cmd": "z"})])
     rest = f"<arg_key>why</arg_key><arg_value>{inner}</arg_value></tool_call>"
@@ -140,14 +140,14 @@ def test_a_call_within_a_value_of_a_call_that_became_text_is_text() -> None:
     assert calls_in(GLM47Format(), doubled + rest + other) == [("bash", '{"cmd": "z"}')]
 
 
-def test_a_call_of_kimi_k3_within_a_value_is_text() -> None:
+def test_kimi_k3_call_inside_value_is_text() -> None:
     inner = KimiK3Format().write([("bash", {"cmd": "y"})])
     for value in (f"a {inner} b", f"{KimiK3Format.call_closes}<|open|>call tool="):
         text = KimiK3Format().write([("bash", {"cmd": value})])
         assert calls_in(KimiK3Format(), text) == [("bash", json.dumps({"cmd": value}))]
 
 
-def test_each_head_of_a_call_after_a_value_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_heads_after_value_are_scanned_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     places, begins_call = [], TagEnd._begins_call
 
     def noted(self: TagEnd, text: str, place: int, *, is_over: bool) -> bool | None:
@@ -458,7 +458,7 @@ def followed(new: Callable[[], ValueEnd], text: str) -> tuple[str, str, int]:
         (GLM47Format, "x", "</arg_value/>", "<arg_key>why</arg_key><arg_value>", 47),
     ],
 )
-def test_where_a_value_ends_and_when_that_is_known(
+def test_value_end_is_found_with_minimal_lookahead(
     family: type[TaggedFormat], value: str, mark: str, rest: str, num_needed: int
 ) -> None:
     text = value + mark.strip("?") + rest
@@ -476,7 +476,7 @@ def test_where_a_value_ends_and_when_that_is_known(
         ("1", "?", "", 2),
     ],
 )
-def test_json_between_tags_ends_with_the_first_one(value: str, mark: str, rest: str, num_needed: int) -> None:
+def test_json_value_ends_at_first_closing_tag(value: str, mark: str, rest: str, num_needed: int) -> None:
     assert ends_of(SeedOSSFormat(), value + mark.strip("?") + rest, is_text=False) == (value, mark, num_needed)
 
 
@@ -488,19 +488,19 @@ def test_json_between_tags_ends_with_the_first_one(value: str, mark: str, rest: 
         (Qwen3CoderFormat, "1", "<parameter=why>\n", 17),
     ],
 )
-def test_json_without_its_tag_ends_before_the_next_argument(
+def test_json_value_without_closing_tag_ends_before_next_argument(
     family: type[TaggedFormat], value: str, rest: str, num_needed: int
 ) -> None:
     assert ends_of(family(), value + rest, is_text=False) == (value, "", num_needed)
 
 
-def test_an_end_is_looked_for_in_all_of_a_long_text() -> None:
+def test_value_end_is_found_in_long_text() -> None:
     value = f"{'x' * 700}</parameter></seed:tool_call>{'y' * 700}</parameter> z{'w' * 700}"
     text = value + "</parameter>\n</function>\n</seed:tool_call>"
     assert ends_of(SeedOSSFormat(), text) == (value, "</parameter>", len(text))
 
 
-def test_a_name_without_end_begins_no_call() -> None:
+def test_overlong_function_name_does_not_begin_call() -> None:
     value = f"x</parameter></seed:tool_call><function={'n' * 600}"
     text = value + "</parameter>\n</function>\n</seed:tool_call>"
     assert ends_of(SeedOSSFormat(), text) == (value, "</parameter>", len(text))
@@ -514,7 +514,7 @@ def test_a_name_without_end_begins_no_call() -> None:
         ("x]]</param>", "", "</function>", 23),
     ],
 )
-def test_another_mark_ends_a_value_before_the_closing_tag(value: str, mark: str, rest: str, num_needed: int) -> None:
+def test_cdata_end_terminates_value_before_closing_tag(value: str, mark: str, rest: str, num_needed: int) -> None:
     assert ends_of(MiniCPM5Format(), value + mark + rest, closes="]]>") == (value, mark, num_needed)
 
 
@@ -527,11 +527,11 @@ def test_another_mark_ends_a_value_before_the_closing_tag(value: str, mark: str,
         ("a" * 9, ("a" * 9, "?", 10)),
     ],
 )
-def test_a_mark_that_no_value_holds_ends_it(text: str, expected: tuple[str, str, int]) -> None:
+def test_mark_end_terminates_value_at_first_mark(text: str, expected: tuple[str, str, int]) -> None:
     assert followed(lambda: MarkEnd("]]>"), text) == expected
 
 
-def test_what_was_looked_at_is_not_looked_at_again() -> None:
+def test_mark_end_does_not_rescan_text() -> None:
     end = MarkEnd("]]>")
     assert end.find("abcd]", is_over=False) is None
     assert (end.looked_at, end.num_certain("abcd]")) == (3, 4)
@@ -554,7 +554,9 @@ def test_what_was_looked_at_is_not_looked_at_again() -> None:
         (SeedOSSFormat, "xy</parameter>", 2),
     ],
 )
-def test_how_much_of_a_value_is_certain(family: type[TaggedFormat], text: str, num_certain: int) -> None:
+def test_num_certain_counts_characters_that_cannot_be_end(
+    family: type[TaggedFormat], text: str, num_certain: int
+) -> None:
     form = family()
     ends = TagEnd(form, form.value_closes, form.argument_heads(["why"]), is_text=True, is_padded=False)
     assert ends.find(text, is_over=False) is None
@@ -564,5 +566,5 @@ def test_how_much_of_a_value_is_certain(family: type[TaggedFormat], text: str, n
 @pytest.mark.parametrize(
     ("tag", "slips"), [("</a>", r"</a(?:\s*/?>)?"), ("]]>", r"\]\]>"), ("</a", "</a"), ("<a>", "<a>")]
 )
-def test_only_a_closing_tag_has_slips(tag: str, slips: str) -> None:
+def test_only_closing_tags_accept_misspellings(tag: str, slips: str) -> None:
     assert slips_of(tag) == slips

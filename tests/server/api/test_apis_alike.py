@@ -105,7 +105,7 @@ APIS: list[Callable[..., Told]] = [chat, responses, messages, ollama]
 
 @pytest.mark.sweep(20)
 @pytest.mark.parametrize("name", NAMES)
-def test_an_answer_is_the_same_through_all_apis(name: str) -> None:
+def test_all_apis_return_equal_reasoning_content_and_calls(name: str) -> None:
     form = next(each for each in FORMATS if each.name == name)()
     forms = {"openai": "openai_gptoss", **{each: each for each in OWN_REASONING}}
     reasoning = find_reasoning_form(forms.get(name, "think"), [])
@@ -132,7 +132,7 @@ def test_an_answer_is_the_same_through_all_apis(name: str) -> None:
 @pytest.mark.parametrize(
     ("end", "city"), [('say "}" now"}', 'say "}" now'), ('", "days": oops}', None)], ids=["repaired", "text"]
 )
-def test_a_long_call_with_a_slip_is_repaired_or_text_in_a_whole_answer(end: str, city: str | None) -> None:
+def test_long_malformed_call_is_repaired_or_text_in_all_apis(end: str, city: str | None) -> None:
     begun = "long " * 230
     answer = f'<tool_call>{{"name": "get_weather", "arguments": {{"city": "{begun}{end}}}</tool_call>'
     options = {"chat_template": FakeChatTemplate("<tool_call>")}

@@ -43,7 +43,7 @@ def writer(request: pytest.FixtureRequest, kind: str) -> Writer:
     return Writer.of(InputProcessor(Tokenizer(backend, CONFIG), info, 0, FakeChatTemplate()))
 
 
-def test_the_tokens_of_content_are_those_that_have_some_of_it(writer: Writer, kind: str) -> None:
+def test_content_logprobs_cover_exactly_tokens_of_content(writer: Writer, kind: str) -> None:
     draw = random.Random(1)
     assert len(writer.hidden) == 4
     assert len(writer.form.shown_ids) == (4 if kind == "special" else 0)

@@ -113,7 +113,7 @@ ROUTES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_route_makes_the_same_prompt(running: Running, template: Template, route: str) -> None:
+def test_every_route_renders_equal_prompt(running: Running, template: Template, route: str) -> None:
     template.prompt = ""
     with running.http() as http:
         response = http.post(route, json=ROUTES[route])
@@ -121,7 +121,7 @@ def test_every_route_makes_the_same_prompt(running: Running, template: Template,
     assert template.prompt == PROMPT
 
 
-def test_offline_chats_make_the_same_prompt() -> None:
+def test_offline_chat_renders_equal_prompt() -> None:
     engine = make_engine(chat_template=ChatTemplate(STRICT))
     assert engine.input_processor.chat_prompt(MESSAGES)["prompt"] == PROMPT
 
@@ -136,7 +136,9 @@ def test_offline_chats_make_the_same_prompt() -> None:
         ({"content": text_parts("Well."), "refusal": None}, "Well."),
     ],
 )
-def test_refusals_are_text(running: Running, template: Template, message: dict[str, Any], said: str) -> None:
+def test_refusal_content_is_rendered_as_text(
+    running: Running, template: Template, message: dict[str, Any], said: str
+) -> None:
     user = {"role": "user", "content": "a"}
     messages = [user, {"role": "assistant", **message}, user]
     with running.http() as http:
@@ -166,7 +168,9 @@ def test_refusals_are_text(running: Running, template: Template, message: dict[s
         ({"role": "user", "content": [{"type": "file", "file": {}}]}, "messages[0].content[0]"),
     ],
 )
-def test_what_is_no_text_is_refused_by_its_place(running: Running, message: dict[str, Any], parameter: str) -> None:
+def test_non_text_content_is_refused_by_parameter_path(
+    running: Running, message: dict[str, Any], parameter: str
+) -> None:
     with running.http() as http:
         for route in ("/v1/chat/completions", "/tokenize"):
             response = http.post(route, json={"messages": [message]})

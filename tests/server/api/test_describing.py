@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from running import Running
 
 
-def test_the_front_page_has_links_that_work(shared: Running) -> None:
+def test_front_page_links_answer_200(shared: Running) -> None:
     with shared.http() as http:
         page = http.get("/")
         assert page.headers["content-type"].startswith("text/html")
@@ -30,7 +30,7 @@ def test_the_front_page_has_links_that_work(shared: Running) -> None:
         assert whole.json()[0]["generated_text"]
 
 
-def test_names_on_the_front_page_are_text() -> None:
+def test_front_page_escapes_model_names() -> None:
     with run_server(served_model_names=("<script>",), dashboard=False) as running, running.http() as http:
         page = http.get("/").text
     assert "<script>" not in page
@@ -39,13 +39,13 @@ def test_names_on_the_front_page_are_text() -> None:
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
-def test_gateways_are_told_of_the_model(shared: Running, path: str) -> None:
+def test_model_info_reports_model_path_and_max_model_len(shared: Running, path: str) -> None:
     with shared.http() as http:
         told = http.get(path).json()
     assert (told["model_path"], told["is_generation"], told["max_model_len"]) == ("fake", True, 2048)
 
 
-def test_settings_are_told_to_who_may_read_figures_and_without_secrets(tmp_path: Path) -> None:
+def test_server_info_requires_key_with_read_metrics(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     may, may_not = add_key(path, Tenant(name="a", read_metrics=True)), add_key(path, Tenant(name="b"))
     with run_server(api_keys_file=path) as running, running.http() as http:
@@ -59,7 +59,7 @@ def test_settings_are_told_to_who_may_read_figures_and_without_secrets(tmp_path:
             assert http.get(route).status_code == 401
 
 
-def test_a_configuration_is_json_and_tells_no_secret_and_no_place(tmp_path: Path) -> None:
+def test_configuration_hides_secrets_and_directories(tmp_path: Path) -> None:
     server = ServerConfig(api_key="hush", ssl_certfile=tmp_path / "c.pem", ssl_keyfile=tmp_path / "k.pem")
     told = configuration(server, EngineConfig(model=ModelConfig(model=str(tmp_path))))
     text = json.dumps(told)
@@ -72,7 +72,7 @@ def test_a_configuration_is_json_and_tells_no_secret_and_no_place(tmp_path: Path
     assert configuration(server, EngineConfig(speculative=speculative))["speculative"]["verification"] == "rejection"
 
 
-def test_templates_are_told_as_texts_and_addresses_without_passwords() -> None:
+def test_configuration_shows_template_text_and_hides_url_password() -> None:
     server = ServerConfig(otlp_traces_endpoint="http://user:hush@127.0.0.1:9/v1/traces")
     template = "{{ messages }}" * 500  # longer than the longest file name
     told = configuration(server, EngineConfig(model=ModelConfig(chat_template=template)))
@@ -92,7 +92,7 @@ def test_templates_are_told_as_texts_and_addresses_without_passwords() -> None:
     ],
 )
 @pytest.mark.parametrize("path", ["/version", "/health"])
-def test_a_request_has_one_host(shared: Running, lines: str, status: int, path: str) -> None:
+def test_missing_or_duplicate_host_header_answers_400(shared: Running, lines: str, status: int, path: str) -> None:
     with connect(shared) as sock:
         sock.sendall(f"GET {path} {lines}Connection: close\r\n\r\n".encode())
         assert read_all(sock).startswith(f"HTTP/1.1 {status} ".encode())
@@ -102,7 +102,7 @@ def test_a_request_has_one_host(shared: Running, lines: str, status: int, path: 
     "kind", ["application/x-www-form-urlencoded", "text/plain", "text/plain; application/json", "application/jsonx", ""]
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/generate", "/tokenize"])
-def test_a_body_that_is_not_said_to_be_json_is_refused(shared: Running, kind: str, path: str) -> None:
+def test_non_json_content_type_answers_415(shared: Running, kind: str, path: str) -> None:
     body = json.dumps({"prompt": "hello", "inputs": "hello", "max_tokens": 1})
     with shared.http() as http:
         response = http.post(path, content=body, headers={"Content-Type": kind})
@@ -112,14 +112,14 @@ def test_a_body_that_is_not_said_to_be_json_is_refused(shared: Running, kind: st
         assert fine.status_code == 200
 
 
-def test_a_body_without_a_type_is_refused(shared: Running) -> None:
+def test_body_without_content_type_answers_415(shared: Running) -> None:
     """A page can send a Blob without a type, and the browser does not ask for permission first."""
     with connect(shared) as sock:
         sock.sendall(b'POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"prompt": "a"}')
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 415 ")
 
 
-def test_llama_cpp_s_form_of_tokenizing(shared: Running) -> None:
+def test_tokenize_accepts_llama_cpp_fields(shared: Running) -> None:
     with shared.http() as http:
         assert http.post("/tokenize", json={"content": "hi"}).json() == {"tokens": [104, 105]}
         assert http.post("/tokenize", json={"content": "", "add_special": True}).json() == {"tokens": []}

@@ -47,14 +47,14 @@ def read(*messages: Any, system: Any = None) -> list[dict[str, Any]]:
     return read_conversation(system, [*messages])
 
 
-def test_what_has_a_text_is_read_in_a_users_turn() -> None:
+def test_documents_and_search_results_become_text_in_user_turn() -> None:
     (message,) = read(user(TEXT, PLAIN_DOCUMENT, CONTENT_DOCUMENT, SEARCH_RESULT))
     assert message == {"role": "user", "content": parts("see below", PLAIN_TEXT, CONTENT_TEXT, SEARCH_TEXT)}
     string_source = {"type": "document", "source": {"type": "content", "content": "It is warm."}}
     assert read(user(string_source)) == [{"role": "user", "content": "<document>\nIt is warm.\n</document>"}]
 
 
-def test_what_has_a_text_is_read_in_a_tools_result() -> None:
+def test_documents_and_search_results_become_text_in_tool_result() -> None:
     content = [TEXT, REFERENCE, SEARCH_RESULT, PLAIN_DOCUMENT]
     (message,) = read(user(result(content)))
     texts = parts("see below", "get_weather", SEARCH_TEXT, PLAIN_TEXT)
@@ -74,11 +74,11 @@ def test_what_has_a_text_is_read_in_a_tools_result() -> None:
         (result("", is_error=False), ""),
     ],
 )
-def test_a_failed_tool_says_so(block: Any, text: str) -> None:
+def test_failed_tool_result_without_content_reads_error(block: Any, text: str) -> None:
     assert read(user(block)) == [{"role": "tool", "tool_call_id": "c1", "content": text}]
 
 
-def test_an_answer_with_thoughts_and_calls() -> None:
+def test_assistant_blocks_become_content_reasoning_and_tool_calls() -> None:
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
     redacted = {"type": "redacted_thinking", "data": "x"}
     (message,) = read(answer(thought, redacted, TEXT, {**TEXT, "text": "!"}, USE))
@@ -89,7 +89,7 @@ def test_an_answer_with_thoughts_and_calls() -> None:
     assert read(answer()) == [{"role": "assistant", "content": ""}]
 
 
-def test_turns_of_one_role_behind_each_other_are_one() -> None:
+def test_consecutive_turns_of_one_role_are_merged() -> None:
     first, second = {"role": "user", "content": "one"}, user({**TEXT, "text": "two"})
     assert read(first, second) == [{"role": "user", "content": parts("one", "two")}]
     thinking = answer({"type": "thinking", "thinking": "Hm.", "signature": ""})
@@ -102,7 +102,7 @@ def test_turns_of_one_role_behind_each_other_are_one() -> None:
     assert [message["role"] for message in read(first, between, between, second)] == ["user", "system", "user"]
 
 
-def test_text_around_results_stands_where_it_stood() -> None:
+def test_text_around_tool_results_keeps_order() -> None:
     messages = read(user(TEXT, result("a"), result("b"), TEXT), {"role": "user", "content": "more"})
     assert [(message["role"], message["content"]) for message in messages] == [
         ("user", "see below"),
@@ -112,7 +112,7 @@ def test_text_around_results_stands_where_it_stood() -> None:
     ]
 
 
-def test_the_systems_blocks_are_parts() -> None:
+def test_system_blocks_become_text_parts() -> None:
     hello = {"role": "user", "content": "a"}
     assert read(hello, system=[TEXT, TEXT])[0] == {"role": "system", "content": parts("see below", "see below")}
     assert read(hello, system=[])[0] == {"role": "system", "content": []}
@@ -161,7 +161,7 @@ def without(block: dict[str, Any], name: str) -> dict[str, Any]:
         ({"role": "system", "content": "a", "clear_at": "next_user_message"}, "clear_at"),
     ],
 )
-def test_what_lacks_something_or_has_no_text_is_refused_by_its_place(message: Any, parameter: str) -> None:
+def test_incomplete_or_unsupported_block_is_refused_by_parameter_path(message: Any, parameter: str) -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]") as caught:
         read(message)
     assert caught.value.parameter == f"messages[0].{parameter}"

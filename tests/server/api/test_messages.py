@@ -68,7 +68,7 @@ def without_ids(message: anthropic.types.Message) -> dict[str, Any]:
         {"system": [{"type": "text", "text": "Be brief."}], "extra_body": {"temperature": 0.5, "top_k": 5}},
     ],
 )
-def test_stream_equals_whole(client: anthropic.Anthropic, options: dict[str, Any]) -> None:
+def test_message_stream_equals_unstreamed_message(client: anthropic.Anthropic, options: dict[str, Any]) -> None:
     whole = client.messages.create(**ASKED, **options)
     with client.messages.stream(**ASKED, **options) as stream:
         kinds = [event.type for event in stream]
@@ -82,7 +82,7 @@ def test_stream_equals_whole(client: anthropic.Anthropic, options: dict[str, Any
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(whole.content)
 
 
-def test_what_blocks_hold(client: anthropic.Anthropic) -> None:
+def test_message_has_thinking_text_and_tool_use_blocks(client: anthropic.Anthropic) -> None:
     message = client.messages.create(**ASKED, tools=[WEATHER, NOW])
     thinking, text, weather, now = message.content
     assert (thinking.type, text.type, weather.type, now.type) == ("thinking", "text", "tool_use", "tool_use")
@@ -99,7 +99,7 @@ def test_what_blocks_hold(client: anthropic.Anthropic) -> None:
     assert client.messages.create(**ASKED).stop_reason == "end_turn"
 
 
-def test_calls_cut_off_by_a_limit(client: anthropic.Anthropic) -> None:
+def test_truncated_tool_use_streams_equally(client: anthropic.Anthropic) -> None:
     for limit in range(1, len(ANSWER.encode()), 5):
         asked = {**ASKED, "max_tokens": limit, "tools": [WEATHER, NOW]}
         whole = client.messages.create(**asked)
@@ -109,7 +109,7 @@ def test_calls_cut_off_by_a_limit(client: anthropic.Anthropic) -> None:
         assert streamed.stop_reason == whole.stop_reason == "max_tokens"
 
 
-def test_a_whole_conversation_reaches_the_template(client: anthropic.Anthropic) -> None:
+def test_conversation_blocks_reach_chat_template(client: anthropic.Anthropic) -> None:
     template = FakeChatTemplate("<tool_call> </think>")
     with run_server(engine_options={"chat_template": template}) as running, running.http() as http:
         messages = [
@@ -145,7 +145,7 @@ def test_a_whole_conversation_reaches_the_template(client: anthropic.Anthropic) 
         assert num_tokens == len(text.encode())
 
 
-def test_what_claude_code_adds_changes_nothing(running: Running) -> None:
+def test_claude_code_billing_note_is_removed_from_prompt(running: Running) -> None:
     """Claude Code's note for billing is removed: it differs in every request, so no prefix would hit."""
     note = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1f3;"}
     rules = {"type": "text", "text": "Say x-anthropic-billing-header as it is."}
@@ -161,7 +161,7 @@ def test_what_claude_code_adds_changes_nothing(running: Running) -> None:
         assert http.post("/v1/messages", json={**ASKED, **edits, "system": [note, rules]}).status_code == 200
 
 
-def test_vllms_fields_reach_the_template_and_the_cache() -> None:
+def test_chat_template_kwargs_and_cache_salt_are_applied() -> None:
     template = FakeChatTemplate()
     with run_server(engine_options={"chat_template": template}) as running, running.http() as http:
         fields = {"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False, "tone": "dry"}}
@@ -178,7 +178,7 @@ def test_vllms_fields_reach_the_template_and_the_cache() -> None:
             assert f"chat_template_kwargs must not set {name}" in response.json()["error"]["message"]
 
 
-def test_what_says_how_to_think_is_read(caplog: pytest.LogCaptureFixture) -> None:
+def test_thinking_field_sets_enable_thinking(caplog: pytest.LogCaptureFixture) -> None:
     """The `thinking` field is read. Clients must send a budget, but only max_tokens bounds an answer here."""
     caplog.set_level(logging.INFO, "octavo")
     template = FakeChatTemplate()
@@ -198,7 +198,7 @@ def test_what_says_how_to_think_is_read(caplog: pytest.LogCaptureFixture) -> Non
     assert not [message for message in caplog.messages if "unknown fields" in message]
 
 
-def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(running: Running) -> None:
+def test_overlong_prompt_error_has_anthropic_and_openai_wording(running: Running) -> None:
     """Claude Code shortens a conversation on Anthropic's words. litellm switches to another model on OpenAI's."""
     asked = {**ASKED, "messages": [{"role": "user", "content": "x" * 3000}]}
     with running.http() as http:
@@ -209,7 +209,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(ru
     assert "this model's maximum context length is" in message
 
 
-def test_an_answer_that_has_begun_is_gone_on_with(client: anthropic.Anthropic) -> None:
+def test_final_assistant_message_is_continued(client: anthropic.Anthropic) -> None:
     begun = [*MESSAGES, {"role": "assistant", "content": "It is"}]
     more = client.messages.count_tokens(model="fake", messages=begun).input_tokens  # type: ignore[arg-type]
     assert more == len(b"<user>How is Rome?\n<assistant>It is\n")
@@ -244,7 +244,7 @@ def test_an_answer_that_has_begun_is_gone_on_with(client: anthropic.Anthropic) -
         ({"watermarking": True}, "watermarking"),
     ],
 )
-def test_what_is_refused(running: Running, body: dict[str, Any], parameter: str) -> None:
+def test_invalid_message_fields_are_refused_by_name(running: Running, body: dict[str, Any], parameter: str) -> None:
     with running.http() as http:
         response = http.post("/v1/messages", json={**ASKED, **body})
         assert response.status_code == 400, response.text
@@ -254,7 +254,7 @@ def test_what_is_refused(running: Running, body: dict[str, Any], parameter: str)
         assert parameter in error["error"]["message"]
 
 
-def test_tool_runner_goes_on_without_a_thread() -> None:
+def test_beta_tool_runner_works_without_thread() -> None:
     called = []
 
     def now() -> str:
@@ -271,7 +271,7 @@ def test_tool_runner_goes_on_without_a_thread() -> None:
     assert called == ["now", "now"]
 
 
-def test_a_refused_thread_has_the_details_that_the_sdk_reads(running: Running) -> None:
+def test_thread_refusal_has_sdk_error_details(running: Running) -> None:
     with running.http() as http:
         for route in ("messages", "messages/count_tokens"):
             refused = http.post(f"/v1/{route}", json={**ASKED, "thread": {"type": "create"}})
@@ -284,7 +284,7 @@ def test_a_refused_thread_has_the_details_that_the_sdk_reads(running: Running) -
         assert http.post("/v1/messages", json={**ASKED, "thread": None}).status_code == 200
 
 
-def test_every_error_below_the_route_is_spelled_as_anthropic_does(running: Running) -> None:
+def test_all_errors_have_anthropic_format(running: Running) -> None:
     with running.http() as http:
         replies = [http.post("/v1/messages/nothing"), http.get("/v1/messages"), http.post("/v1/messages", content=b"{")]
         replies.append(http.post("/v1/messages", json={**ASKED, "thinking": {"type": []}}))
@@ -301,14 +301,14 @@ def test_every_error_below_the_route_is_spelled_as_anthropic_does(running: Runni
     assert {reply.json()["type"] for reply in replies} == {"error"}
 
 
-def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
+def test_errors_raise_anthropic_exceptions(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**{**ASKED, "model": "other"})
     with pytest.raises(anthropic.BadRequestError, match="tokens"):
         client.messages.create(**{**ASKED, "messages": [{"role": "user", "content": "a" * 5000}]})
 
 
-def test_a_key_in_anthropics_header() -> None:
+def test_x_api_key_header_authenticates() -> None:
     with run_server(api_key="right") as running:
         for key, error in (("right", None), ("wrong", anthropic.AuthenticationError)):
             with anthropic.Anthropic(base_url=running.url, api_key=key, max_retries=0, timeout=DEADLINE_S) as client:
@@ -325,7 +325,7 @@ def test_a_key_in_anthropics_header() -> None:
             assert http.get("/version", headers=[("x-api-key", "right")] * 2).status_code == 401
 
 
-def test_a_failing_stream_ends_with_an_error() -> None:
+def test_failed_message_stream_ends_with_error_event() -> None:
     executor = FakeExecutor(step_s=0.01)
     with run_server(executor) as running, running.http() as http:
         events = []

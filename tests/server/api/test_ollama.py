@@ -90,7 +90,7 @@ def joined(lines: list[ollama.ChatResponse]) -> dict[str, Any]:
         {"think": "high", "options": {"num_predict": -1, "repeat_penalty": 1.1, "presence_penalty": 0.5}},
     ],
 )
-def test_stream_equals_whole(client: ollama.Client, options: dict[str, Any]) -> None:
+def test_ollama_stream_equals_unstreamed_chat(client: ollama.Client, options: dict[str, Any]) -> None:
     whole = client.chat("fake", MESSAGES, **options)
     streamed = [*client.chat("fake", MESSAGES, stream=True, **options)]
     assert len(streamed) > 2
@@ -98,7 +98,7 @@ def test_stream_equals_whole(client: ollama.Client, options: dict[str, Any]) -> 
     assert streamed[-1].message == ollama.Message(role="assistant", content=""), "the last line has the counts alone"
 
 
-def test_what_an_answer_holds(client: ollama.Client) -> None:
+def test_chat_returns_thinking_content_and_tool_calls(client: ollama.Client) -> None:
     answer = client.chat("fake:latest", MESSAGES, tools=[WEATHER, NOW])
     assert (answer.model, answer.message.role, answer.done_reason) == ("fake:latest", "assistant", "stop")
     assert (answer.message.thinking, answer.message.content) == ("Rome, 狐.", "I look.")
@@ -109,7 +109,7 @@ def test_what_an_answer_holds(client: ollama.Client) -> None:
     assert client.chat("fake", MESSAGES, options={"num_predict": 3}).done_reason == "length"
 
 
-def test_calls_cut_off_by_a_limit(client: ollama.Client) -> None:
+def test_calls_truncated_by_num_predict_stream_equally(client: ollama.Client) -> None:
     for limit in range(1, len(ANSWER.encode()), 13):
         asked: dict[str, Any] = {"tools": [WEATHER, NOW], "options": {"num_predict": limit}}
         whole = joined([client.chat("fake", MESSAGES, **asked)])
@@ -127,7 +127,7 @@ def test_calls_cut_off_by_a_limit(client: ollama.Client) -> None:
         ('{"city": "' + "long " * 300 + '", "day": oops}', None),
     ],
 )
-def test_a_call_is_never_told_without_its_arguments(arguments: str, expected: dict[str, Any] | None) -> None:
+def test_malformed_tool_call_is_repaired_or_becomes_text(arguments: str, expected: dict[str, Any] | None) -> None:
     """A malformed call with two possible readings becomes text, even if it was long enough to be streamed."""
     answer = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
     options = {"chat_template": FakeChatTemplate("<tool_call>")}
@@ -143,7 +143,7 @@ def test_a_call_is_never_told_without_its_arguments(arguments: str, expected: di
     assert expected is not None or arguments.removesuffix("}") in (whole.message.content or "")
 
 
-def test_functions_are_tools(client: ollama.Client, running: Running) -> None:
+def test_python_functions_are_accepted_as_tools(client: ollama.Client, running: Running) -> None:
     """The package describes Python functions as tools, and returns their results under `tool_name`."""
 
     def now() -> str:
@@ -159,7 +159,7 @@ def test_functions_are_tools(client: ollama.Client, running: Running) -> None:
     assert (shown["function"]["name"], shown["function"]["description"]) == ("now", "Tell the time.")
 
 
-def test_messages_are_spelled_as_templates_read_them() -> None:
+def test_ollama_messages_become_template_messages_with_call_ids() -> None:
     call = {"function": {"name": "now", "arguments": {"zone": "UTC"}}}
     messages: list[Any] = [
         *MESSAGES,
@@ -202,7 +202,7 @@ def test_messages_are_spelled_as_templates_read_them() -> None:
         ({"think": "low"}, {"enable_thinking": True, "reasoning_effort": "low"}),
     ],
 )
-def test_the_template_is_told_whether_to_think(
+def test_think_sets_enable_thinking_and_reasoning_effort(
     running: Running, client: ollama.Client, options: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     template: Any = running.engine.input_processor._chat_template
@@ -215,13 +215,13 @@ def test_the_template_is_told_whether_to_think(
         assert not {"enable_thinking", "reasoning_effort"} & (template.options.keys() - expected.keys())
 
 
-def test_an_answer_that_has_begun_is_gone_on_with(running: Running, client: ollama.Client) -> None:
+def test_final_assistant_message_sets_continue_final_message(running: Running, client: ollama.Client) -> None:
     client.chat("fake", [*MESSAGES, {"role": "assistant", "content": "It is"}], options={"num_predict": 1})
     options = running.engine.input_processor._chat_template.options  # type: ignore[union-attr]
     assert (options["add_generation_prompt"], options["continue_final_message"]) == (False, True)
 
 
-def test_a_prompt(plain: ollama.Client) -> None:
+def test_generate_wraps_prompt_in_user_turn_unless_raw(plain: ollama.Client) -> None:
     """A prompt becomes a user's turn unless it is raw. Both are streamed as well."""
     turn, with_system = len("<user>Hello\n<assistant>"), len("<system>Be brief.\n<user>Hello\n<assistant>")
     limit = {"num_predict": 9}
@@ -238,7 +238,7 @@ def test_a_prompt(plain: ollama.Client) -> None:
         assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
 
 
-def test_thoughts_about_a_prompt(client: ollama.Client) -> None:
+def test_generate_with_think_returns_thinking(client: ollama.Client) -> None:
     whole = client.generate("fake", "Hello", think=True)
     lines = [*client.generate("fake", "Hello", think=True, stream=True)]
     for name in ("response", "thinking"):
@@ -247,7 +247,7 @@ def test_thoughts_about_a_prompt(client: ollama.Client) -> None:
 
 
 @pytest.mark.parametrize("form", ["json", {"type": "object", "properties": {"city": {"type": "string"}}}])
-def test_a_format_becomes_a_grammar(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_format_becomes_structured_output(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     executor, seen = FakeExecutor(), []
     monkeypatch.setattr(executor, "prepare", lambda params, _: seen.append(params.structured_outputs))
     with run_server(executor) as running, ollama.Client(running.url, timeout=DEADLINE_S) as client:
@@ -260,14 +260,14 @@ def test_a_format_becomes_a_grammar(form: Any, monkeypatch: pytest.MonkeyPatch) 
         )
 
 
-def test_log_probabilities(plain: ollama.Client) -> None:
+def test_ollama_chat_returns_logprobs(plain: ollama.Client) -> None:
     answer = plain.chat("fake", MESSAGES, logprobs=True, top_logprobs=2, options={"num_predict": 4})
     assert answer.logprobs is not None
     assert "".join(each.token for each in answer.logprobs) == answer.message.content
     assert [(each.logprob, len(each.top_logprobs or [])) for each in answer.logprobs] == [(-0.25, 2)] * 4
 
 
-def test_an_empty_request_loads_the_model(client: ollama.Client) -> None:
+def test_empty_request_answers_load(client: ollama.Client) -> None:
     chat, prompt = client.chat("fake"), client.generate("fake", "", keep_alive="5m")
     assert (chat.done, chat.done_reason, chat.message.content) == (True, "load", "")
     assert (prompt.done, prompt.done_reason, prompt.response) == (True, "load", "")
@@ -284,7 +284,7 @@ def test_an_empty_request_loads_the_model(client: ollama.Client) -> None:
     ],
     ids=repr,
 )
-def test_an_empty_request_with_a_keep_alive_of_zero_unloads(
+def test_empty_request_with_zero_keep_alive_answers_unload(
     running: Running, client: ollama.Client, keep_alive: Any, reason: str
 ) -> None:
     with running.http() as http:
@@ -297,7 +297,7 @@ def test_an_empty_request_with_a_keep_alive_of_zero_unloads(
         assert answer.done_reason == "length", "with messages it is a request like any other"
 
 
-def test_models(client: ollama.Client) -> None:
+def test_ollama_client_lists_and_shows_models(client: ollama.Client) -> None:
     assert [model.model for model in client.list().models] == ["fake:latest", "alias/of-fake:latest"]
     loaded = client.ps().models
     assert [(model.name, model.context_length) for model in loaded] == [
@@ -312,7 +312,7 @@ def test_models(client: ollama.Client) -> None:
     assert not shown.template, "it is the operator's"
 
 
-def test_probes(running: Running) -> None:
+def test_ollama_probe_paths_answer(running: Running) -> None:
     """Clients probe these paths to find an Ollama server."""
     with running.http() as http:
         assert "Ollama is running" in http.get("/").text
@@ -333,19 +333,19 @@ def test_probes(running: Running) -> None:
     ],
     ids=["pull", "pull as a stream", "push", "create", "copy", "delete"],
 )
-def test_nothing_changes_models(client: ollama.Client, change: Any) -> None:
+def test_model_management_answers_403(client: ollama.Client, change: Any) -> None:
     with pytest.raises(ollama.ResponseError, match="cannot change models") as refused:
         change(client)
     assert refused.value.status_code == 403
 
 
-def test_files_of_models_are_taken_by_nobody(running: Running) -> None:
+def test_blob_upload_answers_403(running: Running) -> None:
     with running.http() as http:
         answer = http.post("/api/blobs/sha256:00", content=b"x")
         assert (answer.status_code, list(answer.json())) == (403, ["error"])
 
 
-def test_the_async_client(running: Running) -> None:
+def test_async_ollama_stream_equals_unstreamed_chat(running: Running) -> None:
     async def ask() -> tuple[ollama.ChatResponse, list[ollama.ChatResponse]]:
         async with ollama.AsyncClient(running.url, timeout=DEADLINE_S) as client:
             whole = await client.chat("fake", MESSAGES)
@@ -355,7 +355,9 @@ def test_the_async_client(running: Running) -> None:
     assert joined(lines) == joined([whole])
 
 
-def test_errors(client: ollama.Client, plain: ollama.Client) -> None:
+def test_unknown_model_and_unsupported_thinking_raise_response_error(
+    client: ollama.Client, plain: ollama.Client
+) -> None:
     asking = [
         lambda name: client.chat(name, MESSAGES),
         lambda name: list(client.generate(name, "Hello", stream=True)),
@@ -380,7 +382,7 @@ def test_errors(client: ollama.Client, plain: ollama.Client) -> None:
 
 
 @pytest.mark.parametrize("said", ["application/x-www-form-urlencoded", "text/plain", None])
-def test_a_program_need_not_say_that_it_sends_json(running: Running, said: str | None) -> None:
+def test_json_content_type_is_optional_without_origin_header(running: Running, said: str | None) -> None:
     """Ollama's documents use `curl -d` without a JSON type. A browser page, which sends its origin, must send it."""
     with running.http() as http:
 
@@ -402,7 +404,7 @@ def test_a_program_need_not_say_that_it_sends_json(running: Running, said: str |
         assert post("/v1/chat/completions", CHAT).status_code == 415
 
 
-def test_a_stream_that_fails_ends_with_a_line_that_says_so() -> None:
+def test_failed_ollama_stream_ends_with_error_line() -> None:
     executor = FakeExecutor(step_s=0.01)
     with run_server(executor) as running, ollama.Client(running.url, timeout=DEADLINE_S) as client:
         lines = client.chat("fake", MESSAGES, stream=True)
@@ -412,7 +414,7 @@ def test_a_stream_that_fails_ends_with_a_line_that_says_so() -> None:
             list(lines)
 
 
-def test_a_client_that_leaves_ends_its_request() -> None:
+def test_disconnect_aborts_ollama_stream() -> None:
     with run_server(FakeExecutor(step_s=0.01)) as running, running.http() as http:
         with http.stream("POST", "/api/chat", json={**CHAT, "stream": True}) as answer:
             assert answer.headers["content-type"] == "application/x-ndjson"
@@ -421,7 +423,7 @@ def test_a_client_that_leaves_ends_its_request() -> None:
         assert running.num_blocks_in_use == 0
 
 
-def test_a_silent_stream_sends_blanks_and_lines_stay_json() -> None:
+def test_idle_stream_sends_blanks_between_valid_json_lines() -> None:
     executor = FakeExecutor()
     executor.gate.clear()
     with run_server(executor, stream_keep_alive_s=0.02) as running, running.http() as http:
@@ -480,7 +482,7 @@ def test_a_silent_stream_sends_blanks_and_lines_stay_json() -> None:
         ({"shift": "yes"}, "shift"),
     ],
 )
-def test_what_is_wrong_is_named(running: Running, fields: dict[str, Any], what: str) -> None:
+def test_chat_error_names_invalid_field(running: Running, fields: dict[str, Any], what: str) -> None:
     _refused(running, "/api/chat", {**CHAT, **fields}, what)
 
 
@@ -499,7 +501,7 @@ def test_what_is_wrong_is_named(running: Running, fields: dict[str, Any], what: 
         ({"messages": MESSAGES}, "messages"),
     ],
 )
-def test_what_is_wrong_with_a_prompt_is_named(running: Running, fields: dict[str, Any], what: str) -> None:
+def test_generate_error_names_invalid_field(running: Running, fields: dict[str, Any], what: str) -> None:
     _refused(running, "/api/generate", {"model": "fake", "stream": False, **fields}, what)
 
 
@@ -514,7 +516,9 @@ def test_what_is_wrong_with_a_prompt_is_named(running: Running, fields: dict[str
         ("/api/show", {"model": ""}, "model is required"),
     ],
 )
-def test_what_else_is_wrong_is_named(running: Running, path: str, fields: dict[str, Any], what: str) -> None:
+def test_embed_and_show_errors_name_invalid_field(
+    running: Running, path: str, fields: dict[str, Any], what: str
+) -> None:
     _refused(running, path, {"model": "fake", **fields}, what)
 
 
@@ -527,7 +531,7 @@ def _refused(running: Running, path: str, body: dict[str, Any], what: str) -> No
     assert not running.num_unfinished
 
 
-def test_what_changes_nothing_is_taken(plain: ollama.Client) -> None:
+def test_model_loading_options_and_disabled_features_are_accepted(plain: ollama.Client) -> None:
     """Options for loading a model, features that are off, and values that disable a field."""
     expected = plain.chat("fake", MESSAGES).message
     options = {"num_gpu": 1, "num_thread": 8, "use_mmap": True, "num_keep": 5, "mirostat": 0, "tfs_z": 1.0}
@@ -536,21 +540,21 @@ def test_what_changes_nothing_is_taken(plain: ollama.Client) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 0.0, -1, -2])
-def test_a_num_predict_of_zero_is_no_limit(plain: ollama.Client, running: Running, limit: float) -> None:
+def test_zero_or_negative_num_predict_is_unlimited(plain: ollama.Client, running: Running, limit: float) -> None:
     assert plain.chat("fake", MESSAGES, options={"num_predict": limit}).done_reason == "stop"
     with running.http() as http:
         assert _webui_chat(http, num_predict=0)[-1]["done_reason"] == "stop"
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["", ""]], ids=repr)
-def test_empty_stop_strings_stop_nothing(plain: ollama.Client, stop: Any) -> None:
+def test_empty_stop_strings_are_ignored(plain: ollama.Client, stop: Any) -> None:
     whole = plain.chat("fake", MESSAGES).message.content
     assert plain.chat("fake", MESSAGES, options={"stop": stop}).message.content == whole
     stopped = plain.chat("fake", MESSAGES, options={"stop": ["", "fox"]}).message.content
     assert stopped == whole[: whole.index("fox")]
 
 
-def test_options_that_ollama_does_not_know_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_ollama_options_are_ignored_with_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Options of other routes are ignored as well, whether served or refused there. Ollama also warns of each."""
     unknown = {"num_beams": 4, "max_tokens": 1, "grammar": "x", "rope_frequency_base": 1e4, "guided_json": {}}
     with run_server() as server, server.http() as http, caplog.at_level(logging.INFO):
@@ -576,7 +580,7 @@ OLLAMAS_DEFAULTS = {
 }  # fmt: skip
 
 
-def test_defaults_of_ollamas_may_be_given(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_ollama_default_options_are_accepted(running: Running, caplog: pytest.LogCaptureFixture) -> None:
     """Clients that send all options send most of them with defaults. The table has all options of the package."""
     assert ollama.Options.model_fields.keys() <= OLLAMAS_DEFAULTS.keys()
     beside = {"truncate": True, "shift": True, "logprobs": False, "top_logprobs": 0, "keep_alive": "5m", "format": ""}
@@ -589,7 +593,7 @@ def test_defaults_of_ollamas_may_be_given(running: Running, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize(("last_n", "told"), [(0, (1.0, 0.0, 0.0)), (-1, (1.5, 1.0, 0.5)), (64, (1.5, 1.0, 0.5))])
-def test_penalties_of_no_tokens_are_none(last_n: int, told: tuple[float, ...]) -> None:
+def test_zero_repeat_last_n_disables_penalties(last_n: int, told: tuple[float, ...]) -> None:
     info = SimpleNamespace(generation_defaults={})
     service: Any = SimpleNamespace(default_params=SamplingParams(), model_info=info, extra_fields=ExtraFields())
     penalties = {"repeat_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.5}
@@ -599,9 +603,7 @@ def test_penalties_of_no_tokens_are_none(last_n: int, told: tuple[float, ...]) -
     assert (params.seed, params.top_k) == (None, 7)
 
 
-def test_a_context_larger_than_there_is_and_unknown_fields_are_told_once(
-    shared: Running, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_large_num_ctx_and_unknown_fields_are_logged_once(shared: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "octavo.server.api.extra_fields"), shared.http() as http:
         for _ in range(2):
             body = {**CHAT, "options": {"num_ctx": 32768, "num_predict": 1, "new_option": 1}, "new_field": 2}
@@ -610,7 +612,7 @@ def test_a_context_larger_than_there_is_and_unknown_fields_are_told_once(
     assert [caplog.text.count(each) for each in told] == [1, 1, 1]
 
 
-def test_a_field_that_is_refused_names_the_values_that_are_not(running: Running) -> None:
+def test_unsupported_field_error_lists_accepted_values(running: Running) -> None:
     with running.http() as http:
         told = [
             http.post("/api/chat", json={**CHAT, **fields}).json()["error"]
@@ -623,7 +625,7 @@ def test_a_field_that_is_refused_names_the_values_that_are_not(running: Running)
     ]
 
 
-def test_durations_are_nanoseconds_of_the_engines_clock() -> None:
+def test_durations_are_engine_clock_nanoseconds() -> None:
     one = RequestMetrics(1.0, 1.5, 2.0, 4.0)
     assert durations([one]) == (3_000_000_000, 500_000_000, 2_000_000_000)
     assert durations([one, RequestMetrics(0.5, 1.25, 3.0, 5.0)]) == (4_500_000_000, 750_000_000, 3_000_000_000)
@@ -652,7 +654,7 @@ def _webui_chat(http: httpx.Client, **more: Any) -> list[dict[str, Any]]:
         return [json.loads(line) for line in answer.iter_lines()]
 
 
-def test_types_of_a_gguf_file_are_told(client: ollama.Client, plain: ollama.Client) -> None:
+def test_show_and_list_report_gguf_quantization(client: ollama.Client, plain: ollama.Client) -> None:
     shown = client.show("fake")
     assert shown.details is not None
     assert (shown.details.format, shown.details.quantization_level) == ("gguf", "Q4_K_M")
@@ -665,7 +667,7 @@ def test_types_of_a_gguf_file_are_told(client: ollama.Client, plain: ollama.Clie
     assert "general.file_type" not in (other.modelinfo or {})
 
 
-def test_open_webui_finds_models(running: Running) -> None:
+def test_open_webui_lists_models(running: Running) -> None:
     with running.http() as http:
         assert http.get("/api/version", headers=WEBUI_HEADERS).json()["version"]
         models = http.get("/api/tags", headers=WEBUI_HEADERS).json()["models"]
@@ -680,7 +682,7 @@ def test_open_webui_finds_models(running: Running) -> None:
         assert {"details", "model_info", "capabilities"} <= shown.keys()
 
 
-def test_open_webui_chats(running: Running) -> None:
+def test_open_webui_chat_has_counts_and_durations(running: Running) -> None:
     with running.http() as http:
         lines = _webui_chat(http)
         assert all(line["model"] == "fake:latest" and line["message"]["role"] == "assistant" for line in lines)
@@ -696,7 +698,7 @@ def test_open_webui_chats(running: Running) -> None:
         assert _webui_chat(http, stream=False)[-1]["message"]["content"]
 
 
-def test_open_webui_calls_tools(running: Running) -> None:
+def test_open_webui_tool_calls_are_accepted_and_returned(running: Running) -> None:
     """Open WebUI sends calls with an index and a null id, and their results with an id only."""
     call = {"index": 0, "id": None, "function": {"name": "now", "arguments": {}}}
     messages = [
@@ -711,14 +713,14 @@ def test_open_webui_calls_tools(running: Running) -> None:
         assert calls[0]["id"]
 
 
-def test_open_webui_unloads_nothing(running: Running) -> None:
+def test_open_webui_unload_keeps_model_loaded(running: Running) -> None:
     with running.http() as http:
         told = http.post("/api/generate", json={"model": "fake:latest", "keep_alive": 0, "prompt": ""}).json()
         assert (told["done"], told["done_reason"]) == (True, "unload")
         assert http.get("/api/ps").json()["models"], "it stays loaded"
 
 
-def test_keys_are_asked_for_as_on_every_route() -> None:
+def test_ollama_routes_require_api_key() -> None:
     with run_server(api_key="secret") as running:
         with ollama.Client(running.url, timeout=DEADLINE_S) as stranger:
             for ask in (stranger.list, lambda: stranger.chat("fake", MESSAGES), lambda: stranger.pull("fake")):
@@ -729,7 +731,7 @@ def test_keys_are_asked_for_as_on_every_route() -> None:
             assert client.chat("fake", MESSAGES).message.content
 
 
-def test_a_full_server_says_when_to_come_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_server_answers_429_with_retry_after(caplog: pytest.LogCaptureFixture) -> None:
     """Each accepted request also has a line in the audit log, with the served model name."""
     executor = FakeExecutor(step_s=0.005)
     with (

@@ -65,7 +65,7 @@ def read_chat(stream: Any) -> dict[int, dict[str, Any]]:
         ({"extra_body": {"stop_token_ids": [ord(".")]}}, "stop"),
     ],
 )
-def test_chat_stream_equals_whole(client: openai.OpenAI, options: dict[str, Any], finish_reason: str) -> None:
+def test_chat_stream_equals_unstreamed_chat(client: openai.OpenAI, options: dict[str, Any], finish_reason: str) -> None:
     whole = client.chat.completions.create(model="fake", messages=MESSAGES, **options)
     stream = client.chat.completions.create(
         model="fake", messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **options
@@ -85,7 +85,7 @@ def test_chat_stream_equals_whole(client: openai.OpenAI, options: dict[str, Any]
     assert whole.usage.prompt_tokens == NUM_CHAT_TOKENS
 
 
-def test_chat_answers_what_the_model_says(client: openai.OpenAI) -> None:
+def test_chat_returns_model_text_and_usage_for_each_choice(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="fake", messages=MESSAGES, n=2)
     assert [choice.message.content for choice in whole.choices] == [
         answer_text(NUM_CHAT_TOKENS, 0),
@@ -96,7 +96,7 @@ def test_chat_answers_what_the_model_says(client: openai.OpenAI) -> None:
     assert whole.id.startswith("chatcmpl-")
 
 
-def test_stop_string_is_cut_where_it_begins(client: openai.OpenAI) -> None:
+def test_stop_string_truncates_text_at_its_start(client: openai.OpenAI) -> None:
     expected = answer_text(NUM_CHAT_TOKENS)
     for stop in (expected[5:9], expected[20:21], expected[30:45], expected[0]):
         whole = client.chat.completions.create(model="fake", messages=MESSAGES, stop=stop)
@@ -104,7 +104,7 @@ def test_stop_string_is_cut_where_it_begins(client: openai.OpenAI) -> None:
         assert whole.choices[0].model_extra["stop_reason"] == stop
 
 
-def test_chat_is_as_long_as_the_checkpoint_says() -> None:
+def test_checkpoint_max_tokens_is_chat_default() -> None:
     with (
         run_server(engine_options={"generation_defaults": {"max_tokens": 7}}) as running,
         make_client(running) as client,
@@ -115,7 +115,7 @@ def test_chat_is_as_long_as_the_checkpoint_says() -> None:
         assert ask(model="fake", messages=MESSAGES, max_completion_tokens=3).usage.completion_tokens == 3
 
 
-def test_chat_logprobs(client: openai.OpenAI) -> None:
+def test_chat_logprobs_match_content_and_are_sorted(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=3)
     entries = whole.choices[0].logprobs.content
     assert "".join(entry.token for entry in entries) == whole.choices[0].message.content
@@ -128,7 +128,7 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
         assert logprobs == sorted(logprobs, reverse=True)
 
 
-def test_text_parts_are_joined(client: openai.OpenAI) -> None:
+def test_text_parts_are_joined_with_line_feed(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     from_parts = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": parts}])
     from_text = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "one\ntwo"}])
@@ -167,7 +167,9 @@ def read_completions(stream: Any) -> dict[int, dict[str, Any]]:
         {"stop": ["dog", "s ö"], "max_tokens": 60},
     ],
 )
-def test_completion_stream_equals_whole(client: openai.OpenAI, prompt: Any, options: dict[str, Any]) -> None:
+def test_completion_stream_equals_unstreamed_completion(
+    client: openai.OpenAI, prompt: Any, options: dict[str, Any]
+) -> None:
     whole = client.completions.create(model="fake", prompt=prompt, **options)
     stream = client.completions.create(
         model="fake", prompt=prompt, stream=True, stream_options={"include_usage": True}, **options
@@ -190,7 +192,7 @@ def test_completions_default_to_16_tokens(client: openai.OpenAI) -> None:
     assert whole.choices[0].text == answer_text(5, 0, 16)
 
 
-def test_choices_are_in_the_order_of_the_prompts(client: openai.OpenAI) -> None:
+def test_choices_follow_prompt_order(client: openai.OpenAI) -> None:
     prompts = ["a", "bb", "ccc"]
     whole = client.completions.create(model="fake", prompt=prompts, n=2, max_tokens=30)
     expected = [answer_text(len(prompt), index, 30) for prompt in prompts for index in range(2)]
@@ -199,7 +201,7 @@ def test_choices_are_in_the_order_of_the_prompts(client: openai.OpenAI) -> None:
     assert whole.usage.prompt_tokens == 6
 
 
-def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
+def test_echo_with_logprobs_scores_prompt(client: openai.OpenAI) -> None:
     """Evaluation harnesses use this: the prompt's tokens come first, and the very first token has no logprob."""
     for prompt in ("score me", list(b"score me")):
         whole = client.completions.create(model="fake", prompt=prompt, echo=True, max_tokens=1, logprobs=1)
@@ -212,14 +214,14 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
         assert logprobs.text_offset == list(range(9))
 
 
-def test_prompt_logprobs(client: openai.OpenAI) -> None:
+def test_prompt_logprobs_cover_prompt_except_first_token(client: openai.OpenAI) -> None:
     whole = client.completions.create(model="fake", prompt="abc", extra_body={"prompt_logprobs": 0}, max_tokens=1)
     entries = whole.choices[0].model_extra["prompt_logprobs"]
     assert entries[0] is None
     assert entries[1:] == [{str(ord(char)): {"logprob": -0.25, "rank": 1, "decoded_token": char}} for char in "bc"]
 
 
-def test_continuous_usage(client: openai.OpenAI) -> None:
+def test_continuous_usage_stats_count_tokens_in_every_chunk(client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model="fake",
         prompt="abc",
@@ -231,7 +233,7 @@ def test_continuous_usage(client: openai.OpenAI) -> None:
     assert counts == [1, 2, 3, 4, 4, 4]  # the end of a choice has its own chunk
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models_are_listed_and_retrieved_by_alias(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["fake", "alias/of-fake"]
     assert client.models.retrieve("alias/of-fake").model_extra["max_model_len"] == 2048
     with pytest.raises(openai.NotFoundError):
@@ -240,14 +242,14 @@ def test_models(client: openai.OpenAI) -> None:
     assert answer.model == "alias/of-fake"
 
 
-def test_unknown_model(client: openai.OpenAI) -> None:
+def test_unknown_model_raises_not_found_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as error:
         client.chat.completions.create(model="gpt-9", messages=MESSAGES)
     assert error.value.code == "model_not_found"
     assert error.value.param == "model"
 
 
-def test_bad_requests(client: openai.OpenAI) -> None:
+def test_invalid_requests_raise_bad_request_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(model="fake", messages=MESSAGES, temperature=-1)
     assert error.value.param == "temperature"
@@ -260,7 +262,7 @@ def test_bad_requests(client: openai.OpenAI) -> None:
     assert client.completions.create(model="fake", prompt="x").usage.completion_tokens == 16
 
 
-def test_authentication() -> None:
+def test_wrong_api_key_raises_authentication_error() -> None:
     with run_server(api_key="the right one") as running:
         with make_client(running, "the wrong one") as client, pytest.raises(openai.AuthenticationError) as error:
             client.models.list()
@@ -269,7 +271,7 @@ def test_authentication() -> None:
             assert client.completions.create(model="fake", prompt="x", max_tokens=1).usage.completion_tokens == 1
 
 
-def test_async_client(shared: Running) -> None:
+def test_async_client_streams_equal_unstreamed_answers(shared: Running) -> None:
     async def ask(client: openai.AsyncOpenAI, number: int) -> tuple[str, str]:
         messages = [{"role": "user", "content": "?" * number}]
         whole = await client.chat.completions.create(model="fake", messages=messages, max_tokens=40)

@@ -131,7 +131,7 @@ def check(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
     jsonschema.Draft202012Validator({**schema, "components": document["components"]}).validate(value)
 
 
-def test_every_route_is_described(running: Running, document: dict[str, Any]) -> None:
+def test_openapi_describes_every_route(running: Running, document: dict[str, Any]) -> None:
     routes = {
         (route.path.replace(":path}", "}"), method.lower())
         for route in running.server.config.app.routes  # type: ignore[union-attr]
@@ -142,7 +142,7 @@ def test_every_route_is_described(running: Running, document: dict[str, Any]) ->
     assert {path for path, methods in document["paths"].items() if "post" in methods} == BODIES.keys()
 
 
-def test_references_resolve(document: dict[str, Any]) -> None:
+def test_openapi_references_resolve(document: dict[str, Any]) -> None:
     for schema in document["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
     text = json.dumps(document)
@@ -151,7 +151,7 @@ def test_references_resolve(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_requests_and_answers_are_as_described(running: Running, document: dict[str, Any], path: str) -> None:
+def test_post_requests_and_answers_match_openapi_schemas(running: Running, document: dict[str, Any], path: str) -> None:
     operation = document["paths"][path]["post"]
     asked = operation["requestBody"]["content"]["application/json"]["schema"]
     answers = operation["responses"]
@@ -175,9 +175,7 @@ def test_requests_and_answers_are_as_described(running: Running, document: dict[
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-def test_what_is_beyond_a_limit_is_refused_by_the_document_and_by_the_server(
-    running: Running, document: dict[str, Any], path: str
-) -> None:
+def test_out_of_range_values_fail_schema_and_server(running: Running, document: dict[str, Any], path: str) -> None:
     asked = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     fields = document["components"]["schemas"][asked["$ref"].rpartition("/")[2]]["properties"]
     with running.http() as http:
@@ -191,7 +189,7 @@ def test_what_is_beyond_a_limit_is_refused_by_the_document_and_by_the_server(
                 assert http.post(path, json=body).status_code == 400, (name, value)
 
 
-def test_answers_of_the_other_routes(running: Running, document: dict[str, Any]) -> None:
+def test_get_answers_match_openapi_schemas(running: Running, document: dict[str, Any]) -> None:
     with running.http() as http:
         for path, methods in document["paths"].items():
             if "get" not in methods:
@@ -206,7 +204,7 @@ def test_answers_of_the_other_routes(running: Running, document: dict[str, Any])
         check(document, schema["schema"], missing.json())
 
 
-def test_what_is_refused_before_any_route_is_described(document: dict[str, Any]) -> None:
+def test_refusals_before_routing_match_openapi_schemas(document: dict[str, Any]) -> None:
     """A page of another origin, a method that the route lacks, another Host, and headers without end."""
     with run_server(allowed_hosts=("127.0.0.1",)) as running, running.http() as http:
         for path, methods in document["paths"].items():
@@ -230,7 +228,7 @@ def test_what_is_refused_before_any_route_is_described(document: dict[str, Any])
                 check(document, operation["responses"][str(status)]["content"]["application/json"]["schema"], told)
 
 
-def test_a_key_that_may_not_read_the_metrics_is_described(document: dict[str, Any], tmp_path: Path) -> None:
+def test_metrics_403_matches_openapi_schema(document: dict[str, Any], tmp_path: Path) -> None:
     key = add_key(path := tmp_path / "keys.toml", Tenant(name="bob"))
     with run_server(api_keys_file=path) as running, running.http() as http:
         refused = http.get("/metrics", headers={"x-api-key": key})
@@ -239,7 +237,7 @@ def test_a_key_that_may_not_read_the_metrics_is_described(document: dict[str, An
     check(document, schema, refused.json())
 
 
-def test_keys_are_described_where_they_are_asked_for(document: dict[str, Any]) -> None:
+def test_openapi_security_is_present_only_with_api_key(document: dict[str, Any]) -> None:
     assert "security" not in document
     with run_server(api_key="key") as running, running.http() as http:
         assert http.get("/openapi.json").status_code == 401

@@ -78,7 +78,7 @@ def params_of(running: Running, client: openai.OpenAI, route: str, /, **extra: A
 # --- the tables
 
 
-def test_each_field_stands_in_one_table() -> None:
+def test_each_extra_field_is_in_exactly_one_table() -> None:
     names = [name for table in TABLES for name in table]
     assert len(names) == len({*names})
     typed = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
@@ -88,14 +88,14 @@ def test_each_field_stands_in_one_table() -> None:
     assert {*OtherNames.model_fields, "enable_thinking"} == ALIASES.keys() | PENALTY_RANGE.keys()
 
 
-def test_all_fields_are_documented() -> None:
+def test_all_extra_fields_are_documented() -> None:
     text = API.read_text(encoding="utf-8")
     names = [name for table in [*TABLES, PENALTY_RANGE] for name in table]
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-def test_what_is_off_changes_nothing_and_what_is_on_is_refused_by_name(
+def test_unsupported_field_is_accepted_if_off_and_refused_if_on(
     keeper: Running, client: openai.OpenAI, route: str
 ) -> None:
     refused = {name: told for table in TABLES for name, told in table.items() if isinstance(told, Off)}
@@ -110,12 +110,12 @@ def test_what_is_off_changes_nothing_and_what_is_on_is_refused_by_name(
         assert name in error.value.message
 
 
-def test_harmless_fields_are_harmless(keeper: Running, client: openai.OpenAI) -> None:
+def test_harmless_fields_leave_sampling_params_unchanged(keeper: Running, client: openai.OpenAI) -> None:
     plain = params_of(keeper, client, COMPLETIONS, max_tokens=3)
     assert params_of(keeper, client, COMPLETIONS, max_tokens=3, **dict.fromkeys(HARMLESS, 7)) == plain
 
 
-def test_what_the_web_page_of_llama_cpp_sends_is_served(keeper: Running, client: openai.OpenAI) -> None:
+def test_llama_cpp_web_ui_fields_are_accepted(keeper: Running, client: openai.OpenAI) -> None:
     sent = {
         "stream": False, "cache_prompt": True, "samplers": [], "temperature": 0.8, "dynatemp_range": 0,
         "dynatemp_exponent": 1, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "typical_p": 1, "xtc_probability": 0,
@@ -174,7 +174,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("whose", DEFAULTS)
-def test_defaults_of_an_api_may_be_given(keeper: Running, whose: str) -> None:
+def test_api_default_values_are_accepted(keeper: Running, whose: str) -> None:
     fields = dict(DEFAULTS[whose])
     with keeper.http() as http:
         answer = http.post(fields.pop("route"), json={"model": "fake", **fields})
@@ -208,7 +208,7 @@ def test_defaults_of_an_api_may_be_given(keeper: Running, whose: str) -> None:
     ],
 )
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-def test_another_name_means_the_same(
+def test_field_alias_sets_same_sampling_params(
     keeper: Running, client: openai.OpenAI, route: str, sent: dict[str, Any], own: dict[str, Any]
 ) -> None:
     taken, plain = params_of(keeper, client, route, **sent), params_of(keeper, client, route)
@@ -216,7 +216,7 @@ def test_another_name_means_the_same(
     assert taken != plain or sent in ({"repeat_penalty": 1.0}, {"n_predict": -1})
 
 
-def test_n_probs_asks_for_log_probabilities(client: openai.OpenAI) -> None:
+def test_n_probs_returns_logprobs(client: openai.OpenAI) -> None:
     chat = create(client, CHAT, n_probs=3, max_tokens=2).choices[0].logprobs
     assert chat == create(client, CHAT, logprobs=True, top_logprobs=3, max_tokens=2).choices[0].logprobs
     assert [len(entry.top_logprobs) for entry in chat.content] == [3, 3]
@@ -225,7 +225,7 @@ def test_n_probs_asks_for_log_probabilities(client: openai.OpenAI) -> None:
     assert create(client, COMPLETIONS, n_probs=0, max_tokens=2).choices[0].logprobs is None
 
 
-def test_enable_thinking_goes_to_the_chat_template() -> None:
+def test_enable_thinking_is_added_to_chat_template_kwargs() -> None:
     request = ChatCompletionRequest(messages=MESSAGES, enable_thinking=False, chat_template_kwargs={"a": 1})
     request.settle(ExtraFields())
     assert request.chat_template_kwargs == {"a": 1, "enable_thinking": False}
@@ -263,7 +263,7 @@ def test_enable_thinking_goes_to_the_chat_template() -> None:
     ],
 )
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-def test_what_is_wrong_is_named_as_it_was_sent(
+def test_error_names_field_alias_that_client_sent(
     client: openai.OpenAI, route: str, sent: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as error:
@@ -274,7 +274,7 @@ def test_what_is_wrong_is_named_as_it_was_sent(
 
 @pytest.mark.parametrize("name", ["n_predict", "grammar", "json_schema", "mirostat", "truncate_prompt_tokens", "regex"])
 @pytest.mark.parametrize("route", ["/v1/responses", "/v1/messages", "/generate", "/generate_stream", "/"])
-def test_other_routes_refuse_them_by_name(keeper: Running, route: str, name: str) -> None:
+def test_other_routes_refuse_extra_fields_by_name(keeper: Running, route: str, name: str) -> None:
     with (
         openai.OpenAI(base_url=f"{keeper.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client,
         anthropic.Anthropic(base_url=keeper.url, api_key="none", max_retries=0, timeout=DEADLINE_S) as claude,
@@ -296,7 +296,7 @@ def test_other_routes_refuse_them_by_name(keeper: Running, route: str, name: str
 # --- unknown fields
 
 
-def test_unknown_fields_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     fields = ExtraFields()
     fields.check({"nobody_knows": 1, "user": "x"}, {}, HARMLESS)
@@ -309,7 +309,7 @@ def test_unknown_fields_are_named_once(caplog: pytest.LogCaptureFixture) -> None
     assert "nobody_knows" not in second
 
 
-def test_unknown_fields_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_log_at_most_100_short_lines(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     fields = ExtraFields()
     for number in range(1000):
@@ -325,12 +325,12 @@ def test_unknown_fields_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-def test_minus_one_token_is_no_limit(client: openai.OpenAI, route: str) -> None:
+def test_max_tokens_minus_one_is_unlimited(client: openai.OpenAI, route: str) -> None:
     assert create(client, route, max_tokens=-1).choices[0].finish_reason == "stop"
     assert create(client, route, max_tokens=-1, ignore_eos=True).usage.total_tokens == 2048  # the whole context
 
 
-def test_minus_one_token_overrules_the_checkpoint() -> None:
+def test_max_tokens_minus_one_overrides_checkpoint_default() -> None:
     with run_server(engine_options={"generation_defaults": {"max_tokens": 7}}) as running, running.http() as http:
         for route, body in BODIES.items():
             answer = http.post(route, json={**body, "max_tokens": -1}).json()
@@ -342,7 +342,7 @@ def test_minus_one_token_overrules_the_checkpoint() -> None:
 # --- token ids
 
 
-def test_return_token_ids(client: openai.OpenAI) -> None:
+def test_return_token_ids_adds_prompt_and_output_ids(client: openai.OpenAI) -> None:
     text = create(client, COMPLETIONS, return_token_ids=True, max_tokens=5).choices[0]
     assert text.prompt_token_ids == list(PROMPT.encode())
     assert text.token_ids == list(answer_text(len(PROMPT)).encode())[:5]
@@ -355,7 +355,7 @@ def test_return_token_ids(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("options", [{"max_tokens": 5}, {}, {"n": 2, "max_tokens": 9}, {"stop": "fox"}], ids=str)
-def test_streamed_token_ids_are_those_of_the_whole(client: openai.OpenAI, options: dict[str, Any]) -> None:
+def test_streamed_token_ids_equal_unstreamed(client: openai.OpenAI, options: dict[str, Any]) -> None:
     extra = {"return_token_ids": True, **options}
     whole = create(client, COMPLETIONS, **extra)
     ids: dict[int, list[int]] = {choice.index: [] for choice in whole.choices}
@@ -378,7 +378,7 @@ def test_streamed_token_ids_are_those_of_the_whole(client: openai.OpenAI, option
     assert ids == {choice.index: choice.token_ids for choice in whole.choices}
 
 
-def test_tokens_as_token_ids(client: openai.OpenAI) -> None:
+def test_return_tokens_as_token_ids_replaces_token_text(client: openai.OpenAI) -> None:
     extra = {"return_tokens_as_token_ids": True, "return_token_ids": True, "max_tokens": 3}
     text = create(client, COMPLETIONS, logprobs=2, echo=True, **extra).choices[0]
     expected = [f"token_id:{token_id}" for token_id in text.prompt_token_ids + text.token_ids]
@@ -404,7 +404,7 @@ def test_tokens_as_token_ids(client: openai.OpenAI) -> None:
         ({"truncation_side": "right"}, PROMPT),
     ],
 )
-def test_truncate_prompt_tokens(client: openai.OpenAI, extra: dict[str, Any], kept: str) -> None:
+def test_truncate_prompt_tokens_keeps_requested_side(client: openai.OpenAI, extra: dict[str, Any], kept: str) -> None:
     for prompt in (PROMPT, list(PROMPT.encode()), [PROMPT, "x"]):
         answer = client.completions.create(
             model="fake", prompt=prompt, max_tokens=3, echo=True, extra_body={**extra, "return_token_ids": True}
@@ -419,7 +419,7 @@ def test_truncate_prompt_tokens(client: openai.OpenAI, extra: dict[str, Any], ke
     assert chat.usage.prompt_tokens == len(expected)
 
 
-def test_as_many_tokens_as_fit_are_kept(client: openai.OpenAI) -> None:
+def test_truncate_prompt_tokens_minus_one_keeps_maximum_that_fits(client: openai.OpenAI) -> None:
     long = "abcdefgh" * 400  # 3,200 tokens, and the model has 2,048
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="fake", prompt=long, max_tokens=48)
@@ -438,7 +438,7 @@ def test_as_many_tokens_as_fit_are_kept(client: openai.OpenAI) -> None:
 # --- nulls
 
 
-def test_fields_of_vllm_that_are_null_are_there(client: openai.OpenAI) -> None:
+def test_vllm_fields_are_present_as_null(client: openai.OpenAI) -> None:
     chat = create(client, CHAT, max_tokens=2)
     for name in ("service_tier", "system_fingerprint", "prompt_logprobs", "prompt_token_ids", "kv_transfer_params"):
         assert getattr(chat, name) is None
@@ -480,7 +480,7 @@ def test_fields_of_vllm_that_are_null_are_there(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     "counts", [None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]
 )
-def test_the_end_of_a_choice_has_a_chunk_of_its_own(
+def test_finish_reason_arrives_in_separate_chunk(
     client: openai.OpenAI, options: dict[str, Any], counts: dict[str, bool] | None
 ) -> None:
     """A client may stop reading at the first finish_reason: it then has the whole answer of that choice."""
@@ -523,7 +523,7 @@ def stream(client: openai.OpenAI, route: str, extra: dict[str, Any]) -> list[Any
     return list(client.completions.create(model="fake", prompt=PROMPT, stream=True, extra_body=extra))
 
 
-def test_an_answer_without_text_streams_its_role_and_its_end() -> None:
+def test_empty_answer_streams_role_and_finish_reason() -> None:
     with run_server(FakeExecutor(answer="")) as running, running.http() as http:
         lines = http.post(CHAT, json={**BODIES[CHAT], "stream": True}).text.split("\n\n")
         assert ['"delta":{"role":"assistant","content":""}' in line for line in lines] == [True, False, False, False]
@@ -540,7 +540,7 @@ def test_an_answer_without_text_streams_its_role_and_its_end() -> None:
         assert '"finish_reason":"stop"' in lines[1]
 
 
-def test_a_call_streams_before_its_end() -> None:
+def test_streamed_tool_call_precedes_finish_chunk() -> None:
     answer = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
     options = {"chat_template": FakeChatTemplate("<tool_call>")}
@@ -558,7 +558,7 @@ def test_a_call_streams_before_its_end() -> None:
     assert "".join(call.function.arguments for call in calls) == "{}"
 
 
-def test_as_is_never_a_name_of_itself() -> None:
+def test_field_aliases_map_to_other_known_fields() -> None:
     for name, told in ALIASES.items():
         assert isinstance(told, As)
         assert told.name.partition(".")[0] in ChatCompletionRequest.model_fields

@@ -118,7 +118,7 @@ def running() -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_schemas_are_served_or_refused_with_the_place(running: Running, way: str) -> None:
+def test_public_schemas_are_served_or_refused_with_field_path(running: Running, way: str) -> None:
     path, body_of, field = WAYS[way]
     with running.http() as http:
         for name, each in PUBLIC_SCHEMAS.items():
@@ -144,7 +144,7 @@ def test_schemas_are_served_or_refused_with_the_place(running: Running, way: str
             assert error.get("param", field) == field, name
 
 
-def test_values_fit_the_grammars_in_every_form() -> None:
+def test_schema_grammars_accept_valid_values_only() -> None:
     grammars = Grammars("plain", [])
     for name, each in SERVED.items():
         text = json.dumps(each.value)
@@ -157,14 +157,14 @@ def test_values_fit_the_grammars_in_every_form() -> None:
             assert not grammars.accepts(structure, surplus), name
 
 
-def test_tools_without_a_grammar_take_any_schema(running: Running) -> None:
+def test_optional_tools_accept_any_schema(running: Running) -> None:
     with running.http() as http:
         for each in PUBLIC_SCHEMAS.values():
             body = {"messages": MESSAGES, "tools": _chat_tools(each.schema), "max_tokens": 4}
             assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
-def test_a_tag_that_cannot_look_ahead_names_the_field_and_the_place() -> None:
+def test_lookahead_refusal_names_field_and_schema_path() -> None:
     """Qwen3-Coder writes strings without quotes, which limits lookaheads.
 
     The email's three expressions can be expressed together; other patterns with lookaheads are refused.
@@ -182,7 +182,7 @@ def test_a_tag_that_cannot_look_ahead_names_the_field_and_the_place() -> None:
         assert error["message"].startswith("tools[1].function.parameters: #/properties/code: the pattern `^(?!")
 
 
-def test_a_template_without_tools_takes_tools_that_a_grammar_cannot_express() -> None:
+def test_template_without_tools_serves_inexpressible_schema_unless_strict() -> None:
     """The server adds a grammar for tools if the template has none.
 
     If the client did not require calls and the grammar cannot express the schema, the request is served.

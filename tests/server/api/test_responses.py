@@ -99,7 +99,7 @@ def rebuild(events: list[Any]) -> list[dict[str, Any]]:
         {"instructions": "Be brief.", "temperature": 0.5, "top_p": 0.9, "metadata": {"a": "b"}, "store": True},
     ],
 )
-def test_stream_equals_whole(client: openai.OpenAI, options: dict[str, Any]) -> None:
+def test_response_stream_equals_unstreamed_response(client: openai.OpenAI, options: dict[str, Any]) -> None:
     whole = client.responses.create(**ASKED, **options)
     events = list(client.responses.create(**ASKED, **options, stream=True))
     last = events[-1]
@@ -114,7 +114,7 @@ def test_stream_equals_whole(client: openai.OpenAI, options: dict[str, Any]) -> 
     assert [item["text"] for item in rebuild(events)] == texts
 
 
-def test_a_whole_answer_is_encoded_once(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unstreamed_response_is_encoded_once(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[Any] = []
 
     def encode(data: Any) -> bytes:
@@ -127,14 +127,14 @@ def test_a_whole_answer_is_encoded_once(client: openai.OpenAI, monkeypatch: pyte
     assert answer.id == whole.id
 
 
-def test_only_tools_that_are_allowed_are_called(client: openai.OpenAI) -> None:
+def test_allowed_tools_limit_function_calls(client: openai.OpenAI) -> None:
     choice: Any = allowed("now")
     response = client.responses.create(**ASKED, tools=[WEATHER, NOW], tool_choice=choice)  # type: ignore[call-overload]
     assert [item.name for item in response.output if item.type == "function_call"] == ["now"]
     assert response.tool_choice.to_dict() == choice
 
 
-def test_a_prompt_is_counted_as_it_is_answered(client: openai.OpenAI) -> None:
+def test_input_token_count_equals_response_usage(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {**ASKED, "tools": [NOW], "instructions": "Be brief."}
     usage = client.responses.create(**options).usage
     count = client.responses.input_tokens.count(**options)
@@ -146,7 +146,7 @@ def test_a_prompt_is_counted_as_it_is_answered(client: openai.OpenAI) -> None:
             client.responses.input_tokens.count(**{**options, **refused})
 
 
-def test_what_items_hold(client: openai.OpenAI) -> None:
+def test_response_items_have_reasoning_message_and_calls(client: openai.OpenAI) -> None:
     response = client.responses.create(**ASKED, tools=[WEATHER, NOW])
     reasoning, message, weather, now = response.output
     assert reasoning.content[0].text == "Rome, 狐."  # type: ignore[union-attr, index]
@@ -161,7 +161,7 @@ def test_what_items_hold(client: openai.OpenAI) -> None:
     assert cut.output[-1].status == "incomplete"  # type: ignore[union-attr]
 
 
-def test_a_whole_conversation_reaches_the_template() -> None:
+def test_input_items_reach_chat_template() -> None:
     template = FakeChatTemplate("<tool_call> </think>")
     with run_server(engine_options={"chat_template": template}) as running, running.http() as http:
         items = [
@@ -222,14 +222,16 @@ def test_a_whole_conversation_reaches_the_template() -> None:
         ({"input": "a" * 5000}, "input"),
     ],
 )
-def test_what_is_refused(running: Running, body: dict[str, Any], parameter: str) -> None:
+def test_invalid_response_fields_are_refused_by_parameter(
+    running: Running, body: dict[str, Any], parameter: str
+) -> None:
     with running.http() as http:
         response = http.post("/v1/responses", json={**ASKED, **body})
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == parameter
 
 
-def test_a_failing_stream_ends_as_failed() -> None:
+def test_failed_stream_ends_with_response_failed_event() -> None:
     executor = FakeExecutor(step_s=0.01)
     with run_server(executor) as running, make_client(running) as client:
         kinds = []
@@ -241,7 +243,7 @@ def test_a_failing_stream_ends_as_failed() -> None:
         assert event.response.error.message  # type: ignore[union-attr]
 
 
-def test_items_of_one_turn_are_one_message() -> None:
+def test_consecutive_items_of_one_turn_become_one_message() -> None:
     template = FakeChatTemplate("<tool_call> </think>")
     with run_server(engine_options={"chat_template": template}) as running, running.http() as http:
         call = {
@@ -259,7 +261,7 @@ def test_items_of_one_turn_are_one_message() -> None:
         assert usage["input_tokens"] == len(text.encode())
 
 
-def test_thoughts_of_other_servers_are_summaries() -> None:
+def test_reasoning_summary_is_read_if_content_is_absent() -> None:
     thoughts = {"type": "reasoning", "id": "rs_1", "encrypted_content": "x"}
     summary = [{"type": "summary_text", "text": "Hm."}, {"type": "summary_text", "text": "So."}]
     own = [{"type": "reasoning_text", "text": "I think."}]
@@ -269,7 +271,7 @@ def test_thoughts_of_other_servers_are_summaries() -> None:
         assert message == {"role": "assistant", "content": "a", "reasoning_content": told}
 
 
-def test_parts_of_items_stay_parts() -> None:
+def test_input_item_parts_become_text_parts() -> None:
     parts = [{"type": "input_text", "text": text, "prompt_cache_breakpoint": {}} for text in ("a", "b")]
     items = [{"role": "user", "content": parts}, {"type": "function_call_output", "call_id": "c", "output": parts}]
     texts = [{"type": "text", "text": text} for text in ("a", "b")]
@@ -279,7 +281,7 @@ def test_parts_of_items_stay_parts() -> None:
     assert message["content"] is None
 
 
-def test_a_stream_that_fails_before_its_first_token_begins_nevertheless() -> None:
+def test_stream_that_fails_before_first_token_sends_created_and_failed() -> None:
     executor = FakeExecutor()
     with run_server(executor, stream_keep_alive_s=0.05) as running, make_client(running) as client:
         executor.gate.clear()
@@ -291,7 +293,7 @@ def test_a_stream_that_fails_before_its_first_token_begins_nevertheless() -> Non
         assert kinds == ["response.created", "response.failed"]
 
 
-def test_tokens_are_chosen_as_under_the_other_routes(client):
+def test_responses_accept_stop_seed_and_sampling_fields(client):
     whole = client.responses.create(**ASKED)
     assert "I look." in whole.output_text
     cut = client.responses.create(**ASKED, extra_body={"stop": ["look"], "ignore_eos": True, "seed": 3, "top_k": 5})
@@ -299,7 +301,7 @@ def test_tokens_are_chosen_as_under_the_other_routes(client):
     assert cut.status == "completed"
 
 
-def test_every_field_that_chooses_tokens_reaches_the_parameters():
+def test_every_sampling_control_reaches_sampling_params():
     given = {
         "seed": 3, "stop": ["x"], "temperature": 0.5, "top_p": 0.5, "presence_penalty": 0.5, "frequency_penalty": 0.5,
         "top_k": 5, "min_p": 0.5, "repetition_penalty": 1.5, "min_tokens": 1, "ignore_eos": True,
@@ -316,7 +318,7 @@ def test_every_field_that_chooses_tokens_reaches_the_parameters():
 @pytest.mark.parametrize(
     ("field", "value"), [("n", 2), ("max_tokens", 5), ("top_k", -7), ("bad_words", ["x"]), ("logit_bias", {"x": 1.0})]
 )
-def test_what_would_change_an_answer_is_not_ignored(client, field, value):
+def test_unsupported_response_fields_are_refused_by_name(client, field, value):
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**ASKED, extra_body={field: value})
     assert caught.value.param == field
@@ -329,7 +331,7 @@ LOGPROBS: Any = ["message.output_text.logprobs"]
 @pytest.mark.parametrize(
     "options", [{}, {"max_output_tokens": 100}, {"max_output_tokens": 60}, {"tool_choice": "none"}]
 )
-def test_logprobs_are_those_of_the_text(client: openai.OpenAI, options: dict[str, Any]) -> None:
+def test_response_logprobs_cover_message_text_only(client: openai.OpenAI, options: dict[str, Any]) -> None:
     """They exclude reasoning, calls and their markers, and are equal in streams and whole answers."""
     asked = {**ASKED, "tools": [WEATHER, NOW], "include": LOGPROBS, "top_logprobs": 2, **options}
     whole = client.responses.create(**asked)
@@ -352,7 +354,7 @@ def test_logprobs_are_those_of_the_text(client: openai.OpenAI, options: dict[str
     assert [entry.to_dict() for entry in done] == [entry.to_dict() for entry in expected]
 
 
-def test_logprobs_of_a_plain_answer() -> None:
+def test_response_logprobs_follow_include_and_top_logprobs() -> None:
     with run_server(FakeExecutor(answer="Rome, over there.")) as running, make_client(running) as client:
         for asked, num_top in (
             ({"include": LOGPROBS}, 0),
@@ -375,7 +377,7 @@ def test_logprobs_of_a_plain_answer() -> None:
         assert error.value.param == "top_logprobs"
 
 
-def test_text_around_calls_keeps_its_own_logprobs() -> None:
+def test_each_message_around_calls_has_matching_logprobs() -> None:
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     answer = f"One.{call}Two, 狐.{call}{call}Three."
     options = {"chat_template": FakeChatTemplate("<tool_call>")}

@@ -222,7 +222,7 @@ APIS = ("messages", "beta", "chat", "responses")
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_every_type_of_the_sdks_is_read_or_refused_by_name(api: str) -> None:
+def test_every_sdk_block_type_is_read_or_refused_by_name(api: str) -> None:
     for name, (allowed, known, read, default) in places(api).items():
         kinds = {kind for cls in members(allowed) for kind in kinds_of(cls, default)}
         assert kinds, name
@@ -241,7 +241,7 @@ def unanswered(cls: Any, known: Fields) -> set[str]:
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_every_field_of_what_is_read_has_an_answer(api: str) -> None:
+def test_every_field_of_read_sdk_types_is_handled(api: str) -> None:
     for name, (allowed, known, read, default) in places(api).items():
         for cls in members(allowed):
             for kind in kinds_of(cls, default) & known.taken.keys():
@@ -279,13 +279,13 @@ def around() -> list[tuple[Any, Fields]]:
     ]
 
 
-def test_every_field_around_them_has_an_answer() -> None:
+def test_every_field_of_sdk_containers_is_handled() -> None:
     for sent, known in around():
         assert hints(sent)
         assert unanswered(sent, known) == set(), sent.__name__
 
 
-def test_what_anthropics_objects_hold_is_read_or_refused() -> None:
+def test_anthropic_output_config_and_tool_choice_fields_are_handled() -> None:
     for params in (anthropic.types.message_create_params, anthropic.types.beta.message_create_params):
         fields = hints(params.MessageCreateParamsNonStreaming)
         for config in members(fields["output_config"]):
@@ -297,7 +297,7 @@ def test_what_anthropics_objects_hold_is_read_or_refused() -> None:
             assert kinds_of(choice, None) <= {*messages._CHOICES, "tool"}
 
 
-def test_what_is_refused_stands_in_the_sdks() -> None:
+def test_refused_block_types_exist_in_sdks() -> None:
     """Types that no SDK has any more need no error message of their own."""
     all_places = [place for api in APIS for place in places(api).values()]
     kinds = {kind for place in all_places for cls in members(place.allowed) for kind in kinds_of(cls, None)}

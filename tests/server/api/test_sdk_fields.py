@@ -52,7 +52,7 @@ ROUTES: dict[str, tuple[Any, type[BaseModel], dict[str, Any], dict[str, str]]] =
 
 
 @pytest.mark.parametrize("name", ROUTES)
-def test_every_field_of_the_sdks_has_an_answer(name: str) -> None:
+def test_every_sdk_request_field_is_handled(name: str) -> None:
     sdk, schema, refused, harmless = ROUTES[name]
     sent = operator.attrgetter(name)(sdk.types)
     names = {*sent.__required_keys__, *sent.__optional_keys__}  # a TypedDict
@@ -61,7 +61,7 @@ def test_every_field_of_the_sdks_has_an_answer(name: str) -> None:
     assert not (schema.model_fields.keys() | refused.keys()) & harmless.keys() - {"metadata"}  # /v1/responses keeps it
 
 
-def test_what_is_harmless_is_documented() -> None:
+def test_harmless_fields_are_documented() -> None:
     text = API.read_text(encoding="utf-8")
     assert [name for name in {**HARMLESS, **ANTHROPIC_HARMLESS} if f"`{name}`" not in text] == []
 
@@ -98,7 +98,7 @@ def test_what_is_harmless_is_documented() -> None:
         ("/v1/embeddings", {"input_type": "query"}, "input_type"),  # of gateways
     ],
 )
-def test_what_would_change_the_answer_is_refused(shared: Any, route: str, body: dict[str, Any], param: str) -> None:
+def test_unsupported_sdk_fields_are_refused_by_name(shared: Any, route: str, body: dict[str, Any], param: str) -> None:
     sound = {"model": "fake", "max_tokens": 3, "messages": [USER]}
     if route in {"/v1/embeddings", "/v1/responses"}:
         sound = {"input": "hello"}
@@ -121,7 +121,7 @@ def test_what_would_change_the_answer_is_refused(shared: Any, route: str, body: 
         {"prompt_cache_options": {"mode": "implicit", "prewarm": False}},
     ],
 )
-def test_what_changes_nothing_is_served(shared: Any, body: dict[str, Any]) -> None:
+def test_response_fields_without_effect_are_accepted(shared: Any, body: dict[str, Any]) -> None:
     with shared.http() as http:
         response = http.post("/v1/responses", json={"input": "hello", "max_output_tokens": 3, **body})
     assert response.status_code == 200, response.text
@@ -154,7 +154,7 @@ class _Template(FakeChatTemplate):
         ("/v1/messages/count_tokens", {"output_config": {"effort": "low"}}, ("low", True)),
     ],
 )
-def test_the_chat_template_hears_of_effort(route: str, body: dict[str, Any], told: tuple[str, bool]) -> None:
+def test_reasoning_effort_reaches_chat_template(route: str, body: dict[str, Any], told: tuple[str, bool]) -> None:
     template = _Template()
     with run_server(engine_options={"chat_template": template}) as running, running.http() as http:
         sound = {"model": "fake", "messages": [USER], "max_tokens": 3}

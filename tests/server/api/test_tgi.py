@@ -34,13 +34,13 @@ def client(shared: Running) -> huggingface_hub.InferenceClient:
     return huggingface_hub.InferenceClient(model=shared.url, timeout=20)
 
 
-def test_a_text(client: huggingface_hub.InferenceClient) -> None:
+def test_text_generation_returns_generated_text(client: huggingface_hub.InferenceClient) -> None:
     assert client.text_generation("hello", max_new_tokens=20) == answer_text(5, 0, 20)
     assert client.text_generation("hello", max_new_tokens=2000) == WHOLE
     assert client.text_generation("hello", max_new_tokens=5, return_full_text=True) == "hello" + answer_text(5, 0, 5)
 
 
-def test_details(client: huggingface_hub.InferenceClient) -> None:
+def test_details_report_tokens_prefill_and_top_tokens(client: huggingface_hub.InferenceClient) -> None:
     answer = client.text_generation("hello", max_new_tokens=6, details=True, decoder_input_details=True, top_n_tokens=2)
     details = answer.details
     assert answer.generated_text == answer_text(5, 0, 6)
@@ -54,7 +54,7 @@ def test_details(client: huggingface_hub.InferenceClient) -> None:
     assert details.top_tokens[0][0]["id"] == details.tokens[0]["id"]
 
 
-def test_token_texts_of_a_whole_answer_are_its_text(shared: Running) -> None:
+def test_token_texts_concatenate_to_generated_text(shared: Running) -> None:
     """This also holds if a character has several tokens. A hidden token has its own spelling, outside the text."""
     body = {"inputs": "h\u00e9llo", "parameters": {"max_new_tokens": 2000, "details": True}}
     with shared.http() as http:
@@ -95,14 +95,14 @@ def answer_tokens() -> list[Token]:
     ],
     ids=["plain", "held until the end", "released by a special token", "cut in the last", "cut before the last"],
 )
-def test_each_token_has_its_own_text(text: str, pieces: list[str], expected: list[str]) -> None:
+def test_token_texts_assign_each_character_to_one_token(text: str, pieces: list[str], expected: list[str]) -> None:
     tokens = answer_tokens()
     TokenTexts(Pieces(pieces)).share(tokens, text)
     assert [token.text for token in tokens] == expected
 
 
 @pytest.mark.parametrize(("pieces", "rest"), [(["a", "b", ""], ""), (["a", "", "b"], "b")])
-def test_an_update_of_a_special_token_alone_loses_no_text(pieces: list[str], rest: str) -> None:
+def test_special_token_update_keeps_buffered_text(pieces: list[str], rest: str) -> None:
     texts, tokens = TokenTexts(Pieces(pieces)), answer_tokens()
     for token in tokens[:2]:
         assert texts.share([token], None) == ""
@@ -110,7 +110,7 @@ def test_an_update_of_a_special_token_alone_loses_no_text(pieces: list[str], res
     assert "".join(token.text for token in tokens[:2]) + rest == "ab"
 
 
-def test_what_the_prompt_was_is_a_detail(shared: Running) -> None:
+def test_decoder_input_details_returns_prompt_tokens(shared: Running) -> None:
     """The prompt's tokens can be requested without `details`."""
     body = {"inputs": "hi", "parameters": {"max_new_tokens": 2, "decoder_input_details": True}}
     with shared.http() as http:
@@ -118,7 +118,7 @@ def test_what_the_prompt_was_is_a_detail(shared: Running) -> None:
     assert [(token["id"], token["text"]) for token in prefill] == [(ord("h"), "h"), (ord("i"), "i")]
 
 
-def test_conversations_as_huggingface_hub_asks_for_them(
+def test_huggingface_hub_chat_completion_works_without_model_name(
     client: huggingface_hub.InferenceClient, shared: Running
 ) -> None:
     """Given an address, the package names no model."""
@@ -132,7 +132,7 @@ def test_conversations_as_huggingface_hub_asks_for_them(
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == answer.choices[0].message.content
 
 
-def test_the_root_answers_with_a_list(shared: Running) -> None:
+def test_root_route_answers_list(shared: Running) -> None:
     body = {"inputs": "hello", "parameters": {"max_new_tokens": 4}}
     with shared.http() as http:
         assert http.post("/", json=body).json() == [http.post("/generate", json=body).json()]
@@ -152,13 +152,13 @@ def test_the_root_answers_with_a_list(shared: Running) -> None:
         ({"do_sample": True, "temperature": 0.5}, True),
     ],
 )
-def test_what_is_sampled(parameters: dict[str, Any], samples: bool) -> None:
+def test_sampling_is_enabled_by_do_sample_or_distribution_fields(parameters: dict[str, Any], samples: bool) -> None:
     """TGI samples if `do_sample` is set, or a field that changes the distribution."""
     params = _params(GenerateParameters(**parameters), stream=False)
     assert params.temperature == (parameters.get("temperature", 1.0) if samples else 0.0)
 
 
-def test_why_it_ended(client: huggingface_hub.InferenceClient) -> None:
+def test_tgi_finish_reasons_are_reported(client: huggingface_hub.InferenceClient) -> None:
     assert client.text_generation("hello", max_new_tokens=2000, details=True).details.finish_reason == "eos_token"
     stopped = client.text_generation("hello", max_new_tokens=2000, details=True, stop=["fox"])
     assert stopped.details.finish_reason == "stop_sequence"
@@ -166,7 +166,7 @@ def test_why_it_ended(client: huggingface_hub.InferenceClient) -> None:
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 30, 2000])
-def test_a_stream_is_the_whole_answer(client: huggingface_hub.InferenceClient, max_new_tokens: int) -> None:
+def test_tgi_stream_equals_unstreamed_answer(client: huggingface_hub.InferenceClient, max_new_tokens: int) -> None:
     whole = client.text_generation("hello", max_new_tokens=max_new_tokens, details=True)
     events = list(client.text_generation("hello", max_new_tokens=max_new_tokens, stream=True, details=True))
     assert "".join(event.token.text for event in events) == events[-1].generated_text == whole.generated_text
@@ -181,7 +181,7 @@ def test_a_stream_is_the_whole_answer(client: huggingface_hub.InferenceClient, m
     assert "".join(plain) == whole.generated_text
 
 
-def test_tokens_of_one_update_have_an_event_each_with_their_own_text() -> None:
+def test_each_token_of_multi_token_update_has_separate_event() -> None:
     """With speculation, or an engine ahead of the server, one update has the tokens of several steps."""
     spelled = {7: "ab", 8: "c", 9: "", 10: "de", 11: "f", EOS: ""}
     detokenizer = SimpleNamespace(add=lambda token_ids: "".join(spelled[each] for each in token_ids))
@@ -215,7 +215,7 @@ def test_tokens_of_one_update_have_an_event_each_with_their_own_text() -> None:
 
 
 @pytest.mark.parametrize("stop", [[], ["fox"], ["lazy cat", "jumps"]], ids=str)
-def test_streamed_token_texts_are_those_of_the_whole_answer_with_speculation(stop: list[str]) -> None:
+def test_streamed_token_texts_equal_unstreamed_with_speculation(stop: list[str]) -> None:
     """This also holds while the start of a stop string is buffered."""
     body = {"inputs": "hello", "parameters": {"max_new_tokens": 2000, "details": True, "stop": stop}}
     with run_server(FakeExecutor(guesses=(True, True, False))) as running, running.http() as http:
@@ -229,7 +229,7 @@ def test_streamed_token_texts_are_those_of_the_whole_answer_with_speculation(sto
 
 
 @pytest.mark.parametrize("kind", ["json", "json_schema"])
-def test_a_schema_may_be_a_json_string(kind: str) -> None:
+def test_grammar_schema_may_be_json_string(kind: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     value = schema if kind == "json" else {"name": "n", "schema": schema}
     params = [
@@ -243,7 +243,7 @@ def test_a_schema_may_be_a_json_string(kind: str) -> None:
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
-def test_more_new_tokens_than_the_context_holds_are_refused_in_tgis_words(shared: Running, route: str) -> None:
+def test_excessive_max_new_tokens_error_has_tgi_wording(shared: Running, route: str) -> None:
     """The limit of this server is 2,048 tokens."""
     told = "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 5 `inputs` tokens and 2044 `max_new_tokens`"
     with shared.http() as http:
@@ -254,14 +254,14 @@ def test_more_new_tokens_than_the_context_holds_are_refused_in_tgis_words(shared
     assert refused.json() == {"error": f"Input validation error: {told}", "error_type": "validation"}
 
 
-def test_a_prompt_can_be_cut(shared: Running) -> None:
+def test_truncate_keeps_last_prompt_tokens(shared: Running) -> None:
     with shared.http() as http:
         body = {"inputs": "a long prompt: hello", "parameters": {"truncate": 5, "max_new_tokens": 8, "details": True}}
         answer = http.post("/generate", json=body).json()
     assert answer["generated_text"] == answer_text(5, 0, 8)
 
 
-def test_info(shared: Running) -> None:
+def test_info_reports_model_limits_and_kv_capacity(shared: Running) -> None:
     with shared.http() as http:
         info = http.get("/info").json()
     assert (info["model_id"], info["max_total_tokens"], info["max_input_tokens"]) == ("fake", 2048, 2047)
@@ -295,7 +295,9 @@ def test_info(shared: Running) -> None:
     ],
 )
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
-def test_what_cannot_be_served_is_told_as_tgi_does(shared: Running, route: str, parameters: dict[str, Any]) -> None:
+def test_unsupported_parameters_answer_422_validation_error(
+    shared: Running, route: str, parameters: dict[str, Any]
+) -> None:
     with shared.http() as http:
         response = http.post(route, json={"inputs": "hello", "parameters": parameters})
     assert response.status_code == 422, response.text
@@ -309,16 +311,14 @@ def test_what_cannot_be_served_is_told_as_tgi_does(shared: Running, route: str, 
     ids=str,
 )
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
-def test_what_would_change_the_answer_is_refused_beside_the_prompt(
-    shared: Running, route: str, beside: dict[str, Any]
-) -> None:
+def test_generation_fields_outside_parameters_are_refused(shared: Running, route: str, beside: dict[str, Any]) -> None:
     with shared.http() as http:
         response = http.post(route, json={"inputs": "hello", **beside})
     assert response.status_code == 422, response.text
     assert next(iter(beside)) in response.json()["error"]
 
 
-def test_what_changes_nothing_is_taken_and_unknown_fields_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_hub_options_are_accepted_and_unknown_fields_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     options = {"use_cache": False, "wait_for_model": True}  # fields for Hugging Face's own service
     parameters = {"max_new_tokens": 4, "mirostat": 0, "num_beams": 1, "user": "x", "nor_this": 1}
@@ -332,7 +332,7 @@ def test_what_changes_nothing_is_taken_and_unknown_fields_are_logged(caplog: pyt
     assert "'nor_this'" in named[1]
 
 
-def test_errors_are_the_package_s_own(client: huggingface_hub.InferenceClient) -> None:
+def test_errors_raise_huggingface_hub_exceptions(client: huggingface_hub.InferenceClient) -> None:
     with pytest.raises(ValidationError, match="temperature"):
         client.text_generation("hello", temperature=-1.0)
     with pytest.raises(ValidationError, match="max_model_len"):
@@ -353,7 +353,7 @@ def test_errors_are_the_package_s_own(client: huggingface_hub.InferenceClient) -
                 huggingface_hub.InferenceClient(model=running.url, timeout=20).text_generation("hello")
 
 
-def test_an_error_in_mid_stream_is_its_last_event(shared: Running) -> None:
+def test_failed_tgi_stream_ends_with_error_event(shared: Running) -> None:
     executor = FakeExecutor(step_s=0.02)
     body = {"inputs": "a", "parameters": {"max_new_tokens": 500}}
     with (

@@ -68,7 +68,7 @@ def offsets_by_bytes(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> lis
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_the_text_at_a_place_begins_with_its_token(kind: str, skip: bool) -> None:
+def test_text_at_token_offset_starts_with_token(kind: str, skip: bool) -> None:
     tokenizer = Tokenizer(BACKENDS[kind](), CONFIG)
     draw, word = random.Random(5), tokenizer.encode("er", add_special_tokens=False)
     for _ in range(1500):
@@ -89,7 +89,7 @@ def test_the_text_at_a_place_begins_with_its_token(kind: str, skip: bool) -> Non
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_parts_of_a_character_stand_where_it_does(kind: str) -> None:
+def test_tokens_of_split_character_share_its_offset(kind: str) -> None:
     tokenizer = Tokenizer(BACKENDS[kind](), CONFIG)
     a, *parts, b = byte_tokens(tokenizer, "a🦜b".encode())
     places = places_of(tokenizer, [a, *parts, b], byte_tokens(tokenizer, b"b"))
@@ -101,13 +101,13 @@ def test_parts_of_a_character_stand_where_it_does(kind: str) -> None:
     assert [place[:2] for place in never] == [(0, "b")]
 
 
-def test_what_the_prompt_has_of_a_character_that_never_ends_stands_nowhere() -> None:
+def test_incomplete_character_at_prompt_end_has_no_offset() -> None:
     tokenizer = Tokenizer(BACKENDS["byte_level"](), CONFIG)
     begun, ids = byte_tokens(tokenizer, b"\xf0\x9f"), byte_tokens(tokenizer, "éa".encode())
     assert [place.offset for place in places_of(tokenizer, ids, begun)] == [0, 0, 1]
 
 
-def test_bytes_that_are_no_text_stand_one_by_one() -> None:
+def test_invalid_utf8_bytes_have_separate_offsets() -> None:
     tokenizer = Tokenizer(BACKENDS["byte_fallback"](), CONFIG)
     ids = [*byte_tokens(tokenizer, b"\xf0\n"), tokenizer.token_id("h")]
     places = [place[:2] for place in places_of(tokenizer, ids, [])]
@@ -115,7 +115,7 @@ def test_bytes_that_are_no_text_stand_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["der Deich", "<s>der 🦜</s>", "</s>  der", "naïve  中文 er", "<s>  <unk> a\n狐"])
-def test_places_in_a_prompt(tokenizer: Tokenizer, prompt: str) -> None:
+def test_prompt_token_offsets_match_prompt_text(tokenizer: Tokenizer, prompt: str) -> None:
     places = places_in_prompt(tokenizer, prompt, tokenizer.encode(prompt))
     for place in places:
         if not place.text.startswith("bytes:") and place.text not in {"<s>", "<unk>"}:
@@ -126,7 +126,7 @@ def test_places_in_a_prompt(tokenizer: Tokenizer, prompt: str) -> None:
     assert (places[1].offset == 3) == prompt.startswith("<s>")  # only a typed marker is part of the text
 
 
-def test_alternatives_that_read_alike_all_stay() -> None:
+def test_top_logprobs_keep_alternatives_with_equal_text() -> None:
     tokenizer = Tokenizer(BACKENDS["byte_fallback"](), CONFIG)
     a, as_byte, part = tokenizer.token_id("a"), tokenizer.token_id("<0x61>"), tokenizer.token_id("<0xF0>")
     assert None not in {a, as_byte, part}
@@ -150,5 +150,5 @@ def test_alternatives_that_read_alike_all_stay() -> None:
 @pytest.mark.parametrize(
     ("piece", "text"), [("a", "a"), (b"a", "a"), (b"\xf0", r"bytes:\xf0"), (b" it's\xe2\x80", r"bytes: it's\xe2\x80")]
 )
-def test_spelling(piece: str | bytes, text: str) -> None:
+def test_invalid_utf8_token_text_is_escaped(piece: str | bytes, text: str) -> None:
     assert spelled(piece) == text

@@ -31,7 +31,7 @@ def http(shared: Running) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_a_text(http: httpx.Client) -> None:
+def test_tokenize_and_detokenize_text(http: httpx.Client) -> None:
     answer = http.post("/tokenize", json={"model": "fake", "prompt": "狐!"}).json()
     assert answer == {"count": 4, "max_model_len": 2048, "tokens": [231, 139, 144, 33]}
     assert "token_strs" not in http.post("/tokenize", json={"prompt": "a", "return_token_strs": None}).json()
@@ -44,7 +44,7 @@ def test_a_text(http: httpx.Client) -> None:
     assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": "", "content": ""}
 
 
-def test_a_conversation_is_what_a_chat_would_send(http: httpx.Client) -> None:
+def test_tokenized_messages_equal_chat_prompt(http: httpx.Client) -> None:
     tokens = http.post("/tokenize", json=HELLO).json()["tokens"]
     assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "<user>hi\n<assistant>"
     chat = http.post("/v1/chat/completions", json={**HELLO, "max_tokens": 1}).json()
@@ -72,7 +72,9 @@ def test_a_conversation_is_what_a_chat_would_send(http: httpx.Client) -> None:
         ("/detokenize", {"tokens": [True]}, "tokens[0]"),
     ],
 )
-def test_what_cannot_be_read(http: httpx.Client, route: str, body: dict[str, Any], param: str) -> None:
+def test_invalid_tokenize_fields_are_refused_by_parameter(
+    http: httpx.Client, route: str, body: dict[str, Any], param: str
+) -> None:
     import json
 
     response = http.post(route, content=json.dumps(body))
@@ -82,7 +84,7 @@ def test_what_cannot_be_read(http: httpx.Client, route: str, body: dict[str, Any
     assert http.post(route, json={"model": "other", "prompt": "a", "tokens": []}).status_code == 404
 
 
-def test_pieces_are_told_as_llama_cpp_does(http: httpx.Client) -> None:
+def test_with_pieces_returns_llama_cpp_pieces(http: httpx.Client) -> None:
     """A piece is `{"id": ..., "piece": text}`, or has a list of bytes if it is not text by itself."""
     answer = http.post("/tokenize", json={"content": "é!", "with_pieces": True}).json()
     assert answer == {
@@ -95,7 +97,7 @@ def test_pieces_are_told_as_llama_cpp_does(http: httpx.Client) -> None:
         assert (response.status_code, response.json()["error"]["param"]) == (400, "with_pieces")
 
 
-def test_special_tokens_are_left_out_where_that_is_asked_for(http: httpx.Client) -> None:
+def test_skip_special_tokens_omits_special_tokens(http: httpx.Client) -> None:
     body = {"tokens": [97, 256, 98]}
     assert http.post("/detokenize", json={**body, "skip_special_tokens": True}).json()["prompt"] == "ab"
     for shown in (False, None):
@@ -103,7 +105,7 @@ def test_special_tokens_are_left_out_where_that_is_asked_for(http: httpx.Client)
 
 
 @pytest.mark.parametrize(("route", "name", "off"), REFUSED)
-def test_what_would_change_the_tokens_is_refused_by_name(
+def test_unsupported_tokenize_fields_are_refused_by_name(
     http: httpx.Client, route: str, name: str, off: tuple[Any, ...]
 ) -> None:
     for body in BODIES[route]:
@@ -114,7 +116,7 @@ def test_what_would_change_the_tokens_is_refused_by_name(
         assert (response.status_code, response.json()["error"].get("param")) == (400, name)
 
 
-def test_what_tells_a_chat_of_its_prompt_tells_of_its_tokens(http: httpx.Client) -> None:
+def test_chat_template_fields_change_tokenize_as_chat(http: httpx.Client) -> None:
     template = FakeChatTemplate("<tool_call>")
     asked: list[dict[str, Any]] = [
         {"reasoning_effort": "low"},
@@ -138,7 +140,7 @@ def test_what_tells_a_chat_of_its_prompt_tells_of_its_tokens(http: httpx.Client)
             assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_what_concerns_the_answer_of_a_chat_changes_no_token(http: httpx.Client) -> None:
+def test_sampling_fields_leave_tokenize_unchanged(http: httpx.Client) -> None:
     """Gateways send whole requests to count their tokens."""
     more = {"max_tokens": 5, "temperature": 0, "guided_json": {}, "n_predict": 5, "mirostat": 2, "stop": "x"}
     assert http.post("/tokenize", json={**HELLO, **more}).json() == http.post("/tokenize", json=HELLO).json()

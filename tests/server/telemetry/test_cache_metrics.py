@@ -17,7 +17,7 @@ from octavo.server.telemetry.dashboard.tiers import tier_rows
 from octavo.server.telemetry.metrics import _stores, _tiers
 
 
-def test_what_host_memory_gave_is_told_by_tier_and_direction() -> None:
+def test_metrics_report_host_cache_by_tier_and_direction() -> None:
     with run_server() as running, running.http() as http:
         core = running.engine.core
         windows = KVGroupCapacity("sliding_window", 9, 300)
@@ -52,7 +52,7 @@ def figures() -> EngineStats:
     return stats
 
 
-def test_each_tier_is_told_by_its_name() -> None:
+def test_metrics_label_each_kv_tier() -> None:
     told = {
         (sample.name.removeprefix("octavo:"), sample.labels["tier"]): sample.value
         for family in _tiers(figures(), capacity(), ["model"])
@@ -75,7 +75,7 @@ def test_each_tier_is_told_by_its_name() -> None:
     assert (told["kv_tier_hit_tokens_total", "device"], told["kv_tier_hit_tokens_total", "host"]) == (500, 0)
 
 
-def test_the_page_lists_rates_and_what_a_store_holds() -> None:
+def test_dashboard_tier_rows_have_rates_and_store_size() -> None:
     device, disk = tier_rows(figures(), capacity())
     assert device == {
         "name": "device",
@@ -106,7 +106,7 @@ def test_the_page_lists_rates_and_what_a_store_holds() -> None:
     assert tier_rows(EngineStats(), capacity())[0]["hit_rate"] is None
 
 
-def test_saves_are_told_by_outcome() -> None:
+def test_metrics_count_kv_saves_by_outcome() -> None:
     stats = EngineStats()
     stats.kv_saves["expired"] = 3
     told = {

@@ -72,7 +72,7 @@ def basic(key: str, **headers: str) -> dict[str, str]:
     return {"Authorization": "Basic " + base64.b64encode(f"anybody:{key}".encode()).decode(), **headers}
 
 
-def test_every_file_of_the_page_is_there_and_asks_for_nothing_else(shared: Running) -> None:
+def test_dashboard_page_uses_every_static_file_and_no_other_server(shared: Running) -> None:
     with shared.http() as http:
         page = http.get("/dashboard")
         assert page.status_code == 200
@@ -92,7 +92,7 @@ def test_every_file_of_the_page_is_there_and_asks_for_nothing_else(shared: Runni
             assert not re.search(r"https?://(?!www\.w3\.org)", path.read_text()), f"{path} asks another server"
 
 
-def test_s21_the_page_runs_nothing_but_its_own_files(shared: Running) -> None:
+def test_s21_dashboard_csp_allows_only_local_scripts(shared: Running) -> None:
     with shared.http() as http:
         for path in ("/dashboard", "/dashboard/main.js", "/dashboard/style.css"):
             answer = http.get(path)
@@ -114,7 +114,7 @@ def test_s21_the_page_runs_nothing_but_its_own_files(shared: Running) -> None:
     assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|\sstyle=|<style", page), "everything of it is in files"
 
 
-def test_s21_dns_rebinding_reaches_nothing() -> None:
+def test_s21_dashboard_answers_421_to_unknown_host() -> None:
     with run_server(allowed_hosts=("127.0.0.1",)) as running, running.http() as http:
         for path in ("/dashboard", "/dashboard/main.js", "/dashboard/events", "/dashboard/requests/x"):
             assert http.get(path, headers={"Host": "rebound.example"}).status_code == 421
@@ -135,21 +135,21 @@ def test_s21_dns_rebinding_reaches_nothing() -> None:
         "main.js/",
     ],
 )
-def test_s22_no_name_leads_out_of_the_page(shared: Running, name: str) -> None:
+def test_s22_dashboard_file_names_cannot_traverse_directories(shared: Running, name: str) -> None:
     with shared.http() as http:
         answer = ask_as_written(http, f"/dashboard/{name}", follow_redirects=False)
         assert answer.status_code in {307, 404}, answer.text
         assert "import" not in answer.text
 
 
-def test_every_phase_of_an_explanation_has_a_colour() -> None:
+def test_every_explained_phase_has_colour() -> None:
     script = (STATIC / "requests.js").read_text()
     colours = script.partition("PHASE_COLORS = {")[2].partition("};")[0]
     named = {line.strip().partition(":")[0].strip('"') for line in colours.strip().splitlines()}
     assert named == set(PHASES)
 
 
-def test_the_feed_tells_what_happens(shared: Running) -> None:
+def test_feed_reports_request_from_start_to_finish(shared: Running) -> None:
     with shared.http() as http, shared.http() as other, watching(http) as feed_:
         name, hello = feed_.next()
         assert (name, hello["model"], hello["has_chat"]) == ("hello", "fake", True)
@@ -175,7 +175,7 @@ def test_the_feed_tells_what_happens(shared: Running) -> None:
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
 
 
-def test_only_who_may_read_the_metrics_sees_the_requests_of_all(keyed: tuple[Running, dict[str, str]]) -> None:
+def test_feed_requires_key_with_read_metrics(keyed: tuple[Running, dict[str, str]]) -> None:
     running, keys = keyed
     with running.http() as http:
         answer = http.get("/dashboard")
@@ -195,7 +195,7 @@ def test_only_who_may_read_the_metrics_sees_the_requests_of_all(keyed: tuple[Run
 @pytest.mark.parametrize(
     "value", ["Basic", "Basic !!!", "Basic " + base64.b64encode(b"no colon").decode(), "Basic Og=="]
 )
-def test_a_password_that_is_none_opens_nothing(keyed: tuple[Running, dict[str, str]], value: str) -> None:
+def test_malformed_basic_credentials_answer_401(keyed: tuple[Running, dict[str, str]], value: str) -> None:
     running, keys = keyed
     with running.http() as http:
         assert http.get("/dashboard", headers={"Authorization": value}).status_code == 401
@@ -203,7 +203,7 @@ def test_a_password_that_is_none_opens_nothing(keyed: tuple[Running, dict[str, s
         assert http.get("/dashboard", headers=doubled).status_code == 401
 
 
-def test_s21_a_password_that_a_browser_adds_counts_for_the_servers_own_pages_only(
+def test_s21_basic_credentials_are_refused_cross_site(
     keyed: tuple[Running, dict[str, str]],
 ) -> None:
     running, keys = keyed
@@ -227,7 +227,7 @@ def test_s21_a_password_that_a_browser_adds_counts_for_the_servers_own_pages_onl
         assert http.get("/v1/models", headers=bearer).status_code == 200, "a page that knows the key may ask"
 
 
-def test_s21_a_browser_that_says_nothing_must_have_no_other_origin() -> None:
+def test_s21_basic_credentials_are_refused_with_foreign_origin() -> None:
     body = {"prompt": "x", "max_tokens": 1}
     with run_server(api_key="secret", allowed_origins=("*",)) as running, running.http() as http:
         for origin, status in ((running.url, 200), ("http://evil.example", 401)):
@@ -237,7 +237,7 @@ def test_s21_a_browser_that_says_nothing_must_have_no_other_origin() -> None:
         assert http.post("/v1/completions", json=body, headers=bearer).status_code == 200
 
 
-def test_nobody_is_told_when_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feed_is_detached_after_last_watcher_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "LINGER_S", 0.1)
     with run_server() as running, running.http() as http:
         assert running.engine.client._feed is None
@@ -255,14 +255,14 @@ def test_nobody_is_told_when_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("path", ["/dashboard", "/dashboard/main.js", "/dashboard/events", "/dashboard/requests/a"])
-def test_page_and_feed_answer_get_only(shared: Running, path: str) -> None:
+def test_dashboard_answers_405_to_head(shared: Running, path: str) -> None:
     """A HEAD request that opened the feed would take one of its places without reading."""
     with shared.http() as http:
         refused = http.head(path)
     assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
 
 
-def test_too_many_watchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchers_above_limit_answer_429(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "MAX_WATCHERS", 1)
     with run_server() as running, running.http() as http, running.http() as other:
         with watching(http) as feed_:
@@ -279,7 +279,7 @@ def test_too_many_watchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         wait_until(has_room, "the place of one who left is free")
 
 
-def test_a_burst_takes_no_more_places_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_watchers_never_exceed_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "MAX_WATCHERS", 3)
     statuses = []
     with run_server() as running, contextlib.ExitStack() as stack:
@@ -296,7 +296,7 @@ def test_a_burst_takes_no_more_places_than_there_are(monkeypatch: pytest.MonkeyP
         assert sorted(statuses) == [200] * 3 + [429] * 9
 
 
-def test_who_leaves_before_the_engine_heard_of_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disconnect_before_feed_attaches_removes_feed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "LINGER_S", 0.05)
     executor = FakeExecutor()
     executor.gate.clear()  # the engine's thread blocks in a step
@@ -311,7 +311,7 @@ def test_who_leaves_before_the_engine_heard_of_it_leaves_nothing(monkeypatch: py
         wait_until(lambda: running.engine.client._feed is None, "nobody is told any more")
 
 
-def test_a_server_that_closes_says_goodbye() -> None:
+def test_server_shutdown_sends_bye_event_to_watchers() -> None:
     with run_server(grace_s=5.0) as running, running.http() as http, watching(http) as feed_:
         feed_.next()
         running.server.should_exit = True
@@ -322,7 +322,7 @@ def test_a_server_that_closes_says_goodbye() -> None:
         assert not running.thread.is_alive(), "watchers hold up no end"
 
 
-def test_a_server_without_a_dashboard() -> None:
+def test_disabled_dashboard_answers_404() -> None:
     with run_server(dashboard=False) as running, running.http() as http:
         for path in ("/dashboard", "/dashboard/main.js", "/dashboard/events", "/dashboard/requests/x"):
             assert http.get(path).status_code == 404

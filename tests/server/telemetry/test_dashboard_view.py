@@ -120,7 +120,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_view_is_the_engine(seed: int) -> None:
+def test_live_view_matches_scheduler_events(seed: int) -> None:
     watched = Watched(seed)
     watched.serve(200)
     of = Counter(type(event) for event in watched.events)
@@ -148,7 +148,7 @@ def test_the_view_is_the_engine(seed: int) -> None:
             )
 
 
-def test_parts_of_prompts_are_told_from_generated_tokens() -> None:
+def test_step_parts_distinguish_prompt_and_generated_tokens() -> None:
     watched = Watched(0)
     watched.engine.add_request("one", "x" * 30, SamplingParams(max_tokens=4, ignore_eos=True))
     while watched.engine.has_unfinished_requests():
@@ -158,7 +158,7 @@ def test_parts_of_prompts_are_told_from_generated_tokens() -> None:
     assert parts == [(1, 30, True), (1, 1, False), (1, 1, False), (1, 1, False)]
 
 
-def test_a_step_tells_which_guesses_were_right() -> None:
+def test_step_reports_accepted_draft_tokens() -> None:
     watched = Watched(0)
     watched.engine.core.executor.guesses = (True, True, False)  # type: ignore[attr-defined]
     watched.engine.add_request("one", "x" * 30, SamplingParams(max_tokens=8, ignore_eos=True))
@@ -184,13 +184,13 @@ def test_a_step_tells_which_guesses_were_right() -> None:
     assert figures["speed_up"] == (round(without_s / with_s, 2) if timed else None)
 
 
-def test_no_figures_of_drafts_where_there_were_none() -> None:
+def test_draft_figures_are_none_without_speculation() -> None:
     watched = Watched(0)
     watched.serve(5)
     assert watched.view.moment()["drafts"] is None
 
 
-def test_a_watcher_who_comes_back_late_gets_what_is_kept() -> None:
+def test_late_watcher_gets_kept_steps_and_count_of_omitted() -> None:
     watched = Watched(1)
     watched.serve(5)
     watched.page.take(watched.cursor.frame())
@@ -205,7 +205,7 @@ def test_a_watcher_who_comes_back_late_gets_what_is_kept() -> None:
     assert len(page.steps) + page.num_left_out == view.num_steps
 
 
-def test_nothing_grows_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_view_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_module, "_NUM_ENDED", 20)
     watched = Watched(2)
     watched.serve(150)
@@ -216,7 +216,7 @@ def test_nothing_grows_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     assert view.recent.weight <= 200_000
 
 
-def test_a_new_life_of_the_engine_begins_anew() -> None:
+def test_engine_restart_resets_live_view() -> None:
     watched = Watched(3)
     watched.serve(20)
     watched.page.take(watched.cursor.frame())
@@ -227,7 +227,7 @@ def test_a_new_life_of_the_engine_begins_anew() -> None:
     assert watched.view.rows() == []
 
 
-def test_who_began_before_all_that_is_known_harms_nothing() -> None:
+def test_request_older_than_view_is_not_shown() -> None:
     engine = make_engine()
     engine.add_request("old", "x" * 20, SamplingParams(max_tokens=10, ignore_eos=True))
     engine.step()
@@ -241,7 +241,7 @@ def test_who_began_before_all_that_is_known_harms_nothing() -> None:
     assert sum(each.generated for each in view._seconds.values()) == 9
 
 
-def test_seconds_have_no_gaps_and_late_news_reach_who_watches() -> None:
+def test_late_events_update_gapless_seconds() -> None:
     now = 100.0
     view, page = LiveView(lambda: now), Page()
     cursor = Cursor(view)
@@ -272,7 +272,7 @@ def test_seconds_have_no_gaps_and_late_news_reach_who_watches() -> None:
     assert len(view._seconds) <= view_module.HISTORY_S + 1
 
 
-def test_what_moves_between_tiers_is_told_of_its_second() -> None:
+def test_kv_transfer_bytes_are_counted_in_their_second() -> None:
     view, page = LiveView(lambda: 200.0), Page()
     memory, disk, nothing = TierMove("memory", 1, 100, 0.1), TierMove("disk", 2, 200, 0.1), TierMove("host", 0, 0, 0.0)
     load = KVLoadEnded(2, 190.2, "a", 7, "done", 12, 0.1, 0.2, "memory, disk", (memory, disk), resumed=False)
@@ -284,7 +284,7 @@ def test_what_moves_between_tiers_is_told_of_its_second() -> None:
     assert page.seconds[191][10:] == page.seconds[195][10:] == [0, 0]
 
 
-def test_a_second_keeps_few_times_and_an_old_one_none() -> None:
+def test_latency_samples_per_second_are_bounded_and_dropped_later() -> None:
     times = Times()
     for value in range(100_000):
         times.add(float(value))
@@ -300,7 +300,7 @@ def test_a_second_keeps_few_times_and_an_old_one_none() -> None:
     assert view._seconds[100].row(100) == row
 
 
-def test_percentiles() -> None:
+def test_dashboard_percentiles_use_nearest_rank() -> None:
     values = [float(value) for value in random.Random(1).sample(range(1, 201), 200)]
     assert [percentile(values, share) for share in (0.5, 0.99, 1.0, 0.0)] == [100.0, 198.0, 200.0, 1.0]
     assert percentile([], 0.5) is None

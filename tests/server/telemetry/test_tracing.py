@@ -69,7 +69,7 @@ def values(span: Any) -> dict[str, Any]:
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
 
 
-def test_each_answer_is_a_span_with_the_parts_of_its_life(collector: Collector) -> None:
+def test_each_request_has_span_with_queue_prefill_and_decode(collector: Collector) -> None:
     before = time.time_ns()
     executor = FakeExecutor(step_s=0.01)
     with run_server(executor, otlp_traces_endpoint=collector.url) as running, running.http() as http:
@@ -108,7 +108,7 @@ def test_each_answer_is_a_span_with_the_parts_of_its_life(collector: Collector) 
         assert ttft == pytest.approx(1e-9 * (parts[2].start_time_unix_nano - parts[0].start_time_unix_nano), abs=1e-5)
 
 
-def test_a_client_s_own_span_is_the_parent(collector: Collector) -> None:
+def test_traceparent_header_sets_parent_span(collector: Collector) -> None:
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
     with run_server(otlp_traces_endpoint=collector.url) as running, running.http() as http:
         http.post("/v1/completions", json=BODY, headers=headers)
@@ -119,7 +119,7 @@ def test_a_client_s_own_span_is_the_parent(collector: Collector) -> None:
     assert alone.parent_span_id == b""
 
 
-def test_a_request_that_fails_in_mid_answer_is_told(collector: Collector) -> None:
+def test_failed_stream_marks_span_as_error(collector: Collector) -> None:
     executor = FakeExecutor()
     with run_server(executor, otlp_traces_endpoint=collector.url) as running, running.http() as http:
         executor.fail_next = True
@@ -138,7 +138,7 @@ def test_a_request_that_fails_in_mid_answer_is_told(collector: Collector) -> Non
     assert (whole.status.code, "error.type" in values(whole)) == (0, False)
 
 
-def test_a_collector_that_is_away_costs_nothing_but_spans() -> None:
+def test_unreachable_collector_does_not_affect_requests() -> None:
     with run_server(otlp_traces_endpoint="http://127.0.0.1:9/v1/traces") as running, running.http() as http:
         for _ in range(3):
             assert http.post("/v1/completions", json=BODY).status_code == 200
@@ -146,7 +146,7 @@ def test_a_collector_that_is_away_costs_nothing_but_spans() -> None:
     assert time.monotonic() - start < 15
 
 
-def test_without_its_packages_a_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_opentelemetry_error_names_octavo_otel_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "octavo.server.telemetry.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with run_server() as running, pytest.raises(ConfigError, match=r"pip install 'octavo\[otel\]'"):

@@ -56,12 +56,12 @@ def made():
 @pytest.mark.parametrize(
     ("window", "first"), [(2, [0, 0, 0, 0, 0, 1, 1, 1, 1, 2]), (4, [0] * 7 + [1, 1, 1]), (5, [0] * 8 + [1, 1])]
 )
-def test_the_next_row_sees_as_many_positions_as_the_window_has_its_own_included(window, first):
+def test_window_includes_position_of_next_row(window, first):
     windows = Windows(window=window).windows
     assert [windows.first_read(num_tokens) for num_tokens in range(10)] == first
 
 
-def test_blocks_are_taken_as_steps_reach_them_and_let_go_behind_the_window(made):
+def test_window_blocks_are_allocated_per_step_and_released_outside_window(made):
     sequence = made.start(2, num_all_blocks=2)
     assert (sequence.block_tables[1], made.windows.num_free_blocks, made.windows.usage) == ([0, 1], 6, 0.25)
     made.windows.release_unread(sequence, 8)
@@ -78,7 +78,7 @@ def test_blocks_are_taken_as_steps_reach_them_and_let_go_behind_the_window(made)
     assert made.windows.parts() == {}
 
 
-def test_what_can_be_found_is_cached_and_the_least_recently_used_is_taken_first(made):
+def test_released_window_blocks_are_cached_and_evicted_in_lru_order(made):
     first, second = made.start(2), made.start(2)
     made.cache(first)
     made.windows.clear(second)
@@ -95,7 +95,7 @@ def test_what_can_be_found_is_cached_and_the_least_recently_used_is_taken_first(
     assert made.windows.usage == 0.875
 
 
-def test_what_is_found_is_held_once_more_and_counts_as_free_only_where_nobody_holds_it(made):
+def test_hit_window_blocks_gain_reference_and_count_as_free_if_unheld(made):
     first, other = made.start(3), make_sequence([0] * 16, 16)
     made.cache(first)
     claim = made.windows.claim(other, made.blocks(first), 12, 4, 4)
@@ -118,7 +118,7 @@ def test_what_is_found_is_held_once_more_and_counts_as_free_only_where_nobody_ho
         made.windows._release([1])
 
 
-def test_where_more_is_found_than_a_window_sees_nothing_of_it_is_held(made):
+def test_hit_blocks_before_window_are_not_held(made):
     first, other = made.start(2), make_sequence([0] * 40, 40)
     made.cache(first)
     claim = made.windows.claim(other, made.blocks(first), 32, 9, 9)  # loaded: position 32 sees 27 to 32
@@ -140,7 +140,7 @@ def test_where_more_is_found_than_a_window_sees_nothing_of_it_is_held(made):
         ([0, 1, 1], 11, 3),
     ],
 )
-def test_a_hit_is_believed_as_far_as_all_is_there_that_its_next_row_sees(made, has_part, num_tokens, usable):
+def test_hit_length_requires_all_window_parts_of_next_row(made, has_part, num_tokens, usable):
     blocks = made.blocks(made.start(len(has_part)))
     for block, is_there in zip(blocks, has_part, strict=True):
         if not is_there:
@@ -152,7 +152,7 @@ def test_a_hit_is_believed_as_far_as_all_is_there_that_its_next_row_sees(made, h
     assert hits(made.windows, blocks[:1], host_blocks, num_tokens) == usable
 
 
-def test_what_covers_the_tokens_is_their_window(made):
+def test_tokens_are_covered_if_their_window_blocks_are_held(made):
     sequence = made.start(3)
     blocks = made.blocks(sequence)
     assert made.windows.num_covered(blocks, 12) == 3
@@ -162,7 +162,7 @@ def test_what_covers_the_tokens_is_their_window(made):
     assert [made.windows.has_read_blocks(sequence, count) for count in (4, 8, 9, 12)] == [False, False, True, True]
 
 
-def test_a_block_with_new_content_has_no_window_part(made):
+def test_forgotten_block_loses_its_window_part(made):
     first = made.start(2)
     made.cache(first)
     one, two = made.blocks(first)
@@ -176,7 +176,7 @@ def test_a_block_with_new_content_has_no_window_part(made):
     assert made.windows.block_of(1) is None
 
 
-def test_what_is_computed_once_more_is_the_part_of_what_is_found_in_its_stead(made):
+def test_original_block_takes_window_part_of_duplicate_block(made):
     first, second = made.start(1), made.start(1)
     [one], [two] = made.blocks(first), made.blocks(second)
     made.windows.block_doubled(two, one)
@@ -192,7 +192,7 @@ def test_what_is_computed_once_more_is_the_part_of_what_is_found_in_its_stead(ma
     assert made.windows.cached_ids() == [1]
 
 
-def test_who_must_not_fall_has_all_at_once_that_it_may_hold_together_and_keeps_it():
+def test_protected_request_reserves_private_window_blocks_at_start():
     made = Windows(num_blocks=6)
     sequence = made.start(2, num_all_blocks=9)  # a row sees at most 3 blocks, and a step needs 2 more
     made.cache(sequence)
@@ -209,7 +209,7 @@ def test_who_must_not_fall_has_all_at_once_that_it_may_hold_together_and_keeps_i
     assert made.windows.id_of(made.blocks(sequence)[8]) is not None
 
 
-def test_what_it_found_and_nobody_holds_is_of_its_own_where_there_is_no_more_beside_it():
+def test_protected_request_makes_unheld_hits_private_without_spare_blocks():
     made = Windows(num_blocks=6)
     first, other = made.start(3), make_sequence([0] * 40, 40)
     made.cache(first)
@@ -234,20 +234,20 @@ def test_what_it_found_and_nobody_holds_is_of_its_own_where_there_is_no_more_bes
     assert made.windows.claim(other, [], 16, 5, 9).num_new == 0
 
 
-def test_reservations_are_of_what_a_row_sees_and_of_what_a_step_takes(made):
+def test_reservation_covers_window_and_step_blocks(made):
     assert [made.windows.num_reserved(count) for count in (1, 3, 4, 5)] == [1, 3, 4, 4]
     assert [made.windows.can_reserve(count, 0, is_only=False) for count in (5, 6, 7)] == [True, True, False]
 
 
 @pytest.mark.parametrize(("window", "num_seen"), [(2, 2), (5, 2), (6, 3), (9, 3), (10, 4)])
-def test_as_many_blocks_are_seen_as_a_window_may_touch(window, num_seen):
+def test_reservation_covers_blocks_that_window_may_touch(window, num_seen):
     assert Windows(window=window).windows.num_reserved(99) == num_seen + 1
     made = Windows(num_blocks=12, window=window, max_step_tokens=1)
     assert len(made.start(1, num_all_blocks=12).block_tables[1]) == num_seen
 
 
 @pytest.mark.parametrize(("max_step_tokens", "num_held"), [(1, 3), (2, 4), (5, 4), (6, 5), (9, 5)])
-def test_a_step_reaches_as_many_blocks_more_as_its_tokens_may_touch(max_step_tokens, num_held):
+def test_reservation_adds_blocks_that_step_tokens_may_touch(max_step_tokens, num_held):
     made = Windows(num_blocks=12, max_step_tokens=max_step_tokens)
     assert len(made.start(1, num_all_blocks=12).block_tables[1]) == num_held
     assert [made.windows.can_reserve(12 - count, 0, is_only=False) for count in (0, 1, 2)] == [
@@ -256,20 +256,20 @@ def test_a_step_reaches_as_many_blocks_more_as_its_tokens_may_touch(max_step_tok
 
 
 @pytest.mark.parametrize(("window", "num_tokens", "usable"), [(5, 8, 0), (5, 9, 2), (4, 8, 2)])
-def test_a_hit_of_all_tokens_has_what_the_last_one_sees(window, num_tokens, usable):
+def test_full_hit_requires_window_parts_of_last_token(window, num_tokens, usable):
     made = Windows(window=window)
     blocks = made.blocks(made.start(2))
     made.windows.block_forgotten(blocks[0])
     assert hits(made.windows, blocks, [], num_tokens) == usable
 
 
-def test_what_is_its_own_is_told_to_who_saves_for_it(made):
+def test_id_at_returns_private_window_blocks(made):
     sequence = made.start(2, num_all_blocks=9)
     assert [made.windows.id_at(sequence, index) for index in (0, 4, 5)] == [0, 4, None]
 
 
 @pytest.mark.parametrize("place", ["free", "cached", "held"])
-def test_a_window_block_in_quarantine_is_nowhere_else_and_never_comes_back(place):
+def test_quarantined_window_block_is_never_allocated_again(place):
     made = Windows(num_blocks=4)
     sequence = made.start(1)
     made.cache(sequence)
@@ -286,7 +286,7 @@ def test_a_window_block_in_quarantine_is_nowhere_else_and_never_comes_back(place
     assert part not in made.start(3).block_tables[1]
 
 
-def test_what_was_its_own_and_is_in_quarantine_is_replaced_by_nothing():
+def test_quarantined_private_window_block_is_not_replaced():
     made = Windows(num_blocks=6)
     made.start(1, num_all_blocks=9)
     made.windows.quarantine(0)
@@ -306,9 +306,7 @@ def test_what_was_its_own_and_is_in_quarantine_is_replaced_by_nothing():
         (0, 20, [0, 1, 2, 6, 5]),
     ],
 )
-def test_what_falls_behind_a_window_is_taken_first_but_for_what_others_come_back_to(
-    num_found_tokens, num_tokens, cached
-):
+def test_blocks_outside_window_are_evicted_first_except_reusable_prefix_ends(num_found_tokens, num_tokens, cached):
     made = Windows(num_blocks=9)
     sequence, ended = made.start(5), made.start(2)
     made.cache(sequence)
@@ -319,7 +317,7 @@ def test_what_falls_behind_a_window_is_taken_first_but_for_what_others_come_back
     assert made.windows.cached_ids() == cached
 
 
-def test_what_falls_behind_one_window_and_not_another_is_not_taken():
+def test_pinned_block_outside_window_is_not_evictable():
     made = Windows(num_blocks=9)
     sequence = made.start(5)
     made.cache(sequence)
@@ -332,7 +330,7 @@ def test_what_falls_behind_one_window_and_not_another_is_not_taken():
     assert made.windows.cached_ids() == [0, 1, 3, 2]
 
 
-def test_the_window_block_that_is_taken_is_told_with_the_block_that_loses_it():
+def test_eviction_callback_gets_block_with_its_window_part():
     made, told = Windows(num_blocks=2), []
     made.windows._on_evict = lambda block: told.append((block.block_id, made.windows.id_of(block)))
     sequence = made.start(2)
@@ -346,9 +344,7 @@ def test_the_window_block_that_is_taken_is_told_with_the_block_that_loses_it():
 
 
 @pytest.mark.parametrize(("num_window_blocks", "is_found_own", "num_new"), [(6, True, 3), (7, False, 5)])
-def test_what_who_must_not_fall_has_found_stays_for_others_where_there_is_as_much_beside_it(
-    num_window_blocks, is_found_own, num_new
-):
+def test_protected_request_shares_hits_if_spare_window_blocks_suffice(num_window_blocks, is_found_own, num_new):
     made = Windows(num_blocks=num_window_blocks)
     first, other = made.start(3), make_sequence([0] * 40, 40)
     made.cache(first)
@@ -369,14 +365,14 @@ def test_what_who_must_not_fall_has_found_stays_for_others_where_there_is_as_muc
     assert len(other.block_tables[1]) == 9
 
 
-def test_of_what_it_takes_for_the_end_of_its_blocks_there_is_no_more_than_they_need():
+def test_protected_claim_is_limited_to_remaining_blocks():
     made = Windows(num_blocks=12)
     first, other = made.start(3), make_sequence([0] * 40, 40)
     made.cache(first)
     assert made.windows.claim(other, made.blocks(first), 12, 4, 5).num_new == 2
 
 
-def test_found_blocks_without_their_window_part_are_a_bug(made):
+def test_claim_of_hit_without_window_part_raises(made):
     first = made.start(3)
     blocks = made.blocks(first)
     made.windows.block_forgotten(blocks[1])
@@ -384,7 +380,7 @@ def test_found_blocks_without_their_window_part_are_a_bug(made):
         made.windows.claim(make_sequence([0] * 40, 40), blocks, 12, 4, 4)
 
 
-def test_what_fell_behind_a_window_is_held_renewed_forgotten_and_quarantined_like_all_that_is_cached():
+def test_blocks_outside_window_can_be_pinned_renewed_forgotten_and_quarantined():
     made = Windows(num_blocks=9)
     sequence = made.start(9)
     made.cache(sequence)

@@ -28,13 +28,13 @@ def run_all(draw):
 
 
 @pytest.mark.parametrize("draw", [draw_windowed, draw_stored])
-def test_simulated_worlds_with_a_new_kind_give_the_right_tokens(draw):
+def test_simulation_with_new_group_kind_generates_correct_tokens(draw):
     totals = run_all(draw)
     assert sum(each.behind_window for each in totals) > 0, "no request let go of a block"
     assert sum(each.steps for each in totals) > 300
 
 
-def test_a_worker_that_reads_before_the_chunk_is_noticed(monkeypatch):
+def test_simulation_detects_reads_before_chunk(monkeypatch):
     read = HashWorker._read
 
     def too_far(self, row, index, kind, content, token, position):
@@ -45,7 +45,7 @@ def test_a_worker_that_reads_before_the_chunk_is_noticed(monkeypatch):
         run_all(draw_windowed)
 
 
-def test_layers_of_each_kind_have_a_group():
+def test_layers_of_each_kind_form_one_group():
     @dataclass(frozen=True, slots=True)
     class ChunkedShape(KVShape):
         @property
@@ -63,7 +63,7 @@ def test_layers_of_each_kind_have_a_group():
     assert layout.group_indices == (1, 2, 0, 3)
 
 
-def test_a_journal_names_a_new_kind():
+def test_journal_round_trips_new_group_kind():
     spec = KVGroupSpec(ChunkedAttention(8), 30)
     assert spec.to_json() == {"kind": "chunked_attention", "num_blocks": 30, "window": 8}
     assert KVGroupSpec.from_json(spec.to_json()) == spec
@@ -71,7 +71,7 @@ def test_a_journal_names_a_new_kind():
         KVGroupSpec.from_json({"kind": "unheard of", "num_blocks": 30})
 
 
-def test_a_hit_satisfies_every_group():
+def test_hit_length_satisfies_every_group_kind():
     """Block 3 of six blocks of two tokens has lost its parts: each kind shortens the hit that the other one allows."""
     is_whole, kinds = [True, True, True, False, True, True], [SlidingWindow(4), ChunkedAttention(8)]
     assert num_usable(is_whole, 0, 100, 2, kinds[:1]) == 6
