@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "octavo.config": (
