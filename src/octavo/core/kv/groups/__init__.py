@@ -35,5 +35,5 @@ def longest_hit(
 
 
 def num_covered(groups: Sequence[BoundedGroup], blocks: Sequence[Block], num_tokens: int) -> int:
-    """Return how many blocks precede the first block that lacks a part and that the row at `num_tokens` reads."""
+    """Return how many blocks precede the first block that lacks a part the row at position `num_tokens` reads."""
     return min((group.num_covered(blocks, num_tokens) for group in groups), default=len(blocks))
