@@ -25,8 +25,9 @@ class KVGroupCapacity:
 class EngineCapacity:
     """The limits in effect, which may be lower than the configured ones. Names are from vLLM and TGI.
 
-    max_batch_total_tokens: prompt and output of all running requests. num_gpu_blocks: of the first KV group.
-    num_cpu_blocks: host blocks. kv_block_bytes: of the first group, with a draft model's KV.
+    max_batch_total_tokens: limit on prompt and output tokens of all running requests. num_gpu_blocks: number of blocks
+    of the first KV group. num_cpu_blocks: number of host blocks. kv_block_bytes: bytes of one block of the first group,
+    with a draft model's KV.
     kv_transfer_port: port at which a prefill engine hands KV over. kv_format: for a prefill or decode engine, the
     values that its KV depends on in addition to tokens. Only engines with equal values can share KV.
     """
@@ -92,7 +93,7 @@ class EngineCapacity:
 
     @property
     def num_window_blocks(self) -> int:
-        """Number of blocks with a sliding window."""
+        """Number of blocks of KV groups with a sliding window."""
         return sum(each.num_blocks for each in self.bounded_groups if each.kind == SlidingWindow.name)
 
     @property

@@ -20,8 +20,8 @@ _FADING = 0.98  # factor on the weight of observations in `fade`
 class DraftStats:
     """Counts of verified drafts. A draft is all tokens that were guessed for one request in one step.
 
-    seconds: of steps with drafts, drafting included. seconds_without: estimate for the same tokens without drafts. Both
-    count only steps with an estimate.
+    seconds: duration of steps with drafts, drafting included. seconds_without: estimated duration of computing the same
+    tokens without drafts. Both count only steps with an estimate.
     """
 
     num_drafts: int = 0
@@ -57,7 +57,7 @@ class DraftStats:
 
     @property
     def acceptance_rate_per_pos(self) -> list[float]:
-        """Share of right tokens by position. Tokens after a wrong one count as wrong."""
+        """Share of accepted tokens by position in the draft. Tokens after a wrong token count as wrong."""
         pairs = zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)
         return [num_accepted / num_drafted for num_accepted, num_drafted in pairs]
 
@@ -75,7 +75,7 @@ class DraftStats:
 class AcceptanceRates:
     """Acceptance rate of each draft position, given that all earlier ones were accepted.
 
-    decay: weight of an observation relative to the next one.
+    decay: weight of an observation relative to the next observation, 0 to 1.
     """
 
     __slots__ = ("_decay", "_right", "_tried")
@@ -86,7 +86,7 @@ class AcceptanceRates:
         self._tried: list[float] = []
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a verified draft. Tokens after the first wrong one are ignored."""
+        """Learn from a verified draft. Its tokens after the first wrong token are ignored."""
         num_told = min(num_accepted + 1, num_drafted)
         num_new = num_told - len(self._tried)
         if num_new > 0:
@@ -102,7 +102,7 @@ class AcceptanceRates:
         self._tried = [_FADING * each for each in self._tried]
 
     def rates(self, priors: Sequence[float]) -> list[float]:
-        """Return the rate of each position. priors: rates without observations."""
+        """Return the rate of each position. priors: for each position, the rate to assume without observations."""
         known = len(self._tried)
         return [
             (_PRIOR_WEIGHT * prior + self._right[place]) / (_PRIOR_WEIGHT + self._tried[place])

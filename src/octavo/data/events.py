@@ -1,6 +1,6 @@
 """Typed events for every transition of the core.
 
-All figures are counted from events, so nothing is counted twice.
+All figures of the engine are counted from these events, so nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WaitReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event in a step. time: seconds of the engine's clock."""
+    """An event in a step. step: the step's number. time: seconds of the engine's clock."""
 
     step: int
     time: float
@@ -45,7 +45,7 @@ class RequestEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestQueued(RequestEvent):
-    """The request waits. arrival_time: at the engine, before the core accepted it."""
+    """The request waits. arrival_time: when it came to the engine, before the core accepted it."""
 
     num_prompt_tokens: int
     priority: int
@@ -63,31 +63,31 @@ class RequestBlocked(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestParked(RequestEvent):
-    """The request was deferred: for a block that `owner` computes, or, if None, for a lookup in a store."""
+    """The request was deferred. owner: the request that computes the block it waits for; None: it waits for a store."""
 
     owner: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUnparked(RequestEvent):
-    """The deferred request is queued again. timed_out: it waited in vain."""
+    """The deferred request is queued again. timed_out: whether its wait ended without the block or the answer."""
 
     timed_out: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStalled(RequestEvent):
-    """The running request got no tokens, because blocks are lacking."""
+    """The running request got no tokens in this step, because blocks are lacking."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutranked(RequestEvent):
-    """The running prompt got no tokens, because more important requests wait."""
+    """The running prompt got no tokens in this step, because more important requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLoadStarted(RequestEvent):
-    """A load was ordered."""
+    """A load of KV from a store was ordered."""
 
     transfer_id: int
     num_tokens: int
@@ -97,8 +97,8 @@ class KVLoadStarted(RequestEvent):
 class KVLoadEnded(RequestEvent):
     """The load ended. outcome: done, failed, expired or cancelled.
 
-    num_tokens: with KV that arrived. seconds: since the order. computing_s: estimate of computing them; 0 if unknown.
-    moves: from each tier. resumed: whether the request had run before.
+    num_tokens: number of tokens with KV that arrived. seconds: since the order. computing_s: estimated seconds to
+    compute these tokens; 0 if unknown. moves: blocks from each tier. resumed: whether the request was preempted before.
     """
 
     transfer_id: int
@@ -113,7 +113,7 @@ class KVLoadEnded(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KVSaveStarted(Event):
-    """A save was ordered."""
+    """A save of KV to a store was ordered."""
 
     transfer_id: int
     num_blocks: int
@@ -123,7 +123,7 @@ class KVSaveStarted(Event):
 class KVSaveEnded(Event):
     """The save ended. outcome: done, failed or expired.
 
-    num_blocks: now in the store. moves: blocks that each tier took; it takes none that it has already.
+    num_blocks: those that are now in the store. moves: blocks that each tier took; a tier takes none that it has.
     """
 
     transfer_id: int
@@ -134,7 +134,7 @@ class KVSaveEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVSavesDropped(RequestEvent):
-    """An ended request's blocks are not saved: too many saves are pending."""
+    """`num_blocks` blocks of an ended request are not saved, because too many saves are pending."""
 
     num_blocks: int
 
@@ -149,12 +149,12 @@ class StoreBlocksEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class TokenPostponed(RequestEvent):
-    """The request's token was postponed: its grammar was not walked in time."""
+    """The request got no token in this step, because its grammar was not walked in time. A later step samples it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftsVerified(RequestEvent):
-    """The first `num_accepted` drafts were right."""
+    """Drafts of the request were verified. The first `num_accepted` of them were right."""
 
     num_drafted: int
     num_accepted: int
@@ -162,9 +162,9 @@ class DraftsVerified(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class DraftsTimed(Event):
-    """Seconds of a step with drafts, drafting included, and of as many tokens without drafts.
+    """Seconds of a step with drafts, drafting included, and estimated seconds of as many tokens without drafts.
 
-    Emitted only for steps without prompts, once steps without drafts were measured.
+    Emitted only for steps without prompts, and only after steps without drafts were measured.
     """
 
     seconds: float
@@ -184,8 +184,8 @@ class RequestAdmitted(RequestEvent):
 class RequestPreempted(RequestEvent):
     """The request's blocks were released for `beneficiary`, possibly itself.
 
-    num_lost_tokens: computed ones. swapped: otherwise their KV is computed again, unless it is still cached. policy: ""
-    if the preemption was injected or followed a failed step.
+    num_lost_tokens: its computed tokens. swapped: True if their KV is in host memory; otherwise it is computed again,
+    unless it is still cached. policy: "" if the preemption was injected or followed a failed step.
     """
 
     beneficiary: str
@@ -196,7 +196,7 @@ class RequestPreempted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished(RequestEvent):
-    """The request ended. Emitted exactly once for each queued request."""
+    """The request ended. reason: its finish reason. Emitted exactly once for each queued request."""
 
     reason: str
     num_output_tokens: int
@@ -206,8 +206,8 @@ class RequestFinished(RequestEvent):
 class PrefixCacheQueried(RequestEvent):
     """The request looked up its prefix when it was first admitted.
 
-    num_host_tokens: hits in host memory. miss: why no more were found, if more were useful. position: of the first
-    differing token, if known.
+    num_host_tokens: hits in host memory, a part of `num_hit_tokens`. miss: why the next full block was not found; None
+    if no more blocks were useful. position: of the first differing token, if known.
     """
 
     num_query_tokens: int
@@ -219,7 +219,7 @@ class PrefixCacheQueried(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class BlockCached(Event):
-    """A full block became findable."""
+    """Lookups can find a full block from now on."""
 
     block_id: int
 
@@ -233,7 +233,7 @@ class BlockEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlockOffloaded(Event):
-    """A block's content goes to host memory, because one of its KV groups evicts it. groups: which are copied."""
+    """A block is copied to host memory, because a KV group evicts its content. groups: indices of the copied groups."""
 
     block_id: int
     host_block_id: int
@@ -251,7 +251,7 @@ class HostBlockEvicted(Event):
 class HostBlocksFound(RequestEvent):
     """The request starts or resumes with KV from host memory, copied in this step.
 
-    computing_s: estimate of computing it; 0 if unknown. num_copied: blocks of each KV group.
+    computing_s: estimated seconds to compute this KV; 0 if unknown. num_copied: number of blocks of each KV group.
     """
 
     num_blocks: int
@@ -262,7 +262,7 @@ class HostBlocksFound(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class HostBlocksCopied(Event):
-    """The step began with copies to host memory and back, including those of preempted requests."""
+    """The step began with copies to host memory and back, including KV of preempted requests."""
 
     saved: TierMove
     loaded: TierMove
@@ -287,7 +287,7 @@ class StepScheduled(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepCompleted(Event):
-    """A step's result was processed. num_new_tokens: of requests with an output."""
+    """A step's result was processed. num_new_tokens: number of new tokens of each request with an output."""
 
     num_new_tokens: Mapping[str, int]
 
@@ -296,7 +296,7 @@ class StepCompleted(Event):
 class StepFailed(Event):
     """The step was not computed.
 
-    If the worker failed in it, its requests end with an error. If an earlier step failed, they start again.
+    If the worker failed in this step, its requests end with an error. If an earlier step failed, they start again.
     """
 
     message: str
@@ -312,7 +312,7 @@ class BlocksQuarantined(Event):
 
 @dataclass(frozen=True, slots=True)
 class StaleResultDropped(Event):
-    """A late, repeated or unknown result was ignored."""
+    """A late, repeated or unknown result of a step or a transfer was ignored."""
 
     detail: str
 

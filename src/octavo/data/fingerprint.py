@@ -12,10 +12,11 @@ _COMPARED = ("weights", "tables", "logits", "draft")
 class EngineFingerprint:
     """Checksums at an engine's start, of 16 hexadecimal digits each, or "" if there is none.
 
-    They are equal at every start. kernels: backend and instruction set. num_threads: results of exact kernels do not
-    depend on it.
-    tables: of rotary tables and query scales, as long as the largest sequence. first_rows: of a fixed number of their
-    rows. logits: of a fixed prompt; "" if results depend on threads or memory addresses.
+    The checksums are equal at every start. There are none if results depend on threads or memory addresses.
+
+    kernels: backend and instruction set. num_threads: of the kernels; no checksum depends on it.
+    tables: of rotary tables and query scales for all positions. first_rows: of a fixed number of first rows of these
+    tables, equal for all model lengths. logits: of a fixed prompt. draft: of a draft model's weights and tables.
     """
 
     kernels: str
@@ -38,7 +39,7 @@ class EngineFingerprint:
         return f"weights {self.weights}, rows of tables {self.first_rows}, logits {self.logits}"
 
     def differences(self, other: EngineFingerprint) -> list[str]:
-        """Return the names of the checksums that differ."""
+        """Return the names of the checksums that differ, except `first_rows`."""
         return [name for name in _COMPARED if getattr(self, name) != getattr(other, name)]
 
     def to_json(self) -> dict[str, Any]:

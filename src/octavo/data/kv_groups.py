@@ -14,19 +14,19 @@ NO_BLOCK = -1  # in a block table, instead of a block that the request does not 
 
 
 class KVGroupKind(Protocol):
-    """Defines the positions that a group's rows read. name: in journals and messages."""
+    """Defines the positions that a group's rows (tokens) read. name: the kind's name in journals and messages."""
 
     name: ClassVar[str]
 
     @property
     def most_positions(self) -> int | None:
-        """Limit on the positions that one row reads, its own included; None: no limit."""
+        """Limit on how many positions one row reads, its own position included; None: no limit."""
         ...
 
     def first_position(self, num_tokens: int) -> int:
-        """Return the first position that the row after `num_tokens` tokens reads.
+        """Return the first position that the row at position `num_tokens` reads.
 
-        It never decreases as `num_tokens` grows, so a request never needs the positions before it again.
+        The result never decreases as `num_tokens` grows, so a request never needs earlier positions again.
         """
         ...
 
@@ -69,7 +69,7 @@ class FullAttention:
 class SlidingWindow:
     """The row at position p reads the positions max(0, p - window + 1) to p.
 
-    window: the largest one of the group's layers.
+    window: the largest window of the group's layers, in tokens.
     """
 
     name: ClassVar[str] = "sliding_window"
@@ -122,10 +122,10 @@ def longest_hit(
     first_block: int = 0,
     limit: int | None = None,
 ) -> int:
-    """Return the largest number of blocks after which a request's next row finds all that it reads.
+    """Return the largest number of blocks from `first_block` on after which a request's next row finds all it reads.
 
-    is_there: for each block from `first_block` on, whether the group has it; it has all earlier ones. num_tokens: of
-    the sequence; the last one is always computed. limit: of the count, which begins at `first_block`.
+    is_there: for each block from `first_block` on, whether the group has this block. The group has all earlier blocks.
+    num_tokens: of the sequence; the last token is always computed. limit: upper bound of the result.
     """
     run = longest = 0
     for count, has_block in enumerate(is_there[:limit], 1):

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class KVTierFigures:
-    """Totals of one tier. Those of host memory include copies of preempted requests.
+    """Totals of one tier. Totals of host memory include copies of preempted requests.
 
-    num_hit_tokens: found when a request was first admitted. load_seconds, save_seconds: the tier's own time.
-    wait_seconds: time that requests waited for its blocks; computing_seconds: estimate of computing instead. Both count
-    only loads with an estimate.
+    num_hit_tokens: tokens found in this tier when a request was first admitted. load_seconds, save_seconds: the tier's
+    own time. wait_seconds: time that requests waited for the tier's blocks. computing_seconds: estimated time of
+    computing their tokens instead. Both count only loads with an estimate.
     """
 
     num_hit_tokens: int = 0
@@ -48,7 +48,7 @@ class TierShare(NamedTuple):
 def shares_of(load: events.KVLoadEnded) -> Iterator[TierShare]:
     """Yield the share of each tier in a load.
 
-    The wait is divided by the tiers' own times, the rest by number of blocks.
+    The waiting time is divided in proportion to the tiers' own times, the other figures to their numbers of blocks.
     """
     num_blocks = sum(move.num_blocks for move in load.moves)
     seconds = sum(move.seconds for move in load.moves)
@@ -63,7 +63,7 @@ class KVTierCounter:
 
     def __init__(self, figures: dict[str, KVTierFigures]) -> None:
         self.figures = figures
-        self._found: list[events.HostBlocksFound] = []  # of the newest step, until its `HostBlocksCopied`
+        self._found: list[events.HostBlocksFound] = []  # of the newest step, until its `HostBlocksCopied` event
 
     def _tier(self, name: str) -> KVTierFigures:
         return self.figures.setdefault(name, KVTierFigures())

@@ -8,7 +8,7 @@ DEVICE, HOST = "device", "host"  # each store has its own name
 
 
 class TierMove(NamedTuple):
-    """Blocks moved between the device and one tier. seconds: that the tier took."""
+    """Blocks moved between the device and one tier. seconds: time that the tier took."""
 
     tier: str
     num_blocks: int
@@ -19,7 +19,7 @@ class TierMove(NamedTuple):
 class EndedTransfer(NamedTuple):
     """A transfer that ended, with its number of moved leading blocks.
 
-    evicted: (tier, blocks evicted since the last report).
+    moves: the blocks that each tier took or gave. evicted: (tier, number of blocks evicted since the last report).
     """
 
     transfer_id: int

@@ -14,12 +14,12 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@\s]+):(\d{1,5})")
 
 @dataclass(frozen=True, slots=True)
 class KVTransferParams:
-    """A request's part in a prefill/decode pair. No token depends on it.
+    """Parameters of a request that two engines compute: one its prompt, one its output. No token depends on them.
 
-    transfer_id: 1 to 256 printable characters, equal on both sides and for all outputs of one client's request.
+    transfer_id: 1 to 256 printable characters, equal in both engines and for all outputs of one client's request.
     is_prefill: True if this engine computes the prompt; False if it expects the prompt's KV.
-    source: HOST:PORT of the prefill engine; None: through a shared store.
-    Raises `RequestError`.
+    source: HOST:PORT of the prefill engine; None if the KV comes through a shared store.
+    Raises `RequestError` for another transfer_id or source.
     """
 
     transfer_id: str

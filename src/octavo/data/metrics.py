@@ -1,4 +1,4 @@
-"""Figures of an engine, counted from its event stream. Those with a name from vLLM have the same meaning."""
+"""Figures of an engine, counted from its event stream. Figures with a name from vLLM have the same meaning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.data.request import RequestStatus
 if TYPE_CHECKING:
     from octavo.data.events import Event
 
-# All have a counter from the beginning, so that a rate includes the first one.
+# Every value has a counter from the start, so that a rate over time includes the first event.
 _REASONS = tuple(status.value for status in RequestStatus if status.is_finished)
 _LOAD_OUTCOMES = ("done", "failed", "expired", "cancelled")
 _SAVE_OUTCOMES = ("done", "failed", "expired")
@@ -78,14 +78,15 @@ class EngineStats:
 
     num_requests_running, num_requests_waiting, kv_cache_usage, bounded_usage and prefill_limit are as of the last
     event; other figures are totals since the start.
-    prompt_tokens: of requests with a first token, cached ones included. tenant_tokens: [prompt tokens, generated
-    tokens].
+    prompt_tokens: of requests with a first token, cached tokens included. tenant_tokens: by tenant, [prompt tokens,
+    generated tokens] of ended requests.
     time_to_first_token, queue_time and e2e_latency begin with the arrival, prefill_time with the first admission,
-    decode_time with the first token. inter_token_latency: between two steps with tokens.
-    host_cache_hit_blocks, num_offloaded_blocks: of the first KV group, from and to host memory. host_cache_hit_parts,
-    num_offloaded_parts: of bounded groups, by index.
-    kv_load_seconds, kv_computing_seconds: waiting time, and the estimate of computing instead, for loads with an
-    estimate. kv_dropped_save_blocks: wanted by a store, but not saved. kv_stores: written by their clients.
+    decode_time with the first token. inter_token_latency: between two steps that gave a request tokens.
+    host_cache_hit_blocks, num_offloaded_blocks: blocks of the first KV group, from and to host memory.
+    host_cache_hit_parts, num_offloaded_parts: the same for bounded groups, by group index.
+    kv_load_seconds, kv_computing_seconds: waiting time, and the estimated time of computing instead, for loads with an
+    estimate. kv_dropped_save_blocks: blocks that a store wanted, but that were not saved. kv_stores: written by the
+    stores' clients.
     """
 
     num_requests_running: int = 0
@@ -155,7 +156,7 @@ class EngineMetrics:
         self._tiers = KVTierCounter(self.stats.tiers)
         self._lives: dict[str, _Life] = {}
         self._ended: list[tuple[str, events.RequestFinished]] = []
-        self._num_open_steps = 0  # two while one is decided ahead
+        self._num_open_steps = 0  # two while a step is decided ahead
 
     def emit(self, event: Event) -> None:
         """Count an event."""

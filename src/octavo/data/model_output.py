@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one position: the chosen token, then the most probable ones. rank: from 1."""
+    """Log probabilities at one position: the chosen token, then the most probable ones. rank: of the chosen, from 1."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -24,13 +24,13 @@ class TokenLogprobs:
 class ModelOutput:
     """Result of one step, by request id.
 
-    sampled_token_ids: accepted drafts, then one more; no entry before the whole prompt is computed.
+    sampled_token_ids: accepted drafts, then one more token; no entry before the whole prompt is computed.
     prompt_logprobs: of the positions computed in this step; position 0 has none and is omitted.
-    errors: of requests that failed alone. pooled: float32 in the machine's byte order.
-    postponed: requests that are due a token, but have a grammar that is not walked yet.
-    host_moves: to host memory and back, or empty.
-    drafting_s: included in the step. num_drafting_passes: of a draft model; 0 if all drafts were looked up.
-    computed_drafts: requests with drafts that a model computed.
+    errors: messages for requests that failed while the step succeeded. pooled: float32 in the machine's byte order.
+    postponed: requests that get no token in this step, because their grammar is not walked yet.
+    host_moves: copies to host memory and back, in this order; or empty.
+    drafting_s: seconds of drafting, part of the step's duration. num_drafting_passes: forward passes of a draft model;
+    0 if all drafts were looked up. computed_drafts: requests with drafts that a model computed.
     """
 
     step: int

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class RecentEvents:
     """Keeps the newest events, up to a total weight, for clients that begin to watch.
 
-    Events are numbered from 0; `num_seen` is the number of the next one.
+    Events are numbered from 0; `num_seen` is the number of the next event.
     """
 
     def __init__(self, max_weight: int = 200_000) -> None:
@@ -24,7 +24,7 @@ class RecentEvents:
         self._events: deque[Event] = deque()
 
     def emit(self, event: Event) -> None:
-        """Keep an event, and drop the oldest ones above the limit."""
+        """Keep an event. Drop the oldest events while their total weight is above the limit."""
         self._events.append(event)
         self.num_seen += 1
         self.weight += weight_of(event)

@@ -42,9 +42,9 @@ _FINISHED = frozenset(status for status in RequestStatus if status.name.startswi
 
 @dataclass(frozen=True, slots=True)
 class ContentSpan:
-    """Positions `first` to `end` - 1 of a prompt, placeholders for other content such as an image.
+    """Positions `first` to `end` - 1 of a prompt: placeholders for other content such as an image.
 
-    key: identity of that content. The KV from these positions on depends on it.
+    key: identity of the other content. The KV from these positions on depends on this content.
     """
 
     first: int
@@ -58,10 +58,10 @@ class Sequence:
 
     `ResultProcessor` writes `token_ids`, the KV cache manager all other fields.
 
-    num_cached_tokens: prompt tokens that were found. next_commit: number of computed tokens from which on there are new
-    blocks to commit.
-    block_tables: for each KV group, with `NO_BLOCK` for blocks that no later row reads. first_held: index of the first
-    held block. num_slots: number of tokens that fit into the blocks of every group.
+    num_cached_tokens: tokens with KV that was found at the first start. next_commit: number of computed tokens at which
+    the next commit is due.
+    block_tables: block ids for each KV group, with `NO_BLOCK` for blocks that no later row reads. first_held: for each
+    KV group, index of the first held block. num_slots: number of tokens for which every group's table has blocks.
     """
 
     token_ids: list[int]
@@ -101,17 +101,19 @@ class Sequence:
 class Request:
     """One output stream of a user's request. Only the core changes it: see docs/architecture.md.
 
-    Times are seconds on the engine's clock. fields: override those of `options`. seed: 64 bits. sample_index: which of
-    the n outputs it is. stop_token_ids: including EOS unless that is ignored.
-    max_total_tokens: limit on prompt and output together; for a pooled prompt the prompt alone.
-    num_computed_in_all: positions, including those that a preemption lost and rejected drafts. num_prompt_logprobs:
-    delivered ones. A preempted prompt is computed twice, but delivered once.
+    Times are seconds on the engine's clock. fields: options that override those of `options`. seed: 64 bits.
+    sample_index: the number of this stream among the request's n outputs. stop_token_ids: including EOS unless EOS is
+    ignored. max_total_tokens: limit on prompt and output together; for a pooled prompt the prompt alone.
+    num_computed_in_all: number of computed positions, including positions that a preemption lost and rejected drafts.
+    num_prompt_logprobs: number of delivered ones. A preempted prompt is computed twice, but its logprobs are delivered
+    once.
     reads_prefix_cache: False for prompt logprobs and for mean pooling, which need every prompt position computed.
-    awaits_results: whether its next step depends on the previous result: a grammar may postpone its token.
+    awaits_results: whether its next step depends on the previous result, because a grammar may postpone its token.
     adapter: name of a LoRA adapter, part of block hashes; nothing sets it yet. spans: in order and without overlap.
     rotary_positions: for each dimension the positions of the prompt's tokens; None for one dimension. Never changed.
-    deadline: time at which the request ends with an error. computed_acceptance: of drafts that a model computed.
-    predicted_token_ids: expected output, for drafts; never changed.
+    deadline: time at which the request ends with an error. acceptance: of drafts that were looked up.
+    computed_acceptance: of drafts that a model computed. predicted_token_ids: expected output, for drafts; never
+    changed.
     Raises ValueError for `rotary_positions` of another length than the prompt.
     """
 

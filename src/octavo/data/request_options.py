@@ -32,12 +32,12 @@ class RequestOptions:
     Numbers may be numpy's. Raises `RequestError` with the name of the field.
 
     Attributes:
-        priority: lower goes first, under the priority policy. A whole number of 64 bits.
+        priority: under the priority policy, requests with a lower number are scheduled first. An integer of 64 bits.
         cache_salt: only requests with the same salt share cached KV.
-        tenant: for the fair policy.
-        tenant_weight: weight 2 gets twice the share of weight 1. Above 0.
+        tenant: user of the request; the fair policy divides service between tenants.
+        tenant_weight: under the fair policy, a tenant of weight 2 gets twice the share of weight 1. Above 0.
         timeout_s: seconds after the arrival at which the request ends with an error; None for no limit.
-        kv_transfer_params: None if this engine computes prompt and answer.
+        kv_transfer_params: None if this engine computes both prompt and answer.
     """
 
     priority: int = 0

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class NewRequestData:
     """A whole request, sent when it starts, and again when it resumes after a preemption.
 
-    token_ids: prompt and output so far. block_ids: for each KV group, with `NO_BLOCK` for a block that no later row
-    reads.
+    token_ids: prompt and output so far. block_ids: the block table of each KV group, with `NO_BLOCK` for a block that
+    no later row reads.
     """
 
     request_id: str
@@ -60,8 +60,8 @@ class CachedRequestData:
 
     The worker itself appends the tokens that it samples; no other tokens are added.
 
-    new_block_ids: for each KV group, the ids to append to each request's block table. Groups may get their blocks of a
-    position in different steps. The worker's table keeps released blocks; no row reads them.
+    new_block_ids: for each KV group and request, the ids to append to the request's block table. Groups may get their
+    blocks of a position in different steps. The worker's tables keep released blocks, which no row reads.
     """
 
     req_ids: list[str]
@@ -76,13 +76,13 @@ class CachedRequestData:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks that a step begins with, before it writes anything, in the order of the fields.
+    """Copies of whole blocks that begin a step, before it writes KV. The three lists are copied in this order.
 
     swap_out: (group, block, host block). If a host block occurs twice, the last content counts.
     block_copies: (group, source, target), copy on write. A source may be the target of a later copy.
     swap_in: (group, host block, block).
 
-    A host block can hold the block of every group, each copied separately.
+    A host block has room for one block of every group; each group's block is copied separately.
     """
 
     swap_out: list[tuple[int, int, int]] = field(default_factory=list)
@@ -99,7 +99,7 @@ class BlockCopies:
 
 
 class TransferDirection(Enum):
-    """LOAD into this engine's blocks, SAVE from them."""
+    """LOAD: from a store into this engine's blocks. SAVE: from these blocks into a store."""
 
     LOAD = "load"
     SAVE = "save"
@@ -107,15 +107,16 @@ class TransferDirection(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """An order to move whole blocks between this engine and a store, in the background of the steps.
+    """An order to move whole blocks between this engine and a store, while steps are computed.
 
-    The blocks are pinned until it has ended, or the worker has received its cancellation.
+    The blocks are pinned until the transfer has ended or the worker has received its cancellation.
 
     keys: for each block, a hash of everything that its KV depends on (`core.kv.block_hash`). A load gives a block the
     content that was saved under its key, or fails for this block. A store keeps the content of all groups under one
     key.
-    block_ids: for each KV group, parallel to `keys`. `NO_BLOCK`: no row reads the block (a load), or it was evicted (a
-    save). The first group has every block. request_id: waits for the load; None for a save.
+    block_ids: for each KV group, a list parallel to `keys`. `NO_BLOCK`: in a load, no row reads the block; in a save,
+    the block was evicted. The first group has every block. request_id: the request that waits for a load; None for a
+    save.
     """
 
     transfer_id: int
@@ -140,12 +141,13 @@ class SchedulerOutput:
     """One step: copies to begin with, the tokens of each request, transfers, and ended requests.
 
     num_scheduled_tokens: in the order of scheduling; the worker orders its rows itself. finished_req_ids,
-    preempted_req_ids: which the worker must drop. scheduled_spec_decode_tokens: drafts to verify, the last of a
+    preempted_req_ids: requests that the worker must drop. scheduled_spec_decode_tokens: drafts to verify, the last of a
     request's scheduled tokens.
-    kv_transfers: to start after `copies`. kv_cancels: ids; their blocks are neither read nor written after this step.
-    num_pending_transfers: including lookups: the worker must be asked for results.
-    max_drafts: limits for guessing, in addition to the proposer's; 0 for none. If a model drafts, drafts that are
-    looked up are not limited.
+    kv_transfers: to start after `copies`. kv_cancels: ids of cancelled transfers. Their blocks are neither read nor
+    written after this step. num_pending_transfers: number of transfers and lookups without a result; if above 0, the
+    worker must be asked for results.
+    max_drafts: limit on new drafts of each request, in addition to the proposer's limit; 0: no drafts; no entry: no
+    further limit. If a model drafts, drafts that are looked up are not limited.
     """
 
     step: int

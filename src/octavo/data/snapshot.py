@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class BlockState(IntEnum):
-    """The state of a KV block. OWNED: its reference count is 1. SHARED: above 1."""
+    """The state of a KV block. OWNED: its reference count is 1. SHARED: its reference count is above 1."""
 
     FREE = 0
     CACHED = 1
@@ -34,10 +34,10 @@ class BlockMap:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """New events without a gap since the previous snapshot, and the cache after them.
+    """New events without a gap since the previous snapshot, and the cache after these events.
 
-    is_first: the client must discard its state, because earlier events are unknown.
-    blocks: None if more snapshots of the same moment follow.
+    is_first: True if the client must discard its state, because it lacks earlier events.
+    blocks: None if more snapshots of the same moment follow; the last of them has the blocks.
     """
 
     events: list[Event]

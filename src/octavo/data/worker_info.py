@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupInfo:
-    """A KV group, and the bytes of one block."""
+    """A KV group, and the bytes of one block of this group."""
 
     spec: KVGroupSpec
     block_bytes: int
@@ -23,10 +23,10 @@ class WorkerInfo:
     """The formats and the sizes of one worker.
 
     device: "cpu" or "cuda". machine: name of the GPU, or the processor's instruction sets as torch names them.
-    kernel_layout: of packed weights, if any. dtype: of activations. scheduler_config: with steps limited to those that
-    fit into memory.
-    draft_block_bytes: of a draft model's KV for one block of the first group. kv_layout_version: of the bytes that
-    stores keep. num_warm_up_tokens: computed at the start.
+    kernel_layout: layout of packed weights; None if weights are not packed. dtype: of activations.
+    scheduler_config: with steps limited to those that fit into memory.
+    draft_block_bytes: bytes of a draft model's KV for one block of the first group. kv_layout_version: version of the
+    block layout in stores. num_warm_up_tokens: number of tokens that the warm-up at the start computes.
     """
 
     device: str

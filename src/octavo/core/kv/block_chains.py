@@ -1,4 +1,4 @@
-"""The chains of requests' blocks."""
+"""The chains of block hashes of all requests."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BlockChain:
-    """A request's block hashes, and how far its blocks are committed.
+    """A request's block hashes, and how many of its blocks are committed.
 
     extra_keys: values that the KV of all its blocks depends on in addition to their tokens.
-    name: of the last committed block. partial: hash by which the partly filled block of the prompt can be copied.
+    name: name of the last committed block. partial: hash by which other requests find the prompt's last block, which is
+    partly filled, to copy it.
     """
 
     extra_keys: tuple[str, ...]
@@ -34,7 +35,7 @@ class BlockChain:
     partial: BlockHash | None = None
 
     def keys(self, index: int) -> tuple[str, ...]:
-        """Return the values that a block's KV depends on in addition to its chain of tokens."""
+        """Return all values that the KV of the block at `index` depends on in addition to tokens."""
         if not self.spans and self.positions is None:
             return self.extra_keys
         start, end = index * self.block_size, (index + 1) * self.block_size
@@ -60,15 +61,15 @@ class BlockChains:
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Ids of requests with a chain."""
+        """Ids of the requests that have a chain."""
         return self._chains.keys()
 
     def get(self, request_id: str) -> BlockChain | None:
-        """Return a request's chain, or None."""
+        """Return a request's chain, or None if it has none."""
         return self._chains.get(request_id)
 
     def of(self, request: Request) -> BlockChain:
-        """Return a request's chain, created if necessary."""
+        """Return a request's chain. Creates it if necessary."""
         chain = self._chains.get(request.request_id)
         if chain is None:
             own = {"salt": request.cache_salt, "adapter": request.adapter, "weights": self._weights_epoch or None}
@@ -80,7 +81,7 @@ class BlockChains:
         return chain
 
     def extended(self, request: Request) -> BlockChain:
-        """Return a request's chain, extended to all full blocks."""
+        """Return a request's chain after hashing all of its full blocks."""
         chain = self.of(request)
         token_ids = request.sequence.token_ids
         extend_block_hashes(chain.hashes, token_ids, self._block_size, chain.keys, self.hash_function)
@@ -91,6 +92,6 @@ class BlockChains:
         self._chains.pop(request_id, None)
 
     def advance_weights_epoch(self) -> None:
-        """Drop all chains. Blocks of the new weights get other names."""
+        """Drop all chains. Blocks of the new weights get other hashes."""
         self._weights_epoch += 1
         self._chains.clear()

@@ -1,7 +1,7 @@
 """The blocks of the paged KV cache and their reference counts.
 
-A block is FREE, CACHED (unheld, its content can be found), OWNED (in block tables, or pinned) or QUARANTINED (its
-bookkeeping was wrong; it is never given out again). Operations on a block are O(1).
+A block is FREE, CACHED (unheld, but lookups find its content), OWNED (in block tables, or pinned) or QUARANTINED (its
+bookkeeping was wrong, so it is never allocated again). Operations on a block are O(1), except `quarantine`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class Block:
     """One block of the device.
 
     generation: grows by one with each new content.
-    token_ids, extra_keys, parent: a lookup is a hit only if these are equal, too.
-    name: of findable content, kept as long as the device or host memory has it: the link of the first block that had
-    it.
-    canonical: for a private block, the link of the indexed block with the same content.
+    token_ids, extra_keys, parent: a lookup by hash is a hit only if these are equal, too. `parent` is the name of the
+    content before this block.
+    name: identifies findable content. It is the link of the first block that was registered with this content, and
+    stays the same while the device or host memory has the content.
+    canonical: set in a private block only: the link of the indexed block with the same content.
     """
 
     block_id: int
@@ -43,7 +44,7 @@ class Block:
 
     @property
     def link(self) -> BlockLink:
-        """Identifies the block with its present content."""
+        """Id and generation, which identify the block with its present content."""
         return (self.block_id, self.generation)
 
     def __repr__(self) -> str:
@@ -53,8 +54,8 @@ class Block:
 class BlockPool(ContentPool[Block, Block]):
     """The blocks, the free list and the index of cached content.
 
-    on_evict: called before a cached block's content is discarded. on_forget: called for content that can no longer be
-    found.
+    on_evict: called with a cached block before its content is evicted. on_forget: called with a block after lookups
+    can no longer find its content.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class BlockPool(ContentPool[Block, Block]):
         on_forget: Callable[[Block], None] | None = None,
     ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        super().__init__(self.blocks[::-1])  # the last released one may still be in the processor's cache
+        super().__init__(self.blocks[::-1])  # the last released block may still be in the processor's cache
         self._on_evict = on_evict or (lambda _block: None)
         self._on_forget = on_forget or (lambda _block: None)
         self.quarantined: set[int] = set()
@@ -96,11 +97,11 @@ class BlockPool(ContentPool[Block, Block]):
         return bytes(states)
 
     def free_list(self) -> list[int]:
-        """Return the free ids."""
+        """Return the ids of the free blocks."""
         return [block.block_id for block in self._free]
 
     def free_block_ids(self) -> set[int]:
-        """Return the free and cached ids."""
+        """Return the ids of the free and cached blocks."""
         return {block.block_id for block in self._free} | set(self._cached)
 
     def _take_one(self) -> Block:
@@ -125,8 +126,8 @@ class BlockPool(ContentPool[Block, Block]):
     def release(self, blocks: Iterable[Block]) -> None:
         """Release blocks. Pass the last block first: the first released is the first evicted.
 
-        Releasing a private block renews the indexed block with the same content, the parent of the next blocks. Raises
-        AssertionError for an unheld block.
+        When a private block is no longer held, the indexed block with the same content is renewed, because it is the
+        parent of the request's next block. Raises AssertionError for an unheld block.
         """
         for block in blocks:
             if block.ref_count <= 0:
@@ -141,7 +142,7 @@ class BlockPool(ContentPool[Block, Block]):
                     self._cached[block.block_id] = block
 
     def renew(self, link: BlockLink) -> None:
-        """Make a cached block the last one to be evicted."""
+        """Make a block the last to be evicted, if it is cached with this content."""
         block_id, generation = link
         if block_id in self._cached and self.blocks[block_id].generation == generation:
             self._cached.move_to_end(block_id)
@@ -157,7 +158,7 @@ class BlockPool(ContentPool[Block, Block]):
     ) -> Block:
         """Make a full, computed block findable. Returns the block that lookups find.
 
-        If the content is indexed already, `block` remains private. name: of the same content in host memory.
+        If the content is indexed already, `block` remains private. name: the name of this content in host memory.
         """
         present = self._index.get(block_hash)
         if present is not None and self._is_orphan(present):
@@ -174,7 +175,7 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def _is_orphan(self, block: Block) -> bool:
-        """Return whether the content before a block is missing: no lookup can reach it."""
+        """Return whether the content before a block is missing, so that no lookup can reach the block."""
         return block.parent is not None and block.parent not in self._names
 
     def _orphan(self, block: Block) -> None:
@@ -184,7 +185,7 @@ class BlockPool(ContentPool[Block, Block]):
             self._free.append(block)
 
     def reset(self) -> bool:
-        """Discard all cached content. Returns False with nothing changed while a block is held."""
+        """Discard all cached content. Returns False, with nothing changed, if any block is held."""
         if self.num_free_blocks + len(self.quarantined) != self.num_blocks:
             return False
         for block in self.cached_blocks():

@@ -1,4 +1,4 @@
-"""Explains prefix cache misses."""
+"""Remembers cached blocks, to explain prefix cache misses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MissReason(StrEnum):
-    """Why a lookup missed the next block."""
+    """Why a lookup did not find the next block."""
 
     NEVER_SEEN = "never seen"
     EVICTED = "evicted"
@@ -25,7 +25,7 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """The reason of a miss. position: of the first differing token."""
+    """The reason of a miss. position: of the first token that differs from a remembered block, if known."""
 
     reason: MissReason
     position: int | None = None

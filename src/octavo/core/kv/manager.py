@@ -36,7 +36,7 @@ class _Saved:
 class KVCacheManager:
     """Allocates blocks of `block_size` tokens: all or nothing over all KV groups.
 
-    Block tables change only by calls to it. `grown`: requests with blocks that the worker does not know.
+    Only its methods change block tables. `grown`: ids of requests with blocks that the worker does not know yet.
 
     num_blocks: of the first KV group. max_step_tokens: the largest number of tokens of one request in a step.
     extra_keys: see `BlockChains`. cache_decoded_blocks: see `PrefixCache`.
@@ -83,7 +83,7 @@ class KVCacheManager:
         )
         self._emit = emit
         self._saved: dict[str, _Saved] = {}
-        self._pins: dict[int, list[list[int]]] = {}  # by group
+        self._pins: dict[int, list[list[int]]] = {}  # by transfer, then by group
         self.grown: set[str] = set()
         self._copies = BlockCopies()
 
@@ -99,15 +99,15 @@ class KVCacheManager:
 
     @property
     def num_tracked_requests(self) -> int:
-        """Number of records of requests."""
+        """Number of requests with records, plus number of partly filled blocks that can be copied."""
         return len(self._saved.keys() | self.prefix_cache.request_ids) + self.prefix_cache.num_partial_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks for `num_tokens`."""
+        """Return the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def has_free(self, num_blocks: int) -> bool:
-        """Return whether `num_blocks` of every group could be taken now."""
+        """Return whether every group has `num_blocks` free or cached blocks."""
         return all(group.num_free_blocks >= num_blocks for group in self.groups)
 
     # --- look up ------------------------------------------------------------------------------------------------------
@@ -115,8 +115,8 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """Look up the cached blocks from a request's start. Changes nothing.
 
-        KV that was saved at its preemption, or another request's partly filled block, is used if it gives more tokens.
-        The last token is always computed, for its logits.
+        KV that was saved when the request was preempted, or another request's partly filled block, is used if this
+        gives more tokens. The last token is always computed, for its logits.
         """
         full = self.prefix_cache.find_full_blocks(request)
         saved = self._saved.get(request.request_id)
@@ -154,10 +154,10 @@ class KVCacheManager:
     ) -> list[int] | None:
         """Allocate blocks for `num_new_tokens` after the computed ones.
 
-        num_reserved_tokens: total number of tokens to allocate for, if larger. is_loaded: a group needs only the blocks
-        that the row after the new tokens reads.
-        Returns the new ids in the first group's table, found ones included, or None with nothing changed if blocks are
-        lacking.
+        num_reserved_tokens: total number of tokens to allocate for, if larger. is_loaded: the tokens come from a store,
+        so a group needs only the blocks that the row after them reads.
+        Returns the ids that were added to the first group's table, found ones included. Returns None, with nothing
+        changed, if blocks are lacking.
         """
         sequence = request.sequence
         num_computed = request.num_computed_tokens + computed.num_tokens
@@ -193,7 +193,7 @@ class KVCacheManager:
         return sequence.block_table[num_held:]
 
     def _hold_found(self, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int | None]:
-        """Hold found blocks before any other is taken. Returns the block of each group to copy from."""
+        """Hold found blocks before new ones are taken. Returns for each group the id of the block to copy from."""
         for group, claim in claims:
             group.hold(claim)
         self.host.lend(computed.host_blocks)  # before evictions, which may take host blocks
@@ -208,7 +208,7 @@ class KVCacheManager:
         sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
 
     def can_hold(self, num_tokens: int, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
-        """Return whether `num_tokens` of a new request fit and `num_spare_blocks` stay free."""
+        """Return whether `num_tokens` of a new request fit and `num_spare_blocks` of each group stay free."""
         num_blocks = self.num_blocks_for(num_tokens)
         return all(
             group.can_hold(computed.blocks, computed.num_tokens, num_blocks, num_spare_blocks) for group in self.groups
@@ -217,7 +217,8 @@ class KVCacheManager:
     def _adopt(self, request: Request, computed: ComputedBlocks, source_ids: Sequence[int | None]) -> None:
         """Record found blocks as the request's, and order copies.
 
-        source_ids: not held, so they may have been taken meanwhile, even as the target of the copy.
+        source_ids: blocks to copy from, by group. They are unheld, so they may have been taken meanwhile, even as the
+        target of the copy.
         """
         sequence = request.sequence
         if computed.blocks:
@@ -238,18 +239,18 @@ class KVCacheManager:
         return range(max(sequence.first_held[group.index], first), end)
 
     def num_swapped_in(self, request: Request, computed: ComputedBlocks) -> list[int]:
-        """Return how many blocks of each group are swapped in."""
+        """Return for each group how many blocks are copied from host memory."""
         return [len(self._read_in_host(request.sequence, computed, group)) for group in self.groups]
 
     def take_copies(self) -> BlockCopies:
-        """Take the copies that the next step begins with."""
+        """Take the copies with which the next step begins."""
         copies, self._copies = self._copies, BlockCopies()
         if self.host.lent:
             self.host.end_lending()
         return copies
 
     def fail_copies(self, copies: BlockCopies) -> None:
-        """Discard the host blocks that a failed step should have written."""
+        """Discard the content of host blocks that a failed step should have written."""
         for _, _, host_block in copies.swap_out:
             self.host.drop(host_block)
 
@@ -307,7 +308,7 @@ class KVCacheManager:
     def _evicted(self, block: Block) -> None:
         """Keep an evicted block in host memory, if lookups can use it.
 
-        A block that lacks a part is only useful if host memory has its parts or a block after it.
+        A block that lacks a part is only useful if host memory has the same content, or a block after it.
         """
         self._emit(events.BlockEvicted, block.block_id)
         if all(group.id_of(block) is not None for group in self.bounded) or self._is_used_in_host(block):
@@ -334,7 +335,7 @@ class KVCacheManager:
         return parent is None or self.pool.has_name(parent) or self.host.has_name(parent)
 
     def saved_blocks(self) -> dict[str, list[int]]:
-        """Return the host blocks of preempted requests."""
+        """Return the ids of preempted requests' host blocks, by request id."""
         return {request_id: list(saved.host_blocks) for request_id, saved in self._saved.items()}
 
     def free(self, request: Request) -> None:
@@ -357,7 +358,7 @@ class KVCacheManager:
         self._pins[transfer_id] = [[block_id for block_id in ids if block_id != NO_BLOCK] for ids in block_ids]
 
     def unpin(self, transfer_id: int) -> bool:
-        """Unpin a transfer's blocks. Returns False if it is unknown or over."""
+        """Unpin a transfer's blocks. Returns False if the transfer is unknown or has ended."""
         pinned = self._pins.pop(transfer_id, None)
         if pinned is None:
             return False
@@ -384,7 +385,7 @@ class KVCacheManager:
         return True
 
     def advance_weights_epoch(self) -> bool:
-        """Discard all KV of the old weights. Returns False with nothing changed while a block is held."""
+        """Discard all KV of the old weights. Returns False, with nothing changed, if any block is held."""
         if not self.reset_prefix_cache():
             return False
         for request_id in list(self._saved):

@@ -26,12 +26,12 @@ _Found = TypeVar("_Found", "Block", "HostBlock")
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """The first `num_tokens` tokens of a request, which need not be computed. Valid until anything is allocated.
+    """The first `num_tokens` tokens of a request, which need not be computed. Valid until the next allocation.
 
-    blocks: shared full blocks on the device. At most one of the next two is copied into the request's own blocks after
-    them.
-    host_blocks: cached, or (is_saved) swapped out when the request was preempted. source: a block with all known tokens
-    after `blocks`, of which the last is computed again.
+    blocks: shared full blocks on the device. After them, `host_blocks` or `source` may be copied into the request's own
+    blocks, never both.
+    host_blocks: ids of cached host blocks; if `is_saved`, of host blocks with KV from the request's preemption.
+    source: a block with all known tokens after `blocks`. The last token is computed again.
     """
 
     blocks: list[Block]
@@ -42,7 +42,7 @@ class ComputedBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Number of found full blocks."""
+        """Number of `blocks` and `host_blocks` together."""
         return len(self.blocks) + len(self.host_blocks)
 
 
@@ -51,7 +51,7 @@ NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
 
 @dataclass(frozen=True, slots=True)
 class FullBlocks:
-    """Cached full blocks from a request's start, of which it can resume from the first `num_usable`."""
+    """Cached full blocks from a request's start. The request can resume after the first `num_usable` of them."""
 
     on_device: list[Block]
     in_host: list[HostBlock]
@@ -60,14 +60,14 @@ class FullBlocks:
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """A partly filled block. content: tokens, parent's name, extra keys."""
+    """A partly filled block. content: its tokens, the name of the block before it, and its extra keys."""
 
     block: Block
     content: tuple[list[int], BlockLink | None, tuple[str, ...]]
 
 
 class PrefixCache:
-    """Finds and shares blocks by the names in `chains`. It takes no block and frees none.
+    """Finds and shares blocks by the hashes in `chains`. It neither allocates nor frees blocks.
 
     cache_decoded_blocks: whether blocks after the prompt are shared.
     """
@@ -99,7 +99,7 @@ class PrefixCache:
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Ids of requests with records."""
+        """Ids of the requests that this cache has records of."""
         return self.chains.request_ids | set(self._computing.values())
 
     @property
@@ -116,8 +116,8 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks from a request's start.
 
-        If a block on the device lacks a part, the lookup continues in host memory from there, if this gives a longer
-        hit.
+        If a block on the device lacks a part, the blocks from there on are looked up in host memory, and used if this
+        gives a longer hit.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
@@ -137,7 +137,7 @@ class PrefixCache:
     def _find_from(
         self, request: Request, first: int, name: BlockLink | None, find: Callable[..., _Found | None]
     ) -> list[_Found]:
-        """Return a pool's blocks from `first` to the first miss. name: of the content before them."""
+        """Return a pool's blocks from index `first` to the first miss. name: of the content before these blocks."""
         if not self.reads_cache(request):
             return []
         chain, token_ids, size = self.chains.extended(request), request.sequence.token_ids, self._block_size
@@ -152,12 +152,12 @@ class PrefixCache:
         return found
 
     def _num_useful_blocks(self, request: Request) -> int:
-        """Return how many full blocks save computation. The last token is always computed."""
+        """Return how many full blocks could save computation. The last token is always computed."""
         num_tokens = len(request.sequence.token_ids)
         return min(num_tokens // self._block_size, -(-(num_tokens - 1) // self._block_size))
 
     def computed_blocks(self, request: Request, full: FullBlocks) -> ComputedBlocks:
-        """Return the part of a request that need not be computed."""
+        """Return the tokens of a request that need not be computed."""
         size, num_tokens = self._block_size, len(request.sequence.token_ids)
         found, num_found = full.on_device, full.num_usable
         if num_found > len(found):
@@ -189,7 +189,7 @@ class PrefixCache:
         return request.sequence.token_ids[start : request.num_prompt_tokens]
 
     def _partial_name(self, request: Request, chain: BlockChain) -> BlockHash | None:
-        """Return the partly filled block's name; None if sharing it saves no computation."""
+        """Return the hash of the prompt's partly filled last block; None if sharing it saves no computation."""
         num_full = request.num_prompt_tokens // self._block_size
         tail = self._prompt_tail(request)
         if len(tail) < 2:
@@ -200,7 +200,7 @@ class PrefixCache:
     # --- misses -------------------------------------------------------------------------------------------------------
 
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
-        """Return why no more full blocks were found, if more were useful."""
+        """Return why the next full block was not found; None if it would save no computation."""
         index, size = computed.num_blocks, self._block_size
         if not self.reads_cache(request):
             return None
@@ -215,7 +215,10 @@ class PrefixCache:
         return self.history.why_missed(index, tokens, chain.hashes[index], parent, chain.keys(index))
 
     def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
-        """Return the first missing block's hash, and the request that computes it now or swaps it in."""
+        """Return the hash of the first block that the device lacks, and the id of the request that will commit it.
+
+        None if no other request will.
+        """
         index = len(computed.blocks)
         if not self.reads_cache(request) or computed.is_saved or computed.source is not None:
             return None
@@ -237,7 +240,7 @@ class PrefixCache:
         chain.num_committed, chain.name = len(blocks), blocks[-1].name
 
     def announce(self, request: Request, num_found: int) -> None:
-        """Record the blocks that a request will compute and share."""
+        """Record the blocks after the first `num_found` that a request will compute and share."""
         if not self.reads_cache(request):
             return
         num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens
@@ -287,7 +290,7 @@ class PrefixCache:
             chain.partial = name
 
     def num_committed_blocks(self, request: Request) -> int:
-        """Return how many leading blocks are shared."""
+        """Return how many leading blocks of a request are committed."""
         chain = self.chains.get(request.request_id)
         return 0 if chain is None else chain.num_committed
 

@@ -1,4 +1,4 @@
-"""KV groups: the blocks that a request holds."""
+"""KV groups: which blocks of each group a request holds."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def longest_hit(
 ) -> int:
     """Return the largest number of leading blocks after which a request can continue in every group.
 
-    host_blocks: after `blocks`. A hit that one group shortened may be no hit in another one, so groups are asked until
-    none shortens it.
+    host_blocks: the found blocks after `blocks`. A hit that one group shortened may be no hit in another group, so all
+    groups are asked until none shortens the hit.
     """
     count, is_shortened = len(blocks) + len(host_blocks), True
     while is_shortened:
@@ -35,5 +35,5 @@ def longest_hit(
 
 
 def num_covered(groups: Sequence[BoundedGroup], blocks: Sequence[Block], num_tokens: int) -> int:
-    """Return how many blocks precede the first one that the next row reads and that lacks a part."""
+    """Return how many blocks precede the first block that lacks a part the row at position `num_tokens` reads."""
     return min((group.num_covered(blocks, num_tokens) for group in groups), default=len(blocks))

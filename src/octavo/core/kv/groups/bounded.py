@@ -1,13 +1,14 @@
 """Every KV group but the first: a request holds only the blocks that a later row can still read.
 
-Each held or cached block is the part of one block of the first group: the same positions in this group's layers. It is
-FREE, HELD (in block tables, or pinned), CACHED (unheld, and the first group's block can be found) or QUARANTINED. Free
-blocks are taken first, then cached ones that running requests released, then the least recently used ones. The first
-group's block stays findable without its part.
+Each held or cached block is the part of one block of the first group: the same positions in this group's layers. A
+block is FREE, HELD (in block tables, or pinned), CACHED (unheld, and lookups find the first group's block) or
+QUARANTINED. Free blocks are taken first, then cached ones that running requests released, then the least recently used
+ones. Lookups still find the first group's block after its part was evicted.
 
-If memory is set aside for a request, it reserves the largest number of blocks that it may ever hold. They are its own:
-other requests do not find them until it releases them. So the blocks that it releases suffice for its later positions.
-Found blocks stay findable if as many other blocks are free; otherwise they become its own, too.
+If memory is set aside for a request, the request reserves the largest number of blocks that it may ever hold. These
+blocks are its own: other requests do not find them until the request releases them. So the blocks that it releases
+suffice for its later positions. Found blocks stay findable if enough other blocks are free for the whole reservation;
+otherwise they become the request's own.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class BoundedGroup:
-    """A `KVGroup` of a kind that bounds the positions that a row reads.
+    """A `KVGroup` whose kind limits how many positions a row (token) reads, such as a sliding window.
 
-    blocks: of the first group. max_step_tokens: the largest number of tokens of one request in a step.
-    on_evict: called with the first group's block before its part is evicted.
+    blocks: the blocks of the first group, by id. max_step_tokens: the most tokens of one request in a step.
+    on_evict: called before a part is evicted, with the first group's block that loses the part.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class BoundedGroup:
         self._on_evict = on_evict or (lambda _block: None)
         self._free = list(range(spec.num_blocks - 1, -1, -1))
         self._left: OrderedDict[int, None] = OrderedDict()  # cached, released by running requests
-        self._cached: OrderedDict[int, None] = OrderedDict()  # other cached ones, least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # other cached blocks, least recently used first
         self._id_of: dict[int, int] = {}  # by id of the first group's block
         self._block_of: list[int | None] = [None] * spec.num_blocks
         self._num_holders = [0] * spec.num_blocks
@@ -81,12 +82,12 @@ class BoundedGroup:
         return self.kind.first_position(num_tokens) // self._block_size
 
     def id_of(self, block: Block) -> int | None:
-        """Return the id of a block's part; None if it was evicted or is a request's own."""
+        """Return the id of a block's part; None if the part was evicted or is a request's own."""
         block_id = self._id_of.get(block.block_id)
         return None if block_id in self._own else block_id
 
     def id_at(self, sequence: TokenSequence, index: int) -> int | None:
-        """Return the id of the part at an index of a sequence; None if it was evicted."""
+        """Return the id of the part of a sequence's block at `index`; None if the part was evicted."""
         table = sequence.block_tables[self.index]
         if sequence.first_held[self.index] <= index < len(table):
             return table[index]
@@ -106,9 +107,9 @@ class BoundedGroup:
         return longest_hit(self.kind, is_there, num_tokens, self._block_size, limit=limit)
 
     def has_read_blocks(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Return whether a sequence holds the blocks that the row after `num_tokens` reads.
+        """Return whether a sequence still holds all blocks that the row at position `num_tokens` reads.
 
-        Its table must cover these tokens.
+        The sequence's table must cover the first `num_tokens` tokens.
         """
         return self.first_read(num_tokens) >= sequence.first_held[self.index]
 
@@ -133,16 +134,16 @@ class BoundedGroup:
         return Claim(first, found_ids, num_new, num_new + num_unheld, is_own, is_found_own)
 
     def _read(self, found: Sequence[Block]) -> tuple[list[int], int]:
-        """Return the ids of found parts, and the number of unheld ones."""
+        """Return the ids of found blocks' parts, and how many of these parts are unheld."""
         blocks = [block.block_id for block in found]
         ids = [self._id_of[block_id] for block_id in blocks if block_id in self._id_of]
         assert len(ids) == len(blocks), f"found blocks without a part: {set(blocks) - self._id_of.keys()}"
         return ids, sum(not self._num_holders[block_id] for block_id in ids)
 
     def _num_new(self, num_unheld: int, num_blocks_ahead: int) -> int:
-        """Return how many blocks a request may hold in addition to the found ones.
+        """Return how many new blocks a request may need in addition to the found ones.
 
-        A found block that is released is reused for a later position.
+        Each unheld found block saves a new one: after its release, the request reuses it for a later position.
         """
         return min(self._most_held - num_unheld, num_blocks_ahead)
 
@@ -160,20 +161,20 @@ class BoundedGroup:
     def num_reserved(self, num_all_blocks: int) -> int:
         """Return the number of blocks that a row reads, plus one for the next position.
 
-        For a longer step see `can_reserve`.
+        `can_reserve` adds the blocks that a longer step needs.
         """
         return min(num_all_blocks, self._most_read + 1)
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """Return whether `num_blocks` exist in addition to those of a step and of saves.
+        """Return whether the group has `num_blocks` blocks in addition to those of a step and of saves.
 
-        The only request always fits.
+        A request that runs alone always fits.
         """
         num_usable = self.num_blocks - len(self.quarantined)
         return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
 
     def num_beside(self, max_num_seqs: int, num_all_blocks: int, num_step_blocks: int) -> int:
-        """Return how many blocks remain with `max_num_seqs` requests and a step."""
+        """Return how many blocks `max_num_seqs` requests and a step of `num_step_blocks` do not need."""
         return self.num_blocks - max_num_seqs * self.num_reserved(num_all_blocks) - num_step_blocks
 
     def hold(self, claim: Claim) -> None:
@@ -228,12 +229,12 @@ class BoundedGroup:
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Release the blocks that no later row reads.
+        """Release the blocks that no row from position `num_tokens` on reads.
 
-        They are evicted before other cached blocks, because prefix hits end at the end of a request, not in its middle;
-        except blocks that the row after the last full block reads, and found blocks, which other requests may find as
-        well. Each of its own blocks that a request releases is replaced for a later position, if its table in the first
-        group is longer.
+        They are evicted before other cached blocks, because prefix hits end at the end of a request, not in its middle.
+        Exceptions are blocks that the row after the last full block reads, and found blocks, because other requests may
+        find them as well. For each own block that the request releases, it takes a block for a later position, while
+        its table in the first group is longer.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
@@ -267,7 +268,7 @@ class BoundedGroup:
         self._release(block_id for block_id in reversed(block_ids) if block_id != NO_BLOCK)
 
     def _release(self, block_ids: Iterable[int]) -> int:
-        """Release blocks; return how many of a request's own are no longer held."""
+        """Release blocks. Returns how many of them were a request's own and are now unheld."""
         num_own = 0
         for block_id in block_ids:
             if self._num_holders[block_id] <= 0:
@@ -288,7 +289,7 @@ class BoundedGroup:
     # --- changes in the first group -----------------------------------------------------------------------------------
 
     def block_forgotten(self, block: Block) -> None:
-        """Forget the part of a block that can no longer be found."""
+        """Forget the part of a first group's block that lookups can no longer find."""
         block_id = self._id_of.get(block.block_id)
         if block_id is None:
             return
@@ -298,7 +299,7 @@ class BoundedGroup:
             self._free.append(block_id)
 
     def block_doubled(self, block: Block, canonical: Block) -> None:
-        """Give a block's part to `canonical`, which lookups find, if that lacks one."""
+        """Give the part of `block` to `canonical`, the block that lookups find, if `canonical` lacks a part."""
         block_id = self._id_of.get(block.block_id)
         if block_id is not None and canonical.block_id not in self._id_of:
             self._separate(block_id)
@@ -334,9 +335,9 @@ class BoundedGroup:
         return [*self._left, *self._cached]
 
     def block_of(self, block_id: int) -> int | None:
-        """Return the id of the first group's block."""
+        """Return the id of the first group's block that has this part, or None."""
         return self._block_of[block_id]
 
     def parts(self) -> dict[int, int]:
-        """Return the ids of all parts, by the first group's ids."""
+        """Return the ids of all parts, by the ids of the first group's blocks."""
         return dict(self._id_of)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class FullAttentionGroup:
-    """The blocks of a `BlockPool` as a `KVGroup`. A request holds all of its blocks.
+    """The blocks of a `BlockPool` as a `KVGroup`. A request holds the blocks of all its positions.
 
-    If no layer reads all positions, its blocks have no bytes, but still carry the names.
+    If no layer reads all positions, this group's blocks have no bytes, but still carry the names.
     """
 
     index = 0
@@ -72,7 +72,10 @@ class FullAttentionGroup:
         return num_all_blocks
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """Return whether so many blocks are usable. Saves only pin blocks that requests hold."""
+        """Return whether `num_blocks` blocks are not quarantined.
+
+        `num_saved` is ignored, because saves only pin blocks that requests hold.
+        """
         del num_saved, is_only
         return num_blocks <= self._pool.num_usable_blocks
 

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 class Claim(NamedTuple):
     """The blocks of a group that a request needs to continue.
 
-    first: index of the first one. found: ids of the found blocks from there on. num_new: number of further blocks.
-    num_unheld: number of blocks that must be free.
-    is_own: the new blocks are hidden from other requests until they are released. is_found_own: unheld found ones, too.
+    first: table index of the first block that the request needs. found: ids of the found blocks from there on.
+    num_new: number of blocks after them. num_unheld: number of new blocks and of unheld found ones.
+    is_own: the new blocks are hidden from other requests until they are released. is_found_own: so are the found blocks
+    that were unheld.
     """
 
     first: int
@@ -29,16 +30,16 @@ class Claim(NamedTuple):
 
 
 class KVGroup(Protocol):
-    """The blocks of one KV group. It writes its block tables and `first_held` entries."""
+    """The blocks of one KV group. Only the group writes its block tables and `Sequence.first_held` entries."""
 
     @property
     def index(self) -> int:
-        """The place of its table in `Sequence.block_tables`."""
+        """The index of the group's table in `Sequence.block_tables`."""
         ...
 
     @property
     def kind(self) -> KVGroupKind:
-        """Which positions its rows read."""
+        """Defines which positions the group's rows (tokens) read."""
         ...
 
     @property
@@ -48,7 +49,7 @@ class KVGroup(Protocol):
 
     @property
     def quarantined(self) -> set[int]:
-        """Ids of blocks that are never given out again."""
+        """Ids of blocks that are never allocated again."""
         ...
 
     @property
@@ -59,11 +60,11 @@ class KVGroup(Protocol):
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def first_read(self, num_tokens: int) -> int:
-        """Return the index of the first block that the row after `num_tokens` reads."""
+        """Return the index of the first block that the row (token) at position `num_tokens` reads."""
         ...
 
     def id_of(self, block: Block) -> int | None:
-        """Return the id of this group's block for a first group's block; None if it was evicted."""
+        """Return the id of this group's part of a first group's block; None if the part was evicted."""
         ...
 
     # --- take ---------------------------------------------------------------------------------------------------------
@@ -73,24 +74,24 @@ class KVGroup(Protocol):
     ) -> Claim:
         """Return the blocks that a request needs to continue. Changes nothing.
 
-        found: blocks of the first group that it does not hold yet. num_read: number of tokens before its next row.
-        num_step_blocks: length of its table for the next step; num_all_blocks: for all that memory is set aside for, or
-        equal.
+        found: the first group's blocks that the lookup found; the request does not hold them yet.
+        num_read: number of tokens before its next row. num_step_blocks: table length that the next step needs.
+        num_all_blocks: table length for all tokens that memory is set aside for; at least `num_step_blocks`.
         """
         ...
 
     def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
-        """Return whether a new request fits, and `num_spare_blocks` more stay free."""
+        """Return whether a new request of `num_all_blocks` blocks fits and `num_spare_blocks` stay free."""
         ...
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return how many blocks to set aside for a request."""
+        """Return how many blocks to set aside for a request of `num_all_blocks` blocks."""
         ...
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """Return whether `num_blocks` can be set aside in total.
+        """Return whether `num_blocks` can be set aside for all requests together.
 
-        num_saved: further blocks that saves may pin. is_only: whether they are for the only request.
+        num_saved: further blocks that saves may pin. is_only: whether there is only one request.
         """
         ...
 
@@ -103,13 +104,13 @@ class KVGroup(Protocol):
         ...
 
     def extend(self, sequence: TokenSequence, claim: Claim) -> None:
-        """Append a claim to a sequence's table. The found blocks must be held."""
+        """Append the blocks of a claim to a sequence's table. Call `hold` before."""
         ...
 
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Release the blocks that no row after `num_tokens` tokens reads."""
+        """Release the blocks that no row from position `num_tokens` on reads."""
         ...
 
     def clear(self, sequence: TokenSequence) -> None:
