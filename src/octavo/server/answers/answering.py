@@ -1,4 +1,4 @@
-"""Turn prompts into an HTTP answer, for every API."""
+"""Turn prompts into an HTTP response, for every API."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ _ANSWERING = "it was answered"
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
-    """Answer a job; abort its requests if the client disconnects.
+    """Answer a job; abort the job's requests if the client disconnects.
 
-    The status of a stream is sent with its first event, so a refused request still gets an error status.
+    The HTTP status of a stream is sent after the first output, or after `stream_keep_alive_s` seconds without one. So a
+    request that is refused earlier still gets an error status.
     """
     transfer: KVTransferParams | None = http_request.state.kv_transfer
     if transfer is not None:
@@ -65,7 +66,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
 
 
 async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
-    """Answer a job when all outputs are complete; abort it if the client disconnects."""
+    """Answer a job after all its outputs are complete; abort the job's requests if the client disconnects."""
     usage = _counter(http_request, job)
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))
@@ -81,7 +82,7 @@ async def answer_whole(service: Service, http_request: Request, job: Job, reply:
 
 @contextlib.contextmanager
 def _failing_alone(job: Job) -> Iterator[None]:
-    """Make any fault an error that names the request."""
+    """Turn an unexpected exception into an `OctavoError` that names the request."""
     try:
         yield
     except (OctavoError, ClientDisconnect):
@@ -99,9 +100,10 @@ def _counter(http_request: Request, job: Job) -> UsageCounter:
 
 
 class EventStream(StreamingResponse):
-    """A stream of events. Its end, even before the first event, aborts the job and releases its place.
+    """A response that streams events.
 
-    Keep-alive bytes are sent, because proxies close idle connections.
+    The end of the stream, even before the first event, aborts the job's open requests and releases the job's place.
+    The stream sends keep-alive bytes, because proxies close idle connections.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class EventStream(StreamingResponse):
             self._place.leave()
 
     async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
-        """Send keep-alive bytes. An event is one message, so they never split it."""
+        """Send keep-alive bytes between events. An event is one ASGI message, so the bytes never split an event."""
         while True:
             await asyncio.sleep(self._last_sent + self._keep_alive_s - clock())
             if self._is_open and clock() >= self._last_sent + self._keep_alive_s:
@@ -153,7 +155,7 @@ class EventStream(StreamingResponse):
 
 
 class ChoiceUpdates:
-    """Splits outputs into updates of choices."""
+    """Splits the outputs of requests into one `ChoiceUpdate` for each choice."""
 
     def __init__(self, job: Job) -> None:
         self._first_choice = {name: index * job.params.n for index, name in enumerate(job.request_ids)}
@@ -161,7 +163,7 @@ class ChoiceUpdates:
         self._ended: set[int] = set()
 
     def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
-        """Return no update for a choice that has ended or has nothing new."""
+        """Return the updates of an output: none for a choice that has ended before or has nothing new."""
         updates = []
         for completion in output.outputs:
             choice = self._first_choice[output.request_id] + completion.index
@@ -176,12 +178,12 @@ class ChoiceUpdates:
 
 
 async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for work; cancel it and raise `ClientDisconnect` if the client disconnects first."""
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise `ClientDisconnect`."""
     return (await _begun(http_request, asyncio.create_task(work))).result()
 
 
 async def _begun(http_request: Request, task: asyncio.Task[T], patience_s: float | None = None) -> asyncio.Task[T]:
-    """Wait as `unless_disconnected`, but at most `patience_s` seconds."""
+    """Wait like `unless_disconnected`, but at most `patience_s` seconds; return the task, which may still run."""
     watcher = asyncio.create_task(_disconnected(http_request))
     is_kept = False
     try:

@@ -1,4 +1,4 @@
-"""Convert arguments in bare text to JSON by their schema. References point into `root`."""
+"""Convert arguments from text without quotes to JSON by their schema. Every `$ref` points into `root`."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _MAX_SHOWN_CHARS = 200
 _ALL_TYPES = frozenset(_TYPES.values())
 _VALUES = frozenset({"const", "default", "enum", "examples"})
 _ANY_TEXT = "(.|\\n)*"
-_ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # a final dollar that is not escaped
+_ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # an unescaped dollar at the end of a pattern
 _IS_PLAIN = re.compile(r"[\w\s.,:;!?%+-]*")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class UnreadableError(Exception):
-    """The text is neither a value of its types nor plain words."""
+    """The text is neither a value of the schema's types nor plain words."""
 
 
 def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a property's schema; {} if none is known."""
+    """Return the schema of a property: an `anyOf` if options of `parameters` differ, {} if none names the property."""
     found = list[Any]()
     for each in [parameters] if is_merged(parameters) else alternatives(parameters, root):
         properties = each.get("properties")
@@ -56,23 +56,23 @@ def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> 
 
 
 def takes_others(schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Return True if an object may have unnamed properties, see `is_open`."""
+    """Return True if an object may have properties that its schema does not name; see `is_open`."""
     return any(map(is_open, alternatives(schema, root)))
 
 
 def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
-    """Return the allowed names of properties; None for any."""
+    """Return the names that properties may have; None if any name is allowed."""
     return None if takes_others(schema, schema) else frozenset(property_names(schema, schema))
 
 
 def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-    """Return the names of properties, also of references and options."""
+    """Return the names of properties, including those of references and of `anyOf` or `oneOf` options."""
     named = [each.get("properties") for each in alternatives(schema, root)]
     return list(dict.fromkeys(name for each in named if isinstance(each, dict) for name in each))
 
 
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the part of a schema for "object" or "array"; {} if there is none."""
+    """Return the part of a schema that describes values of a kind, "object" or "array"; {} if there is none."""
     for part in _parts(schema, root):
         own = _own_types(part)
         if kind in own or (part and not own and ("properties" in part or "items" in part or _options(part) is None)):
@@ -81,7 +81,7 @@ def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
-    """Return the possible JSON types."""
+    """Return the JSON types that a schema allows; all types if it names none."""
     found = set[str]()
     for part in _parts(schema, root):
         if own := _own_types(part):
@@ -92,7 +92,7 @@ def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
 
 
 def _parts(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the merged schema, then the options of parts without types."""
+    """Yield the merged schema. If it names no type, yield its `anyOf` or `oneOf` options in the same way."""
     left, seen = [schema], dict[int, Any]()
     while left:
         part = left.pop(0)
@@ -124,10 +124,11 @@ def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
 
 
 def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-    """Return an argument's JSON; None if it is omitted: its text is empty, and it cannot be a string.
+    """Return an argument's JSON; None to omit the argument, if its text is blank and the schema allows no string.
 
-    Python's literals are accepted unless only a string is allowed. Words of a wrong type become a string, so that the
-    client can report the error to the model. Raises `UnreadableError` for other text.
+    Accepts Python's literals unless only strings are allowed. If no string is allowed, a value of a wrong type stays as
+    it is and plain words become a string, so that the client can report the error to the model. Any other text then
+    raises `UnreadableError`.
     """
     kinds = types_of(schema, root)
     if kinds == {"string"}:
@@ -151,7 +152,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
-    """Read a list or object with slips."""
+    """Return a list or object with errors as a value and as JSON; `value` and `written` unless it has one reading."""
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):
         found.append(literal_json(text))
@@ -160,7 +161,7 @@ def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
 
 
 class LookaheadError(RequestError):
-    """Grammars of the call format cannot express a lookahead."""
+    """A schema's pattern has a lookahead, which the grammar of the call format cannot express."""
 
     def __init__(self, pattern: str) -> None:
         shown = f"the pattern `{pattern[:_MAX_SHOWN_CHARS]}` looks ahead"
@@ -169,9 +170,9 @@ class LookaheadError(RequestError):
 
 
 def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
-    """Return a lexeme for a merged schema's strings: an intersection of regular expressions, each with this ending.
+    """Return a Lark lexeme for the strings that a merged schema allows: an intersection of regular expressions.
 
-    Raises `LookaheadError`.
+    ending: a regular expression that is appended to each of them. Raises `LookaheadError`.
     """
     members = schema.get("allOf")
     parts = [schema, *(each for each in (members if isinstance(members, list) else ()) if isinstance(each, dict))]
@@ -197,18 +198,18 @@ def _expressions(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def schema_comment(function: Function) -> str:
-    """Return a grammar's comment with a schema that has patterns, or "".
+    """Return a comment for the grammar with the schema of the parameters; "" if the schema has no `pattern`.
 
-    The compiler's errors of a lexeme name no field; `octavo.structured_output.schema_faults` finds it here.
+    The compiler's errors about a lexeme name no field; `octavo.structured_output.schema_faults` finds the field here.
     """
     written = lark_json(function.parameters)
     return f"// {written}" if '"pattern"' in written else ""
 
 
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """Return a grammar's expression for JSON of a part of a schema, with only the definitions that it uses.
+    """Return a grammar expression for JSON that matches `schema`, a part of `root`.
 
-    Raises `RequestError` if it is too long for any grammar.
+    It contains only the definitions that `schema` uses. Raises `RequestError` if it is too long for any grammar.
     """
     definitions: dict[str, Any] = {}
     names, left = dict[int, str](), list[Any]()
@@ -216,7 +217,7 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
     while left:
         part = left.pop()
         definitions[names[id(part)]] = _with_names(part, root, names, left)
-    if FIELD in root:  # for the compiler's errors
+    if FIELD in root:  # errors of the grammar compiler name this field
         whole[FIELD] = root[FIELD]
     text = lark_json({**whole, "$defs": definitions} if definitions else whole)
     if len(text) > MAX_GRAMMAR_CHARS:
@@ -227,9 +228,10 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
 
 
 def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: list[Any]) -> Any:
-    """Return a copy of a schema that refers to definitions.
+    """Return a copy of a schema in which each `$ref` names one of the definitions of `json_of`.
 
-    Mutated: names, the id of a referred schema -> its definition; left, gets schemas that are new in names.
+    Mutated: names, `id()` of a referenced schema -> the name of its definition; left, to which each schema that is new
+    in names is appended.
     """
     if isinstance(schema, list):
         return [_with_names(each, root, names, left) for each in schema]

@@ -1,8 +1,9 @@
 """Base of the parsers that read tool calls while an answer arrives.
 
-A call is held back until it has ended; in a stream, until its arguments have `HELD_CHARS` characters. Arguments that
-break later stay broken JSON: they are never completed to a value that the model did not write. A text like a call is
-content if its arguments have several readings, no tool has its name, or a tag is not closed.
+A parser holds back a call until the call has ended; in a stream, at most until the arguments have more than
+`HELD_CHARS` characters. If the arguments turn out to be malformed after that, they stay broken JSON: the parser never
+completes them to a value that the model did not write. Text that looks like a call is content if its arguments have
+several readings, if no tool has the call's name, or if a tag is not closed.
 """
 
 from __future__ import annotations
@@ -24,38 +25,41 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
     Wait: TypeAlias = Generator[None, None, T]
-    """Yields whenever it needs more text."""
+    """A generator that yields whenever it needs more text."""
 
 _SPACE = " \t\r\n"
-HELD_CHARS = 1024  # of streamed arguments
+HELD_CHARS = 1024  # characters of streamed arguments that are held back
 _END_OF_TEXT = r"\Z"
-_MAX_CLOSERS = 8  # surplus brackets
-HALF = "\ufffd"  # decoded from a part of a character
+_MAX_CLOSERS = 8  # surplus brackets that are skipped before a closing mark
+HALF = "\ufffd"  # the detokenizer's text for an incomplete character
 _BEHIND_VALUE = "}]," + _SPACE
-BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"  # for grammars
-_AFTER_ARGUMENTS = "}],;{[<>`"  # begin marks
+BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"  # a regular expression for grammars
+_AFTER_ARGUMENTS = "}],;{[<>`"  # characters that begin a mark
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
 
 def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
-    """Return a pattern of one of these marks or the end of the text, which may follow arguments.
+    """Return a pattern for the text that may follow arguments: one of these marks, or the end of the text.
 
-    is_wrapped: the closing bracket of an enclosing object comes first.
+    is_wrapped: the closing bracket of the object around the arguments may precede the mark.
     """
     either = [r"\s*".join(map(re.escape, mark.split())) for mark in marks if mark.strip()]
-    either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # a bracket alone is no mark
+    either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # "]" within text is no mark
     bracket = r"(?:\}\s*+)?" if is_wrapped else ""
     return re.compile(rf"\s*+{bracket}(?:{'|'.join([*either, _END_OF_TEXT])})")
 
 
 class MalformedError(Exception):
-    """The text is not a call. Any step of reading a call may raise it."""
+    """The text is not a call. Any step of reading a call may raise this error."""
 
 
 @dataclass(slots=True)
 class Call:
-    """A call. index: None until the name is emitted."""
+    """A call that is being read.
+
+    arguments: text that is emitted only at the end of the call. index: None until the name is emitted.
+    """
 
     name: str | None = None
     arguments: str | None = None
@@ -65,8 +69,8 @@ class Call:
 class ToolParser:
     """Separates tool calls from other text.
 
-    _ends: matches the text that may follow broken arguments. num_held_chars: None to hold back all arguments until a
-    call has ended.
+    _ends: matches the text that may follow malformed arguments. num_held_chars: how many characters of arguments are
+    held back; None to hold back a call until it has ended.
     """
 
     num_held_chars: int | None = HELD_CHARS
@@ -82,16 +86,16 @@ class ToolParser:
         self._keys = {each.name: known_keys(each.parameters) for each in functions}
         self._only_one = only_one
         self._num_calls = 0
-        self._text = ""  # not yet emitted
-        self._num_told = 0  # before `_text`
-        self._position = 0  # in `_text`
+        self._text = ""  # text that is not yet emitted
+        self._num_told = 0  # characters of the answer before `_text`
+        self._position = 0  # an index of `_text`
         self._is_over = False
         self._is_cut = False  # the model did not end the answer
         self._parts: list[Part] = []
-        self._held: list[Part] | None = None  # may turn out to be text
-        self._held_text: list[str] = []  # of these parts
-        self._num_held_chars = 0  # of its arguments
-        self._broken = ""  # the part of the last broken call that was read
+        self._held: list[Part] | None = None  # parts of a call that may turn out to be text
+        self._held_text: list[str] = []  # the text of the parts in `_held`
+        self._num_held_chars = 0  # characters of the held call's arguments
+        self._broken = ""  # the text that was read of the last malformed call
         self._budget = SearchBudget()
         self._steps = self._read()
 
@@ -113,12 +117,12 @@ class ToolParser:
     def _read(self) -> Wait[None]:
         raise NotImplementedError
 
-    # --- steps that families share
+    # --- steps that formats share
 
     def _content(self, *openers: str) -> Wait[str]:
-        """Emit content, skip the opener of a call and return it; "" at the end.
+        """Emit content up to the opener of a call, skip the opener and return it; "" at the end of the answer.
 
-        White space before the opener is held back, because it is content only if no call follows.
+        White space before the opener is held back, because this space is content only if no call follows.
         """
         while True:
             found = [(start, each) for each in openers if (start := self._text.find(each)) >= 0]
@@ -138,7 +142,7 @@ class ToolParser:
             yield
 
     def _num_begun(self, openers: tuple[str, ...]) -> int:
-        """Count final characters that may begin an opener."""
+        """Count the characters at the end of the text that may be the beginning of an opener."""
         if self._is_over and not self._is_cut:
             return 0
         end = self._text.rstrip(HALF)
@@ -146,7 +150,7 @@ class ToolParser:
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
     def _begins_with(self, start: int, heads: Heads) -> Wait[bool]:
-        """Return whether a head begins here. If it was cut off, drop it."""
+        """Return whether a head begins at index `start`. If the answer was cut off within a head, drop the text."""
         while (found := heads.stand_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
@@ -167,7 +171,7 @@ class ToolParser:
         return (yield from self._attempt(call, self._members(call)))
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
-        """Read a call. If it returns False, the text that was read is content."""
+        """Read a call by `steps`. If the text is no call, emit it as content and return False."""
         self._held, self._held_text, self._num_held_chars = [], [], 0
         start = self._position
         try:
@@ -183,7 +187,7 @@ class ToolParser:
         return True
 
     def _roll_back(self, call: Call) -> None:
-        """Turn a call into content, in which no other call is looked for."""
+        """Turn the text of a malformed call into content. The parser looks for no other call in this text."""
         before = "".join(self._held_text)
         self._text, self._num_told = before + self._text, self._num_told - len(before)
         self._position += len(before)
@@ -192,13 +196,13 @@ class ToolParser:
             self._num_calls, call.index = call.index, None
 
     def _commit(self) -> None:
-        """Emit the held call."""
+        """Emit the held call; hold back no further parts of it."""
         if self._held is not None:
             self._parts += self._held
             self._held, self._held_text = None, []
 
     def _tell_cut(self, call: Call) -> bool:
-        """If the answer was cut off within the call, emit its known part and return True."""
+        """If the answer was cut off within the call, emit the known part of the call and return True."""
         if not (self._is_cut_here() if call.index is None else self._is_at_cut()):
             return False
         if call.index is None and call.name in self._names:
@@ -217,7 +221,7 @@ class ToolParser:
         return self._is_cut and self._position == len(self._text)
 
     def _drop_cut(self, expected: str) -> None:
-        """Drop an expected text that was cut off."""
+        """Drop the rest of the text if the answer was cut off within `expected`."""
         if self._is_cut and expected.startswith(self._text[self._position :].rstrip(HALF)):
             self._position = len(self._text)
             self._drop()
@@ -245,7 +249,7 @@ class ToolParser:
             self._tell_whole(call)
 
     def _tell_whole(self, call: Call) -> None:
-        """Emit arguments before the name, or in a string."""
+        """Emit a call without arguments, or with arguments in a string or before the name."""
         arguments = "{}" if call.arguments in {None, "", "null"} else str(call.arguments).strip()
         scanner = StrictObject()
         if scanner.scan(arguments, 0) != len(arguments) or not scanner.is_over:
@@ -278,13 +282,13 @@ class ToolParser:
                 yield from self._recover(call, "".join(told))
                 break
             if self._is_over:
-                self._position = len(self._text)  # no call is looked for within a value
+                self._position = len(self._text)  # the parser looks for no call within a value
                 self._give_up(call)
             yield
         self._commit()
 
     def _check_end(self, call: Call, told: str) -> Wait[None]:
-        """Repair arguments if their final quote and bracket may be text of a string."""
+        """Repair arguments if their final quote and bracket may be text of a string. told: the arguments' text."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1
@@ -308,7 +312,7 @@ class ToolParser:
         return bool(closers) and '"}' in self._text[self._position : min(closers)]
 
     def _recover(self, call: Call, told: str) -> Wait[None]:
-        """Repair arguments with the whole rest of the answer."""
+        """Wait for the end of the answer, then repair the arguments or raise `MalformedError`."""
         while not self._is_over:
             yield
         text, known = told + self._text, self._known_keys(call)
@@ -332,10 +336,10 @@ class ToolParser:
         return re.compile("|".join([*map(re.escape, self._call_openers), head]))
 
     def _broken_end(self, text: str, position: int) -> int:
-        """Return the end of a call that broke at `position`.
+        """Return the end of a call that is malformed at `position`.
 
-        A call that begins before the closing mark may be part of a string, so it is never run: it is text up to its own
-        closing mark.
+        Another call that begins before the closing mark may be part of a string. So the other call is never run: the
+        text up to its own closing mark is content.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:
@@ -348,7 +352,7 @@ class ToolParser:
         return max(position, min(ends, default=position))
 
     def _give_up(self, call: Call) -> NoReturn:
-        """Emit the remaining arguments if the call was emitted already."""
+        """Raise `MalformedError`; before, emit the remaining arguments if the call was emitted or cut off."""
         if self._is_cut or self._held is None:
             self._position = len(self._text) if self._is_cut else self._position
             self._tell("arguments", self._text[: self._position], call)
@@ -359,7 +363,7 @@ class ToolParser:
         return self._keys.get(call.name or "")
 
     def _begin(self, call: Call) -> None:
-        """Emit the name."""
+        """Number the call and emit its name. Raises `MalformedError` if no tool has this name."""
         if call.name not in self._names:
             raise MalformedError
         call.index, self._num_calls = self._num_calls, self._num_calls + 1
@@ -433,7 +437,7 @@ class ToolParser:
             yield
 
     def _takes_closer(self, closer: str) -> Wait[None]:
-        """Skip surplus brackets and the closing mark."""
+        """Skip the closing mark, and surplus brackets before the mark."""
         yield from self._skip_space()
         self._drop()
         for _ in range(_MAX_CLOSERS):
@@ -454,7 +458,7 @@ class ToolParser:
         return char
 
     def _peek(self) -> Wait[str]:
-        """Return the next character, "" at the end."""
+        """Return the next character without skipping it; "" at the end of the answer."""
         while self._position == len(self._text):
             if self._is_over:
                 return ""

@@ -1,4 +1,4 @@
-"""Formats of calls in sections."""
+"""Base of formats with calls in sections: an opening mark, calls, a closing mark."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 NAME = re.compile(r"[\w.:/-]*")
-_MAX_FRAMES = 2  # consecutive frame marks
-MAX_HEAD_CHARS = 256  # between two marks: a name, an id or both
+_MAX_FRAMES = 2  # frame marks (see `SectionFormat`) that a grammar allows in a row
+MAX_HEAD_CHARS = 256  # of a head: the text between two marks, with a name, an id or both
 
 
 class SectionFormat(ToolFormat):
     """A section begins with `opens` and ends with `closes`; `between` separates two calls.
 
-    The parser does not require their white space.
-    opener: the first mark of `opens`; the text before it is content. call_opens: begins each call.
-    strays: begin a call without a section. one_each: each call has a section of its own.
-    frames: marks around content or before calls, which are not part of the text.
+    The parser does not require the white space in these marks.
+    opener: the first mark of `opens`; the text before `opener` is content. call_opens: the mark that begins each call.
+    strays: marks that begin a call outside of a section. one_each: each call has a section of its own.
+    frames: marks around content or before calls; the parser drops them.
     """
 
     opens: ClassVar[str]
@@ -40,7 +40,7 @@ class SectionFormat(ToolFormat):
     frames: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Set `frames_content`: frames are read in answers without tools as well."""
+        """Set `frames_content` if there are frames, because answers without tools have them as well."""
         cls.frames_content = cls.frames_content or bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -50,22 +50,22 @@ class SectionFormat(ToolFormat):
         return self.opens + between.join(written) + self.closes
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Write one call."""
+        """Write one call. index: its number in the answer, from 0."""
         raise NotImplementedError
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Write `call`'s rules."""
+        """Return the rules of `call`, a call of any function."""
         raise NotImplementedError
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow framed sections."""
+        """Return a grammar of sections only, with frames around them."""
         opens, between = self._literal(self.opens), self._literal(self.between)
         more = f" ({between} {opens} section)*" if self.one_each and not only_one else ""
         start = self._framed(f"{opens} section{more}")
         return f"start: {start}\n{self._section(functions, only_one=only_one)}\n{self._frame_rule()}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow text and sections."""
+        """Return a grammar of text and sections."""
         framed = [f"framed{index}" for index in range(len(self.frames))]
         text = "TEXT" if not framed else f"({' | '.join(framed)})* TEXT"
         several = " | ".join(["head rest", *framed])
@@ -75,12 +75,12 @@ class SectionFormat(ToolFormat):
         return "\n".join([*rules, self._frame_rule(), *map(self._text_and, framed, self.frames)])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls or JSON."""
+        """Return a grammar of calls, or of JSON with frames around it."""
         grammar = super().or_content(functions, schema, only_one=only_one)
         return grammar.replace("start: calls | content", f"start: calls | {self._framed('content')}", 1)
 
     def content(self, schema: str) -> str | None:
-        """Allow framed JSON."""
+        """Return a grammar of JSON with frames around it; None if the format has no frames."""
         if not self.frames:
             return None
         return f"start: {self._framed('content')}\ncontent: {lark_json(schema)}\n{self._frame_rule()}"
@@ -105,7 +105,7 @@ class SectionFormat(ToolFormat):
 
 
 class SectionParser(ToolParser):
-    """A section without a call is content."""
+    """Reads sections. A section without a call is content."""
 
     def __init__(self, form: SectionFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(functions, only_one=only_one)
@@ -113,7 +113,7 @@ class SectionParser(ToolParser):
         self._frames = form.frames
         self._opens = form.opens.removeprefix(form.opener)
         self._call_opens, self._between = form.call_opens, form.between.strip()
-        # Models put blanks after a list.
+        # Models put blanks after the bracket that ends a list.
         is_list_end = form.closes.lstrip().startswith("]")
         self._closes = form.closes.replace("]", "] ", 1) if is_list_end else form.closes
         self._one_each = form.one_each
@@ -134,7 +134,7 @@ class SectionParser(ToolParser):
             yield from self._calls()
 
     def _calls(self) -> Wait[None]:
-        """Read a section. A broken member of a list is content."""
+        """Read the calls of a section. A malformed member of a list of calls is content."""
         while True:
             is_call = yield from self._attempt(call := Call(), self._call_steps(call))
             if not is_call and not (self._is_list and (yield from self._skips_broken_member())):
@@ -146,14 +146,14 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """Handle the end of a call or of a broken member of a list."""
+        """Handle the end of a call or of a malformed member of a list."""
 
     def _skips_broken_member(self) -> Wait[bool]:
-        """Emit a broken member of a list as content.
+        """Emit a malformed member of a list of calls as content.
 
-        Returns False if its end is not certain, because a call that may be part of a string is never read.
+        Returns False if the end of the member is not certain: the text after it may be part of a string.
         """
-        while not self._is_over:  # once, not with each piece
+        while not self._is_over:  # search once, not after each piece of text
             yield
         num_chars = member_end(self._broken + self._text)
         if num_chars is None or num_chars < len(self._broken):
@@ -163,7 +163,7 @@ class SectionParser(ToolParser):
         return True
 
     def _goes_on(self) -> Wait[bool]:
-        """Go to the next call. Returns False if there is none."""
+        """Skip the marks before the next call of the section. Returns False if no call follows."""
         yield from self._skip_space()
         if not self._between:
             return bool(self._call_opens) and (yield from self._takes_all(self._call_opens))
@@ -176,7 +176,7 @@ class SectionParser(ToolParser):
         self._drop()
 
     def _takes_all(self, *marks: str) -> Wait[bool]:
-        """Skip marks with any white space; drop one that was cut off. Returns whether all came."""
+        """Skip these marks, with any white space. Returns False if one is missing; drops a mark that was cut off."""
         for mark in (word for each in marks for word in each.split()):
             yield from self._skip_space()
             if not (yield from self._takes(mark)):
@@ -185,11 +185,11 @@ class SectionParser(ToolParser):
         return True
 
     def _call_steps(self, call: Call) -> Wait[None]:
-        """Read one call."""
+        """Read one call and emit it. Raises `MalformedError`."""
         raise NotImplementedError
 
     def _head(self, marker: str) -> Wait[str]:
-        """Skip a mark and return the text before it, of at most `MAX_HEAD_CHARS`."""
+        """Skip a mark and return the text before it. Raises `MalformedError` above `MAX_HEAD_CHARS` characters."""
         while True:
             most = self._position + MAX_HEAD_CHARS + len(marker)
             end = self._text.find(marker, self._position, most)

@@ -1,4 +1,4 @@
-"""Find code in Markdown: a call in backticks is an example."""
+"""Find code in Markdown. A call within backticks is an example, which is not run."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ _ONE = r"`(\n|[^`\n]+[`\n])"
 _TWO = r"``(\n|[^`\n]([^`\n]|`[^`\n])*(``|`?\n))"
 _THREE = r"```([^`]|`[^`]|``[^`])*```"
 CODE = f"({_ONE}|{_TWO}|{_THREE})"
-"""Used in grammars, too. One or two backticks are closed by as many or by the end of their line, three by three."""
+"""A pattern of code in Markdown, also for grammars.
+
+One or two backticks are closed by the same number or by the end of the line, three backticks only by three.
+"""
 OUTSIDE = f"([^`]|{CODE})*"
-"""Text that does not end within code."""
+"""A pattern of text that does not end within code."""
 _PIECES = re.compile(r"`|\n|[^`\n]+")
 _FENCE = 3
 
 
 class CodeSpans:
-    """Reads a text piece by piece. last: its last character, or ""."""
+    """Finds out whether a growing text ends within code. last: the last character of the text; "" if it is empty."""
 
     def __init__(self) -> None:
         self.last = ""
-        self._num_open = 0  # backticks that opened the code
-        self._num_seen = 0  # final backticks that may open or close code
+        self._num_open = 0  # backticks that opened the code; 0 outside of code
+        self._num_seen = 0  # backticks at the end of the text, which may open or close code
 
     @property
     def is_outside(self) -> bool:

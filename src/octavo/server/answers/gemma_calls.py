@@ -31,7 +31,7 @@ _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
 
 class GemmaFormat(SectionFormat):
-    """call:name{key:value,...} between marks."""
+    """A call is `call:name{key:value,...}` between two marks."""
 
     name = "gemma4"
     markers = ("<|tool_call>", "<tool_call|>", QUOTE)
@@ -42,11 +42,11 @@ class GemmaFormat(SectionFormat):
         return GemmaParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
-        """Write one call."""
+        """Write the name and the arguments."""
         return name + _written(arguments)
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Do not constrain open objects and values of several types."""
+        """Return rules that do not constrain objects without named properties and values of several types."""
         quote = self._marker(QUOTE)
         is_token = not quote.startswith('"')
         text = f"TEXTS: /(.|\\n)*/ {FEW_BLANKS}" + (f" & ~/(.|\\n)*{pattern(QUOTE)}(.|\\n)*/" if is_token else "")
@@ -65,7 +65,7 @@ class GemmaFormat(SectionFormat):
         return "\n".join(rules)
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
-        """Return rules; the first is `value<place>`."""
+        """Return the rules of a value; the first rule is `value<place>`."""
         schema = merged(part, root)
         kinds = types_of(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -114,7 +114,7 @@ def _written(value: Any) -> str:
 
 
 class GemmaParser(ValueParser):
-    """Accepts JSON's quotes as well."""
+    """Reads such calls. Strings may also have JSON's quotes."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -147,7 +147,7 @@ class GemmaParser(ValueParser):
             key = json_text((yield from self._string()))
         else:
             key = yield from self._run(_KEY)
-            if not key or self._position == len(self._text):  # a mark has to follow
+            if not key or self._position == len(self._text):  # a mark must follow the key
                 raise MalformedError
             key = json_text(key)
         yield from self._skip_space()
@@ -172,7 +172,7 @@ class GemmaParser(ValueParser):
         else:
             word = yield from self._run(_WORD)
             if self._is_cut and self._position == len(self._text):
-                raise MalformedError  # its end is not known
+                raise MalformedError  # the word may be incomplete
             self._say(_word(word), call)
             self._drop()
 
@@ -188,7 +188,7 @@ class GemmaParser(ValueParser):
         self._say_closed(call)
 
     def _quoted(self, call: Call | None) -> Wait[str]:
-        """Emit a string piece by piece; without a call, return it as JSON."""
+        """Emit a string piece by piece. If `call` is None, emit nothing and return the string as JSON."""
         if not (yield from self._takes_all(QUOTE)):
             raise MalformedError
         self._drop()

@@ -1,7 +1,7 @@
 """Tool calls of models with a chat template that does not support tools.
 
-A system message describes the tools, and a grammar makes every answer an object, as llama.cpp does. The history has the
-same form.
+As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object. Calls and results
+in the history are written as such objects as well.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 _CALL, _CALLS, _RESPONSE, _RESULT = "tool_call", "tool_calls", "response", "tool_response"
 _STOPS = re.compile(r'["\\]')
 _ESCAPE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]")
-_MAX_ESCAPE_CHARS = 12  # of a pair of surrogates
+_MAX_ESCAPE_CHARS = 12  # the length of an escaped pair of surrogates
 _SYSTEM_ROLES = {"system", "developer"}
 
 
 class GenericFormat(ToolFormat):
-    """`{"tool_call": {...}}`, `{"tool_calls": [...]}` if the client allows several, or `{"response": "..."}`."""
+    """An answer is `{"tool_call": {...}}`, `{"tool_calls": [...]}` or `{"response": "..."}`.
+
+    `tool_calls` is possible only if the client allows several calls.
+    """
 
     name = "generic"
     markers = ()
@@ -48,22 +51,22 @@ class GenericFormat(ToolFormat):
         return json_text({_CALL: written[0]} if len(written) == 1 else {_CALLS: written})
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow calls."""
+        """See `ToolFormat`."""
         return f"start: {_calls(only_one)}\n{object_rules(functions, 'name', 'arguments')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow calls or text."""
+        """Return a grammar of calls, or of text in `response`."""
         return self.or_content(functions, '{"type": "string"}', only_one=only_one)
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls or JSON."""
+        """Return a grammar of calls, or of JSON in `response`."""
         start = f"start: {_calls(only_one)} | {_member(_RESPONSE, 'content')}\ncontent: {lark_json(schema)}"
         return f"{start}\n{object_rules(functions, 'name', 'arguments')}"
 
     def messages_with_tools(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool
     ) -> list[dict[str, Any]]:
-        """Write calls and results as text, and describe the tools in a system message."""
+        """Return messages with calls and results as text, and a system message that describes the tools."""
         names: dict[str, str] = {}
         history = [_as_text(message, names) for message in messages]
         if not tools:
@@ -99,7 +102,7 @@ def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one
 
 
 def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Write calls and results as text. Mutated: names, the id of a call -> its name."""
+    """Return a message with its calls or result as text. Mutated: names, a call's id -> the name of its function."""
     if message["role"] == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
         result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}
@@ -127,9 +130,9 @@ def _with_text(content: Any, text: str) -> str:
 
 
 class _GenericParser(ToolParser):
-    """An answer of another form is content."""
+    """Reads such objects. An answer of any other form is content."""
 
-    _is_content = False  # `_value` reads content
+    _is_content = False  # whether `_value` is reading a response, which is content
 
     def _read(self) -> Wait[None]:
         try:
@@ -146,7 +149,7 @@ class _GenericParser(ToolParser):
             yield
 
     def _object(self) -> Wait[bool]:
-        """Return False for another form."""
+        """Read the object. Returns False if its first key is unknown, or if a call is malformed."""
         match (yield from self._key()):
             case "response":
                 yield from self._response()
@@ -187,7 +190,7 @@ class _GenericParser(ToolParser):
             return
         self._drop()
         self._is_content = True
-        with contextlib.suppress(MalformedError):  # cut off: the text was emitted
+        with contextlib.suppress(MalformedError):  # a value that was cut off: its text is emitted as content
             yield from self._value()
         self._tell_content()
         self._is_content = False

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from octavo.server.answers.usage import UsageCounter
     from octavo.server.service import Service
 
-    Outputs: TypeAlias = "AsyncGenerator[RequestOutput, None] | MergedOutputs"  # one reader; closing it aborts the rest
+    Outputs: TypeAlias = "AsyncGenerator[RequestOutput, None] | MergedOutputs"  # `aclose` aborts open requests
 
-_MERGED = 16  # outputs; streams limit unread ones
+_MERGED = 16  # outputs in the queue; each stream limits its own unread outputs
 _ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
     ErrorCode.DEADLINE_PASSED: DeadlineError,
     ErrorCode.GRAMMAR_EXCEEDED: partial(RequestError, parameter="structured_outputs"),
@@ -42,11 +42,13 @@ def error_of(output: RequestOutput) -> OctavoError | None:
 
 
 def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
-    """Return the outputs of all prompts in order of arrival. The job's place limits how many prompts run in parallel.
+    """Return a generator of the outputs of all prompts, in the order in which the outputs arrive.
 
-    usage: counts the last output of a request that failed or was cut off; the reader counts all other outputs. Reading
-    raises `ExecutionError` if a request failed, `DeadlineError` if it took too long, `RequestError` if its grammar
-    failed, `AuthenticationError` if its key was removed, and `ServerClosingError` if the server stopped.
+    The job's place (a `Permit`) limits how many prompts run in parallel. usage: gets the last output of a request that
+    failed or was cut off, which is not yielded; the reader adds all other outputs. Reading raises `RequestFailedError`
+    if a request failed, `ExecutionError` if a step failed, `DeadlineError` if the deadline passed, `RequestError` if a
+    request was refused or its grammar failed, `AuthenticationError` if the client's key was removed, and
+    `ServerClosingError` if the server shuts down.
     """
     with spelling(job.spelled):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
@@ -65,7 +67,10 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
 
 
 class MergedOutputs:
-    """Merges streams in order of arrival, at most `at_once` of them open. The first error ends all."""
+    """Yields the outputs of several streams in the order in which the outputs arrive.
+
+    At most `at_once` streams are open at a time. Raises the first error; the reader must then call `aclose`.
+    """
 
     def __init__(self, streams: Sequence[AsyncGenerator[RequestOutput, None]], *, at_once: int) -> None:
         self._waiting = iter(streams)
@@ -89,7 +94,7 @@ class MergedOutputs:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """End all streams."""
+        """Close all open streams, which aborts their requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -98,7 +103,7 @@ class MergedOutputs:
 async def _pump(
     waiting: Iterator[AsyncGenerator[RequestOutput, None]], queue: asyncio.Queue[RequestOutput | BaseException | None]
 ) -> None:
-    """Queue the outputs of stream after stream, then an error or None."""
+    """Queue the outputs of the waiting streams, one stream after another; then None, or the error of a stream."""
     try:
         for stream in waiting:
             async with aclosing(stream):
@@ -107,6 +112,6 @@ async def _pump(
     except BaseException as error:
         if not is_fault(error):
             raise
-        await queue.put(error)  # raised again by the reader
+        await queue.put(error)  # `__anext__` raises the error
     else:
         await queue.put(None)

@@ -1,4 +1,4 @@
-"""Kimi K3's answers: tags of three special tokens enclose content and calls."""
+"""Kimi K3's answers: tags, written with three special tokens, enclose content and calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _JSON_TYPES = ("number", "boolean", "null", "object", "array")
 
 
 class KimiK3Format(TaggedFormat):
-    """Calls are numbered from 1; arguments name their type."""
+    """Calls are numbered from 1. The tag of an argument names the type of its value."""
 
     name = "kimi_k3"
     markers = (_OPEN, _CLOSE, _SEP)
@@ -44,11 +44,11 @@ class KimiK3Format(TaggedFormat):
         return KimiK3Parser(self, functions, only_one=only_one)
 
     def argument_heads(self, keys: Sequence[str]) -> list[str]:  # noqa: ARG002 - the seam's
-        """Return none: attributes may have any order."""
+        """Return no beginnings, because the attributes of a tag may have any order."""
         return []
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:  # noqa: ARG002 - the seam's
-        """Ignore attributes."""
+        """Require the mark of a call, without a name, because attributes may have any order."""
         return {self.opener: Heads([self.call_opens])}
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
@@ -61,7 +61,7 @@ class KimiK3Format(TaggedFormat):
         return "".join([*written, self.call_closes])
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep schema order."""
+        """Return rules that keep the order of the arguments in the schema."""
         sep, rules = self._marker(_SEP), [choice_of(len(functions))]
         for index, function in enumerate(functions):
             head = self._literal(f'{self.call_opens} tool="{function.name}" index="')
@@ -102,7 +102,7 @@ def _types_of(kinds: frozenset[str]) -> tuple[str, ...]:
 
 
 class KimiK3Parser(TaggedParser):
-    """Attributes may have any order; unknown ones are ignored."""
+    """Reads such tags. Attributes may have any order; unknown attributes are ignored."""
 
     def _name(self) -> Wait[str]:
         attributes = yield from self._attributes()

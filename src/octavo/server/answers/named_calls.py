@@ -1,4 +1,4 @@
-"""Call formats with a name, a mark, and JSON."""
+"""Call formats that write a name, a mark, and the arguments as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INDEX_RULE = "/[0-9]{1,3}/"
 class NamedFormat(SectionFormat):
     """A call is `call_opens`, a head, `arguments_open`, the arguments and `call_closes`.
 
-    head: a template with {name} and {index}.
+    head: the template of a head, with the places {name} and {index}. head_pattern: matches a head.
     """
 
     head: ClassVar[str] = "{name}"
@@ -37,12 +37,12 @@ class NamedFormat(SectionFormat):
         return NamedParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Write head and arguments."""
+        """Write the head and the arguments."""
         head = self.head.replace("{name}", name).replace("{index}", str(index))
         return f"{self.call_opens}{head}{self.arguments_open}{json_text(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Write rules by name."""
+        """Return one rule for each function."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
             before, _, behind = f"{self.call_opens}{self.head}{self.arguments_open}".partition("{index}")
@@ -53,7 +53,7 @@ class NamedFormat(SectionFormat):
 
 
 class NamedParser(SectionParser):
-    """Reads names and arguments."""
+    """Reads such calls."""
 
     def __init__(self, form: NamedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -92,7 +92,7 @@ class DeepSeekV3Format(NamedFormat):
 
 
 class DeepSeekV31Format(NamedFormat):
-    """DeepSeek V3.1: names and arguments only."""
+    """DeepSeek V3.1: a call has only a name and arguments."""
 
     name = "deepseek_v31"
     markers = DeepSeekV3Format.markers
@@ -103,7 +103,7 @@ class DeepSeekV31Format(NamedFormat):
 
 
 class KimiK2Format(NamedFormat):
-    """Kimi K2: names are numbered."""
+    """Kimi K2: the number of the call follows the name."""
 
     name = "kimi_k2"
     markers = (
@@ -120,7 +120,7 @@ class KimiK2Format(NamedFormat):
     arguments_open, call_closes = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:
-        """Require a function's name, with or without a section."""
+        """Require the name of a function after the opener of a call, within a section or without one."""
         names = [f"{prefix}{each.name}" for each in functions for prefix in ("functions.", "")]
         heads = [f"{name}{end}" for name in names for end in (":", self.arguments_open)]
         return {self.call_opens: Heads(heads), self.opener: Heads(f"{self.call_opens}{head}" for head in heads)}
@@ -153,7 +153,7 @@ class SolarFormat(NamedFormat):
 
 
 class FunctionaryFormat(NamedFormat):
-    """Functionary 3.1, and Llama 3.1 if requested: a tag with the name."""
+    """Functionary 3.1, and Llama 3.1 if the prompt asks for it: a tag with the name of the function."""
 
     name = "functionary_v3_1"
     markers = ("<function=", "</function>")

@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 MARK = "]<]minimax[>["
-_ITEM = "item"  # a list's item
+_ITEM = "item"  # the tag of a list's item
 _MAX_DEPTH = 64
 _ANY_TAG = "/[A-Za-z0-9_.$-]{1,64}/"
-_ANY_TEXT = "/[^\\]](.|\\n)*/"  # cannot be read as a tag, even if the mark is not a token
+_ANY_TEXT = "/[^\\]](.|\\n)*/"  # text that cannot be read as a tag, even if the mark is not a token
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
 
 class MiniMaxM3Format(SectionFormat):
-    """An object is a tag for each key, a list is a tag `item` for each item; other values are bare text."""
+    """An object has a tag for each key, a list a tag `item` for each item. Any other value is text without quotes."""
 
     name = "minimax_m3"
     markers = (MARK, "<tool_call>", "</tool_call>")
@@ -55,7 +55,7 @@ class MiniMaxM3Format(SectionFormat):
         return f"{self.call_opens}{name}{self.named}{_written(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep schema order; parts without a schema are any value."""
+        """Return rules that keep the order of the schema's properties. A part without a schema may be any value."""
         mark = self._marker(MARK)
         rules = [
             choice_of(len(functions)),
@@ -71,7 +71,7 @@ class MiniMaxM3Format(SectionFormat):
         return "\n".join(rules)
 
     def _members(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """Return rules; the first is `members<place>`."""
+        """Return the rules of an object; the first rule is `members<place>`."""
         options = alternatives(schema, root)
         if len(options) == 1:
             return self._members_of(place, options[0], root)
@@ -97,7 +97,7 @@ class MiniMaxM3Format(SectionFormat):
         return [f"members{place}: {' '.join(uses)}", *rules]
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
-        """Return the rules of a value and the mark after it; the first is `value<place>`."""
+        """Return the rules of a value with the mark after the value; the first rule is `value<place>`."""
         mark, schema = self._marker(MARK), merged(part, root)
         kinds = types_of(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -134,7 +134,7 @@ def _written(value: Any) -> str:
 
 
 class NestedParser(ValueParser):
-    """The schema decides the type of a value; without one, its form does."""
+    """Reads such calls. The schema decides the type of a value; without a schema, the form of the value decides."""
 
     def __init__(self, form: MiniMaxM3Format, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -168,7 +168,7 @@ class NestedParser(ValueParser):
         self._say_closed(call)
 
     def _next_tag(self, around: str) -> Wait[str]:
-        """Skip and return an opening tag; "" for the end of the enclosing tag."""
+        """Skip the next tag. Returns the name in an opening tag; "" for the closing tag of `around`."""
         yield from self._skip_space()
         yield from self._expect(MARK)
         if (yield from self._takes(f"</{around}>")):
@@ -182,7 +182,7 @@ class NestedParser(ValueParser):
         return key
 
     def _value_of(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[bool]:
-        """Return False if the value is omitted."""
+        """Read a value and emit it. Returns False if the value is omitted."""
         closes = f"{MARK}</{tag}>"
         if is_text(schema, self._root):
             self._say_opened('"', '"', call)
@@ -209,7 +209,7 @@ class NestedParser(ValueParser):
         return written is not None
 
     def _opened_tag(self) -> Wait[str | None]:
-        """Return the next opening tag without skipping it, or None."""
+        """Return the name in the next opening tag without skipping the tag; None if none follows."""
         yield from self._skip_space()
         place = self._position
         name = None

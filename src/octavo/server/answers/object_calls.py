@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ObjectFormat(SectionFormat):
-    """Calls are objects. id_key: the first key of numbered calls."""
+    """A call is an object. id_key: the object's first key, for the number of the call; None if calls have no number."""
 
     name_key: ClassVar[str] = "name"
     arguments_key: ClassVar[str] = "arguments"
@@ -34,14 +34,14 @@ class ObjectFormat(SectionFormat):
         return json_text({**counted, self.name_key: name, self.arguments_key: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Describe objects."""
+        """Return the rules of such objects."""
         id_key = json.dumps(json.dumps(self.id_key))
         counted = "" if self.id_key is None else f'{id_key} COLON /"[0-9]{{1,3}}"/ COMMA '
         return object_rules(functions, self.name_key, self.arguments_key, counted)
 
 
 class ObjectParser(SectionParser):
-    """Reads objects."""
+    """Reads calls that are objects."""
 
     def __init__(self, form: ObjectFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -54,12 +54,12 @@ class ObjectParser(SectionParser):
         yield from self._members(call)
 
     def _goes_on(self) -> Wait[bool]:
-        """Without a mark between calls, any object is the next call."""
+        """See `SectionParser`. Without a mark between calls, any object is the next call."""
         return (yield from super()._goes_on()) if self._between else (yield from self._skip_space()) == "{"
 
 
 class GraniteFormat(ObjectFormat):
-    """Granite 3: a list."""
+    """Granite 3: a list of objects."""
 
     name = "granite"
     markers = ("<|tool_call|>",)
@@ -67,7 +67,7 @@ class GraniteFormat(ObjectFormat):
 
 
 class Phi4MiniFormat(ObjectFormat):
-    """Phi-4-mini: a list."""
+    """Phi-4-mini: a list of objects."""
 
     name = "phi4_mini_json"
     markers = ("<|tool_call|>", "<|/tool_call|>")
@@ -76,7 +76,7 @@ class Phi4MiniFormat(ObjectFormat):
 
 
 class FunctoolsFormat(ObjectFormat):
-    """Firefunction 2: a list."""
+    """Firefunction 2: a list of objects."""
 
     name = "functools"
     markers = ()
@@ -84,7 +84,7 @@ class FunctoolsFormat(ObjectFormat):
 
 
 class NemotronFormat(ObjectFormat):
-    """Nemotron Nano 2: a list."""
+    """Nemotron Nano 2: a list of objects."""
 
     name = "nemotron_json"
     markers = ("<TOOLCALL>", "</TOOLCALL>")
@@ -92,7 +92,7 @@ class NemotronFormat(ObjectFormat):
 
 
 class ToolCallsListFormat(ObjectFormat):
-    """Apriel, Jamba, Hunyuan: a list."""
+    """Apriel, Jamba, Hunyuan: a list of objects."""
 
     name = "jamba"
     markers = ("<tool_calls>", "</tool_calls>")
@@ -100,7 +100,7 @@ class ToolCallsListFormat(ObjectFormat):
 
 
 class MiniMaxM1Format(ObjectFormat):
-    """MiniMax M1: lines between tags."""
+    """MiniMax M1: one object on each line, between tags."""
 
     name = "minimax"
     markers = ("<tool_calls>", "</tool_calls>")
@@ -108,7 +108,7 @@ class MiniMaxM1Format(ObjectFormat):
 
 
 class CohereFormat(ObjectFormat):
-    """Command R7B and Command A: numbered calls."""
+    """Command R7B and Command A: a list of numbered objects."""
 
     name = "cohere_command3"
     markers = ("<|START_ACTION|>", "<|END_ACTION|>")
@@ -118,7 +118,7 @@ class CohereFormat(ObjectFormat):
 
 
 class CommandRFormat(ObjectFormat):
-    """Command R and R+: a block of code after a word."""
+    """Command R and R+: a list in a block of code, after the word `Action:`."""
 
     name = "command_r"
     markers = ()
@@ -128,7 +128,7 @@ class CommandRFormat(ObjectFormat):
 
 
 class GigaChat3Format(ObjectFormat):
-    """GigaChat 3.1: one object."""
+    """GigaChat 3.1: one object after a mark."""
 
     name = "gigachat3"
     markers = ("<|function_call|>",)
@@ -136,7 +136,7 @@ class GigaChat3Format(ObjectFormat):
 
 
 class OldGigaChat3Format(ObjectFormat):
-    """GigaChat 3: one object in its own turn."""
+    """GigaChat 3: one object in a turn of its own."""
 
     name = "gigachat3"
     markers = ("<|role_sep|>",)
@@ -159,7 +159,7 @@ class ApertusFormat(SectionFormat):
         return json_text({name: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Write rules by name."""
+        """Return one rule for each function."""
         rules = [choice_of(len(functions)), "COLON: /: ?/"]
         for index, function in enumerate(functions):
             name = json.dumps(json.dumps(function.name))

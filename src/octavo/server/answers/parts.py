@@ -14,8 +14,8 @@ from octavo.engine.stop_strings import num_held_back_chars
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-MAX_HELD_SPACE = 256  # characters of white space held back; more is text
-MAX_BLANKS = 8  # in a call's head
+MAX_HELD_SPACE = 256  # characters of white space that are held back; longer white space is text
+MAX_BLANKS = 8  # white space between two characters of a call's head
 _BLANKS = " \t\r\n"
 
 PartKind = Literal["content", "reasoning", "call", "arguments"]
@@ -25,9 +25,9 @@ PartKind = Literal["content", "reasoning", "call", "arguments"]
 class Part:
     """A piece of an answer.
 
-    `call` has a tool's name. `arguments` has a piece of a call's JSON, incomplete if the answer was cut off, and broken
-    if a long call broke. call: the call's index. start: the number of characters before the part in the answer; a call
-    may begin later.
+    text: for `call` the tool's name; for `arguments` a piece of the call's JSON. This JSON is incomplete if the answer
+    was cut off, and broken if a long call was malformed. call: the index of the call. start: the number of characters
+    before the part in the answer; a call may begin later.
     """
 
     kind: PartKind
@@ -40,7 +40,7 @@ class Part:
 class ReasoningForm:
     """How a family of models marks its reasoning.
 
-    is_told_by_opens: a template with `opens` has this form, because other families' templates contain `closes`, too.
+    is_told_by_opens: chat templates show this form by `opens`; other families' templates contain `closes` as well.
     """
 
     name: str
@@ -56,7 +56,7 @@ class AnswerParser(Protocol):
     """Parses one answer."""
 
     def feed(self, text: str) -> list[Part]:
-        """Add text; return the parts that are certain now."""
+        """Add text of the answer; return the parts that are certain now."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
@@ -65,8 +65,8 @@ class AnswerParser(Protocol):
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Join neighbours of one kind, content only if it was adjacent; drop empty parts."""
-    if len(parts) == 1 and parts[0].text:  # as after most tokens
+    """Join neighbouring parts of one kind and drop empty parts. Content is joined only if adjacent in the answer."""
+    if len(parts) == 1 and parts[0].text:  # the usual case
         return [*parts]
     runs: list[list[Part]] = []
     for part in parts:
@@ -84,18 +84,18 @@ def _go_together(part: Part, following: Part) -> bool:
 
 
 def without_space(text: str) -> int:
-    """Return the length without final white space, of which at most `MAX_HELD_SPACE` is held back."""
+    """Return the length to emit: without final white space, of which at most `MAX_HELD_SPACE` is held back."""
     return max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
 
 
 class Heads:
-    """Texts that begin calls. Up to `MAX_BLANKS` blanks may separate two characters."""
+    """Texts that begin calls. Up to `MAX_BLANKS` blanks may separate two characters of a head."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = sorted(texts)
 
     def stand_at(self, text: str, start: int) -> bool | None:
-        """Return whether one begins at an index; None if more text is needed."""
+        """Return whether one of the texts begins at index `start`; None if more text is needed."""
         seen, num_blanks = "", 0
         for place in range(start, len(text)):
             is_blank = text[place] in _BLANKS
@@ -126,10 +126,10 @@ class PlainParser:
 
 
 class ReasoningParser:
-    """Splits off the reasoning at an answer's beginning, and white space around its marks.
+    """Splits off the reasoning at the beginning of an answer, and drops white space around its marks.
 
-    behind: parses the text after it. is_open: the prompt ends with the opening mark. interrupts: also end the reasoning
-    if one of their heads follows; they belong to the text after it.
+    behind: the parser of the text after the reasoning. is_open: the prompt ends with the opening mark of the reasoning.
+    interrupts: other marks that end the reasoning if one of the mark's heads follows; `behind` gets these marks.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class ReasoningParser:
         self._ends = (form.closes, *self._interrupts)
         self._place: Literal["before", "inside", "after", "behind"] = "inside" if is_open else "before"
         self._pending = ""
-        self._num_chars = 0  # of the whole text
-        self._num_chars_before = 0  # before the text for `behind`
+        self._num_chars = 0  # of the answer so far
+        self._num_chars_before = 0  # characters of the answer before the text for `behind`
         self._has_begun = False
         self._has_text_behind = False
 
@@ -199,7 +199,10 @@ class ReasoningParser:
             self._pending, self._place = rest, "after"
 
     def _end(self) -> tuple[int, str | None]:
-        """Return the end of the reasoning and its mark, or the index at which a mark may begin, and None."""
+        """Return the end of the reasoning and the mark that ends it.
+
+        If there is no such mark yet, return the index at which a mark may begin, and None.
+        """
         start = 0
         while found := [(place, each) for each in self._ends if (place := self._pending.find(each, start)) >= 0]:
             place, mark = min(found)

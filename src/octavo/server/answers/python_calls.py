@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _BLANKS = r"[ \t\r\n]*"
 _KEY = r"""[^\s=,()\[\]{}"']+"""
-_BEFORE_LIST = rf"{OUTSIDE}({CODE}|[^`A-Za-z0-9_\])])"  # then a bracket is no subscript and not in code
+_BEFORE_LIST = rf"{OUTSIDE}({CODE}|[^`A-Za-z0-9_\])])"  # a bracket after this text is no subscript and not in code
 _NOTHING = '""'
 _WORDS: dict[Any, str] = {True: "True", False: "False", None: "None"}
 _WORDS_OF = {"boolean": ("True", "False"), "null": ("None",)}
 
 
 class PythonFormat(SectionFormat):
-    """Writes JSON, True, False and None; reads Python's strings as well."""
+    """Writes JSON with Python's True, False and None; reads Python's strings as well."""
 
     between: ClassVar[str] = ", "
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse marked lists."""
+        """Parse lists between marks."""
         return PythonParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
@@ -43,7 +43,7 @@ class PythonFormat(SectionFormat):
         return f"{name}({', '.join(written)})"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep schema order."""
+        """Return rules that keep the order of the arguments in the schema."""
         rules = [choice_of(len(functions)), "COMMA: /, ?/"]
         for index, function in enumerate(functions):
             found = [_argument_rules(place, each, function.parameters) for place, each in _options_of(index, function)]
@@ -58,13 +58,13 @@ def _value(value: Any) -> str:
 
 
 def _options_of(index: int, function: Function) -> list[tuple[str, dict[str, Any]]]:
-    """Return the merged schemas of the arguments with the infix of their rules' names."""
+    """Return the merged schema of each option of the parameters, with the infix for the names of its rules."""
     options = alternatives(function.parameters, function.parameters)
     return [(f"{index}" if len(options) == 1 else f"{index}_o{number}", each) for number, each in enumerate(options)]
 
 
 def _argument_rules(place: str, schema: dict[str, Any], root: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return an expression and its rules with infix `place`."""
+    """Return a grammar expression of arguments, and its rules; `place` is part of the rules' names."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties.items()) if isinstance(properties, dict) else []
     if not named:
@@ -92,21 +92,21 @@ def _value_rules(name: str, schema: dict[str, Any], root: dict[str, Any]) -> lis
 
 
 class PythonicFormat(PythonFormat):
-    """Llama 4 and 3.2, Gemma 3, ToolACE: a list, also within text."""
+    """Llama 4 and 3.2, Gemma 3, ToolACE: a list of calls, also within text."""
 
     name = "pythonic"
     markers = ("<|python_start|>", "<|python_end|>")
     opener, opens, closes = "[", "[", "]"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse unmarked lists."""
+        """Parse lists with or without marks."""
         return PythonListParser(self, functions, only_one=only_one)
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Treat an answer that begins like a list as a list of calls.
+        """Return a grammar of text and a list of calls.
 
-        Within text, a list must begin with a function's call, which is certain after the name of the first argument, or
-        after the end of a call without arguments.
+        If the answer begins with a bracket, it must be a list of calls. Within text, a list must begin with the call of
+        a function. A call is certain after the name of its first argument; without arguments, after its end.
         """
         heads = [f"\\[{BLANKS_WITHIN}{pattern(each.name)}{BLANKS_WITHIN}\\(" for each in functions]
         is_call = f"{_BEFORE_LIST}({'|'.join(heads)}){_BLANKS}({_KEY}{_BLANKS}=|\\){_BLANKS}[,\\]])"
@@ -134,7 +134,7 @@ class PythonicFormat(PythonFormat):
 
 
 def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return patterns of possible first arguments with the rules of the text after the name."""
+    """Return a pattern for each possible name of the first argument, with the rules of the text after the name."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties) if isinstance(properties, dict) else []
     if not named:
@@ -149,7 +149,7 @@ def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 class LFM2Format(PythonFormat):
-    """LFM2: a marked list."""
+    """LFM2: a list between marks."""
 
     name = "lfm2"
     markers = ("<|tool_call_start|>", "<|tool_call_end|>")
@@ -157,7 +157,7 @@ class LFM2Format(PythonFormat):
 
 
 class OLMo3Format(PythonFormat):
-    """OLMo 3: calls on lines between tags."""
+    """OLMo 3: one call on each line, between tags."""
 
     name = "olmo3"
     markers = ("<function_calls>", "</function_calls>")

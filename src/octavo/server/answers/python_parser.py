@@ -24,7 +24,7 @@ _STARTS, _ENDS = "<|python_start|>", "<|python_end|>"
 
 
 class PythonParser(ValueParser):
-    """Reads a list between marks. Values are the literals that `ast` reads."""
+    """Reads a list of calls between marks. Values are the literals that `ast` reads."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -36,7 +36,7 @@ class PythonParser(ValueParser):
         self._commit()
 
     def _goes_on(self) -> Wait[bool]:
-        """Calls on lines of their own have no mark between them."""
+        """See `SectionParser`. Calls on lines of their own have no mark between two calls."""
         if self._between:
             return (yield from super()._goes_on())
         char = yield from self._skip_space()
@@ -63,14 +63,17 @@ class PythonParser(ValueParser):
 
     def _key(self) -> Wait[str]:
         key = yield from self._run(_KEY)
-        if not key or self._position == len(self._text):  # a mark has to follow
+        if not key or self._position == len(self._text):  # a mark must follow the key
             raise MalformedError
         yield from self._skip_space()
         yield from self._expect("=")
         return key
 
     def _python_value(self, call: Call) -> Wait[str]:
-        """Skip a value, and return its JSON. A string that was cut off is emitted."""
+        """Skip a value, and return its JSON. Raises `MalformedError`.
+
+        If the answer was cut off within a string, list or dict, emit the JSON of its beginning before the error.
+        """
         start = self._position
         scanner = ValueScanner(start)
         try:
@@ -78,7 +81,7 @@ class PythonParser(ValueParser):
                 yield
             value = literal_json(scanner.value(self._text, end))
         except NotALiteralError:
-            if scanner.is_begun and (self._is_cut or not scanner.line_ends):  # no call is looked for within a value
+            if scanner.is_begun and (self._is_cut or not scanner.line_ends):  # look for no call in a value
                 self._position = len(self._text)
             if scanner.is_begun and self._is_cut:
                 self._say_begun(scanner.begun_json(self._text), call)
@@ -92,10 +95,10 @@ class PythonParser(ValueParser):
 
 
 class PythonListParser(PythonParser):
-    """Reads lists of calls, between Llama 4's marks or without any.
+    """Reads lists of calls, between Llama 4's marks or without marks.
 
-    A list without marks may be code. Within a text it must begin with a known name, and must not be a subscript or in
-    Markdown's code. Each of its calls must begin with a keyword argument or have no arguments.
+    A list without marks may be code. Within text such a list must begin with the name of a function, and must not be a
+    subscript or in Markdown's code. Each call in the list must begin with a keyword argument or have no arguments.
     """
 
     _is_tagged = False
@@ -118,7 +121,7 @@ class PythonListParser(PythonParser):
                 self._tell_content()
 
     def _list(self) -> Wait[None]:
-        """Read calls. Without marks the list may be code, so a broken member ends it."""
+        """Read the calls of a list. A list without marks may be code, so a malformed member ends such a list."""
         self._is_list = self._is_tagged
         yield from self._calls()
 
@@ -164,7 +167,7 @@ class PythonListParser(PythonParser):
         super()._tell_content()
 
     def _is_cut_here(self) -> bool:
-        """A list without marks must also begin like a list of calls."""
+        """See `ToolParser`. If the list has no marks, the text must also begin like a list of calls."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
@@ -173,8 +176,8 @@ class PythonListParser(PythonParser):
 
 
 def _may_become(text: str, head: str) -> bool:
-    """Return whether a text may become a call with this head.
+    """Return whether a text that was cut off may be the beginning of a call with this head.
 
-    It may end within the head, or with letters of an argument's name or a closing bracket after it.
+    The text may end within the head, or after the head with the letters of an argument's name or a closing bracket.
     """
     return head.startswith(text) or (text.startswith(head) and _HEAD_END.fullmatch(text, len(head)) is not None)

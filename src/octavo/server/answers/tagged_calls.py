@@ -26,10 +26,10 @@ class TaggedFormat(SectionFormat):
     """A call is `call_opens`, the name, `named`, arguments and `call_closes`.
 
     An argument is `argument_opens`, its name, `argument_named`, its value, `value_closes`, and `argument_closes`.
-    is_padded: line feeds around a value are not part of it.
-    raw_marks: may enclose a value of any text.
+    is_padded: one line feed before a value and one after it are not part of the value.
+    raw_marks: two marks that may enclose a value; the text between them may be anything.
     head_pattern: matches the text between `call_opens` and `named`.
-    text_mark, json_mark: follow the name of an argument that is a string, or JSON.
+    text_mark: follows the name of an argument that is a string. json_mark: follows any other argument's name.
     """
 
     named: ClassVar[str]
@@ -49,7 +49,7 @@ class TaggedFormat(SectionFormat):
         return TaggedParser(self, functions, only_one=only_one)
 
     def argument_heads(self, keys: Sequence[str]) -> list[str]:
-        """Return how arguments begin."""
+        """Return the texts with which arguments of these names begin."""
         ends, *_ = self.argument_named.split("\n")
         marks = [self.text_mark, self.json_mark] if self.text_mark else [""]
         return [f"{self.argument_opens}{key}{mark}{ends}" for key in keys for mark in marks]
@@ -65,7 +65,7 @@ class TaggedFormat(SectionFormat):
         return "".join([*written, self.call_closes])
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep schema order."""
+        """Return rules that keep the order of the arguments in the schema."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
             head = self._literal(f"{self.call_opens}{function.name}{self.named}")
@@ -75,7 +75,7 @@ class TaggedFormat(SectionFormat):
         return "\n".join(rules)
 
     def _arguments(self, place: str, parameters: dict[str, Any]) -> tuple[str, list[str]]:
-        """Return an expression and its rules with infix `place`."""
+        """Return a grammar expression of arguments, and its rules; `place` is part of the rules' names."""
         options = alternatives(parameters, parameters)
         if len(options) == 1:
             return self._arguments_of(place, options[0], parameters)
@@ -110,7 +110,7 @@ class TaggedFormat(SectionFormat):
     def _value(
         self, name: str, schema: dict[str, Any], root: dict[str, Any], *, is_json: bool
     ) -> tuple[str, list[str]]:
-        """Return an expression with the value's end mark, and its rules."""
+        """Return a grammar expression of a value and its end mark, and the rules of the expression."""
         pad = '"\\n" ' if self.is_padded else ""
         closes = f"{pad}{self._literal(self.value_closes)}"
         if not is_json and (options := _texts(schema)):
@@ -133,7 +133,7 @@ class TaggedFormat(SectionFormat):
 
 
 def _texts(schema: dict[str, Any]) -> list[str]:
-    """Return the allowed strings; [] if another value is allowed."""
+    """Return the strings of `const` or `enum`; [] if the schema allows any other value."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return values if isinstance(values, list) and values and all(isinstance(each, str) for each in values) else []
 
@@ -150,7 +150,7 @@ class Qwen3CoderFormat(TaggedFormat):
 
 
 class SeedOSSFormat(TaggedFormat):
-    """ByteDance's Seed-OSS: values without lines of their own."""
+    """ByteDance's Seed-OSS: values are not on lines of their own."""
 
     name = "seed_oss"
     markers = ("<seed:tool_call>", "</seed:tool_call>", *Qwen3CoderFormat.markers[2:])
@@ -185,7 +185,7 @@ class GLMFormat(TaggedFormat):
     value_closes, argument_closes = "</arg_value>", "\n"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:
-        """Require a function's name."""
+        """Require the name of a function after the opener of a call."""
         return _named_behind(self, functions)
 
 
@@ -198,12 +198,12 @@ class GLM47Format(TaggedFormat):
     named, argument_opens, argument_named, value_closes = "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:
-        """Require a function's name."""
+        """Require the name of a function after the opener of a call."""
         return _named_behind(self, functions)
 
 
 class DeepSeekV32Format(TaggedFormat):
-    """DeepSeek V3.2: an argument says whether it is a string."""
+    """DeepSeek V3.2: the tag of an argument says whether the value is a string."""
 
     name = "deepseek_v32"
     markers = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")

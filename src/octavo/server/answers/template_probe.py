@@ -30,14 +30,17 @@ _CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 
 @dataclass(frozen=True, slots=True)
 class TemplateProbe:
-    """A question and the text that a call adds to it, as a template writes them; None if it refuses them."""
+    """The prompt of a question, and the text that a tool call adds to the prompt, as a chat template writes them.
+
+    prompt, call: None if the template refuses the messages.
+    """
 
     prompt: str | None = None
     call: str | None = None
 
     @classmethod
     def of(cls, render: Callable[..., str]) -> TemplateProbe:
-        """Render both. render: raises `RequestError` to refuse messages."""
+        """Render the question and the call. render: the chat template; raises `RequestError` to refuse messages."""
         prompt = _rendered(render, [_QUESTION], add_generation_prompt=True)
         question = _rendered(render, [_QUESTION])
         calling = _rendered(render, [_QUESTION, _CALLING])
@@ -48,7 +51,7 @@ class TemplateProbe:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether tools are listed."""
+        """Whether the prompt names the tool."""
         return self.prompt is not None and NAME in self.prompt
 
     @property

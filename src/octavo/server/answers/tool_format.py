@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Function:
     """A client's tool.
 
-    strict: calls must match `parameters`, a JSON schema. field: the request's field with it.
+    parameters: the JSON schema of the arguments. strict: calls must match `parameters`. field: the request's field that
+    has the schema, for error messages.
     """
 
     name: str
@@ -33,12 +34,13 @@ class Function:
 class ToolFormat:
     """One family's format of tool calls. Grammars are in llguidance's dialect of Lark.
 
-    takes_one: chat templates refuse several calls in one message, so several are read only if the client asks for that.
-    frames_content: marks enclose the content as well, so the parser also reads answers without tools. reads_reasoning:
-    the parser separates the reasoning as well. reserved_names: mean no tool. needs_grammar: the models write no calls
-    without one. describes_tools: chat templates cannot show tools, so `messages_with_tools` writes them as text.
-    markers: separate calls from text; they stay in it even if they are special tokens. spell: returns a grammar's name
-    of a text that is one token (`<[123]>`), or None.
+    takes_one: the chat templates refuse several calls in one message, so an answer may have several calls only if the
+    client asks for parallel calls. frames_content: marks enclose the content as well, so the parser also reads answers
+    without tools. reads_reasoning: the parser separates the reasoning as well. reserved_names: names that mean no tool.
+    needs_grammar: the models write no calls without a grammar. describes_tools: the chat templates cannot show tools,
+    so `messages_with_tools` writes the tools as text. markers: the marks that separate calls from text; the detokenizer
+    keeps these marks even if they are special tokens. spell: returns the name in a grammar (`<[123]>`) of a text that
+    is one token; None for any other text.
     """
 
     name: ClassVar[str]
@@ -54,15 +56,15 @@ class ToolFormat:
         self._spell = spell
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser of one answer. only_one: drop further calls."""
+        """Return a parser of one answer. only_one: drop all calls after the first."""
         raise NotImplementedError
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:  # noqa: ARG002 - the seam's
-        """Return marks that begin a call within unclosed reasoning, and the heads of which one must follow."""
+        """Return the marks that begin a call within unclosed reasoning, each with the heads that must follow."""
         return {}
 
     def new_call_id(self) -> str:
-        """Return an id."""
+        """Return a new id for a call."""
         return f"call_{new_id()[:24]}"
 
     def messages_with_tools(
@@ -73,19 +75,19 @@ class ToolFormat:
         is_required: bool,  # noqa: ARG002 - the seam's
         only_one: bool,  # noqa: ARG002 - the seam's
     ) -> list[dict[str, Any]]:
-        """Return the template's messages."""
+        """Return the messages for the chat template; see `describes_tools`."""
         return [*messages]
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write calls as the family does."""
+        """Write calls (names and arguments) as the models do."""
         raise NotImplementedError
 
     def shows(self, text: str, name: str) -> bool:  # noqa: ARG002 - a family may know its own writing otherwise
-        """Return whether a template's text has the call in another spelling of the family."""
+        """Return whether a chat template's text has the call in a spelling that differs from `write`."""
         return False
 
     def content(self, schema: str) -> str | None:  # noqa: ARG002 - the seam's
-        """Return the grammar of an answer of JSON; None if nothing encloses it."""
+        """Return the grammar of an answer that is JSON of a schema; None if no marks enclose the JSON."""
         return None
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -97,7 +99,7 @@ class ToolFormat:
         raise NotImplementedError
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return the grammar of calls, or of JSON of a schema."""
+        """Return the grammar of calls, or of JSON that matches a schema."""
         forced = self.forced(functions, only_one=only_one).replace("start:", "calls:", 1)
         return f"start: calls | content\ncontent: {lark_json(schema)}\n{forced}"
 
@@ -105,7 +107,7 @@ class ToolFormat:
         return (self._spell(text) if text in self.markers else None) or json.dumps(text, ensure_ascii=False)
 
     def _pieces(self, text: str) -> list[str]:
-        """Split at markers."""
+        """Split a text before and after each marker."""
         either = "|".join(re.escape(each) for each in sorted(self.markers, key=len, reverse=True))
         return [piece for piece in re.split(f"({either})", text) if piece]
 
@@ -113,7 +115,7 @@ class ToolFormat:
         return " ".join(map(self._marker, self._pieces(text)))
 
     def _behind_text(self, opener: str) -> str:
-        """Return the rules of text up to a call's opener of marks and words."""
+        """Return the rules of text up to the opener of a call. The opener consists of marks and words."""
         first, *more = self._pieces(opener)
         tokens = [self._spell(each) if each in self.markers else None for each in (first, *more)]
         if tokens[0] is not None:
@@ -125,14 +127,15 @@ class ToolFormat:
 
 
 def choice_of(count: int) -> str:
-    """Return the rule of any call."""
+    """Return the rule `call`: one of `call0` to `call<count - 1>`."""
     return "call: " + " | ".join(f"call{index}" for index in range(count))
 
 
 def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
-    """Return the rules of arguments in their order, beginning with `first<place>_0`.
+    """Return the rules of arguments in the order of the schema; a call uses the rule `first<place>_0`.
 
-    `first<i>` are the arguments from the i-th on if none was written before, `further<i>` if one was.
+    Rule `first<place>_<i>` allows the arguments from number i on if the call has no argument before them; rule
+    `further<place>_<i>` is for a call that has one. are_needed: whether each argument is required.
     """
     rules = []
     for number, is_needed in enumerate(are_needed):
@@ -146,7 +149,7 @@ def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> lis
 
 
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
-    """Return the rules of an object. JSON's lexemes let the text also be other JSON."""
+    """Return the rules of calls that are objects. The lexemes are JSON's, so a grammar may allow other JSON as well."""
     rules = [choice_of(len(functions)), "COLON: /: ?/", "COMMA: /, ?/"]
     for index, function in enumerate(functions):
         name, value, arguments = (json.dumps(json.dumps(text)) for text in (name_key, function.name, arguments_key))

@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 
 
 class HermesFormat(ToolFormat):
-    """Qwen and Hermes."""
+    """Qwen and Hermes: objects between tags."""
 
     name = "hermes"
     markers = (HermesParser.opener, HermesParser.closer)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse tagged objects."""
+        """Parse objects between tags."""
         return HermesParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write separate lines."""
+        """Write each object and its tags on separate lines."""
         written = [json_text({"name": name, "arguments": arguments}) for name, arguments in calls]
         return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in written)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow consecutive calls."""
+        """Return a grammar of consecutive calls."""
         opener = self._marker(HermesParser.opener)
         more = "" if only_one else f' ("\\n" {opener} rest)*'
         return f"start: {opener} rest{more}\n{self._rest(functions)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow text and calls."""
+        """Return a grammar of text and calls."""
         start = "start: TEXT | head rest" if only_one else "start: (head rest)* TEXT"
         return f"{start}\n{self._behind_text(HermesParser.opener)}\n{self._rest(functions)}"
 
@@ -49,7 +49,7 @@ class HermesFormat(ToolFormat):
 
 
 class LlamaFormat(ToolFormat):
-    """Llama 3."""
+    """Llama 3: objects."""
 
     name = "llama3_json"
     markers = (LlamaParser.opener,)
@@ -60,17 +60,18 @@ class LlamaFormat(ToolFormat):
         return LlamaParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Use semicolons."""
+        """Write objects with semicolons between them."""
         return "; ".join(json_text({"name": name, "parameters": arguments}) for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow a tag."""
+        """Return a grammar of calls, with an optional tag before them."""
         return f"start: {self._all(only_one)}\n{object_rules(functions, 'name', 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Treat an answer that begins with an object as a call.
+        """Return a grammar of text and calls.
 
-        Within text, an object is a call if it begins with a function's name and arguments.
+        If the answer begins with an object, the object must be a call. Within text, an object is a call if it begins
+        with the name of a function and the key of the arguments.
         """
         text = f"/([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", object_rules(functions, "name", "parameters")]
@@ -91,30 +92,30 @@ class LlamaFormat(ToolFormat):
 
 
 class MistralFormat(ToolFormat):
-    """Mistral's models before 2025: a list."""
+    """Mistral's models before 2025: a list of objects."""
 
     name = "mistral"
     markers = (MistralParser.opener, "[CALL_ID]", MistralParser.arguments_marker)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse both forms."""
+        """Parse the forms of this class and of `NamedMistralFormat`."""
         return MistralParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write a list."""
+        """Write a list of objects."""
         written = [json_text({"name": name, "arguments": arguments}) for name, arguments in calls]
         return f"[TOOL_CALLS][{', '.join(written)}]"
 
     def new_call_id(self) -> str:
-        """Mistral's templates require nine characters."""
+        """Return an id of nine characters, as Mistral's templates require."""
         return new_id()[:9]
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow a list."""
+        """See `ToolFormat`."""
         return f"start: {self._marker(MistralParser.opener)} rest\n{self._rest(functions, only_one)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow a final list."""
+        """Return a grammar of text, which may end with calls."""
         head = self._behind_text(MistralParser.opener)
         return f"start: TEXT | head rest\n{head}\n{self._rest(functions, only_one)}"
 
@@ -124,10 +125,10 @@ class MistralFormat(ToolFormat):
 
 
 class NamedMistralFormat(MistralFormat):
-    """Mistral's models since 2025."""
+    """Mistral's models since 2025: a mark, a name, a mark and the arguments."""
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write marked calls."""
+        """Write each call with its marks."""
         return "".join(f"[TOOL_CALLS]{name}[ARGS]{json_text(arguments)}" for name, arguments in calls)
 
     def _rest(self, functions: Sequence[Function], only_one: bool) -> str:

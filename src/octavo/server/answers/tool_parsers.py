@@ -17,7 +17,7 @@ _LLAMA_HEADS = ('{"name":"', '{"type":"function","name":"')  # without white spa
 
 
 class HermesParser(ToolParser):
-    """Qwen and Hermes: <tool_call>{"name": ..., "arguments": ...}</tool_call>, anywhere."""
+    """Qwen and Hermes: <tool_call>{"name": ..., "arguments": ...}</tool_call>, anywhere in the answer."""
 
     opener, closer = "<tool_call>", "</tool_call>"
     _ends = ending(closer, opener, is_wrapped=True)
@@ -31,9 +31,10 @@ class HermesParser(ToolParser):
 
 
 class LlamaParser(ToolParser):
-    """Llama 3: {"name": ..., "parameters": ...}, or several with semicolons or line feeds between them.
+    """Llama 3: {"name": ..., "parameters": ...}; several calls have semicolons or line feeds between them.
 
-    Within a text the name must come first and the arguments second, because other objects that name a tool describe it.
+    Within text the name must come first and the arguments second, because any other object that names a tool may
+    describe the tool.
     """
 
     opener = "<|python_tag|>"
@@ -60,7 +61,10 @@ class LlamaParser(ToolParser):
                 self._tell_content()
 
     def _object(self) -> Wait[bool]:
-        """Read a call and its semicolon. Returns False, with the text unchanged, if there is no call."""
+        """Read a call and the semicolon after it. Returns False if no object follows or the call is malformed.
+
+        A malformed call is emitted as content.
+        """
         if (yield from self._skip_space()) != "{" or not (yield from self._call()):
             return False
         if (yield from self._skip_space()) == ";":
@@ -70,7 +74,7 @@ class LlamaParser(ToolParser):
         return True
 
     def _is_cut_here(self) -> bool:
-        """Without a tag the answer must also begin like a call."""
+        """See `ToolParser`. If there is no tag, the text must also begin like a call."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
@@ -79,7 +83,7 @@ class LlamaParser(ToolParser):
 
 
 class MistralParser(ToolParser):
-    """Mistral: [TOOL_CALLS] and a list; newer: [TOOL_CALLS], a name, [ARGS] and arguments for each call."""
+    """Mistral: [TOOL_CALLS] and a list; newer models: [TOOL_CALLS], a name, [ARGS] and arguments for each call."""
 
     opener, arguments_marker = "[TOOL_CALLS]", "[ARGS]"
     _ends_in_list, _ends_named = ending("]", ", {", opener, is_wrapped=True), ending(opener)
@@ -125,7 +129,7 @@ class MistralParser(ToolParser):
         yield from self._tell_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Skip a name and its marks, or the part of them that arrived."""
+        """Skip a name and its marks. If the answer was cut off within them, skip that text; raise `MalformedError`."""
         if head is not None:
             self._position = brace
             return

@@ -33,7 +33,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 class Choice:
     """A request's choice of tools. mode: auto, none or required.
 
-    named: the tool that must be called. allowed: the tools that may be called; None for all.
+    named: the tool that must be called; None for any. allowed: the tools that may be called; None for all.
     """
 
     mode: str = "auto"
@@ -45,8 +45,9 @@ class Choice:
 class Toolbox:
     """The tools that one request may call.
 
-    given: all tools, as chat templates read them. is_limited: some of them may not be called. named: the tool that must
-    be called. format: None if no tool may be called.
+    functions: the tools that may be called. given: all tools of the request, as chat templates read them. is_limited:
+    some tools of `given` may not be called. is_required: the answer must have a call. named: the tool that must be
+    called; None for any. only_one: an answer has at most one call. format: None if no tool may be called.
     """
 
     functions: tuple[Function, ...] = ()
@@ -66,9 +67,10 @@ class Toolbox:
         *,
         parallel: bool | None = None,
     ) -> Toolbox:
-        """Make a toolbox of described tools. Raises `RequestError`.
+        """Make a toolbox. Raises `RequestError`.
 
-        parallel: whether an answer may have several calls; None for the family's default.
+        described: the tools, each with its description. parallel: whether an answer may have several calls; None for
+        the default of `format`.
         """
         choice = choice or Choice()
         if len(described) > MAX_TOOLS:
@@ -103,7 +105,7 @@ class Toolbox:
     def template_input(
         self, messages: Sequence[dict[str, Any]], tool_format: ToolFormat | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Return messages and tools for the chat template."""
+        """Return the messages and the tools for the chat template; None if the template gets no tools."""
         if tool_format is None:
             return [*messages], None
         options = {"is_required": self.is_required, "only_one": self.only_one}
@@ -111,13 +113,13 @@ class Toolbox:
         return shown, None if tool_format.describes_tools else [*self.given] or None
 
     def parser(self) -> AnswerParser:
-        """Return a parser."""
+        """Return a new parser for one answer."""
         if self.format is None:
             return PlainParser()
         return self.format.parser(self.functions, only_one=self.only_one)
 
     def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Return the answer's structure, if any. content: its structure without a call.
+        """Return the structure of an answer; None if it is free. content: the structure of an answer without calls.
 
         Raises `RequestError` if `content` is not JSON, or if a schema cannot be part of a grammar.
         """
@@ -146,7 +148,7 @@ class Toolbox:
             raise RequestError(message, parameter="tools") from None
 
     def _in_grammar(self, content: StructuredOutputsParams | None) -> Sequence[Function]:
-        """Return none if no grammar is needed."""
+        """Return the functions for the grammar; none if no grammar is needed."""
         if self.is_required:
             return _bounded([each for each in self.functions if self.named in {None, each.name}])
         if content is not None:
@@ -172,15 +174,15 @@ NO_TOOLS = Toolbox()
 
 
 def _lenient(function: Function) -> Function:
-    """Enforce only what a grammar can express."""
+    """Return a copy for which the compiler enforces only the keywords that a grammar can express."""
     return replace(function, parameters={**function.parameters, LENIENT: True})
 
 
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
-    """Note the request's field in the parameters, for the compiler's errors.
+    """Return copies whose parameters name the request's field, for errors of the grammar compiler.
 
-    Raises `RequestError` if a schema is malformed, or if all are too long, because a format may repeat a part for each
-    reference to it.
+    Raises `RequestError` if a schema is malformed, or if all schemas together are too long: a format may repeat a part
+    of a schema for each reference to the part.
     """
     marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
     num_chars = 0
@@ -202,7 +204,7 @@ def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
 
 
 def read_function(fields: Any, place: str, parameters_name: str = "parameters") -> tuple[Function, str]:
-    """Return a tool and its description. Raises `RequestError`."""
+    """Return a tool and its description. place: the name of the field, for errors. Raises `RequestError`."""
     if not isinstance(fields, dict):
         raise RequestError(f"{place} must be an object with a name", parameter=place)
     name, description = fields.get("name"), fields.get("description")
@@ -221,7 +223,7 @@ def read_function(fields: Any, place: str, parameters_name: str = "parameters") 
 
 
 def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
-    """Raise `RequestError` unless a tool has the supported type. form: an example, for the message."""
+    """Raise `RequestError` unless a tool has the type `served`. form: an example of a tool, for the message."""
     if not isinstance(tool, dict):
         raise RequestError(f"{place} must be {form}", parameter=place)
     kind = tool.get("type")
@@ -249,7 +251,7 @@ def read_choice(wanted: Any, name_of: Callable[[dict[str, Any]], Any], *, has_to
         case "auto" | "required":
             return Choice(wanted)
         case {"type": "allowed_tools"}:
-            return _read_allowed(wanted.get("allowed_tools", wanted), name_of)  # chat completions nest it
+            return _read_allowed(wanted.get("allowed_tools", wanted), name_of)  # chat completions nest these fields
         case {"type": "function"} if isinstance(named := name_of(wanted), str):
             return Choice("required", named)
     message = (
@@ -275,7 +277,7 @@ def _read_allowed(fields: Any, name_of: Callable[[dict[str, Any]], Any]) -> Choi
 def read_chat_tools(
     tools: Any, tool_choice: Any, parallel_tool_calls: bool | None, tool_format: ToolFormat | None
 ) -> Toolbox:
-    """Read the fields of /v1/chat/completions. Raises `RequestError`."""
+    """Read the fields about tools of /v1/chat/completions. Raises `RequestError`."""
     described = []
     for index, tool in enumerate(tools or []):
         place = f"tools[{index}]"

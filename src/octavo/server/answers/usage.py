@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class PromptTokensDetails(Struct):
-    """Kinds of prompt tokens. cached_tokens: those with a prefix hit."""
+    """Kinds of prompt tokens. cached_tokens: prompt tokens with a prefix hit."""
 
     cached_tokens: int = 0
 
 
 class CompletionTokensDetails(Struct):
-    """Kinds of generated tokens: those of the reasoning, and accepted draft tokens.
+    """Kinds of generated tokens: tokens of the reasoning, and accepted draft tokens.
 
-    rejected_prediction_tokens: rejected draft tokens, which are not among the generated tokens.
+    rejected_prediction_tokens: rejected draft tokens, which do not count as generated tokens.
     """
 
     reasoning_tokens: int = 0
@@ -30,11 +30,11 @@ class CompletionTokensDetails(Struct):
 
 
 class Receipt(Struct):
-    """The cost of a request in positions that the model computed, without cached ones.
+    """The cost of a request.
 
-    recomputed_tokens: those of them that a preemption had lost, and rejected drafts. wasted_tokens: tokens that were
-    generated after a stop string. Positions that are computed after a request's end, before the engine learns of it,
-    are not counted.
+    computed_tokens: positions that the model computed, without cached positions. recomputed_tokens: computed positions
+    that a preemption had lost, and rejected draft tokens. wasted_tokens: tokens that were generated after a stop
+    string. Positions that are computed between the end of a request and the engine's notice of the end do not count.
     """
 
     computed_tokens: int = 0
@@ -52,7 +52,7 @@ class Receipt(Struct):
 
 
 class Usage(Struct):
-    """Token counts over all prompts and choices of a request. receipt: octavo's extension, after the request ended."""
+    """Token counts over all prompts and choices of a request. receipt: octavo's extension, set after a request ends."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -70,7 +70,7 @@ class UsageCounter:
         self._prompts: dict[str, tuple[int, int]] = {}
         self._num_completion_tokens = 0
         self._ended: dict[str, RequestMetrics] = {}
-        self._finish_reasons: dict[tuple[str, int], str] = {}  # by request and choice
+        self._finish_reasons: dict[tuple[str, int], str] = {}  # by request id and choice
 
     @property
     def metrics(self) -> list[RequestMetrics]:
@@ -78,7 +78,7 @@ class UsageCounter:
         return [*self._ended.values()]
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
-        """Count an output's prompt once, and the tokens of these completions."""
+        """Count the prompt of an output once, and the tokens of `completions`."""
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
         if output.finished and output.metrics is not None:
             self._ended.setdefault(output.request_id, output.metrics)

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from octavo.server.answers.tagged_calls import TaggedFormat
 
     _Verdict: TypeAlias = tuple[int, int] | Literal[False] | None
-    """The ends of a value and of its closing tag; False: the mark is text, None: more text is needed."""
+    """The indices at which a value and its closing tag end; False: the mark is text; None: more text is needed."""
 
 _MAX_MARK_CHARS = 512
 _NO_BLANK = re.compile(r"\S")
 
 
 def slips_of(tag: str) -> str:
-    """Return a pattern of a closing tag and its slips: `</a>`, `</a/>`, `</a >`, `</a`; other marks have none."""
+    """Return a pattern of a mark; of a closing tag with its misspellings: `</a>`, `</a/>`, `</a >`, `</a`."""
     if tag.startswith("</") and tag.endswith(">"):
         return rf"{re.escape(tag[:-1])}(?:\s*/?>)?"
     return re.escape(tag)
@@ -33,22 +33,23 @@ def _after_blanks(text: str, place: int) -> int:
 
 
 class ValueEnd(Protocol):
-    """Searches a growing text for the end of a value, which is not before `looked_at`."""
+    """Searches a growing text for the end of a value. looked_at: an index; the end is not before it."""
 
     looked_at: int
 
     def num_certain(self, text: str) -> int:
-        """Count the characters that certainly belong to the value."""
+        """Count the first characters that certainly belong to the value."""
         ...
 
     def drop(self, text: str) -> None:
-        """Forget the beginning of the text, which belongs to the value."""
+        """Adjust the indices: the caller removes `text`, which belongs to the value, from the beginning."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
-        """Return the end of the value and of its mark; None if more text is needed.
+        """Return the indices at which the value and its closing mark end; None if more text is needed.
 
-        Raises `MalformedError` if the text is over without an end, or may be read in two ways.
+        is_over: no more text follows. Raises `MalformedError` if the value then has no end, or if the text may be read
+        in two ways.
         """
         ...
 
@@ -82,10 +83,11 @@ class TagEnd:
     """Ends a value at its closing tag, or before another mark.
 
     A closing tag is text unless an argument, the end of the call or the end of the answer follows. Without a closing
-    tag the value ends before a known argument that was not given yet, and before the end of the call. If another
-    reading is as good, `MalformedError` is raised. Methods return None if more text is needed.
+    tag the value ends before a known argument that was not given yet, and before the end of the call. The methods raise
+    `MalformedError` if another reading is equally likely, and return None if more text is needed.
 
-    heads: beginnings of arguments that may follow. is_text: False for JSON, which contains no tag.
+    closes: the closing tag. heads: the beginnings of known arguments that may follow. is_text: False if the value is
+    JSON, which contains no tag. is_padded: see `TaggedFormat`.
     """
 
     def __init__(
@@ -108,23 +110,23 @@ class TagEnd:
         self._any = re.compile("|".join(map(re.escape, self._marks)))
         starts = range(1, max(2, len(closes) - 2))
         self._remnants = (*(closes[start:] for start in starts), *(closes[:-start] for start in starts))
-        # A call begins with these marks, a name for "", and one of `_call_follows`; the opener alone is text.
+        # A call begins with these marks (a name for "") and then one of `_call_follows`. The opener alone is text.
         self._head = (*(form.call_opens or form.opens).split(), "", *form.named.split())
         self._name = form.head_pattern
-        self._num_open = 0  # open calls within the value
+        self._num_open = 0  # calls within the value that have begun and not ended
         self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
-        self._has_tags = False  # the value holds a closing tag as text
-        # Text after the mark at `looked_at` was searched up to here; 0: not yet.
+        self._has_tags = False  # the value contains a closing tag as text
+        # Indices up to which the text after the mark at `looked_at` was searched; 0: not searched yet.
         self._ahead_at = self._inner_at = self._call_at = 0
-        self._inner_depth = 0  # open calls there
-        self._surplus_at = 0  # up to here more calls end than begin; 0: not known
+        self._inner_depth = 0  # open calls at `_inner_at`
+        self._surplus_at = 0  # marks before this index belong to calls within the value; 0: not known
         self.looked_at = 0
-        self._before = ""  # the value's last characters
+        self._before = ""  # the last characters that the caller removed
 
     def num_certain(self, text: str) -> int:
         """See `ValueEnd`."""
         end = min(self.looked_at, len(text) - max(num_held_back_chars(text, each) for each in self._marks))
-        return end - (self._is_loose and text.endswith("\n", 0, end))  # it may separate two arguments
+        return end - (self._is_loose and text.endswith("\n", 0, end))  # a line feed may separate two arguments
 
     def drop(self, text: str) -> None:
         """See `ValueEnd`."""
@@ -160,7 +162,10 @@ class TagEnd:
         return self._judged_mark(text, place, is_over=is_over)
 
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a mark belongs to a call within the value: more calls end after it than are open there."""
+        """Return whether a mark belongs to a call within the value; None if more text is needed.
+
+        It does if all calls within the value end after the mark, and one more call ends after them.
+        """
         if not self._num_open:
             return False
         if place < self._surplus_at:
@@ -209,7 +214,7 @@ class TagEnd:
         if self._num_open and text.startswith(self._breaks[0], place):
             self._num_open -= 1
             return False
-        # A section's end alone is text: two tags would be missing.
+        # The closing mark of a section alone is text, because two tags would be missing.
         is_placed = self._is_own_line(text, place) and text.startswith(self._breaks[0], place)
         is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
@@ -223,14 +228,17 @@ class TagEnd:
 
     def _judged_head(self, text: str, place: int, end: int, *, is_over: bool) -> _Verdict:
         if not self._is_padded and not self._is_loose and self._is_text:
-            raise MalformedError  # it may be text as well
+            raise MalformedError  # the head may be text as well
         if self._is_padded and text[end : end + 1] != "\n":
             return None if end == len(text) and not is_over else False
         is_line = self._written(text, place)[-1:] == "\n" or not self._is_text
         return self._broken_off(text, place) if is_line else False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether the end of a section, a call or the answer follows."""
+        """Return whether a mark that ends or begins a section or a call follows the mark at `place`.
+
+        At the end of the answer, return whether the format has only one closing mark. None: more text is needed.
+        """
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
         if not rest:  # the answer may have ended within the value
@@ -251,13 +259,14 @@ class TagEnd:
             return False
         is_ended = self._is_ended(text, closer, follows, is_over=is_over)
         if is_ended and closer.group() != self._closes and not self._is_only_slip(text, closer):
-            raise MalformedError  # it may be text as well
+            raise MalformedError  # the tag may be text as well
         return closer.span() if is_ended else is_ended
 
     def _is_ended(self, text: str, closer: re.Match[str], follows: str, *, is_over: bool) -> bool | None:
-        """Return whether a closing tag ends the value.
+        """Return whether a closing tag ends the value; None if more text is needed.
 
-        It does before a known argument, or the text that the format writes. Otherwise a later tag may be the end.
+        The tag ends the value if a known argument follows, or exactly the text that the format writes after a value.
+        Otherwise a later closing tag may end the value.
         """
         if follows == "head":
             return True
@@ -271,7 +280,7 @@ class TagEnd:
         return None if is_later is None else not is_later
 
     def _is_regular_end(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether the format writes this end."""
+        """Return whether the closing marks of the call and its section follow; None if more text is needed."""
         for mark in self._end:
             place = _after_blanks(text, place)
             if not text.startswith(mark, place):
@@ -295,10 +304,10 @@ class TagEnd:
         return (self._before + text[max(0, place - _MAX_MARK_CHARS) : place])[-_MAX_MARK_CHARS:]
 
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
-        """Return the kind of text after a closing tag; "" for plain text.
+        """Return the kind of text after a closing tag; "" for plain text, None if more text is needed.
 
-        "head": a known argument, or the end of the answer. "argument": an unknown one, or the same closing tag again.
-        "end": the end of the call or of its section.
+        "head": a known argument, or the answer ends here or within a mark. "argument": an unknown argument, or the same
+        closing tag again. "end": the end of the call or of its section.
         """
         place = _after_blanks(text, place)
         rest = text[place : place + _MAX_MARK_CHARS]
@@ -312,7 +321,7 @@ class TagEnd:
         return "end" if rest.startswith(self._follows) else ""
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a closing tag, whole or cut by the answer's end, precedes the next call."""
+        """Return whether a closing tag, or its beginning at the answer's end, precedes the next call."""
         pad = "\n" if self._is_padded else ""
         ends = pad + self._start
         place = max(place, self._ahead_at)
@@ -330,9 +339,9 @@ class TagEnd:
         return num_held_back_chars(text, ends) > len(pad) if is_over else None
 
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
-        """Return the index of the next call or the text's length.
+        """Return the index of the next call, or the length of the text if no call follows.
 
-        Also returns True if the call's head is whole or cut by the answer's end.
+        The second value is True if the head of the call is complete, or if the answer ends within the head.
         """
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
@@ -346,10 +355,10 @@ class TagEnd:
         return len(text), False
 
     def _broken_off(self, text: str, place: int) -> tuple[int, int]:
-        """End a value without a closing tag."""
+        """Return the ends of a value without a closing tag. Raises `MalformedError` if its end is uncertain."""
         written = self._written(text, place)
         if self._has_tags or not written.strip() or (self._is_text and self._is_padded and written.endswith("\n\n")):
-            raise MalformedError  # unknown which line feeds are part of it
+            raise MalformedError  # it is unknown which line feeds are part of the value
         if self._is_text and written.rstrip().endswith(self._remnants):
             raise MalformedError  # the closing tag lost a part
         is_line = not self._is_padded and self._is_loose and text.endswith("\n", 0, place)

@@ -1,4 +1,4 @@
-"""Base of the parsers of arguments that are not JSON. They emit JSON."""
+"""Base of the parsers that read arguments in another notation than JSON, and emit them as JSON."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MAX_WORD_CHARS = 512
 
 
 class ValueParser(SectionParser):
-    """Emits each name with the first piece of its value."""
+    """Emits the name of an argument together with the first piece of the argument's value."""
 
     is_padded = False
-    _held_piece = ""  # emitted before the next value
-    _open = ""  # closing brackets and quotes, the innermost first
+    _held_piece = ""  # text that is emitted before the next value
+    _open = ""  # closing brackets and quotes to emit, the innermost first
 
     def _arguments(self, call: Call, steps: Wait[None]) -> Wait[None]:
         self._begin(call)
@@ -46,7 +46,7 @@ class ValueParser(SectionParser):
         self._tell("arguments", closer, call)
 
     def _run(self, letters: re.Pattern[str]) -> Wait[str]:
-        """Skip at most `_MAX_WORD_CHARS` letters."""
+        """Skip and return what `letters` matches. Raises `MalformedError` above `_MAX_WORD_CHARS` characters."""
         while True:
             found = letters.match(self._text, self._position)
             end = self._position if found is None else found.end()
@@ -59,16 +59,16 @@ class ValueParser(SectionParser):
             yield
 
     def _read_value(self, text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-        """Return a value's JSON; None if it is omitted."""
+        """Return the JSON of a value's text; None to omit the value. Raises `MalformedError`."""
         try:
             return value_text(text, schema, root)
         except UnreadableError:
             raise MalformedError from None
 
-    # --- values that are bare text before a mark
+    # --- values that are text without quotes before a mark
 
     def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool) -> Wait[None]:
-        """Emit a string piece by piece, without its first quote."""
+        """Emit a string piece by piece, and its closing quote; the caller has emitted the opening quote."""
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
             self._position = len(_unpadded(self._text[: ends.num_certain(self._text)], is_padded))
             self._tell("arguments", _escaped(self._text[: self._position]), call)
@@ -80,7 +80,10 @@ class ValueParser(SectionParser):
         self._drop()
 
     def _end_or_cut(self, ends: ValueEnd, call: Call, *, is_padded: bool) -> tuple[int, int] | None:
-        """Return None if more text is needed."""
+        """Return the ends of a string and its mark; None if more text is needed.
+
+        Raises `MalformedError`. If the answer was cut off, emits the known text before.
+        """
         try:
             return ends.find(self._text, is_over=self._is_over)
         except MalformedError:
