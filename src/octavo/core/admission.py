@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class Admission(Protocol):
-    """A rule of admission."""
+    """Decides when a waiting request may start."""
 
     def check_fits(self, request: Request) -> None:
         """Raise `PromptTooLongError` if a request could never start."""
         ...
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Begin a step. Returns why it admits no request."""
+        """Begin a step. Returns why the step admits no request, or None."""
         ...
 
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
-        """Return why a request cannot start now."""
+        """Return why a request cannot start now, or None. computed: its cached tokens."""
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return for how many tokens to allocate blocks; 0: only for the first step."""
+        """Return for how many tokens a starting request gets blocks; 0: only for its first step."""
         ...
 
     def admitted(self, request: Request) -> None:
@@ -41,15 +41,15 @@ class Admission(Protocol):
         ...
 
     def left(self, request: Request) -> None:
-        """Record that a request ended or was preempted."""
+        """Record that an admitted request ended or returned to the queue."""
         ...
 
 
 class OptimisticAdmission:
-    """Starts a request if its known tokens fit. If memory runs out later, a request is preempted.
+    """Starts a request if its known tokens fit. If blocks are lacking later, a running request is preempted.
 
-    One block stays free for each running request; otherwise the new one would soon be preempted. After
-    `max_num_preemptions` a request starts only with all memory that it may need, and is never preempted again.
+    After a start, one block for each running request is still free; otherwise a request would soon be preempted. After
+    `max_num_preemptions`, a request starts only with all blocks that it may need, and is never preempted again.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
@@ -80,7 +80,7 @@ class OptimisticAdmission:
         return None if fits else WaitReason.NO_BLOCKS
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return all tokens of a request that was preempted too often, else 0. The last token needs no slot."""
+        """Return a request's maximum length if it was preempted too often, else 0. Its last token needs no slot."""
         if request.num_preemptions < self._max_preemptions:
             return 0
         return max(request.max_total_tokens - 1, request.num_tokens)
@@ -93,26 +93,26 @@ class OptimisticAdmission:
 
 
 class ReservationAdmission:
-    """Reserves prompt + max_tokens of each running request; none is preempted for lack of memory.
+    """Reserves prompt + max_tokens of each running request, so that none is preempted for lack of blocks.
 
     The rule of Hugging Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`).
 
-    most_saved_blocks: blocks of each bounded group that saves may pin in addition. Pinned blocks of ended requests, and
-    blocks that are handed over, may still cause a preemption.
+    most_saved_blocks: blocks of each bounded group that saves may pin in addition to the reservations. Pinned blocks of
+    ended requests, and of KV for another engine, may still cause a preemption.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:
         self._config = config
         self._manager = kv_cache_manager
         self._most_saved_blocks = most_saved_blocks
-        self._reserved: dict[str, tuple[int, list[int]]] = {}  # tokens, blocks by group
+        self._reserved: dict[str, tuple[int, list[int]]] = {}  # tokens, blocks of each group
         self.num_reserved_total = 0
         self._num_blocks = [0] * len(kv_cache_manager.groups)
         self._steps_since_admission = 0
 
     @property
     def max_total_tokens(self) -> int:
-        """Limit on the sum of reservations."""
+        """Limit on the sum of reservations, in tokens."""
         limit = self._config.max_batch_total_tokens
         return self._manager.capacity_tokens if limit is None else limit
 
@@ -127,9 +127,9 @@ class ReservationAdmission:
             )
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Return GATHERING while few requests wait, for at most `max_waiting_tokens` steps.
+        """Return GATHERING while few requests wait, for at most `max_waiting_tokens` steps after an admission.
 
-        Admitting requests together delays the running ones less often.
+        Admitting requests together delays the running requests less often.
         """
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)
@@ -153,7 +153,7 @@ class ReservationAdmission:
         return request.max_total_tokens, [group.num_reserved(num_blocks) for group in self._manager.groups]
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return 0: blocks are only counted."""
+        """Return 0: reserved blocks are counted, but not allocated."""
         del request
         return 0
 

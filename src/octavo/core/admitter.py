@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Admitter:
-    """Admits requests from the queue. num_busy_steps: steps with tokens to compute; the scheduler counts them."""
+    """Admits requests from the queue. num_busy_steps: steps that compute tokens; the scheduler counts them."""
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
         self.num_busy_steps = 0
@@ -28,19 +28,19 @@ class Admitter:
         self._blocked: tuple[str, WaitReason] | None = None
 
     def resume_deferred(self) -> None:
-        """Requeue deferred requests that waited long enough."""
+        """Requeue deferred requests whose wait is over."""
         for request, timed_out in self._room.resume_deferred(self.num_busy_steps):
             self._emitter.emit(events.RequestUnparked, request.request_id, timed_out)
 
     def has_seat(self) -> bool:
-        """Return whether one more request may run. Loading and deferred ones count."""
+        """Return whether one more request may run. Loading and deferred requests count."""
         num_seated = len(self._state.running) + len(self._state.transfers) + self._room.num_deferred
         return num_seated < self._state.config.max_num_seqs
 
     def admit(self, plan: StepPlan, before: Request | None) -> None:
-        """Admit requests until one does not fit; no request overtakes it.
+        """Admit requests in order, until one cannot start.
 
-        before: only requests that are more important than this running one are admitted.
+        before: a running request; only more important requests are admitted. None: no such limit.
         """
         reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
         rank = self._state.policy.rank
@@ -60,7 +60,7 @@ class Admitter:
             self._note_blocked(self._room.queue.peek_request(), reason)
 
     def _admit_next(self, plan: StepPlan) -> WaitReason | None:
-        """Admit or defer the head of the queue, or return why not."""
+        """Admit or defer the first request of the queue. Returns the reason if neither is possible."""
         request = self._room.queue.peek_request()
         computed = self._state.transfers.hand_over_hit(request, self._state.manager.get_computed_blocks(request))
         awaited = self._state.manager.prefix_cache.awaited_block(request, computed)
@@ -105,7 +105,7 @@ class Admitter:
         return None
 
     def _park(self, is_pending: Callable[[], bool], owner: str | None) -> None:
-        """Defer the head of the queue. owner: None for a lookup."""
+        """Defer the first request. owner: the request that computes the awaited block; None for a store's answer."""
         request = self._room.defer(is_pending, self.num_busy_steps)
         self._emitter.emit(events.RequestParked, request.request_id, owner)
 
@@ -124,7 +124,7 @@ class Admitter:
         return None
 
     def _may_wait_for(self, owner_id: str, request: Request) -> bool:
-        """Return False if the block's owner is known to be less important."""
+        """Return False if the owner, which computes the block, is known to be less important than `request`."""
         rank = self._state.policy.rank
         return not self._state.policy.ranks_are_fixed or rank(self._state.requests[owner_id]) < rank(request)
 

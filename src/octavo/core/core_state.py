@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class CoreState:
     """The requests that have not ended, and the objects that decide about them.
 
-    docs/architecture.md names the writer of each state. requests: by arrival. running: in the order of service.
+    docs/architecture.md names the writer of each state. requests: by id, in the order of arrival. running: in the order
+    of service in a step.
     """
 
     def __init__(

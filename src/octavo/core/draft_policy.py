@@ -1,7 +1,7 @@
-"""Chooses how many drafts each request gets: the number that gives the most tokens per second.
+"""Chooses how many draft tokens each request gets: the number that gives the most tokens per second.
 
-Costs and acceptance rates are learned. Unknown ones count as good, and drafting that does not pay is tried again from
-time to time. The choice never changes a token.
+A draft model computes drafts, or lookups in earlier text find them. Costs and acceptance rates are learned. Unknown
+rates count as good, and drafting that does not pay is tried again from time to time. The choice never changes a token.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
-    Known = tuple[AcceptanceRates, AcceptanceRates | None]  # of all drafts of the same kind, of one request
-    Candidate = tuple[float, int, int]  # a draft: minus its probability, its request's index, its place
+    Known = tuple[AcceptanceRates, AcceptanceRates | None]  # rates over all requests, rates of one request
+    Candidate = tuple[float, int, int]  # a draft token: minus its probability, its request's index, its place
 
 _FIRST_RATE = 0.7  # before any draft was verified
-_CREDIT_S = 0.01  # seconds that lookups may take before they gain anything
+_CREDIT_S = 0.01  # seconds that lookups may take before they gain time
 _OLDER_GUESSES = 0.95  # weight of earlier lookups
-_SMALL_SHARE = 0.005  # of a step's time, always granted to lookups
-_STEPS_OF_A_TRIAL = 16  # one in so many tries lookups again
-_REQUESTS_OF_A_TRIAL = 8
+_SMALL_SHARE = 0.005  # of the steps' time, which lookups may always lose
+_STEPS_OF_A_TRIAL = 16  # lookups that do not pay are tried in one step of so many
+_REQUESTS_OF_A_TRIAL = 8  # requests that get lookups in such a step
 
 
 class DraftPolicy:
-    """Allots drafts to requests, and learns their costs and rates.
+    """Allots drafts to requests, and learns the costs and acceptance rates of drafts.
 
     The only writer of `Request.acceptance` and `Request.computed_acceptance`. Taking the most probable drafts first is
     optimal if all rows cost the same.
@@ -43,19 +43,19 @@ class DraftPolicy:
         self.pass_cost = StepCost()
         self._everyone = AcceptanceRates(decay=0.98)
         self._everyone_computed = AcceptanceRates(decay=0.98)
-        self._computed: AbstractSet[str] = frozenset()  # requests with newest drafts that a model computed
-        self._has_drafts = False  # until a draft was proposed, steps cost nothing here
+        self._computed: AbstractSet[str] = frozenset()  # ids of requests whose newest drafts a model computed
+        self._has_drafts = False  # until a draft is proposed, `learn` does nothing
         self._has_guesses = False
-        self._most_passes = 0  # tokens that the draft model guesses for a request; 0 without a model
+        self._most_passes = 0  # of the draft model in a step; 0 without a model
         self._guessing_s = 0.0
         self._num_accepted = 0  # in the step that is being processed
-        # Seconds of recent lookups, gained by them, and of their steps.
+        # Of recent steps with lookups: seconds that the lookups took and gained, and that the steps took.
         self._spent_s, self._gained_s, self._steps_s = 0.0, _CREDIT_S, 0.0
-        self._num_skipped = 0  # since the newest lookup
-        self._first_tried = 0  # first request of the newest trial
+        self._num_skipped = 0  # steps since the newest lookup
+        self._first_tried = 0  # index of the first request of the newest trial
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a request's verified drafts."""
+        """Learn that a step accepted `num_accepted` of a request's `num_drafted` drafts."""
         self._num_accepted += num_accepted
         if request.request_id in self._computed:
             everyone, own = self._everyone_computed, request.computed_acceptance or AcceptanceRates()
@@ -69,8 +69,8 @@ class DraftPolicy:
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
         """Learn from the duration of a step, drafting included. Call `verified` before.
 
-        Steps with prompts are ignored: their rows have other costs. Returns the seconds of a step with drafts, and an
-        estimate for as many tokens without, if known.
+        Steps with prompts are ignored, because their rows have other costs. If the step verified drafts, returns its
+        seconds with the drafting before it, and an estimate for as many tokens without drafts; None if unknown.
         """
         if not (self._has_drafts or result.drafting_s):
             return None
@@ -80,7 +80,7 @@ class DraftPolicy:
         num_accepted, self._num_accepted = self._num_accepted, 0
         counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
         if self._num_skipped and not drafts:
-            return None  # such a step should cost no more than without drafting
+            return None  # a step without lookups should take no time here
         num_rows = len(counts) + sum(map(len, drafts.values()))
         if not counts or scheduled.scheduled_new_reqs or num_rows != scheduled.total_num_scheduled_tokens:
             return None
@@ -90,7 +90,7 @@ class DraftPolicy:
         self._learn_gain(len(counts), num_rows, num_accepted, result.drafting_s, step_s)
         if not drafts or not self.step_cost.is_measured(len(counts)):
             return None
-        # A step with fewer rows takes no longer; slow first steps can make the estimate longer.
+        # A step with fewer rows takes no longer; slow first steps can make the estimate too long.
         without_s = min(self.step_cost.seconds(len(counts)), step_s)
         return step_s + guessing_s, (1 + num_accepted / len(counts)) * without_s
 
@@ -110,10 +110,10 @@ class DraftPolicy:
             self._gained_s *= _OLDER_GUESSES
             self._steps_s = _OLDER_GUESSES * self._steps_s + step_s
         gained_s = num_accepted / num_requests * without_s - (self.step_cost.seconds(num_rows) - without_s)
-        self._gained_s += max(gained_s, 0.0)  # rows of rejected drafts are no cost of the lookup: `allot` chose them
+        self._gained_s += max(gained_s, 0.0)  # a loss is due to `allot`, which chose the rows, not to lookups
 
     def _bound_lookups(self, names: Sequence[str]) -> dict[str, int]:
-        """Bound lookups to 0 if they recently cost more than they gained, plus a small share for noise."""
+        """Bound lookups to 0 if they recently cost more than they gained plus a small share, except in trials."""
         if self._spent_s - self._gained_s <= _SMALL_SHARE * self._steps_s:
             self._num_skipped = 0
             return {}
@@ -125,9 +125,9 @@ class DraftPolicy:
         return dict.fromkeys(order[_REQUESTS_OF_A_TRIAL:], 0)
 
     def bound(self, num_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> dict[str, int]:
-        """Return how many drafts are worth guessing after a step; without an entry, no bound.
+        """Return how many drafts are worth guessing after a step, by request id. No entry means no bound.
 
-        num_tokens: of each request. Lookups are bounded to 0 or not at all: `allot` chooses among their drafts.
+        num_tokens: of each request in the step. Lookups get the bound 0 or none: `allot` chooses among their drafts.
         """
         if not self._most_passes:
             return self._bound_lookups(list(num_tokens)) if self._has_guesses else {}
@@ -135,7 +135,7 @@ class DraftPolicy:
         for request_id, count in num_tokens.items():
             request = requests[request_id]
             num_known = len(request.sequence.token_ids)
-            if request.num_computed_tokens + count >= num_known:  # it gets a token now, and one after its drafts
+            if request.num_computed_tokens + count >= num_known:  # it gets a token now, and another with its drafts
                 wanted.append((request, max(min(self._most_passes, request.max_total_tokens - num_known - 2), 0)))
         if not wanted:
             return {}
@@ -148,7 +148,7 @@ class DraftPolicy:
     def allot(self, wanted: Sequence[tuple[Request, int]], num_decoding: int) -> list[int]:
         """Return how many drafts of each request the next step verifies.
 
-        wanted: requests with their numbers of drafts. num_decoding: requests that get a token in the step.
+        wanted: requests with their numbers of drafts. num_decoding: number of requests that decode.
         """
         if not wanted:
             return []
@@ -162,7 +162,7 @@ class DraftPolicy:
         return self._worthwhile(wanted, known, _likeliest_first(wanted, known), num_decoding, repeat(self._guessing_s))
 
     def _passes_s(self, candidates: list[Candidate], num_requests: int) -> Iterator[float]:
-        """Yield the seconds of computing the first 0, 1, 2, ... candidates."""
+        """Yield the draft model's seconds for the first 0, 1, 2, ... candidates."""
         costs = [0.0, *(self.pass_cost.seconds(rows) for rows in range(1, num_requests + 1))]
         rows, total = [0] * self._most_passes, 0.0
         yield total
@@ -179,9 +179,9 @@ class DraftPolicy:
         num_decoding: int,
         guessing_s: Iterable[float],
     ) -> list[int]:
-        """Return each request's number of drafts that gives the most tokens per second.
+        """Return how many drafts of each request together give the most tokens per second.
 
-        candidates: the most probable one first. guessing_s: of drafting the first 0, 1, 2, ... of them.
+        candidates: the most probable draft first. guessing_s: seconds of guessing the first 0, 1, 2, ... candidates.
         """
         seconds, costs = self.step_cost.seconds, iter(guessing_s)
         num_tokens, shortest, best = float(num_decoding), seconds(num_decoding), 0
@@ -198,7 +198,7 @@ class DraftPolicy:
         for _, index, _ in candidates[:best]:
             counts[index] += 1
         for (_, num_wanted), (_, own), count in zip(wanted, known, counts, strict=True):
-            if own is not None and count < num_wanted:  # otherwise low rates would exclude a request for good
+            if own is not None and count < num_wanted:  # otherwise low rates would exclude it forever
                 own.fade()
         if not any(counts):
             for everyone in {id(each): each for each, _ in known}.values():

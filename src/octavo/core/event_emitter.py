@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 def emit_nothing(_kind: Callable[..., Event], *_args: object) -> None:
-    """Do nothing."""
+    """Discard an event."""
 
 
 class EventEmitter:
-    """Passes events to a sink, with the scheduler's `step` and `now`."""
+    """Passes events to a sink, with the number `step` and the time `now`, which the core sets."""
 
     def __init__(self, sink: EventSink) -> None:
         self.step = 0
@@ -23,5 +23,5 @@ class EventEmitter:
         self._sink = sink
 
     def emit(self, kind: Callable[..., Event], *args: object) -> None:
-        """Emit an event. args: its fields after step and time."""
+        """Emit an event of class `kind`. args: the event's fields after step and time."""
         self._sink.emit(kind(self.step, self.now, *args))

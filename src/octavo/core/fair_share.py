@@ -1,7 +1,7 @@
 """Fair share between tenants: virtual token counters.
 
 After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. When a tenant starts to wait,
-its counter is raised to the smallest waiting one, so that idle time earns no credit.
+its counter is raised to the smallest counter of a waiting tenant, so that idle time earns no credit.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class ServiceCounters:
-    """The service of each tenant: weighted prompt tokens, charged on admission, and generated tokens.
+    """Counts each tenant's service: weighted prompt tokens, charged on admission, and generated tokens.
 
-    Prefix hits and repeated computation cost nothing.
+    Prefix hits, and tokens computed again after a preemption, cost nothing.
     """
 
     def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
@@ -34,33 +34,37 @@ class ServiceCounters:
         return self._served.get(tenant, 0.0)
 
     def charge_input(self, tenant: str, num_tokens: float) -> None:
-        """Charge prompt tokens, divided by the tenant's weight."""
+        """Charge prompt tokens. num_tokens: their number, divided by the tenant's weight."""
         self._served[tenant] = self._served.get(tenant, 0.0) + self.input_weight * num_tokens
 
     def charge_output(self, tenant: str, num_tokens: float) -> None:
-        """Charge generated tokens, divided by the tenant's weight."""
+        """Charge generated tokens. num_tokens: their number, divided by the tenant's weight."""
         self._served[tenant] = self._served.get(tenant, 0.0) + self.output_weight * num_tokens
 
     def lift(self, tenant: str, level: float) -> None:
-        """Raise a counter to at least `level`."""
+        """Raise a tenant's counter to at least `level`."""
         self._served[tenant] = max(self.served(tenant), level)
 
     def forget_all(self) -> None:
-        """Reset all counters. Call it without requests: then no tenant is owed service."""
+        """Reset all counters. Call it only without requests: then no tenant is owed service."""
         self._served.clear()
         self.num_restarts += 1
 
     def bound(self, longest_prompt: int, longest_output: int, max_num_seqs: int, least_weight: float = 1.0) -> float:
         """Return the largest possible difference between two waiting tenants' counters.
 
-        It is at most one admission, made with the smaller counter, and the tokens that running requests still generate.
+        Admissions go to the smallest counter, so the difference is at most one prompt and the tokens that running
+        requests still generate. longest_prompt, longest_output: in tokens. least_weight: a tenant's smallest weight.
         """
         longest = self.input_weight * longest_prompt + self.output_weight * longest_output * max_num_seqs
         return longest / least_weight
 
 
 class FairRequestQueue:
-    """The tenant with the smallest counter first; `rank` orders its requests. O(log n)."""
+    """Serves the tenant with the smallest counter first. O(log n).
+
+    rank: the order of one tenant's requests; None: as in `PriorityRequestQueue`.
+    """
 
     def __init__(
         self, counters: ServiceCounters | None = None, rank: Callable[[Request], tuple[float, ...]] | None = None
@@ -68,36 +72,36 @@ class FairRequestQueue:
         self.counters = counters or ServiceCounters()
         self._rank = rank
         self._tenants: dict[str, PriorityRequestQueue] = {}
-        self._heap: list[tuple[float, str]] = []  # counters only grow: an entry may be too small, never too large
+        self._heap: list[tuple[float, str]] = []  # an entry's counter may be out of date, but never too large
         self._in_heap: set[str] = set()
         self._last_level = 0.0
         self._num_restarts = 0
         self._size = 0
 
     def add_request(self, request: Request) -> None:
-        """Insert a request."""
+        """See `RequestQueue`."""
         self._queue_of(request.tenant).add_request(request)
         self._size += 1
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back."""
+        """See `RequestQueue`."""
         self._queue_of(request.tenant).prepend_request(request)
         self._size += 1
 
     def peek_request(self) -> Request:
-        """Return the next request."""
+        """See `RequestQueue`."""
         if not self._size:
             raise IndexError("peek into an empty queue")
         return self._tenants[self._next_tenant()].peek_request()
 
     def pop_request(self) -> Request:
-        """Take the next request."""
+        """See `RequestQueue`."""
         request = self.peek_request()
         self.remove_request(request)
         return request
 
     def remove_request(self, request: Request) -> None:
-        """Remove a request."""
+        """See `RequestQueue`."""
         queue = self._tenants[request.tenant]
         queue.remove_request(request)
         self._size -= 1
@@ -126,7 +130,7 @@ class FairRequestQueue:
         return queue
 
     def _restart(self) -> None:
-        """Clear the heap: the counters may have been reset."""
+        """Clear the heap of an empty queue: its counters may have been reset."""
         self._heap.clear()
         self._in_heap.clear()
         if self._num_restarts != self.counters.num_restarts:

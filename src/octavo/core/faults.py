@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class Faults:
-    """Injects faults between two steps. to_preempt: requests that the next step preempts; journals record them."""
+    """Injects faults between two steps. to_preempt: ids that the next step preempts; journals record them."""
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
         self.to_preempt: list[str] = []
         self._manager = kv_cache_manager
 
     def preempt(self, request_ids: Iterable[str]) -> None:
-        """Preempt these requests with the next step, if they run."""
+        """Preempt these requests in the next step, if they are running then."""
         self.to_preempt += request_ids
 
     def evict(self, block: Block) -> None:
-        """Evict an unheld cached block."""
+        """Evict a cached block. It must not be held."""
         self._manager.pool.evict(block)
 
     def replace_weights(self) -> bool:

@@ -1,4 +1,4 @@
-"""Invariants of the core, which hold between any two calls into it; numbered in docs/reliability.md."""
+"""Invariants that hold between any two calls into the core. docs/reliability.md numbers them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """An invariant that does not hold, and the blocks with wrong bookkeeping."""
+    """An invariant that does not hold. block_ids: blocks of KV group `group` whose bookkeeping is wrong."""
 
     invariant: int
     message: str
@@ -45,7 +45,7 @@ def check(scheduler: Scheduler) -> list[Breach]:
 
 
 def quarantine(scheduler: Scheduler, breach: Breach) -> tuple[int, ...]:
-    """Quarantine a breach's blocks. Returns the new ids of the first group."""
+    """Quarantine a breach's blocks. Returns the newly quarantined ids if the first group has them, else ()."""
     group = scheduler.kv_cache_manager.groups[breach.group]
     fresh = tuple(block_id for block_id in breach.block_ids if block_id not in group.quarantined)
     for block_id in fresh:
@@ -125,7 +125,7 @@ def _check_bounded_table(scheduler: Scheduler, group: BoundedGroup, request: Req
     table, first = sequence.block_tables[group.index], sequence.first_held[group.index]
     is_running = request.status is RequestStatus.RUNNING
     num_tokens = request.num_computed_tokens
-    earliest = group.first_read(max(num_tokens - size, 0))  # blocks are released once for each block of tokens
+    earliest = group.first_read(max(num_tokens - size, 0))  # releases may wait until a block is full
     if is_running and not earliest <= first <= group.first_read(num_tokens):
         yield Breach(3, f"{name} has released {first} blocks of group {group.index} with {num_tokens} tokens")
     if len(table) * size < num_tokens:

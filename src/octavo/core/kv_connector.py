@@ -1,7 +1,7 @@
 """The scheduler's half of KV transfer: which blocks an external store has, and which it wants.
 
-Names and division follow vLLM's KVConnector. Neither half is trusted: reported blocks may be missing, late or wrong,
-which costs time but never changes a token.
+The other half is in the worker. Names and division follow vLLM's KVConnector. Neither half is trusted: reported blocks
+may be missing, late or wrong, which costs time but never changes a token.
 """
 
 from __future__ import annotations
@@ -28,35 +28,39 @@ class KVConnector(Protocol):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens after `num_computed_tokens` the store has; None: not known yet, ask again.
 
-        A multiple of the block size. The store then has, in all KV groups, the blocks that the next row reads.
+        The number is a multiple of the block size. The store has, in all KV groups, the blocks that the next row
+        (token) reads.
         """
         ...
 
     def lookup_given_up(self, request: Request) -> None:
-        """Report that no request waits for this lookup any longer."""
+        """Report that a request does not wait for its lookup any longer."""
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Report that external tokens have blocks, and that their transfer begins with this step."""
+        """Report that a load was ordered. block_ids: the request's block table in the first KV group."""
         ...
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
-        """Return the keys of the blocks that the store lacks and wants.
+        """Return those of `keys` whose blocks the store lacks and wants.
 
-        only_first_group: parts are lost, so only blocks are wanted of which it lacks even the first group's content.
+        only_first_group: parts in other groups are lost, so return only blocks whose first group's content is lacking.
         """
         ...
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Report a transfer, which begins with this step unless it is cancelled before."""
+        """Report that the scheduler ordered a transfer.
+
+        The next step starts the transfer, unless it ends before (`transfer_ended`).
+        """
         ...
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Report a transfer's end. num_blocks: leading blocks that were moved; None if it was cancelled."""
+        """Report the end of a transfer. num_blocks: number of leading blocks that were moved; None if cancelled."""
         ...
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Report an ended request, and its block table in the first group."""
+        """Report an ended request. block_ids: its block table in the first KV group."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Transfers of KV between this engine and an external store.
 
-A transfer's blocks are pinned until it has ended or the worker has received its cancellation. So no other content is
-written to them meanwhile.
+A transfer's blocks are pinned until the transfer has ended or the worker has received its cancellation. So no other
+content is written to these blocks meanwhile.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
-_PROMPT_SHARE = 16  # tokens per request; steps with fewer do not show the cost of prompts
+_PROMPT_SHARE = 16  # tokens per request; a step with fewer is mostly decodes
 _EXPECTED_LOOKUP_S = 5.0  # shortest timeout for KV that another engine computes
-_SAVED_TOGETHER = 8  # blocks of an answer: each save has a fixed cost for a store
+_SAVED_TOGETHER = 8  # blocks of an answer: each save has a fixed cost
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTransfer:
     """A transfer that has not ended.
 
-    request: waits for a load; None for a save. num_present: its blocks before the first loaded one.
+    request: the request that waits for a load; None for a save. num_present: number of its blocks before the first
+    loaded block.
     """
 
     order: KVTransfer
@@ -50,7 +51,7 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """A lookup without an answer."""
+    """A lookup that the store has not answered."""
 
     num_computed_tokens: int
     deadline: float
@@ -60,9 +61,9 @@ class KVTransfers:
     """The only user of the connector, and of pins in the KV cache.
 
     Transfer ids are never reused, so a late or double completion finds no transfer.
-    most_saved_blocks: limit on blocks that saves pin in all KV groups, except blocks that are handed over.
-    reports_dropped_saves: replays set it to False for journals of versions that did not ask the store when a request
-    ended.
+    most_saved_blocks: how many blocks saves may pin in all KV groups; KV for another engine may exceed this limit.
+    reports_dropped_saves: replays set it to False for journals of old versions, which did not ask the store when a
+    request ended.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class KVTransfers:
         self._pending: dict[int, PendingTransfer] = {}
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
-        self._num_offered: dict[str, int] = {}  # blocks that the store was asked about
-        self._saving: set[BlockHash] = set()  # pinned in all groups
-        self._saving_in_part: set[BlockHash] = set()  # pinned in the first group only: they lost a part
+        self._num_offered: dict[str, int] = {}  # leading blocks; the next offer begins after them
+        self._saving: set[BlockHash] = set()  # blocks in pending saves, in all groups
+        self._saving_in_part: set[BlockHash] = set()  # blocks in pending saves that lost a part: first group only
         self.reports_dropped_saves = True
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
@@ -95,10 +96,10 @@ class KVTransfers:
         self._orders: list[KVTransfer] = []
         self._cancels: list[int] = []
         self._gave_up: set[str] = set()
-        self._most_loaded: dict[str, int] = {}  # limit in tokens when a request asks again
+        self._most_loaded: dict[str, int] = {}  # limit in tokens of a second load
 
     def __len__(self) -> int:
-        """Return the number of loading requests."""
+        """Return the number of requests that wait for a load."""
         return len(self._load_of)
 
     @property
@@ -113,12 +114,12 @@ class KVTransfers:
 
     @property
     def num_records(self) -> int:
-        """Number of records of requests."""
+        """Number of records about requests; 0 without requests."""
         kept = self._load_of, self._gave_up, self._lookups, self._num_offered, self._most_loaded
         return sum(map(len, kept))
 
     def requests(self) -> list[Request]:
-        """Return the loading requests."""
+        """Return the requests that wait for a load."""
         return [each.request for each in self._pending.values() if each.request is not None]
 
     def request_added(self, request: Request) -> None:
@@ -128,10 +129,10 @@ class KVTransfers:
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
-        """Return how many tokens after the computed ones to load; None if the store has not answered yet.
+        """Return how many tokens after the computed tokens to load; None if the store has not answered yet.
 
-        A multiple of the block size; 0 if a load is not worth its time. may_wait: if False, or after a timeout, a
-        missing answer counts as 0.
+        It is a multiple of the block size; 0 if a load is not worth its time. computed: cached tokens. may_wait: if
+        False, or after a timeout, a missing answer counts as 0.
         """
         size = self._manager.block_size
         may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._gave_up
@@ -148,7 +149,7 @@ class KVTransfers:
             return self._wait_for_lookup(request, computed.num_tokens, may_wait=may_wait)
         self._lookups.pop(request.request_id, None)
         found = min(found, most) // size * size
-        is_worth = request.expects_kv or self._cost.is_worth_loading(found)  # expected KV is computed elsewhere already
+        is_worth = request.expects_kv or self._cost.is_worth_loading(found)  # another engine computes expected KV
         return found if found >= self._min_tokens and is_worth else 0
 
     def _wait_for_lookup(self, request: Request, num_computed_tokens: int, *, may_wait: bool) -> int | None:
@@ -165,7 +166,7 @@ class KVTransfers:
         return 0
 
     def is_looking_up(self, request: Request) -> bool:
-        """Return whether a lookup has no answer, before its deadline."""
+        """Return whether a request's lookup has no answer yet, before the lookup's deadline."""
         lookup = self._lookups.get(request.request_id)
         if lookup is None or self._emitter.now >= lookup.deadline:
             return False
@@ -174,7 +175,7 @@ class KVTransfers:
     # --- load ---------------------------------------------------------------------------------------------------------
 
     def start_load(self, request: Request, computed: ComputedBlocks, num_external_tokens: int) -> None:
-        """Order a load into a request's blocks, after the found ones."""
+        """Order a load of `num_external_tokens` into a request's blocks after those in `computed`."""
         first, num_blocks = computed.num_blocks, num_external_tokens // self._manager.block_size
         loaded, sequence = slice(first, first + num_blocks), request.sequence
         block_ids = [table[loaded] for table in sequence.block_tables]
@@ -201,9 +202,9 @@ class KVTransfers:
         return order
 
     def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
-        """Return a request's number of computed tokens after `num_blocks` blocks of its load.
+        """Return a request's number of computed tokens if the first `num_blocks` blocks of its load arrived.
 
-        At least one token remains to be computed. 0 if the next row would lack a block.
+        At least one token remains to be computed. 0 if the next row (token) would lack a block.
         """
         assert load.request is not None
         num_tokens = min((load.num_present + num_blocks) * self._manager.block_size, load.request.num_tokens - 1)
@@ -216,8 +217,8 @@ class KVTransfers:
     def offer(self, request: Request) -> None:
         """Order saves of committed blocks that the store wants, as far as they may be pinned.
 
-        The prompt is saved immediately, the answer several blocks together or at the end; until then bounded groups may
-        release parts. KV for another engine is saved completely: no offer follows.
+        Blocks of the prompt are saved immediately, blocks of the answer several together or at the end; until then
+        bounded groups may release parts. KV for another engine may all be pinned, because no later save follows.
         """
         if not self.has_store:
             return
@@ -247,7 +248,7 @@ class KVTransfers:
         first = self._num_offered.get(request.request_id, 0)
         end = self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
-            return  # usual; the store is not asked, so a journal has no record of it
+            return  # usual case: the store is not asked, so no journal records it
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving - self._saving_in_part
         if wanted:
             self._emitter.emit(events.KVSavesDropped, request.request_id, len(wanted))
@@ -266,10 +267,10 @@ class KVTransfers:
         self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(keys))
 
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
-        """Return the usable part of a hit: all of it, unless the KV is handed over to another engine.
+        """Return the usable part of a prefix hit: all of it, unless the KV is for another engine.
 
-        That engine needs every block. So the hit ends before a block that the store lacks and that lost a part. Other
-        blocks that the store lacks are saved immediately, before they lose a part.
+        That engine needs every block. So the hit ends before the first block that the store lacks and that cannot
+        be saved whole. Earlier blocks that the store lacks are saved immediately, before they lose a part.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):
@@ -287,10 +288,10 @@ class KVTransfers:
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def end(self, ended: EndedTransfer) -> PendingTransfer | None:
-        """Process the end of a transfer, of which the first `num_blocks` blocks were moved.
+        """Process the end of a transfer. Returns the transfer if it is a pending load.
 
-        Returns the transfer if it is a load. After an incomplete load a request does not ask the store again, except
-        once for fewer blocks, if the next row would lack a block and no other engine hands them over.
+        After an incomplete load, a request does not ask the store again. One exception: if its next row (token) would
+        lack a block, and no other engine provides KV, the request asks once more, for fewer blocks.
         """
         transfer_id, num_blocks, moves, evicted = ended
         for tier, count in evicted:
@@ -315,7 +316,7 @@ class KVTransfers:
         return pending
 
     def _learn_load(self, load: PendingTransfer, now: float) -> None:
-        """Learn a load's duration, unless another engine was computing its KV."""
+        """Learn the duration of a load, unless another engine was computing the KV."""
         assert load.request is not None
         if not load.request.expects_kv:
             num_tokens = len(load.order.keys) * self._manager.block_size
@@ -332,7 +333,7 @@ class KVTransfers:
             self._cost.learn_step(num_tokens, seconds)
 
     def expired(self, now: float) -> list[Request]:
-        """Cancel overdue saves, and return the requests of overdue loads. Deadlines increase with ids."""
+        """Cancel overdue saves, and return the requests of overdue loads. Deadlines increase with transfer ids."""
         waiting: list[Request] = []
         for pending in list(takewhile(lambda each: each.deadline <= now, self._pending.values())):
             if pending.request is None:
@@ -343,16 +344,16 @@ class KVTransfers:
         return waiting
 
     def cancel(self, request: Request, outcome: str) -> None:
-        """Cancel a request's load; it asks no store again.
+        """Cancel a request's load. The request does not ask the store again.
 
-        The blocks stay pinned until the worker has received the cancellation.
+        If the worker has the order, the blocks stay pinned until it has received the cancellation.
         """
         self._gave_up.add(request.request_id)
         self._cancel(self._pending[self._load_of[request.request_id]], outcome)
 
     def _cancel(self, pending: PendingTransfer, outcome: str) -> None:
         transfer_id = pending.order.transfer_id
-        if pending.order in self._orders:  # the worker never receives it
+        if pending.order in self._orders:  # the worker never receives the order
             self._orders.remove(pending.order)
             self._manager.unpin(transfer_id)
         else:
@@ -380,22 +381,22 @@ class KVTransfers:
     # --- with the worker ----------------------------------------------------------------------------------------------
 
     def take_orders(self) -> list[KVTransfer]:
-        """Take the transfers of the next step."""
+        """Take the transfers that the next step starts."""
         orders, self._orders = self._orders, []
         return orders
 
     def take_cancels(self) -> list[int]:
-        """Take the newly cancelled ids."""
+        """Take the ids of newly cancelled transfers, for the worker."""
         cancels, self._cancels = self._cancels, []
         return cancels
 
     def end_cancels(self, transfer_ids: Iterable[int]) -> None:
-        """Unpin blocks of cancelled transfers."""
+        """Unpin the blocks of cancelled transfers, when the worker has received the cancellations."""
         for transfer_id in transfer_ids:
             self._manager.unpin(transfer_id)
 
     def fail_step(self, orders: Iterable[KVTransfer], cancels: Iterable[int]) -> list[Request]:
-        """Cancel a failed step's orders, and repeat its cancels. Returns the requests of cancelled loads."""
+        """Cancel a failed step's transfers, and repeat its cancellations. Returns the requests of cancelled loads."""
         self._cancels += cancels
         failed = []
         for order in orders:
@@ -410,7 +411,7 @@ class KVTransfers:
         return failed
 
     def request_finished(self, request: Request) -> None:
-        """Order an ended request's last saves, and drop its records, before its blocks are freed."""
+        """Order an ended request's last saves, and drop its records. Call it before its blocks are freed."""
         if self.has_store:
             self._offer_all(request)
             if self.reports_dropped_saves:

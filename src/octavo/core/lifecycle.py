@@ -1,7 +1,8 @@
 """The lifecycle of a request: it arrives, starts, may be preempted, and ends.
 
-Status and place change together: waiting room (WAITING, PREEMPTED), running list (RUNNING), or transfers
-(WAITING_FOR_REMOTE_KVS). Only at the end `finish` changes the status and `drop_finished` the running list.
+A request's status changes together with its place: waiting room (WAITING, PREEMPTED), running list (RUNNING), or
+transfers (WAITING_FOR_REMOTE_KVS). Exception: when a running request ends, `finish` changes its status, and
+`drop_finished` removes it from the running list later.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class RequestLifecycle:
     """The only writer of a request's status, and of `requests` and `running` of `CoreState`.
 
-    Also the only writer of the queue, except that `Admitter` defers its head.
+    Also the only writer of the queue, except that `Admitter` defers requests and puts them back.
     """
 
     def __init__(self, state: CoreState) -> None:
@@ -35,7 +36,7 @@ class RequestLifecycle:
         self._deadlines: list[tuple[float, int, str]] = []
 
     def arrive(self, request: Request) -> None:
-        """Queue a new request."""
+        """Put a new request into the queue."""
         request.arrival_index = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.request_id] = request
@@ -56,7 +57,7 @@ class RequestLifecycle:
         )
 
     def _note_deadline(self, request: Request, deadline: float) -> None:
-        """Record a deadline. Those of ended requests are dropped when they are the majority."""
+        """Record a deadline. Deadlines of ended requests are dropped when they are the majority."""
         heapq.heappush(self._deadlines, (deadline, request.arrival_index, request.request_id))
         if len(self._deadlines) > 2 * len(self._requests) + 64:
             alive = {each.arrival_index for each in self._requests.values()}
@@ -64,7 +65,7 @@ class RequestLifecycle:
             heapq.heapify(self._deadlines)
 
     def expired(self, now: float) -> Iterator[Request]:
-        """Yield overdue requests, each once."""
+        """Yield requests whose deadline has passed, each once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival_index, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
@@ -74,14 +75,14 @@ class RequestLifecycle:
     # --- start --------------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, computed: ComputedBlocks) -> None:
-        """Run the head of the queue."""
+        """Move the first request of the queue to the running list."""
         self._room.take()
         self._run(request, computed.num_tokens)
         self._state.admission.admitted(request)
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
-        """Take the head of the queue, which waits for a load and counts as running."""
+        """Take the first request of the queue, which waits for a load and counts as running."""
         self._room.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens
@@ -89,13 +90,13 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:
-        """Run a request after a load of its first `num_tokens`, and commit its blocks."""
+        """Run a request after its load, and commit its blocks. num_tokens: its computed tokens, with loaded ones."""
         self._run(request, num_tokens)
         self._state.manager.note_loaded(request)
         self._state.manager.commit(request)
 
     def give_up_loading(self, request: Request) -> None:
-        """Requeue a request, to compute the KV that did not arrive."""
+        """Put a request back into the queue, to compute the KV that did not arrive."""
         self._state.admission.left(request)
         self._state.manager.release(request)
         request.num_computed_tokens = 0
@@ -111,7 +112,7 @@ class RequestLifecycle:
             self._running.append(request)
 
     def _note_admitted(self, request: Request, computed: ComputedBlocks) -> None:
-        """Emit the events of an admission. Input tokens and cache hits count only the first time."""
+        """Emit the events of an admission. A request's first admission charges input tokens and counts cache hits."""
         request_id, num_tokens, num_hit = request.request_id, request.num_tokens, computed.num_tokens
         num_host_tokens = self._state.manager.num_host_tokens(computed)
         resumed = request.admitted_time is not None
@@ -135,9 +136,9 @@ class RequestLifecycle:
     # --- preempt ------------------------------------------------------------------------------------------------------
 
     def preempt(self, victim: Request) -> None:
-        """Release a running request's blocks, and put it back at the front of its class.
+        """Release a running request's blocks, and put the request back into the queue (`prepend_request`).
 
-        No step may be in flight: a step is decided ahead only if no request loses blocks.
+        No step may be in flight, because it would use the blocks.
         """
         self._state.manager.release(victim)
         self._running.remove(victim)
@@ -152,7 +153,7 @@ class RequestLifecycle:
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def finish(self, request: Request, status: RequestStatus) -> None:
-        """End a request and release all that it holds. No other code ends one.
+        """End a request and release all that it holds. No other method ends a request.
 
         Call `drop_finished` before `running` is read again.
         """
@@ -178,12 +179,12 @@ class RequestLifecycle:
         self._emitter.emit(events.RequestFinished, request_id, reason, request.sequence.num_output_tokens)
 
     def end(self, request: Request, status: RequestStatus, error: str | None = None) -> EngineCoreOutput:
-        """End a request without further tokens."""
+        """End a request without further tokens. Returns its last output."""
         self.finish(request, status)
         return EngineCoreOutput(request.request_id, finish_reason=status.finish_reason, error=error)
 
     def fail(self, request: Request, message: str) -> EngineCoreOutput:
-        """End a request with an error."""
+        """End a request with an error. Returns its last output."""
         return self.end(request, RequestStatus.FINISHED_ERROR, message)
 
     def drop_finished(self) -> None:

@@ -1,4 +1,4 @@
-"""Builds a `SchedulerOutput` from a plan."""
+"""Builds a `SchedulerOutput`, the message to the worker, from a plan."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ _NONE: list[int] = []  # never changed
 
 
 class OutputBuilder:
-    """Tracks which requests the worker knows."""
+    """Tracks which requests and blocks the worker knows."""
 
     def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransfers) -> None:
         self._manager = kv_cache_manager
         self._transfers = transfers
-        # Lengths of block tables at the worker, by request and group.
+        # Lengths of the worker's block tables, by request id and group.
         self._num_sent: dict[str, list[int]] = {}
         self._finished_req_ids: set[str] = set()
-        self.are_notices_due = True  # notices alone justify a step
+        self.are_notices_due = True  # whether ended requests and cancels alone justify a step
 
     @property
     def has_endings(self) -> bool:
-        """Whether ended requests must be reported."""
+        """Whether ended requests must be reported to the worker."""
         return bool(self._finished_req_ids)
 
     @property
     def num_records(self) -> int:
-        """Number of records of requests."""
+        """Number of requests that the worker knows."""
         return len(self._num_sent)
 
     def build(
         self, step: int, plan: StepPlan, requests: dict[str, Request], max_drafts: dict[str, int]
     ) -> SchedulerOutput:
-        """Return the work of a step, with data that the worker lacks. Records it as sent."""
+        """Return the message of a step, with data that the worker lacks, and record these data as sent."""
         new: list[NewRequestData] = []
         req_ids: list[str] = []
         num_computed: list[int] = []
         drafts: dict[str, list[int]] = {}
         known, grown = self._num_sent, self._manager.grown
-        places: list[int] = []  # in req_ids, with new blocks
+        places: list[int] = []  # indices in req_ids, of requests with new blocks
         for request_id, count in plan.num_tokens.items():
             request = requests[request_id]
             if request_id in known:
@@ -92,20 +92,20 @@ class OutputBuilder:
         num_sent[:] = map(len, tables)
 
     def preempted(self, request_id: str) -> None:
-        """Make `build` send the whole request again."""
+        """Record that the worker lacks a request: `build` sends the whole request again."""
         self._num_sent.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
-        """Report an ended request with the next step."""
+        """Report an ended request to the worker with the next step."""
         self.preempted(request_id)
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """Repeat a failed step's notices, and make the worker drop all of its requests.
+        """Report a failed step's ended requests again, and make the worker drop all other requests of the step.
 
-        It is unknown how much of that step the worker has received.
+        It is unknown how much of the step the worker has received.
         """
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()
-        # If every step fails, notices alone must not keep an idle core busy: the step of the next request brings them.
+        # If every step fails, notices alone must not keep an idle core busy: the next request's step sends them.
         self.are_notices_due = bool(scheduled.num_scheduled_tokens)

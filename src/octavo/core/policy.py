@@ -27,10 +27,10 @@ Rank = tuple[float, ...]
 def num_tokens_to_schedule(
     num_remaining: int, budget: int, *, threshold: int, may_be_cut: bool, whole_budget: int
 ) -> int:
-    """Return how many of `num_remaining` tokens a request gets of a step's budget; 0: it waits.
+    """Return how many of its `num_remaining` tokens a request gets in a step; 0: the request waits.
 
-    threshold: limit for one request; 0: none. may_be_cut: if False, all tokens must fit, unless even an empty step
-    (`whole_budget`) is too small.
+    threshold: limit for one request; 0: no limit. may_be_cut: if False, all tokens must fit, unless even an empty step
+    (`whole_budget`) is too small for them.
     """
     if threshold:
         num_remaining = min(num_remaining, threshold)
@@ -42,23 +42,23 @@ def num_tokens_to_schedule(
 
 
 class PromptCost:
-    """The budget that a prompt's tokens use. Later ones cost more, because they attend to all earlier ones.
+    """The budget that a prompt's tokens use. Later tokens cost more, because they attend to all earlier tokens.
 
-    Each token counts as 1 + attention_cost_tokens * position / 1000, with the position of its chunk's first token. So
-    all steps of a long prompt take about the same time.
+    Each token counts as 1 + attention_cost_tokens * position / 1000, with the position of its chunk's first token.
+    So all steps of a long prompt take about the same time.
     """
 
     def __init__(self, attention_cost_tokens: float) -> None:
         self._per_position = attention_cost_tokens / 1000
 
     def num_tokens_within(self, budget: int, position: int) -> int:
-        """Return the largest chunk at `position`: at least 1 if the budget is above 0."""
+        """Return how many tokens from `position` on `budget` pays for: at least 1 if the budget is above 0."""
         if budget <= 0 or not self._per_position:
             return budget
         return max(int(budget / (1 + self._per_position * position)), 1)
 
     def surcharge(self, position: int, count: int, budget: int) -> int:
-        """Return the budget that a chunk uses beyond `count`. budget: the one that it was cut for."""
+        """Return the budget that a chunk uses beyond its `count` tokens. budget: limit for both."""
         return min(math.ceil(count * self._per_position * position), budget - count)
 
 
@@ -70,9 +70,9 @@ PLAIN_COST = PromptCost(0.0)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The order of requests: a smaller rank is more important.
+    """The order of requests: a request with a smaller rank is more important.
 
-    counters: read only under `fair`. ranks_are_fixed: False if ranks depend on the counters.
+    counters: affect only the policy `fair`. ranks_are_fixed: False if ranks change with the counters.
     """
 
     waiting: RequestQueue
@@ -101,7 +101,7 @@ def create_request_queue(
     rank: Callable[[Request], Rank] | None = None,
     counters: ServiceCounters | None = None,
 ) -> RequestQueue:
-    """Create a queue. rank: under `fair`, the order of one tenant's requests."""
+    """Create a policy's queue. rank: the order of requests, under `fair` of one tenant's requests."""
     if policy is SchedulingPolicy.FAIR:
         return FairRequestQueue(counters, rank)
     if policy is SchedulingPolicy.FCFS:
@@ -126,7 +126,7 @@ def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
 def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
     """Rank earlier deadlines first, then earlier arrivals.
 
-    A deadline is at most `ageing_s` seconds after the arrival; None: no limit.
+    A deadline counts as at most `ageing_s` seconds after the arrival; None: no limit.
     """
     deadline = math.inf if request.deadline is None else request.deadline
     horizon = math.inf if ageing_s is None else request.arrival_time + ageing_s
@@ -134,9 +134,9 @@ def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
 
 
 def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], max_preemptions: int) -> Request | None:
-    """Return the least important running request that may be preempted.
+    """Return the least important running request that may be preempted, or None.
 
-    Never the most important one, and none that was preempted `max_preemptions` times.
+    The most important request, and requests that were preempted `max_preemptions` times, may not.
     """
     first = min(running, key=rank)
     candidates = [r for r in running if r is not first and r.num_preemptions < max_preemptions]
@@ -144,7 +144,7 @@ def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], m
 
 
 def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bool:
-    """Return whether to swap out a victim instead of computing its KV again."""
+    """Return whether to swap out a victim's blocks instead of computing its tokens again."""
     if config.preemption is PreemptionMode.AUTO:
         return num_blocks * config.swap_block_cost_tokens < num_tokens
     return config.preemption is PreemptionMode.SWAP and num_blocks > 0
@@ -154,27 +154,30 @@ def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bo
 
 
 def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool:
-    """Return whether more than the newest generated token remains to be computed."""
+    """Return whether a request must compute more than its newest generated token and drafts."""
     sequence = request.sequence
     num_computed = request.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
     return len(sequence.token_ids) - num_computed > 1 or not sequence.num_output_tokens
 
 
 def is_decode(request: Request) -> bool:
-    """Return whether only the newest generated token, and drafts, remain to be computed."""
+    """Return whether a request must compute only its newest generated token, and perhaps drafts."""
     return not is_prefill(request)
 
 
 class Batching(Protocol):
-    """The order in which a step is filled: `grow` serves running requests, `admit` waiting ones."""
+    """The order in which a step is filled: `grow` serves running requests, `admit` waiting requests."""
 
     @property
     def prefill_limit(self) -> int:
-        """Budget limit for prompts in the next step with decodes; 0: none."""
+        """Limit on the budget of prompts in the next step with decodes; 0: no limit."""
         ...
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
-        """Fill a plan. outranked: running prompts less important than a waiting request, by rank."""
+        """Fill a plan.
+
+        outranked: running prompts that are less important than the first waiting request, the most important first.
+        """
         ...
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
@@ -183,11 +186,11 @@ class Batching(Protocol):
 
 
 class MixedBatching:
-    """Serves running requests, then waiting ones: prompts and decodes share steps.
+    """Serves running requests, then waiting requests: prompts and decodes share steps.
 
-    Decodes wait for the whole step, so prompts get at most `most` tokens of it; 0: no limit. step_s: target duration,
-    to which the limit adapts between `least` and `most`; 0: none. Sarathi-Serve (Agrawal et al. 2024) chooses such a
-    budget by profiling.
+    Decodes wait for the whole step, so prompts get at most `most` tokens of a step with decodes; 0: no limit. step_s:
+    target duration, to which the limit adapts between `least` and `most`; 0: none. Sarathi-Serve (Agrawal et al. 2024)
+    chooses such a budget by profiling.
     """
 
     _SHRINK, _GROW = 0.5, 1.25  # for one step, which may be slow or fast for other reasons
@@ -206,7 +209,7 @@ class MixedBatching:
         decoded: list[int] = []
         if self._limit:
             decoded = [request.num_tokens - request.num_computed_tokens for request in running if is_decode(request)]
-            if decoded:  # one token for each running prompt: otherwise prompts would take those of later decodes
+            if decoded:  # each running prompt takes at least one token, which must not be a later decode's
                 num_prompts = len(running) - len(decoded)
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
@@ -223,7 +226,7 @@ class MixedBatching:
 
 
 class PrefillFirstBatching:
-    """Serves only prompts while there are any, then only decodes."""
+    """Fills a step with prompts only. A step without any prompt is filled with decodes."""
 
     prefill_limit = 0
 
@@ -239,10 +242,10 @@ class PrefillFirstBatching:
 
 
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
-    """Admit waiting requests, but serve each outranked prompt before less important ones.
+    """Admit waiting requests, but serve each outranked prompt before less important waiting requests.
 
-    If one gets no tokens, no request is admitted any more. Later running prompts continue, because the first one may
-    wait for their blocks.
+    If an outranked prompt gets no tokens, no request is admitted after it. The outranked prompts after it are still
+    served, because it may wait for their blocks.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

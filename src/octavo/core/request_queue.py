@@ -17,19 +17,19 @@ class RequestQueue(Protocol):
     """A queue of requests with distinct ids."""
 
     def add_request(self, request: Request) -> None:
-        """Insert a request after equally important earlier ones."""
+        """Insert a request after equally important earlier requests."""
         ...
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back at the front of its class."""
+        """Put a request back before equally important later arrivals."""
         ...
 
     def peek_request(self) -> Request:
-        """Return the next request. Raises IndexError if the queue is empty."""
+        """Return the first request. Raises IndexError if the queue is empty."""
         ...
 
     def pop_request(self) -> Request:
-        """Take the next request. Raises IndexError if the queue is empty."""
+        """Remove and return the first request. Raises IndexError if the queue is empty."""
         ...
 
     def remove_request(self, request: Request) -> None:
@@ -42,7 +42,7 @@ class RequestQueue(Protocol):
 
 
 class FCFSRequestQueue:
-    """First come, first served. O(1)."""
+    """Serves requests in the order of their arrival. O(1)."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, Request] = OrderedDict()
@@ -52,7 +52,7 @@ class FCFSRequestQueue:
         self._requests[request.request_id] = request
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back at the front, after earlier arrivals that were put back as well."""
+        """Put a request back at the front, but after earlier arrivals there. O(number of these)."""
         ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, self._requests.values()))
         self._requests[request.request_id] = request
         for each in (request, *reversed(ahead)):
@@ -82,9 +82,9 @@ class FCFSRequestQueue:
 
 
 class PriorityRequestQueue:
-    """The smallest rank first; by default the lower priority number, then the earlier arrival. O(log n).
+    """Serves the request with the smallest rank first, then the earlier arrival. O(log n).
 
-    Ranks never change. Removed entries are skipped at the top of the heap.
+    rank: never changes; None: the priority number. Entries of removed requests are skipped at the top of the heap.
     """
 
     def __init__(self, rank: Callable[[Request], tuple[float, ...]] | None = None) -> None:
@@ -98,7 +98,7 @@ class PriorityRequestQueue:
         heapq.heappush(self._heap, (self._rank(request), request.arrival_index, request.request_id))
 
     def prepend_request(self, request: Request) -> None:
-        """Insert a request, which its arrival index places."""
+        """Put a request back, in the order of arrival."""
         self.add_request(request)
 
     def peek_request(self) -> Request:

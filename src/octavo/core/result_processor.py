@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 
 class ResultProcessor:
-    """Advances requests by the result of a step. The only writer of output tokens, and of drafts.
+    """Advances requests by the result of a step.
 
+    The only writer of output tokens and of drafts, except that `StepsInFlight` adds placeholders for tokens, and
     `RequestLifecycle` clears drafts.
     """
 
@@ -31,9 +32,9 @@ class ResultProcessor:
         self._last_result = 0.0
 
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Process a step's result, and learn from its duration.
+        """Process a step's result, and learn from the step's duration.
 
-        A step that was decided ahead is timed from the end of the previous step.
+        A step that was decided ahead is timed from when the previous step's result was processed.
         """
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)
@@ -63,7 +64,7 @@ class ResultProcessor:
         num_requests = len(requests)
         for request_id, count in scheduled.num_scheduled_tokens.items():
             if request_id in left:
-                continue  # aborted meanwhile
+                continue  # ended meanwhile
             request = requests[request_id]
             if errors and request_id in errors:
                 outputs.append(lifecycle.fail(request, errors[request_id]))
@@ -75,7 +76,7 @@ class ResultProcessor:
                 options = request.options
                 num_served[options.tenant] += num_new / options.tenant_weight
                 outputs.append(output)
-        if requests:  # otherwise the counters were reset
+        if requests:  # without requests, the counters were reset
             for tenant, num_tokens in num_served.items():
                 self._state.policy.counters.charge_output(tenant, num_tokens)
         if len(requests) < num_requests:
@@ -100,8 +101,8 @@ class ResultProcessor:
     ) -> EngineCoreOutput | None:
         """Advance a request by `count` computed tokens, the last `num_drafts` of them drafts.
 
-        sampled: accepted drafts, then one more. If its token is postponed, the newest known token is computed again by
-        the next step, which samples again.
+        sampled: accepted drafts, then one more token. If the token is postponed, the next step computes the newest
+        known token again, and samples again. Returns None without any output.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
         num_computed = request.num_computed_tokens + count
@@ -123,7 +124,7 @@ class ResultProcessor:
         if request.spec_token_ids:
             request.spec_token_ids = []
         accepted, status = _append_tokens(request, sampled)
-        if status is not None:  # drafts after the last token do not belong to the request
+        if status is not None:  # drafts after the last token do not count
             request.num_computed_tokens = min(request.num_computed_tokens, len(sequence.token_ids) - 1)
         if request.num_computed_tokens >= sequence.next_commit:
             self._state.manager.commit(request)
@@ -172,10 +173,10 @@ class ResultProcessor:
             self._emitter.emit(events.RequestPreempted, request.request_id, request.request_id, num_lost, False, "")
 
     def _undo(self, scheduled: SchedulerOutput) -> None:
-        """Discard a failed step's copies and loads, and repeat its notices."""
+        """Discard a failed step's copies and transfers, and repeat its notices to the worker."""
         self._state.builder.fail_step(scheduled)
         for request_id in scheduled.preempted_req_ids:
-            self._state.manager.drop_saved(request_id)  # perhaps it was not copied
+            self._state.manager.drop_saved(request_id)  # perhaps its KV was not copied
         self._state.manager.fail_copies(scheduled.copies)
         for loading in self._state.transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
             self._lifecycle.give_up_loading(loading)
@@ -183,7 +184,7 @@ class ResultProcessor:
     def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
         """Keep the drafts that are worth a row of the next step.
 
-        Drops those of requests that do not decode, or that another step in flight is computing.
+        Drops the drafts of requests that do not decode, or that another step in flight is computing.
         """
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
@@ -198,9 +199,9 @@ class ResultProcessor:
 
 
 def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLogprobs]:
-    """Take the prompt logprobs that were not delivered yet, before `num_computed_tokens` advances.
+    """Take the prompt logprobs that were not delivered yet. Call it before `num_computed_tokens` advances.
 
-    A preempted request computes some of them again.
+    A preempted request computes some logprobs again.
     """
     entries = result.prompt_logprobs.get(request.request_id, [])
     new = entries[max(request.num_prompt_logprobs - request.num_computed_tokens, 0) :]
@@ -209,7 +210,7 @@ def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLog
 
 
 def _append_tokens(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """Append tokens until one ends the request."""
+    """Append tokens until one ends the request. Returns these tokens, and the final status or None."""
     token_ids = request.sequence.token_ids
     for count, token_id in enumerate(sampled, 1):
         token_ids.append(token_id)

@@ -1,6 +1,6 @@
 """Decides how many tokens of a step each request gets. There is no prefill phase and no decode phase.
 
-Steps compute tokens until `num_computed_tokens` equals `num_tokens` (prompt, output and drafts).
+Steps compute a request's tokens until `num_computed_tokens` equals `num_tokens` (prompt, output and drafts).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ IDLE_CHECK_INTERVAL_S = 10.0
 
 
 class Scheduler:
-    """Decides each step, and joins the parts of the core.
+    """Decides each step, and connects the objects of the core.
 
-    num_blocks: of the first KV group. max_model_len: in tokens. clock: returns seconds. cache_keys: extra keys of all
-    block hashes. `faults` is for simulations.
+    num_blocks: blocks of the first KV group. max_model_len: in tokens. clock: returns seconds. cache_keys: extra keys
+    of all block hashes. The attribute `faults` is for simulations.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue a request. May lower its `max_total_tokens` to the limits of the model and the cache.
 
-        Raises `RequestError`, with nothing changed, for an id in use, an empty prompt, a full queue, or a prompt that
-        could never fit, with one more token unless it is pooled.
+        Raises `RequestError` and changes nothing if the id is in use, the prompt is empty, the queue is full, or the
+        prompt could never fit with one output token (without it, if the prompt is pooled).
         """
         self._emitter.now = self._clock()
         if request.request_id in self.requests:
@@ -115,7 +115,7 @@ class Scheduler:
         least = request.sampling_params.least_output_tokens
         PromptTooLongError.check(request.num_prompt_tokens, self.max_model_len, least_output_tokens=least)
         longest = min(request.max_total_tokens, self.max_model_len)
-        # The newest token needs no slot until it is computed: one more than the capacity can be generated.
+        # The newest token needs no slot until it is computed, so one more than the capacity can be generated.
         asked, request.max_total_tokens = request.max_total_tokens, longest
         try:
             self.admission.check_fits(request)
@@ -141,11 +141,11 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step: first running requests, then waiting ones in order.
+        """Decide the next step: first running requests, then waiting requests in order.
 
         If ranks are fixed, a running prompt comes after more important waiting requests. A step that preempted a
-        request admits none, and a step that admitted one preempts none. A step that is decided ahead preempts none
-        either: see `may_look_ahead()`.
+        request admits none, and a step that admitted a request preempts none. A step that is decided ahead preempts
+        none either: see `may_look_ahead()`.
         """
         in_flight = self._state.in_flight
         assert self.config.async_scheduling or not in_flight.steps, "the result of the last step has not arrived"
@@ -177,9 +177,9 @@ class Scheduler:
         return steps[0].scheduled if steps else None
 
     def may_look_ahead(self) -> bool:
-        """Return whether a step can be decided before the one in flight has a result.
+        """Return whether the next step can be decided before the step in flight has a result.
 
-        All blocks that running requests may take must be free, because such a step preempts none.
+        All blocks that running requests may take must be free, because such a step preempts no request.
         """
         is_allowed = self.config.async_scheduling and not self.faults.to_preempt
         if not (is_allowed and self._state.in_flight.is_foreseeable(self.requests)):
@@ -226,7 +226,7 @@ class Scheduler:
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
         """Give running requests tokens, and keep one token of the budget for each later request.
 
-        None is kept for a later prompt if the step already has all prompt tokens that it may have.
+        None is kept for later prompts if the step has reached its limit on prompt tokens.
         """
         num_after, running = len(requests), RequestStatus.RUNNING
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
@@ -236,7 +236,7 @@ class Scheduler:
             if num_prompts_after:
                 num_prompts_after -= is_prefill(request)
             if request.status is not running or plan.budget <= 0:
-                continue  # preempted for a request before it
+                continue  # preempted for an earlier request
             sequence, num_computed = request.sequence, request.num_computed_tokens
             num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
             is_limited = are_prompts_limited and not sequence.num_output_tokens
@@ -247,7 +247,10 @@ class Scheduler:
                 self._grow(plan, request, num_remaining, num_kept)
 
     def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_kept: int) -> None:
-        """Give a running request tokens and blocks. Preempts requests if blocks are lacking."""
+        """Give a running request tokens and blocks. Preempts requests if blocks are lacking.
+
+        num_remaining: tokens to compute. num_kept: budget to keep for later requests.
+        """
         of_prompt, num_computed = is_prefill(request), request.num_computed_tokens
         cost = self._state.prompt_cost if of_prompt else PLAIN_COST
         most = min(num_remaining, self.config.long_prefill_token_threshold or num_remaining)
@@ -282,7 +285,7 @@ class Scheduler:
                 return
 
     def _preempt(self, victim: Request, beneficiary: Request, plan: StepPlan, *, forced: bool = False) -> None:
-        """Preempt a request, and return its tokens to the budget. forced: by a simulation."""
+        """Preempt `victim`, and return its tokens to the budget. forced: whether a simulation asked for it."""
         plan.take_back(victim)
         manager, num_lost = self.kv_cache_manager, victim.num_computed_tokens
         swaps = should_swap(self.config, num_lost, manager.num_blocks_for(num_lost)) and manager.swap_out(victim)
@@ -292,7 +295,7 @@ class Scheduler:
         self._emit(events.RequestPreempted, victim.request_id, beneficiary.request_id, num_lost, swaps, policy)
 
     def _stall(self, request: Request, plan: StepPlan) -> None:
-        """Let a request wait for blocks. If it runs alone and no block is pinned, it ends by length."""
+        """Let a request wait for blocks. If it runs alone and no block is pinned, end it with reason `length`."""
         self._note_stalled(request, plan)
         if len(self.running) == 1 and not self.kv_cache_manager.num_transfers:
             self._news.append(self._lifecycle.end(request, RequestStatus.FINISHED_LENGTH_CAPPED))
@@ -324,7 +327,7 @@ class Scheduler:
     # --- results ------------------------------------------------------------------------------------------------------
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Process a step's result. Late and double results are ignored."""
+        """Process a step's result. A result that is not of the oldest step in flight is ignored."""
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step) if result.step == scheduled.step else None
         if step is None:
@@ -336,8 +339,8 @@ class Scheduler:
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
         """End every request of the oldest step in flight, which failed, with an error.
 
-        The next step repeats its notices, which the worker may have missed. Requests that are only in a later step in
-        flight start again.
+        The next step reports the failed step's ended requests and cancels again, because the worker may have missed
+        them. Requests that are only in a later step in flight start again.
         """
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step)
@@ -353,7 +356,10 @@ class Scheduler:
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Return whether a step has anything to do. Notices alone are none after a step of notices failed."""
+        """Return whether a step has anything to do.
+
+        Ended requests and cancels alone count, unless a step with these alone has just failed.
+        """
         state, transfers = self._state, self.transfers
         if self.requests or state.in_flight.steps or self._news or transfers.num_pending:
             return True
@@ -364,7 +370,7 @@ class Scheduler:
         return self.transfers.num_pending
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests."""
+        """Return the number of requests that have not ended."""
         return len(self.requests)
 
     def check_when_idle(self) -> list[invariants.Breach]:
@@ -384,12 +390,12 @@ class Scheduler:
 
     @property
     def num_kept_records(self) -> int:
-        """Number of records of requests."""
+        """Number of records about requests in the core; 0 without requests."""
         num_at_worker = self._state.builder.num_records + self.transfers.num_records
         return num_at_worker + self.room.num_records + self.kv_cache_manager.num_tracked_requests
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Return the numbers of running and of waiting requests."""
+        """Return the numbers of running and of waiting requests. Loading requests count as waiting."""
         return len(self.running), len(self.room) + len(self.transfers)
 
     def get_stats(self) -> SchedulerStats:
@@ -397,7 +403,7 @@ class Scheduler:
         return SchedulerStats.of(self, self._state.batching.prefill_limit)
 
     def block_map(self) -> BlockMap:
-        """Return which request holds which block."""
+        """Return which request holds which blocks of the first KV group."""
         return map_blocks(self)
 
     def reset_prefix_cache(self) -> bool:

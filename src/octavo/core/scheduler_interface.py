@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerInterface(Protocol):
-    """The methods that the engine core uses."""
+    """The methods of a scheduler that the engine core uses."""
 
     def schedule(self) -> SchedulerOutput:
         """See `Scheduler`."""
@@ -81,7 +81,11 @@ class SchedulerInterface(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Totals since the start, and the present state. prefill_limit: see `Batching`."""
+    """Totals since the start, and the present state.
+
+    total_scheduled: requests, summed over all steps. num_waiting: with loading requests. kv_cache_usage,
+    cache_hit_rate: 0 to 1. prefill_limit: see `Batching`.
+    """
 
     total_scheduled: int
     total_preempted: int
@@ -120,7 +124,7 @@ class SchedulerStats:
 
 
 def map_blocks(scheduler: Scheduler) -> BlockMap:
-    """Return which request holds which block."""
+    """Return which request holds which blocks of the first KV group."""
     tables = ((request_id, request.sequence.block_table) for request_id, request in scheduler.requests.items())
     holders = {request_id: list(table) for request_id, table in tables if table}
     manager = scheduler.kv_cache_manager

@@ -1,4 +1,4 @@
-"""Estimates the duration of a step from its size."""
+"""Estimates the duration of a step from its number of rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate
 
 @dataclass(slots=True)
 class _Measured:
-    """Averages of similar steps. last: number of the newest one."""
+    """Averages of steps of similar size. last: number of the newest step."""
 
     rows: float
     seconds: float
@@ -17,14 +17,14 @@ class _Measured:
 
 
 class StepCost:
-    """Recent durations of steps, or of a draft model's passes, by number of rows.
+    """Recent durations of steps, of a draft model's passes or of loads, by number of rows (tokens).
 
-    Estimates beyond the measured sizes are optimistic, so that such sizes are tried: more rows are free, fewer rows
-    proportionally faster.
+    Estimates beyond the measured sizes are optimistic, so that such sizes are tried: more rows are free,
+    fewer rows proportionally faster.
     """
 
-    _WEIGHT = 0.2  # of the newest step of its size
-    _LARGEST = 2.0  # times the average, at most: a step may be slow for other reasons
+    _WEIGHT = 0.2  # weight of the newest step of a size
+    _LARGEST = 2.0  # times the average at most: a step may be slow for other reasons
     _NUM_STEPS_KEPT = 1000
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class StepCost:
     def learn(self, rows: int, seconds: float) -> None:
         """Learn the duration of a step."""
         self._num_steps += 1
-        shift = max(rows.bit_length() - 3, 0)  # 1 to 8, then four sizes up to each power of two
+        shift = max(rows.bit_length() - 3, 0)  # sizes 1 to 8, then 10, 12, 14, 16, 20, 24, ...
         known = self._measured.get(rows >> shift << shift)
         if known is None:
             self._measured[rows >> shift << shift] = _Measured(rows, seconds, self._num_steps)
@@ -46,14 +46,14 @@ class StepCost:
         self._forget_old()
 
     def skip(self) -> None:
-        """Count a step without a measurement, to age older ones."""
+        """Count a step without a measurement, so that old measurements are forgotten."""
         self._num_steps += 1
         self._forget_old()
 
     def _forget_old(self) -> None:
         oldest = self._num_steps - self._NUM_STEPS_KEPT
         self._measured = {size: each for size, each in sorted(self._measured.items()) if each.last > oldest}
-        slowest = accumulate((each.seconds for each in self._measured.values()), max)  # more rows never take less
+        slowest = accumulate((each.seconds for each in self._measured.values()), max)  # more rows never take less time
         self._curve = [(each.rows, most) for each, most in zip(self._measured.values(), slowest, strict=True)]
 
     def is_measured(self, rows: int) -> bool:
@@ -61,7 +61,7 @@ class StepCost:
         return self._curve[0][0] <= rows
 
     def seconds(self, rows: int) -> float:
-        """Return the estimated seconds of a step; 0 if nothing was measured."""
+        """Return the estimated seconds of a step with `rows` rows; 0 if nothing was measured."""
         curve = self._curve
         if not curve:
             return 0.0

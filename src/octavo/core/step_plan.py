@@ -1,4 +1,4 @@
-"""A step while it is decided."""
+"""A step while the scheduler decides it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 class StepPlan:
     """The remaining budget of a step, and the tokens of each request in the order of scheduling.
 
-    prompt_room: remaining limit on prompt tokens (`max_batch_prefill_tokens`). of_prompts: requests that used it.
-    surcharge: budget that a prompt used beyond its tokens. is_short: whether the budget cut a request's tokens.
-    beside_answers: budget that prompts used next to decodes. held_up: why no further request may be admitted.
-    has_admitted: then the step may preempt none.
+    prompt_room: prompt tokens that the step may still have (`max_batch_prefill_tokens`). of_prompts: ids of requests
+    that used it. surcharge: budget that a prompt used beyond its tokens. is_short: whether the budget cut a request's
+    tokens. beside_answers: budget that prompts used in a step with decodes. held_up: why no further request may be
+    admitted. has_admitted: if True, the step may preempt no request.
     """
 
     whole_budget: int
@@ -36,7 +36,7 @@ class StepPlan:
         self.budget = self.whole_budget
 
     def lower_budget(self, whole_budget: int) -> None:
-        """Lower the budget, before any tokens are given."""
+        """Lower the budget to at most `whole_budget`. Call it before `give`."""
         self.whole_budget = self.budget = min(whole_budget, self.whole_budget)
 
     @property
@@ -49,7 +49,7 @@ class StepPlan:
         return min(count, self.prompt_room) if of_prompt else count
 
     def give(self, request: Request, count: int, surcharge: int = 0, *, of_prompt: bool = False) -> None:
-        """Schedule tokens of a request. of_prompt: also if they are computed again."""
+        """Schedule tokens of a request. of_prompt: whether they count as prompt tokens (`is_prefill`)."""
         if of_prompt:
             self.prompt_room -= count
             self.of_prompts.add(request.request_id)
@@ -60,7 +60,7 @@ class StepPlan:
             self.budget -= surcharge
 
     def take_back(self, request: Request) -> None:
-        """Give a victim's tokens back to the budget."""
+        """Remove a preempted request's tokens from the plan, and return them to the budget."""
         count = self.num_tokens.pop(request.request_id, 0)
         self.budget += count
         if request.request_id in self.of_prompts:

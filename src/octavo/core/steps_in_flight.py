@@ -1,11 +1,11 @@
 """Steps that were decided and have no result yet.
 
-The worker computes steps in order. So a later step reads and writes blocks after an earlier one, even if the blocks
-changed their owner.
+The worker computes steps in order. So a later step reads and writes a block after an earlier step, even if the block
+changed its owner.
 
-With `async_scheduling` the next step is decided before the result, with placeholders for tokens. This requires that no
-request loses blocks, and that each request that is due gets exactly one token. If a request ends by an unpredicted
-stop, one row is wasted.
+With `async_scheduling`, the next step is decided before the previous step has a result, with placeholders for tokens.
+This requires that no request loses blocks, and that each request that is due gets exactly one token. If a request ends
+by an unpredicted stop, one row is wasted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ UNKNOWN_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step that was decided at time `start`.
+    """A step that was decided at time `start`, in seconds.
 
-    left: requests that ended since. Their results are dropped, even if other requests have the ids now.
+    left: ids of requests that ended after that. Their results are dropped, even if new requests have these ids now.
     """
 
     scheduled: SchedulerOutput
@@ -37,13 +37,13 @@ class StepInFlight:
     left: set[str] = field(default_factory=set)
 
     def requests(self, requests: Mapping[str, Request]) -> list[Request]:
-        """Return the requests that have not ended since."""
+        """Return the step's requests that have not ended. requests: all requests by id."""
         return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.left]
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return True if only the token values are unpredictable, and a request continues.
+        """Return True if only the token values are unpredictable, and at least one request continues.
 
-        Drafts make it unpredictable: even unverified ones are useless after an unknown token.
+        Drafts make a step unpredictable, even unverified drafts: they are useless after an unknown token.
         """
         goes_on, counts = False, self.scheduled.num_scheduled_tokens
         for request in self.requests(requests):
@@ -56,20 +56,20 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """At most two steps, the oldest first. Only the scheduler appends to `steps`."""
+    """At most two steps in flight, the oldest first. Only the scheduler appends to `steps`."""
 
     def __init__(self) -> None:
         self.steps: deque[StepInFlight] = deque()
         self._expected: list[tuple[Request, int, bool]] = []
 
     def take(self, number: int) -> StepInFlight | None:
-        """Take the oldest step if it has this number; otherwise the result is late or double."""
+        """Remove and return the oldest step if it has this number; otherwise the result is late or double."""
         if self.steps and self.steps[0].scheduled.step == number:
             return self.steps.popleft()
         return None
 
     def take_all(self) -> list[StepInFlight]:
-        """Take all steps, which will not be computed."""
+        """Remove and return all steps, which the worker will not compute."""
         steps = list(self.steps)
         self.steps.clear()
         return steps
@@ -80,7 +80,7 @@ class StepsInFlight:
             step.left.add(request_id)
 
     def has(self, request_id: str) -> bool:
-        """Return whether a step computes this request."""
+        """Return whether a step in flight computes this request."""
         return any(request_id in step.scheduled.num_scheduled_tokens for step in self.steps)
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
@@ -88,9 +88,9 @@ class StepsInFlight:
         return len(self.steps) == 1 and self.steps[0].is_foreseeable(requests)
 
     def expect(self, requests: Mapping[str, Request]) -> set[str]:
-        """Advance requests as if all results were known. Returns the ids of those that end. `forget` undoes it.
+        """Advance requests as if all steps in flight had results. Returns the ids of requests that end by length.
 
-        Appends `UNKNOWN_TOKEN` for unknown tokens.
+        Appends `UNKNOWN_TOKEN` for each unknown token. `forget` undoes these changes.
         """
         ending: set[str] = set()
         for step in self.steps:

@@ -8,33 +8,33 @@ from octavo.core.step_cost import StepCost
 class TransferCost:
     """Learned costs of loading and of computing KV.
 
-    Unmeasured loads are tried; those that do not pay are tried again from time to time.
+    Loads of unknown duration are tried. Loads that are slower than computing are tried again from time to time.
     """
 
-    _WEIGHT = 0.2  # of the newest step
-    _TRIED_AGAIN = 32  # one in so many loads that do not pay
+    _WEIGHT = 0.2  # weight of the newest step
+    _TRIED_AGAIN = 32  # one in so many slower loads
 
     def __init__(self) -> None:
-        self._loads = StepCost()  # seconds by tokens
+        self._loads = StepCost()  # seconds of loads by number of tokens
         self._seconds_per_token = 0.0
         self._num_declined = 0
 
     def learn_step(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step, mostly of prompts. num_tokens must be above 0."""
+        """Learn from the duration of a step that computed mostly prompts. num_tokens must be above 0."""
         new = seconds / num_tokens
         known = self._seconds_per_token
         self._seconds_per_token = known + self._WEIGHT * (new - known) if known else new
 
     def learn_load(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a load, timed from its order to the step that received it."""
+        """Learn from a load. seconds: from its order until its end or expiry."""
         self._loads.learn(num_tokens, seconds)
 
     def computing_s(self, num_tokens: int) -> float:
-        """Return the seconds to compute `num_tokens`; 0 if unknown."""
+        """Return the estimated seconds to compute `num_tokens`; 0 if unknown."""
         return self._seconds_per_token * num_tokens
 
     def is_worth_loading(self, num_tokens: int) -> bool:
-        """Return whether to load: if it is not slower than computing, or as a trial."""
+        """Return True if loading is not known to be slower than computing, or if this load is a trial."""
         if not self._seconds_per_token or self._loads.seconds(num_tokens) <= self.computing_s(num_tokens):
             return True
         self._num_declined += 1

@@ -1,4 +1,4 @@
-"""Requests that wait without blocks."""
+"""Requests that wait and hold no blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.core.request_queue import RequestQueue
     from octavo.data.request import Request
 
-MAX_DEFERRED_STEPS = 16  # busy steps; then a deferred request computes the awaited KV itself
+MAX_DEFERRED_STEPS = 16  # steps that compute tokens; then a deferred request waits no longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class _Deferred:
 
 
 class WaitingRequests:
-    """The queue, and deferred requests, which return to its head. num_tokens: of both."""
+    """The queue, and deferred requests, which return to its front. num_tokens: of queued and deferred requests."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self.queue = queue
@@ -46,11 +46,11 @@ class WaitingRequests:
 
     @property
     def num_records(self) -> int:
-        """Number of records of requests."""
+        """Number of records about requests; 0 without requests."""
         return len(self) + len(self._impatient)
 
     def check_limits(self, request: Request, max_num_waiting: int | None, max_num_tokens: int | None) -> None:
-        """Raise `QueueFullError` if the request would exceed a limit. None: no limit."""
+        """Raise `QueueFullError` if the request would exceed a limit on waiting requests. None: no limit."""
         if max_num_waiting is not None and len(self) >= max_num_waiting:
             raise QueueFullError(
                 f"the queue is full: {max_num_waiting} requests are waiting, which is the limit (max_num_waiting)"
@@ -67,12 +67,12 @@ class WaitingRequests:
         self.num_tokens += request.num_tokens
 
     def put_back(self, request: Request) -> None:
-        """Requeue a request at the front of its class."""
+        """Put a request back before equally important later arrivals."""
         self.queue.prepend_request(request)
         self.num_tokens += request.num_tokens
 
     def take(self) -> Request:
-        """Take the head of the queue."""
+        """Remove and return the first request of the queue."""
         request = self.queue.pop_request()
         self.num_tokens -= request.num_tokens
         return request
@@ -92,15 +92,15 @@ class WaitingRequests:
         return request.request_id not in self._impatient
 
     def defer(self, is_pending: Callable[[], bool], step: int) -> Request:
-        """Defer the head of the queue while `is_pending()`, for at most `MAX_DEFERRED_STEPS`."""
+        """Defer the first request while `is_pending()`, for at most `MAX_DEFERRED_STEPS` steps after `step`."""
         request = self.queue.pop_request()
         self._deferred[request.request_id] = _Deferred(request, is_pending, step + MAX_DEFERRED_STEPS)
         return request
 
     def resume_deferred(self, step: int) -> list[tuple[Request, bool]]:
-        """Requeue deferred requests that waited long enough. Returns them, with True if they waited in vain."""
+        """Requeue deferred requests whose wait is over. Returns each, with True if it waited in vain."""
         returned = []
-        # The last one first, because each is inserted before the later ones.
+        # The last request first, because each is put before the later ones.
         for deferred in reversed(list(self._deferred.values())):
             is_coming = deferred.is_pending()
             if is_coming and step < deferred.until_step:
