@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from call_slips import PROPERTIES, SLIPS, Case, arguments_of, string_of
 
 from octavo.server.answers.generic_calls import GenericFormat
 from octavo.server.answers.known_formats import FORMATS
+from octavo.server.answers.object_calls import ApertusFormat
 from octavo.server.answers.parts import ReasoningParser
 from octavo.server.answers.reasoning_forms import REASONING_FORMS
 from octavo.server.answers.tagged_calls import TaggedFormat
@@ -53,7 +55,7 @@ FUNCTIONS = [
 ]
 BLANKS = ["", " ", "\n", "\n\n", "\t", "  \r\n ", " " * 9, " " * 255, " " * 257]
 HALF = "\ufffd"
-NUM_CASES = 16
+WHOLE = re.compile(r'\{[^{}]*"save_note"[^{}]*\{"path": "p"\}\s*\}')  # a call that is an object
 
 
 # --- answers
@@ -149,13 +151,84 @@ def values(rng: random.Random, form: ToolFormat) -> str:
     return form.write([("save_note", {"path": texts[0], "text": texts[1], "days": 3})]) + rng.choice(["", "x"])
 
 
-KINDS: dict[str, Callable[[random.Random, ToolFormat], str]] = {
-    "calls": calls,
-    "slips": slips,
-    "long": long,
-    "marks": marks,
-    "values": values,
+def members(rng: random.Random, form: ToolFormat) -> str:
+    """Return a call that is an object with its members in another order or form; of other formats, marks."""
+    written = form.write([("save_note", {"path": "p"}), ("now", {})])
+    found = WHOLE.search(written)
+    if found is None or isinstance(form, ApertusFormat):  # its only key is the name
+        return response(rng) if isinstance(form, GenericFormat) else marks(rng, form)
+    name_key, arguments_key, *_ = (each for each in json.loads(found[0]) if each != "tool_call_id")
+    named = [f'"{name_key}": "save_note"'] * 3 + [f'"{name_key}": 5', f'"{name_key}": "rm"', f'"{name_key}": "\\ud800"']
+    given = [
+        *['{"path": "p"}', '"{\\"path\\": \\"p\\"}"', '{"path": "a "b" c", "days": 3}', '{"path": "p", "no": "x"}'] * 2,
+        *(
+            "null",
+            '""',
+            "[1]",
+            "12",
+            '"x"',
+            '{"path": "p"',
+            '{"path": "p"}}',
+            '{"path": "p",}',
+            '{"path": "p", "path": "q"}',
+        ),
+        *(
+            '{"path": "p"} "x"',
+            '{"path": "a"} and "b"}',
+            '{"path": "p", "deep": {"a": [1, {"b": None}]}}',
+            "{'path': 'p'}",
+        ),
+    ]
+    others = [
+        '"id": [1, {"x": "}"}]',
+        '"other": -1.5e3',
+        '"s": "a\\"b"',
+        '"parameters": {}',
+        '"arguments": {"text": "t"}',
+    ]
+    chosen = [rng.choice(named), f'"{arguments_key}": {rng.choice(given)}']
+    chosen += [rng.choice(others) for _ in range(rng.choice([0, 0, 1, 2]))]
+    if rng.random() < 0.5:
+        rng.shuffle(chosen)
+    blank = rng.choice(["", "", " ", "\n  "])
+    text = f"{blank},{blank}".join(chosen[: rng.choice([1, 2, 2, 9, 9, 9])]).replace(
+        ": ", rng.choice([": ", ":", " : "])
+    )
+    return written[: found.start()] + f"{{{blank}{text}{blank}}}" + written[found.end() :]
+
+
+def response(rng: random.Random) -> str:
+    """Return the object of a model with a template without tools, with a text or with JSON for the user."""
+    pieces = ["Hello ", "\\n", '\\"', "\\u00e9", "\\ud83d\\ude42", "\\ud83d", "狐", "\n", "\\x", "{[", "\\u12"]
+    text = "".join(rng.choice(pieces) for _ in range(rng.randrange(6)))
+    value = rng.choice([f'"{text}"', f'"{text}"', f'{{"a": [1, "{text}", null], "b": {{}}}}', "12", "[[], true]", "}"])
+    blanks = [rng.choice(["", "", " ", "\n"]) for _ in range(6)]
+    key = rng.choice(['"response"'] * 4 + ['"tool_calls"', '"tool_call"', '"other"', "response"])
+    return "".join(f"{blank}{part}" for blank, part in zip(blanks, ["{", key, ":", value, "}", ""], strict=True))
+
+
+def inner(rng: random.Random, form: ToolFormat) -> str:
+    """Return a call with a value that holds whole calls, beginnings and ends of calls."""
+    whole = form.write([("save_note", {"path": "p", "days": 3})])
+    half = rng.randrange(len(whole) + 1)
+    pieces = [whole, form.write([("now", {})]), form.write([("now", {}), ("now", {})]), whole[:half], whole[half:]]
+    pieces += [whole.strip(), "\n", " so ", "\n\n", "Say: "]
+    text = "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 6)))
+    written = form.write([("save_note", {"path": text, **({"text": text[:9]} if rng.random() < 0.3 else {})})])
+    place = rng.randrange(max(len(written) - 60, 0), len(written))
+    return written if rng.random() < 0.6 else written[:place] + written[place + rng.randrange(1, 9) :]
+
+
+KINDS: dict[str, tuple[int, Callable[[random.Random, ToolFormat], str]]] = {
+    "calls": (14, calls),
+    "slips": (40, slips),
+    "long": (8, long),
+    "marks": (40, marks),
+    "values": (14, values),
+    "members": (30, members),
+    "inner": (16, inner),
 }
+"""The number of answers of each kind, and the function that makes one."""
 
 
 # --- readings
@@ -183,9 +256,10 @@ def _told(part: Part) -> list[Any]:
 def readings(name: str, kind: str) -> Iterator[tuple[list[str], bool, list[list[Any]]]]:
     """Yield the pieces of each answer of one kind, whether it was cut off, and its events."""
     form = FORMS[name]()
-    for number in range(NUM_CASES):
+    count, make = KINDS[kind]
+    for number in range(count):
         rng = random.Random(f"{name} {kind} {number}")
-        text = KINDS[kind](rng, form)
+        text = make(rng, form)
         reasoning = rng.choice(REASONING_FORMS) if rng.random() < 0.2 else None
         is_open = rng.random() < 0.5
         if reasoning is not None:
