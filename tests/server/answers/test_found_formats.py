@@ -46,6 +46,8 @@ def test_a_call_that_differs_in_blanks_is_found_by_reading_it() -> None:
         HermesFormat().write([(template_probe.NAME, {"city": "Rome"})]),  # other arguments
         HermesFormat().write([("other", template_probe.ARGUMENTS)]) + template_probe.NAME,
         HermesFormat().write([CALL]).replace('"days": 2', '"days": 2 2'),
+        HermesFormat().write([(template_probe.NAME, {"city": "Rome", "text": "x" * 2000})])[:-40],  # it breaks off
+        HermesFormat().write([CALL, CALL]).replace('"days": 2', '"days":2'),  # two calls
     ],
 )
 def test_anything_else_is_the_generic_format(written: str) -> None:

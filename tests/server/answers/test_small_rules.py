@@ -22,7 +22,7 @@ from octavo.server.answers.parts import Heads, Part, PlainParser, ReasoningParse
 from octavo.server.answers.reasoning_forms import REASONING_FORMS, find_reasoning_form
 from octavo.server.answers.tagged_calls import Qwen3CoderFormat
 from octavo.server.answers.tool_format import Function
-from octavo.server.answers.tool_formats import HermesFormat
+from octavo.server.answers.tool_formats import HermesFormat, MistralFormat
 from octavo.server.answers.tools import NO_TOOLS, Choice, Toolbox, read_chat_tools
 
 STRING = {"type": "string"}
@@ -190,6 +190,27 @@ def test_messages_are_copied_for_a_model_without_tools() -> None:
     shown, tools = Toolbox.make([], None, Choice("none"), parallel=None).template_input(messages, None)
     assert (shown, tools) == (messages, None)
     assert shown is not messages
+
+
+def test_tools_are_shown_to_templates_that_can_show_them() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    toolbox = read_chat_tools(TOOLS, "auto", None, HermesFormat())
+    given = [{"type": "function", "function": {"description": "", **tool["function"]}} for tool in TOOLS]
+    assert toolbox.template_input(messages, HermesFormat()) == (messages, given)
+    shown, tools = toolbox.template_input(messages, generic_calls.GenericFormat())
+    assert [each["role"] for each in shown] == ["system", "user"]
+    assert tools is None
+    assert NO_TOOLS.template_input(messages, HermesFormat()) == (messages, None)
+
+
+def test_ids_of_calls_have_the_length_that_clients_know() -> None:
+    ids = [HermesFormat().new_call_id() for _ in range(9)]
+    assert {len(each) for each in ids} == {29}
+    assert all(each.startswith("call_") and each[5:].isalnum() for each in ids)
+    assert len({*ids}) == 9
+    short = [MistralFormat().new_call_id() for _ in range(9)]
+    assert {len(each) for each in short} == {9}
+    assert all(each.isalnum() for each in short)
 
 
 # --- which parser reads an answer -------------------------------------------------------------------------------------

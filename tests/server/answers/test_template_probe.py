@@ -34,6 +34,48 @@ def test_a_call_is_what_follows_the_question() -> None:
     assert probe.shows_tools
 
 
+def test_a_call_begins_where_the_text_differs_from_the_question_alone() -> None:
+    """Some templates end the last message, or the whole conversation, with a mark of its own."""
+
+    def render(messages: list[dict[str, Any]], **_: Any) -> str:
+        calls = [f"<call {call['function']['name']}>" for each in messages for call in each.get("tool_calls", ())]
+        return "Question" + "".join(calls) + "<end of all messages>"
+
+    probe = TemplateProbe.of(render)
+    assert probe.call == f"call {NAME}><end of all messages>"  # both go on with the same bracket
+
+
+def test_a_template_may_refuse_a_question_without_an_answer() -> None:
+    def render(messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, **_: Any) -> str:
+        if len(messages) == 1 and not add_generation_prompt:
+            raise RequestError("refused")
+        return "Question"
+
+    probe = TemplateProbe.of(render)
+    assert (probe.prompt, probe.call, probe.texts) == ("Question", None, ["Question"])
+
+
+def test_the_probe_asks_with_a_tool_and_shows_its_call() -> None:
+    """The names and values must be plain, because formats are compared with what templates make of them."""
+    asked = []
+
+    def render(messages: list[dict[str, Any]], **options: Any) -> str:
+        asked.append((messages, options))
+        return ""
+
+    TemplateProbe.of(render)
+    (first, second, third) = asked
+    assert [options["add_generation_prompt"] for _, options in asked] == [True, False, False]
+    assert first[0] == second[0] == third[0][:1] == [{"role": "user", "content": "Question"}]
+    (call,) = third[0][1]["tool_calls"]
+    assert call["function"] == {"name": "lookup", "arguments": {"city": "Rome", "days": 2}}
+    assert len(call["id"]) == 9
+    assert call["id"].isalnum()
+    for _, options in asked:
+        (tool,) = options["tools"]
+        assert tool["function"]["parameters"]["required"] == ["city", "days"]
+
+
 def test_a_template_may_tell_of_no_tools() -> None:
     probe = TemplateProbe.of(template(tells_tools=False))
     assert probe.prompt == "user: Question\nassistant: "
