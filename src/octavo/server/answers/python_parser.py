@@ -65,7 +65,7 @@ class PythonParser(ValueParser):
     def _key(self) -> Wait[str]:
         """Read the name of an argument and the mark after it."""
         key = yield from self._run(_KEY)
-        if not key or self._position == len(self._text):  # a mark has to follow
+        if not key:
             raise MalformedError
         yield from self._skip_space()
         yield from self._expect("=")
