@@ -185,6 +185,7 @@ def members(rng: random.Random, form: ToolFormat) -> str:
         '"s": "a\\"b"',
         '"parameters": {}',
         '"arguments": {"text": "t"}',
+        '"meta": {"path": "m"}',
     ]
     chosen = [rng.choice(named), f'"{arguments_key}": {rng.choice(given)}']
     chosen += [rng.choice(others) for _ in range(rng.choice([0, 0, 1, 2]))]

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from octavo.server.answers import call_parser
-from octavo.server.answers.call_sections import MAX_HEAD_CHARS
 from octavo.server.answers.gemma_calls import GemmaFormat
 from octavo.server.answers.generic_calls import GenericFormat
 from octavo.server.answers.harmony import HarmonyFormat
@@ -18,17 +16,16 @@ from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.muse_glimmer import MuseGlimmerFormat
 from octavo.server.answers.named_calls import NamedFormat
 from octavo.server.answers.nested_calls import MARK, MiniMaxM3Format
-from octavo.server.answers.parts import MAX_HELD_SPACE, Part, joined
-from octavo.server.answers.python_calls import LFM2Format, PythonFormat
+from octavo.server.answers.parts import Part, joined
+from octavo.server.answers.python_calls import LFM2Format, PythonFormat, PythonicFormat
 from octavo.server.answers.tagged_calls import MiniCPM5Format, TaggedFormat
-from octavo.server.answers.tool_format import Function
+from octavo.server.answers.tool_format import Function, ToolFormat
 from octavo.server.answers.tool_formats import HermesFormat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.server.answers.tool_format import ToolFormat
-
+HELD_CHARS, HELD_SPACE, HEAD_CHARS = 1024, 256, 256
 PROPERTIES: dict[str, Any] = {
     "path": {"type": "string"},
     "days": {"type": "integer"},
@@ -107,12 +104,12 @@ def test_blanks_within_json_change_no_call(family: type[ToolFormat], blank: str)
 def test_as_many_blanks_before_a_call_are_dropped_as_are_held_back(family: type[ToolFormat]) -> None:
     form = family()
     written = form.write(CALLS)
-    for num_blanks in (1, MAX_HELD_SPACE - 1, MAX_HELD_SPACE, MAX_HELD_SPACE + 1, MAX_HELD_SPACE + 7):
+    for num_blanks in (1, HELD_SPACE - 1, HELD_SPACE, HELD_SPACE + 1, HELD_SPACE + 7):
         parts = read(form, ["a" + " " * num_blanks, written])
         if valued(parts) != CALLS:
             assert form.reads_reasoning  # whose calls are whole messages
             continue
-        assert content_of(parts) == "a" + " " * max(0, num_blanks - MAX_HELD_SPACE)
+        assert content_of(parts) == "a" + " " * max(0, num_blanks - HELD_SPACE)
 
 
 @pytest.mark.parametrize("family", [each for each in FORMATS if not each.reads_reasoning], ids=by_name)
@@ -135,7 +132,7 @@ def test_a_call_is_told_before_its_end_once_more_characters_come_than_are_held_b
     form = family()
     head, _, rest = form.write([("save", {"path": "@" * 9})]).partition("@" * 9)
     arguments_head = '{"path": "'
-    most = call_parser.HELD_CHARS - len(arguments_head)
+    most = HELD_CHARS - len(arguments_head)
     for num_chars, is_told in ((most, False), (most + 1, True)):
         parser = form.parser(FUNCTIONS)
         told = joined([*parser.feed(head), *parser.feed("x" * num_chars)])
@@ -271,11 +268,15 @@ def test_a_head_has_a_limit(family: type[NamedFormat]) -> None:
     before, _, behind = form.write([("save", {"path": "a"})]).partition("save")
     head = before[len(form.opens) + len(form.call_opens) :] + "save"
     rest = behind.partition(form.arguments_open.strip())[0].rstrip()
-    for num_chars, is_read in ((0, True), (1, True), (MAX_HEAD_CHARS, True), (MAX_HEAD_CHARS + 1, False)):
+    for num_chars, is_read in ((0, True), (1, True), (HEAD_CHARS, True), (HEAD_CHARS + 1, False)):
         num_blanks = max(0, num_chars - len(head) - len(rest))
         text = before + "save" + rest + " " * num_blanks + behind.removeprefix(rest).lstrip()
         for pieces in ([text], list(text)):
             assert bool(calls_of(read(form, pieces))) is is_read, num_chars
+        begun = text[: text.rindex("{")].rstrip()
+        cut = read(form, [begun], is_cut=True)
+        assert (content_of(cut) == "") is is_read, num_chars
+        assert is_read or cut == [Part("content", begun)]
 
 
 @pytest.mark.parametrize("family", [HarmonyFormat, MuseGlimmerFormat], ids=by_name)
@@ -286,6 +287,63 @@ def test_blanks_may_end_the_head_of_a_message(family: type[ToolFormat]) -> None:
         spread = text.replace("<|message|>", f"{blank}<|message|>")
         assert valued(read(form, [spread])) == [("save", {"path": "a"})], spread
         assert valued(read(form, list(spread))) == [("save", {"path": "a"})]
+
+
+def test_a_head_that_is_too_long_is_text_even_if_the_answer_was_cut_off_in_it() -> None:
+    for num_chars in (200, 300):
+        text = "<|channel|>commentary to=functions.save" + " " * (num_chars - 39)
+        assert content_of(read(HarmonyFormat(), [text], is_cut=True)).strip() == (
+            "" if num_chars == 200 else text.strip()
+        )
+
+
+# --- the ends of calls ------------------------------------------------------------------------------------------------
+
+
+def test_the_first_mark_that_ends_a_message_decides_where_its_arguments_end() -> None:
+    call = HarmonyFormat().write([("save", {"path": "a"})])
+    later = '<|start|>assistant<|channel|>final<|message|>x "} y<|end|>'
+    text = call.replace("<|call|>", " and so<|call|>") + later
+    for pieces in ([text], list(text)):
+        assert valued(read(HarmonyFormat(), pieces)) == [("save", {"path": "a"})]
+    two = call.replace("<|call|>", ' and "} so<|call|>') + later
+    for pieces in ([two], list(two)):
+        assert calls_of(read(HarmonyFormat(), pieces)) == []
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\n\n"])
+def test_blanks_around_the_last_mark_of_a_list_are_no_content(blank: str) -> None:
+    text = blank.join(["<|python_start|>", "[", "now", "(", ")", "]", "<|python_end|>", ""])
+    for pieces in ([text], list(text)):
+        assert read(PythonicFormat(), pieces) == [Part("call", "now"), Part("arguments", "{}")]
+    untagged = f"[now()]{blank}"
+    assert read(PythonicFormat(), [untagged]) == [Part("call", "now"), Part("arguments", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_call"),
+    [
+        ("[", True), ("[sa", True), ("[save", True), ("[save(", True), ("[save(pa", True), ("[ now ( )", True),
+        ("[save(1", True), ("[save(1, ", False), ("[save(pa, x", False), ("[save(pa x)", False), ("[save()(", False),
+        ("[other(", False), ("[1, 2", False), ("[save.x(", False), ("[now(), sa", True),
+    ],
+)  # fmt: skip
+def test_a_list_that_was_cut_off_is_dropped_only_if_it_may_become_calls(text: str, is_call: bool) -> None:
+    for pieces in ([text], list(text)):
+        assert content_of(read(PythonicFormat(), pieces, is_cut=True)) == ("" if is_call else text)
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_longest_mark_is_found_in_a_text() -> None:
+    class Marked(ToolFormat):
+        markers = ("<a", "<a>", "<a>b", "c")
+
+    assert Marked()._pieces("x<a>by<a><ac") == ["x", "<a>b", "y", "<a>", "<a", "c"]
+    assert Marked()._literal("c<a>") == '"c" "<a>"'
+    assert Marked(lambda mark: f"<[{len(mark)}]>")._literal("cd<a>") == '<[1]> "d" <[3]>'
+    assert Marked()._literal("") == ""
 
 
 # --- repairs ----------------------------------------------------------------------------------------------------------
