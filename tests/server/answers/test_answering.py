@@ -376,3 +376,25 @@ def test_one_prompt_has_its_own_stream_and_several_share_one(virtually: Any) -> 
         assert sorted(service.ended) == ["a", "a", "b"]
 
     virtually(work)
+
+
+def test_request_whose_client_fails_before_the_first_output_ends_at_once(virtually: Any) -> None:
+    async def work(now: Any) -> None:
+        service = Service(a=[(1000.0, output("x", finished=True))])
+        client, job = Client(), job_of("a", stream=True)
+
+        async def fail(_message: Any) -> None:
+            raise OSError
+
+        client.send = fail  # type: ignore[method-assign]
+        with pytest.raises((OSError, ClientDisconnect)):
+            await streamed(service, client, job)
+        assert now() < 2 * KEEP_ALIVE_S
+        assert (service.ended, job.place.num_left) == (["a"], 1)
+
+    virtually(work)
+
+
+def test_one_prompt_has_the_id_of_its_request_and_several_have_numbers() -> None:
+    assert job_of("a").request_ids == ["r"]
+    assert job_of("a", "b").request_ids == ["r-0", "r-1"]

@@ -20,7 +20,7 @@ from octavo.server.answers.parts import Part, joined
 from octavo.server.answers.python_calls import LFM2Format, PythonFormat, PythonicFormat
 from octavo.server.answers.tagged_calls import MiniCPM5Format, TaggedFormat
 from octavo.server.answers.tool_format import Function, ToolFormat
-from octavo.server.answers.tool_formats import HermesFormat
+from octavo.server.answers.tool_formats import HermesFormat, NamedMistralFormat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -309,6 +309,27 @@ def test_the_first_mark_that_ends_a_message_decides_where_its_arguments_end() ->
     two = call.replace("<|call|>", ' and "} so<|call|>') + later
     for pieces in ([two], list(two)):
         assert calls_of(read(HarmonyFormat(), pieces)) == []
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", " \r\n\t"])
+@pytest.mark.parametrize("family", [HarmonyFormat, MuseGlimmerFormat], ids=by_name)
+def test_blanks_before_the_end_of_a_message_are_no_content(family: type[ToolFormat], blank: str) -> None:
+    text = family().write([("save", {"path": "a"})])
+    end = text.rindex("<|")
+    for pieces in ([text[:end] + blank + text[end:]], [*text[:end], *blank, text[end:]]):
+        assert valued(read(family(), pieces)) == [("save", {"path": "a"})]
+        assert content_of(read(family(), pieces)) == ""
+
+
+@pytest.mark.parametrize(
+    ("rest", "is_call"),
+    [("sa", True), ("save", True), ("save[AR", True), ("save[ARGS]", True), ("sa[ve{", False), ("sa ve", False),
+     ('sa[ve{"path"', False), ("save so it", False)],
+)  # fmt: skip
+def test_a_name_that_was_cut_off_is_dropped_only_if_it_may_be_one(rest: str, is_call: bool) -> None:
+    text = f"[TOOL_CALLS]{rest}"
+    for pieces in ([text], list(text)):
+        assert content_of(read(NamedMistralFormat(), pieces, is_cut=True)) == ("" if is_call else text)
 
 
 @pytest.mark.parametrize("blank", ["", " ", "\n\n"])

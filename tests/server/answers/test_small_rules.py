@@ -203,6 +203,14 @@ def test_tools_are_shown_to_templates_that_can_show_them() -> None:
     assert NO_TOOLS.template_input(messages, HermesFormat()) == (messages, None)
 
 
+def test_the_first_of_several_reserved_names_is_told() -> None:
+    reserved = sorted(MuseGlimmerFormat.reserved_names)
+    assert len(reserved) > 1
+    tools = [{"type": "function", "function": {"name": name}} for name in reversed(reserved)]
+    with pytest.raises(RequestError, match=f"cannot be named '{reserved[0]}'"):
+        read_chat_tools(tools, "auto", None, MuseGlimmerFormat())
+
+
 def test_ids_of_calls_have_the_length_that_clients_know() -> None:
     ids = [HermesFormat().new_call_id() for _ in range(9)]
     assert {len(each) for each in ids} == {29}
