@@ -370,6 +370,18 @@ def test_the_longest_mark_is_found_in_a_text() -> None:
 # --- repairs ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rest", ["", " ", " x", "}", ' {"days": 3}', ", 1"])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_arguments_in_a_string_or_before_the_name_are_one_object(rest: str, is_first: bool) -> None:
+    """Anything behind the object in the string is a slip, and what is told is JSON in any case."""
+    members = ['"name": "save"', '"arguments": ' + json.dumps('{"path": 1}' + rest)]
+    text = f"<tool_call>{{{', '.join(members[::-1] if is_first else members)}}}</tool_call>"
+    for pieces in ([text], list(text)):
+        parts = read(HermesFormat(), pieces)
+        assert valued(parts) == ([] if rest.strip() else [("save", {"path": 1})])
+        assert content_of(parts) == (text if rest.strip() else "")
+
+
 def test_the_names_of_arguments_decide_what_a_quote_ends() -> None:
     """A quote that is not escaped ends a string only before the name of an argument."""
     text = '<tool_call>{"name": "save", "arguments": {"path": "a "b" c", "other": "d"}}</tool_call>'

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
-from octavo.server.answers import argument_values, generic_calls
+from octavo.server.answers import argument_values, generic_calls, template_probe
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader, AnswerStyle
 from octavo.server.answers.argument_values import UnreadableError, property_of, value_text
 from octavo.server.answers.harmony import HarmonyFormat
@@ -254,7 +254,7 @@ def test_templates_are_looked_at_only_if_the_model_has_one(has_template: bool) -
     inputs = SimpleNamespace(
         has_chat_template=has_template,
         chat_templates=["<tool_call> </think>"],
-        chat_text=lambda *_args, **_options: "",
+        chat_text=lambda *_args, **_options: template_probe.NAME,
         tokenizer=SimpleNamespace(token_id={"</think>": 7}.get, is_special=lambda _id: False),
         model_info=SimpleNamespace(vocab_size=10),
     )
@@ -262,6 +262,7 @@ def test_templates_are_looked_at_only_if_the_model_has_one(has_template: bool) -
     assert (style.tools is not None, style.has_reasoning, style.reasoning_end_id) == (
         (True, True, 7) if has_template else (False, False, None)
     )
+    assert style.shows_tools is has_template
 
 
 def test_a_long_answer_is_read_whole_and_once() -> None:
@@ -275,6 +276,11 @@ def test_a_long_answer_is_read_whole_and_once() -> None:
 def test_formats_with_marks_around_content_are_read_without_tools_as_well() -> None:
     framing = {each.name for each in FORMATS if each.frames_content}
     assert framing == {"functionary_v3_2", "kimi_k3", "muse_glimmer", "openai", "solar_open"}
+
+
+def test_formats_of_one_call_are_those_whose_templates_refuse_several() -> None:
+    assert {each.name for each in FORMATS if each.takes_one} == {"llama3_json", "openai"}
+    assert generic_calls.GenericFormat.takes_one
 
 
 # --- outputs of several prompts ---------------------------------------------------------------------------------------
