@@ -45,6 +45,30 @@ SCHEMAS: list[dict[str, Any]] = [
         "properties": {"part": {"$ref": "#/$defs/part"}},
         "$defs": {"part": {"type": "object", "properties": {"name": {"type": "string"}}}},
     },
+    {
+        "anyOf": [
+            {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "null"}}, "required": ["b"]},
+            {"type": "object", "properties": {}},
+            {"type": "object", "properties": {"c": {"type": ["integer", "null"]}}, "additionalProperties": True},
+        ]
+    },
+    {
+        "type": "object",
+        "properties": {
+            "start:": {"type": "string", "pattern": "^a/b$", "minLength": 1},
+            "rows": {"type": "array", "items": {"type": "array", "items": {"type": "object", "properties": {}}}},
+            "either": {"anyOf": [{"type": "object", "properties": {"x": {"type": "number"}}}, {"const": "none"}]},
+            "free": {},
+            "any": {"type": "object"},
+            "map": {"type": "object", "additionalProperties": {"type": "boolean"}},
+            "texts": {"enum": ["a", "b"]},
+            "is": {"type": "boolean"},
+            "nothing": {"type": "null"},
+            'q"&': {"type": "string", "maxLength": 9, "allOf": [{"pattern": "x"}, {"pattern": "y$"}]},
+        },
+        "required": ["rows", "is", "start:"],
+    },
+    {"type": "object", "properties": {"node": {"$ref": "#"}, "kind": {"oneOf": [{"const": 1}, {"const": 2}]}}},
 ]
 FUNCTIONS = [Function(f"tool_{index}", schema, strict=index % 2 == 0) for index, schema in enumerate(SCHEMAS)]
 CHOICES = {"all": FUNCTIONS, **{each.name: [each] for each in FUNCTIONS}}

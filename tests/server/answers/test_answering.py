@@ -18,8 +18,9 @@ from octavo.outputs import CompletionOutput, ErrorCode, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.answers import answering
 from octavo.server.answers.answering import EventStream, answer, answer_whole
-from octavo.server.answers.job_outputs import error_of
+from octavo.server.answers.job_outputs import MergedOutputs, error_of, outputs_of
 from octavo.server.answers.jobs import Job, StreamForm
+from octavo.server.answers.usage import UsageCounter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -309,3 +310,91 @@ def test_uncounted_completions_give_zero_completion_tokens(virtually: Any) -> No
         assert json.loads(response.body) == [["xy"], 0]
 
     virtually(work)
+
+
+class SlowToEnd(Service):
+    """A service whose generators need a second to end."""
+
+    async def generate(self, job: Job, index: int, *, check: Any, untold: Any) -> AsyncIterator[RequestOutput]:
+        try:
+            async for each in super().generate(job, index, check=check, untold=untold):
+                yield each
+        finally:
+            await asyncio.sleep(1.0)
+            self.ended.append("at last")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_request_has_ended_before_the_client_that_left_is_forgotten(virtually: Any, is_stream: bool) -> None:
+    async def work(now: Any) -> None:
+        service: Any = SlowToEnd(a=[(9.0, output("x", finished=True))])
+        client: Any = Client(leaves_after_s=3.0)
+        with pytest.raises(ClientDisconnect):
+            await answer(service, client, job_of("a", stream=is_stream), Reply())  # type: ignore[arg-type]
+        assert (now(), service.ended[-1]) == (4.0, "at last")
+        assert len(asyncio.all_tasks()) == 1
+
+    virtually(work)
+
+
+def test_client_that_takes_the_end_slowly_gets_no_signs_of_life(
+    virtually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(_now: Any) -> None:
+        service = Service(a=[(1.0, output("x", finished=True))])
+        client, job = Client(), job_of("a", stream=True, form=StreamForm("text/x", ALIVE))
+        send, waits = client.send, []
+
+        async def slowly(message: Any) -> None:
+            await send(message)
+            if not message.get("more_body", True):
+                await asyncio.sleep(95.0)
+
+        async def noted(seconds: float) -> None:
+            waits.append(seconds)
+            await sleep(seconds)
+
+        sleep = asyncio.sleep
+        client.send = slowly  # type: ignore[method-assign]
+        monkeypatch.setattr(asyncio, "sleep", noted)
+        await streamed(service, client, job)
+        assert client.text == b"0!x;end 1"
+        assert (job.place.num_left, service.ended) == (1, ["a"])
+        assert len(waits) < 40  # it sleeps between its looks
+
+    virtually(work)
+
+
+def test_one_prompt_has_its_own_stream_and_several_share_one(virtually: Any) -> None:
+    async def work(_now: Any) -> None:
+        service: Any = Service(a=[(1.0, output("x", finished=True))], b=[(1.0, output("y", finished=True))])
+        one = outputs_of(service, job_of("a"), UsageCounter())
+        several = outputs_of(service, job_of("a", "b"), UsageCounter())
+        assert [isinstance(each, MergedOutputs) for each in (one, several)] == [False, True]
+        assert len([each async for each in one]) == 1
+        assert len([each async for each in several]) == 2
+        assert sorted(service.ended) == ["a", "a", "b"]
+
+    virtually(work)
+
+
+def test_request_whose_client_fails_before_the_first_output_ends_at_once(virtually: Any) -> None:
+    async def work(now: Any) -> None:
+        service = Service(a=[(1000.0, output("x", finished=True))])
+        client, job = Client(), job_of("a", stream=True)
+
+        async def fail(_message: Any) -> None:
+            raise OSError
+
+        client.send = fail  # type: ignore[method-assign]
+        with pytest.raises((OSError, ClientDisconnect)):
+            await streamed(service, client, job)
+        assert now() < 2 * KEEP_ALIVE_S
+        assert (service.ended, job.place.num_left) == (["a"], 1)
+
+    virtually(work)
+
+
+def test_one_prompt_has_the_id_of_its_request_and_several_have_numbers() -> None:
+    assert job_of("a").request_ids == ["r"]
+    assert job_of("a", "b").request_ids == ["r-0", "r-1"]

@@ -174,3 +174,19 @@ def test_tool_call_grammar_closes_objects_with_properties(family: Any) -> None:
 def test_value_text_keeps_text_if_schema_allows_string(text: str, written: str) -> None:
     schema = {"type": ["string", "integer"]}
     assert value_text(text, schema, schema) == written
+
+
+@pytest.mark.parametrize(
+    ("schema", "names"),
+    [
+        ({"properties": {"a": {}}}, {"a"}),
+        ({"properties": {"a": {}}, "additionalProperties": True}, None),
+        ({"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, {"a", "b"}),
+        ({"anyOf": [{"properties": {"a": {}}}, {"type": "object"}]}, None),
+        ({"anyOf": [{"type": "object"}, {"properties": {"a": {}}}]}, None),
+        ({"oneOf": [{"properties": {"a": {}}, "additionalProperties": {"type": "null"}}, {"properties": {}}]}, None),
+    ],
+)
+def test_names_are_known_unless_an_alternative_takes_any(schema: dict[str, Any], names: set[str] | None) -> None:
+    assert known_keys(schema) == names
+    assert takes_others(schema, schema) is (names is None)

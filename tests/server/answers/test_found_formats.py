@@ -46,6 +46,8 @@ def test_call_with_different_blanks_is_detected_by_parsing() -> None:
         HermesFormat().write([(template_probe.NAME, {"city": "Rome"})]),  # other arguments
         HermesFormat().write([("other", template_probe.ARGUMENTS)]) + template_probe.NAME,
         HermesFormat().write([CALL]).replace('"days": 2', '"days": 2 2'),
+        HermesFormat().write([(template_probe.NAME, {"city": "Rome", "text": "x" * 2000})])[:-40],  # it breaks off
+        HermesFormat().write([CALL, CALL]).replace('"days": 2', '"days":2'),  # two calls
     ],
 )
 def test_unrecognized_template_call_gives_generic_format(written: str) -> None:

@@ -158,6 +158,46 @@ def test_generic_format_writes_tool_history_as_text() -> None:
     )
 
 
+@pytest.mark.parametrize("only_one", [False, True])
+@pytest.mark.parametrize("is_required", [False, True])
+def test_the_system_message_names_the_forms_that_are_allowed(only_one: bool, is_required: bool) -> None:
+    options = {"is_required": is_required, "only_one": only_one}
+    (about, _) = GenericFormat().messages_with_tools([{"role": "user", "content": "x"}], TOOLS, **options)
+    call = '{"name": "the name of a tool", "arguments": {...}}'
+    several, reply = (
+        f'{{"tool_calls": [{call}, ...]}} to call several',
+        '{"response": "your reply"} to reply to the user',
+    )
+    lines = about["content"].split("\n")
+    assert lines[0] == "You can call these tools, each described by a JSON schema of its arguments:"
+    assert [json.loads(line) for line in lines[1:3]] == [tool["function"] for tool in TOOLS]
+    assert lines[3] == ""
+    assert len(lines) == 5
+    forms = [f'{{"tool_call": {call}}} to call a tool']
+    forms += [] if only_one else [several]
+    forms += [] if is_required else [f"{reply} without a tool"]
+    assert lines[4] == f"Answer with one JSON object and nothing else: {', or '.join(forms)}."
+
+
+def test_json_for_the_user_is_told_as_it_comes() -> None:
+    parser = GenericFormat().parser(FUNCTIONS)
+    text = ' { "response" : {"a": [1, "}\\n"], "b": null} } '
+    told = ["".join(part.text for part in parser.feed(char)) for char in text]
+    start, end = text.index('{"a"'), text.index("} }") + 1
+    assert told == [char if start <= index < end else "" for index, char in enumerate(text)]
+    assert parser.finish() == []
+
+
+@pytest.mark.parametrize("num_chars", [1, 5, 6, 7, 11, 12])
+def test_an_escape_waits_for_its_end(num_chars: int) -> None:
+    """A pair of surrogates has twelve characters; the first half alone waits for the second."""
+    parser = GenericFormat().parser(FUNCTIONS)
+    escape = "\\ud83d\\ude42"
+    told = content_of(parser.feed('{"response": "a' + escape[:num_chars]))
+    assert told == ("a🙂" if num_chars == len(escape) else "a")
+    assert told + content_of(parser.feed(escape[num_chars:] + 'b"}')) == "a🙂b"
+
+
 MESSAGES = [{"role": "user", "content": "Weather?"}]
 ANTHROPIC_TOOLS = [{"name": each.name, "input_schema": each.parameters} for each in FUNCTIONS]
 RESPONSES_TOOLS = [{"type": "function", "name": each.name, "parameters": each.parameters} for each in FUNCTIONS]

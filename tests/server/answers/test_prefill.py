@@ -126,6 +126,7 @@ def test_every_route_prefills_or_decodes_by_engine_role(
             None,
         )
         assert params.structured_outputs is None
+        assert (params.temperature, params.ignore_eos, params.detokenize) == (0.0, True, False)
         assert len(request.sequence.token_ids) == request.num_prompt_tokens + 1
     told, num_tokens = answer.json(), sum(request.num_prompt_tokens for request in of_transfer)
     assert told["object"] == "prefill"

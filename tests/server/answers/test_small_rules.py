@@ -10,7 +10,7 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
-from octavo.server.answers import argument_values, generic_calls
+from octavo.server.answers import argument_values, generic_calls, template_probe
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader, AnswerStyle
 from octavo.server.answers.argument_values import UnreadableError, property_of, value_text
 from octavo.server.answers.harmony import HarmonyFormat
@@ -22,7 +22,7 @@ from octavo.server.answers.parts import Heads, Part, PlainParser, ReasoningParse
 from octavo.server.answers.reasoning_forms import REASONING_FORMS, find_reasoning_form
 from octavo.server.answers.tagged_calls import Qwen3CoderFormat
 from octavo.server.answers.tool_format import Function
-from octavo.server.answers.tool_formats import HermesFormat
+from octavo.server.answers.tool_formats import HermesFormat, MistralFormat
 from octavo.server.answers.tools import NO_TOOLS, Choice, Toolbox, read_chat_tools
 
 STRING = {"type": "string"}
@@ -192,6 +192,35 @@ def test_template_input_without_tools_copies_messages() -> None:
     assert shown is not messages
 
 
+def test_tools_are_shown_to_templates_that_can_show_them() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    toolbox = read_chat_tools(TOOLS, "auto", None, HermesFormat())
+    given = [{"type": "function", "function": {"description": "", **tool["function"]}} for tool in TOOLS]
+    assert toolbox.template_input(messages, HermesFormat()) == (messages, given)
+    shown, tools = toolbox.template_input(messages, generic_calls.GenericFormat())
+    assert [each["role"] for each in shown] == ["system", "user"]
+    assert tools is None
+    assert NO_TOOLS.template_input(messages, HermesFormat()) == (messages, None)
+
+
+def test_the_first_of_several_reserved_names_is_told() -> None:
+    reserved = sorted(MuseGlimmerFormat.reserved_names)
+    assert len(reserved) > 1
+    tools = [{"type": "function", "function": {"name": name}} for name in reversed(reserved)]
+    with pytest.raises(RequestError, match=f"cannot be named '{reserved[0]}'"):
+        read_chat_tools(tools, "auto", None, MuseGlimmerFormat())
+
+
+def test_ids_of_calls_have_the_length_that_clients_know() -> None:
+    ids = [HermesFormat().new_call_id() for _ in range(9)]
+    assert {len(each) for each in ids} == {29}
+    assert all(each.startswith("call_") and each[5:].isalnum() for each in ids)
+    assert len({*ids}) == 9
+    short = [MistralFormat().new_call_id() for _ in range(9)]
+    assert {len(each) for each in short} == {9}
+    assert all(each.isalnum() for each in short)
+
+
 # --- which parser reads an answer -------------------------------------------------------------------------------------
 
 
@@ -225,7 +254,7 @@ def test_answer_style_is_detected_only_with_chat_template(has_template: bool) ->
     inputs = SimpleNamespace(
         has_chat_template=has_template,
         chat_templates=["<tool_call> </think>"],
-        chat_text=lambda *_args, **_options: "",
+        chat_text=lambda *_args, **_options: template_probe.NAME,
         tokenizer=SimpleNamespace(token_id={"</think>": 7}.get, is_special=lambda _id: False),
         model_info=SimpleNamespace(vocab_size=10),
     )
@@ -233,6 +262,7 @@ def test_answer_style_is_detected_only_with_chat_template(has_template: bool) ->
     assert (style.tools is not None, style.has_reasoning, style.reasoning_end_id) == (
         (True, True, 7) if has_template else (False, False, None)
     )
+    assert style.shows_tools is has_template
 
 
 def test_long_answer_is_returned_complete_without_duplicates() -> None:
@@ -246,6 +276,11 @@ def test_long_answer_is_returned_complete_without_duplicates() -> None:
 def test_formats_that_frame_content_are_listed() -> None:
     framing = {each.name for each in FORMATS if each.frames_content}
     assert framing == {"functionary_v3_2", "kimi_k3", "muse_glimmer", "openai", "solar_open"}
+
+
+def test_formats_of_one_call_are_those_whose_templates_refuse_several() -> None:
+    assert {each.name for each in FORMATS if each.takes_one} == {"llama3_json", "openai"}
+    assert generic_calls.GenericFormat.takes_one
 
 
 # --- outputs of several prompts ---------------------------------------------------------------------------------------

@@ -34,6 +34,48 @@ def test_probe_extracts_prompt_and_call_from_template() -> None:
     assert probe.shows_tools
 
 
+def test_call_begins_at_first_difference_from_question_alone() -> None:
+    """Some templates end the last message, or the whole conversation, with a mark of its own."""
+
+    def render(messages: list[dict[str, Any]], **_: Any) -> str:
+        calls = [f"<call {call['function']['name']}>" for each in messages for call in each.get("tool_calls", ())]
+        return "Question" + "".join(calls) + "<end of all messages>"
+
+    probe = TemplateProbe.of(render)
+    assert probe.call == f"call {NAME}><end of all messages>"  # both go on with the same bracket
+
+
+def test_template_may_refuse_question_without_answer() -> None:
+    def render(messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, **_: Any) -> str:
+        if len(messages) == 1 and not add_generation_prompt:
+            raise RequestError("refused")
+        return "Question"
+
+    probe = TemplateProbe.of(render)
+    assert (probe.prompt, probe.call, probe.texts) == ("Question", None, ["Question"])
+
+
+def test_probe_renders_tool_and_call() -> None:
+    """The names and values must be plain, because formats are compared with what templates make of them."""
+    asked = []
+
+    def render(messages: list[dict[str, Any]], **options: Any) -> str:
+        asked.append((messages, options))
+        return ""
+
+    TemplateProbe.of(render)
+    (first, second, third) = asked
+    assert [options["add_generation_prompt"] for _, options in asked] == [True, False, False]
+    assert first[0] == second[0] == third[0][:1] == [{"role": "user", "content": "Question"}]
+    (call,) = third[0][1]["tool_calls"]
+    assert call["function"] == {"name": "lookup", "arguments": {"city": "Rome", "days": 2}}
+    assert len(call["id"]) == 9
+    assert call["id"].isalnum()
+    for _, options in asked:
+        (tool,) = options["tools"]
+        assert tool["function"]["parameters"]["required"] == ["city", "days"]
+
+
 def test_probe_detects_template_without_tools() -> None:
     probe = TemplateProbe.of(template(tells_tools=False))
     assert probe.prompt == "user: Question\nassistant: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.server.answers.usage import CompletionTokensDetails, PromptTokensDetails, Receipt, UsageCounter
@@ -69,3 +69,10 @@ def test_usage_summary_lists_counts_and_finish_reasons() -> None:
 def test_usage_details_default_to_zero() -> None:
     assert PromptTokensDetails().cached_tokens == CompletionTokensDetails().reasoning_tokens == 0
     assert (Receipt().computed_tokens, Receipt().recomputed_tokens, Receipt().wasted_tokens) == (0, 0, 0)
+
+
+def test_nothing_is_counted_before_the_first_output() -> None:
+    usage = UsageCounter().usage()
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (0, 0, 0)
+    assert PromptTokensDetails().cached_tokens == CompletionTokensDetails().reasoning_tokens == 0
+    assert set(structs.asdict(Receipt()).values()) == {0}

@@ -293,7 +293,8 @@ class ToolParser:
         if char == '"':
             self._position += 1
             yield from self._recover(call, told)
-        elif char and char not in _AFTER_ARGUMENTS and not any(each.startswith(char) for each in self._call_openers):
+        # at the end of the answer the character is "", which every text contains
+        elif char not in _AFTER_ARGUMENTS and not any(each.startswith(char) for each in self._call_openers):
             while not self._is_over:
                 yield
             found = None

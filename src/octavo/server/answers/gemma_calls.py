@@ -147,7 +147,7 @@ class GemmaParser(ValueParser):
             key = json_text((yield from self._string()))
         else:
             key = yield from self._run(_KEY)
-            if not key or self._position == len(self._text):  # a mark must follow the key
+            if not key:
                 raise MalformedError
             key = json_text(key)
         yield from self._skip_space()

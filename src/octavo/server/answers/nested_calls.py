@@ -201,7 +201,7 @@ class NestedParser(ValueParser):
             return True
         text = yield from self._whole_value(MarkEnd(closes), is_padded=False)
         empty = "[]" if "array" in kinds else "{}" if "object" in kinds else None
-        is_empty = not text.strip() and "string" not in kinds and empty is not None
+        is_empty = not text.strip() and "string" not in kinds
         written = empty if is_empty else self._read_value(text, schema, self._root)
         if written is not None:
             self._say(written, call)

@@ -63,7 +63,7 @@ class PythonParser(ValueParser):
 
     def _key(self) -> Wait[str]:
         key = yield from self._run(_KEY)
-        if not key or self._position == len(self._text):  # a mark must follow the key
+        if not key:
             raise MalformedError
         yield from self._skip_space()
         yield from self._expect("=")
