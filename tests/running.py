@@ -18,7 +18,7 @@ import uvicorn.server
 from fakes import FakeExecutor, make_engine
 
 from octavo.config import ServerConfig
-from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.async_llm import AsyncEngine
 from octavo.http.listening import MAX_CONNECTIONS, bind
 from octavo.server.serving import GracefulServer, make_server
 
@@ -151,7 +151,7 @@ def run_server(
         "served_model_names": ("fake", "alias/of-fake"),
     }
     config = ServerConfig(**{**settings, **options})
-    llm = AsyncLLM(engine, max_unread_outputs=config.max_unread_outputs)
+    llm = AsyncEngine(engine, max_unread_outputs=config.max_unread_outputs)
     server = make_server(llm, config, max_connections=max_connections)
     sock = bind("127.0.0.1", 0)
     if send_bytes is not None:

@@ -220,7 +220,7 @@ def test_hanging_store_costs_only_timeout_and_engine_shuts_down(checkpoint, alon
         stores.append(Hanging(pool, "b", block_bytes, name))
         return stores[0]
 
-    monkeypatch.setattr("octavo.worker.kv_transfers._SHUTDOWN_S", 0.2)
+    monkeypatch.setattr("octavo.worker.transfer_threads._SHUTDOWN_S", 0.2)
     lookup_s = 0.05 if name == "num_matched" else 20.0  # calls that do not hang have time
     engine = engine_over(make, checkpoint, kv_transfer_timeout_s=0.2, kv_lookup_timeout_s=lookup_s)
     assert answers(engine, requests) == expected

@@ -37,9 +37,9 @@ from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.identity import cache_keys, check_fingerprint, find_identity, kv_format
 from octavo.startup.launch import ServedModel, make_grammars, make_processors
 from octavo.worker.device import resolve_device
-from octavo.worker.kv_transfers import staging_bytes
 from octavo.worker.local_executor import LocalExecutor
 from octavo.worker.step_modes import ComputesAtOnce, ComputesInBackground, LaunchesAhead
+from octavo.worker.transfer_threads import staging_bytes
 from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:

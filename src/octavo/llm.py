@@ -26,7 +26,7 @@ from octavo.config import (
     default_max_num_batched_tokens,
 )
 from octavo.config import scheduling_policy as parse_policy
-from octavo.engine.async_llm import AsyncLLM as _AsyncLLM
+from octavo.engine.async_llm import AsyncEngine
 from octavo.engine.embedding import embedding
 from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError, RequestError
@@ -85,7 +85,7 @@ class LLMEngine(Engine):
         super().__init__(built.client, built.input_processor, built.output_processor, built.clock)
 
 
-class AsyncLLM(_AsyncLLM):
+class AsyncLLM(AsyncEngine):
     """Answers many concurrent requests on an event loop, each as a stream. The engine runs in a separate process.
 
         async with await AsyncLLM.launch(EngineConfig(model=ModelConfig(model="Qwen/Qwen3-0.6B"))) as llm:

@@ -174,14 +174,14 @@ def test_only_unverified_acceptance_rates_fade():
     for _ in range(20):
         policy.verified(good, 1, 1)
         policy.verified(bad, 1, 0)
-    everyone, before = policy._everyone.rates([0.7]), [each.acceptance.rates([0.5]) for each in (good, bad)]
+    overall, before = policy._overall.rates([0.7]), [each.acceptance.rates([0.5]) for each in (good, bad)]
     assert policy.allot([(good, 1), (bad, 1)], 2) == [1, 0]
     after = [each.acceptance.rates([0.5]) for each in (good, bad)]
     assert after[0] == before[0]
     assert after[1] > before[1]
-    assert policy._everyone.rates([0.7]) == everyone  # drafts of one request were verified
+    assert policy._overall.rates([0.7]) == overall  # drafts of one request were verified
     assert policy.allot([(bad, 1)], 2) == [0]
-    assert policy._everyone.rates([0.7]) > everyone
+    assert policy._overall.rates([0.7]) > overall
 
 
 def test_new_request_starts_with_acceptance_rates_of_all_requests():
@@ -481,12 +481,12 @@ def test_lookup_and_model_drafts_have_separate_acceptance_rates():
 def test_bounded_model_drafts_fade_without_fading_lookup_rates():
     policy, request = policy_of_model([(1, 1.0), (2, 9.0)], [(1, 9.0)]), make_request()
     policy.verified(request, 2, 2)
-    before, everyone = request.computed_acceptance.rates([0.0]), policy._everyone.rates([0.0])
+    before, overall = request.computed_acceptance.rates([0.0]), policy._overall.rates([0.0])
     policy.verified(make_request("looked up"), 2, 1)
-    looked_up = policy._everyone.rates([0.0])
+    looked_up = policy._overall.rates([0.0])
     assert bounds(policy, request) == {"r": 0}
     assert request.computed_acceptance.rates([0.0]) < before
-    assert policy._everyone.rates([0.0]) == looked_up > everyone
+    assert policy._overall.rates([0.0]) == looked_up > overall
 
 
 def test_bounded_request_is_tried_again():
@@ -510,7 +510,7 @@ def test_draft_bound_of_single_request_is_optimal(verified, step_costs, pass_s, 
     request = Request("r", [1], SamplingParams(max_tokens=99))
     for num_drafted, num_accepted in verified:
         policy.verified(request, num_drafted, min(num_accepted, num_drafted))
-    rates = policy._everyone_computed.rates([0.7] * most)
+    rates = policy._overall_computed.rates([0.7] * most)
     rates = request.computed_acceptance.rates(rates) if request.computed_acceptance else rates
     chances = list(itertools.accumulate(rates, lambda chance, rate: chance * rate, initial=1.0))
     speeds = [
@@ -534,7 +534,7 @@ def test_allotment_is_never_slower_than_no_drafts(asked, row_s, data):
         request = make_request(str(index))
         policy.verified(request, max(count, 1), min(num_right, max(count, 1)))
         wanted.append((request, count))
-    rates = [request.acceptance.rates(policy._everyone.rates([0.7] * 6)) for request, _ in wanted]
+    rates = [request.acceptance.rates(policy._overall.rates([0.7] * 6)) for request, _ in wanted]
     counts = policy.allot(wanted, len(wanted))
     assert all(0 <= count <= most for count, (_, most) in zip(counts, wanted, strict=True))
     gained = sum(math.prod(rates[i][: place + 1]) for i, count in enumerate(counts) for place in range(count))

@@ -53,7 +53,7 @@ def test_F1_abort_in_any_state_returns_all_blocks(make_core, state):
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     name = "b" if state == "deferred" else "a"
     if state == "deferred":
-        assert core.scheduler.room.num_deferred == 1
+        assert core.scheduler.waiting_requests.num_deferred == 1
     [output] = core.scheduler.abort_request(name)
     assert output.finish_reason == "abort"
     check(core)
@@ -320,7 +320,7 @@ def test_F28_tokens_of_deferred_requests_count_as_waiting(make_core):
     core.step()
     core.add("b", prompt)
     core.step()
-    assert core.scheduler.room.num_deferred == 1
+    assert core.scheduler.waiting_requests.num_deferred == 1
     with pytest.raises(QueueFullError):
         core.add("c", 29)
     core.run()
@@ -388,7 +388,7 @@ def test_new_prefix_shared_by_many_requests_is_computed_once(make_core):
     for index in range(32):
         core.add(f"r{index}", [*prefix, 1000 + index, 2000 + index], max_tokens=2)
     assert list(core.step().num_scheduled_tokens) == ["r0"]
-    assert core.scheduler.room.num_deferred == 31
+    assert core.scheduler.waiting_requests.num_deferred == 31
     check(core)
     core.run()
     computed = sum(event.num_tokens for event in core.log.of_type(events.StepScheduled))

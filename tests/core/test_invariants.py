@@ -278,9 +278,9 @@ def test_status_that_contradicts_queue_is_reported(core, name, status):
 def test_waiting_request_with_drafts_blocks_or_computed_tokens_is_reported(core):
     request = request_of(core, "waits")
     request.spec_token_ids = [1]
-    core.scheduler.room.num_tokens += 1
+    core.scheduler.waiting_requests.num_tokens += 1
     assert breaches(core) == [(10, ())]
-    core.scheduler.room.num_tokens -= 1
+    core.scheduler.waiting_requests.num_tokens -= 1
     request.spec_token_ids = []
     [block] = pool_of(core).take(1)
     request.sequence.block_table.append(block.block_id)
@@ -318,16 +318,16 @@ def test_request_in_no_state_or_two_states_is_reported(core, place):
         scheduler.running.append(request)
         scheduler.config = scheduler.config.__class__(max_num_seqs=8)
     elif place == "waiting":
-        scheduler.room._deferred["again"] = type("Deferred", (), {"request": request})()
-        scheduler.room.num_tokens += request.num_tokens
+        scheduler.waiting_requests._deferred["again"] = type("Deferred", (), {"request": request})()
+        scheduler.waiting_requests.num_tokens += request.num_tokens
     else:
         scheduler.transfers._pending[77] = scheduler.transfers._pending[0]
         scheduler.config = scheduler.config.__class__(max_num_seqs=8)
     assert breaches(core) == [(12, ())]
     if place == "waiting":
-        scheduler.room._deferred.clear()
-        scheduler.room.remove(request)
-        scheduler.room.num_tokens += request.num_tokens
+        scheduler.waiting_requests._deferred.clear()
+        scheduler.waiting_requests.remove(request)
+        scheduler.waiting_requests.num_tokens += request.num_tokens
     elif place == "running":
         scheduler.running.clear()
     else:
@@ -350,7 +350,7 @@ def test_more_requests_than_max_num_seqs_are_reported(core):
 
 @pytest.mark.parametrize("change", [-1, 1])
 def test_wrong_number_of_waiting_tokens_is_reported(core, change):
-    core.scheduler.room.num_tokens += change
+    core.scheduler.waiting_requests.num_tokens += change
     assert breaches(core) == [(13, ())]
 
 
@@ -370,7 +370,7 @@ def test_wrong_sum_of_reservations_is_reported(make_core):
 
 def test_waiting_request_larger_than_cache_is_reported(core):
     request = request_of(core, "waits")
-    room, capacity = core.scheduler.room, core.scheduler.kv_cache_manager.capacity_tokens
+    room, capacity = core.scheduler.waiting_requests, core.scheduler.kv_cache_manager.capacity_tokens
     for num_tokens, expected in ((capacity + 1, []), (capacity + 2, [(14, ())])):
         room.num_tokens += num_tokens - request.num_tokens
         request.sequence.token_ids[:] = [1] * num_tokens

@@ -128,7 +128,7 @@ def test_preempted_request_keeps_tokens_and_loses_blocks_and_drafts(make_core):
     assert (request.status, request.num_computed_tokens, request.spec_token_ids) == (RequestStatus.PREEMPTED, 0, [])
     assert (request.num_preemptions, len(request.sequence.token_ids), request.sequence.block_table) == (1, 10, [])
     assert [each.request_id for each in core.scheduler.running] == ["b"]
-    assert [each.request_id for each in core.scheduler.room] == ["a"]
+    assert [each.request_id for each in core.scheduler.waiting_requests] == ["a"]
     assert invariants.check(core.scheduler) == []
 
 
@@ -145,12 +145,12 @@ def test_request_with_failed_load_returns_to_queue_with_previous_status(make_cor
         request.num_preemptions = num_preemptions
         request.num_computed_tokens = 4
         if num_preemptions:
-            core.scheduler.room.take()
-        lifecycle.give_up_loading(request)
+            core.scheduler.waiting_requests.take()
+        lifecycle.abandon_loading(request)
         assert (request.status, request.num_computed_tokens) == (status, 0)
         assert request.sequence.block_table == []
         assert core.scheduler.admission.num_reserved_total == 0
-        assert [each.request_id for each in core.scheduler.room] == ["a"]
+        assert [each.request_id for each in core.scheduler.waiting_requests] == ["a"]
 
 
 def test_loaded_blocks_are_shared_immediately(make_core):

@@ -9,9 +9,9 @@ from octavo.config import SchedulerConfig
 from octavo.core.event_emitter import EventEmitter
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv_connector import NullConnector
-from octavo.core.kv_transfers import KVTransfers
 from octavo.core.output_builder import OutputBuilder
 from octavo.core.step_plan import StepPlan
+from octavo.core.transfer_scheduler import KVTransferScheduler
 from octavo.data.events import EventLog
 from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
@@ -20,7 +20,7 @@ from octavo.sampling_params import SamplingParams
 class Builder:
     def __init__(self):
         self.manager = KVCacheManager(16, 4)
-        self.transfers = KVTransfers(NullConnector(), self.manager, SchedulerConfig(), EventEmitter(EventLog()))
+        self.transfers = KVTransferScheduler(NullConnector(), self.manager, SchedulerConfig(), EventEmitter(EventLog()))
         self.builder = OutputBuilder(self.manager, self.transfers)
         self.requests = {name: Request(name, [1, 2, 3], SamplingParams()) for name in "ab"}
         self.step = 0

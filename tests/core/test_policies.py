@@ -397,9 +397,9 @@ def test_F28_queue_limits_are_checked_before_request_is_added(make_core):
     with pytest.raises(QueueFullError, match="max_num_waiting"):
         core.add("d", 1)
     assert list(core.scheduler.requests) == ["a", "c"]
-    assert core.scheduler.room.num_tokens == 20
+    assert core.scheduler.waiting_requests.num_tokens == 20
     core.run()
-    assert core.scheduler.room.num_tokens == 0
+    assert core.scheduler.waiting_requests.num_tokens == 0
 
 
 def test_F8_reservation_refuses_request_above_max_batch_total_tokens(make_core):

@@ -56,7 +56,7 @@ def decoding(name):
     ],
 )
 def test_num_tokens_to_schedule_respects_budget_and_threshold(num_remaining, budget, threshold, may_be_cut, expected):
-    count = num_tokens_to_schedule(num_remaining, budget, threshold=threshold, may_be_cut=may_be_cut, whole_budget=20)
+    count = num_tokens_to_schedule(num_remaining, budget, threshold=threshold, may_be_cut=may_be_cut, initial_budget=20)
     assert count == expected
 
 
@@ -221,7 +221,7 @@ def test_mixed_batching_serves_running_then_outranked_then_waiting():
 )
 def test_mixed_step_budget_is_decodes_plus_prefill_limit(limit, names, expected):
     running = [decoding(name) if name == "a" else make_request(name) for name in names]
-    assert fill(MixedBatching(limit), running, Filler()).whole_budget == expected
+    assert fill(MixedBatching(limit), running, Filler()).initial_budget == expected
 
 
 def test_prefill_limit_starts_at_zero_without_minimum():
@@ -231,7 +231,7 @@ def test_prefill_limit_starts_at_zero_without_minimum():
 def test_drafts_count_as_decode_tokens_in_mixed_budget():
     request = decoding("a")
     request.spec_token_ids = [1, 2, 3]
-    assert fill(MixedBatching(5), [request], Filler()).whole_budget == 9
+    assert fill(MixedBatching(5), [request], Filler()).initial_budget == 9
 
 
 def learned(seconds, *, limit=40, running="ab", short=True, count=10):

@@ -159,15 +159,15 @@ class TestRoom:
         ],
     )
     def test_save_ends_at_limit_of_blocks_or_window_parts(self, transfers, parts, expected):
-        assert transfers._num_with_room([part != NO_BLOCK for part in parts]) == expected
+        assert transfers._num_fitting([part != NO_BLOCK for part in parts]) == expected
 
     def test_saves_in_flight_count_against_both_limits(self, transfers):
         transfers._saving, transfers._saving_in_part = set(range(8)), set(range(20, 27))
-        assert transfers._num_with_room([False] * 20) == 10
-        assert transfers._num_with_room([True] * 20) == 4
+        assert transfers._num_fitting([False] * 20) == 10
+        assert transfers._num_fitting([True] * 20) == 4
         transfers._saving = set(range(30))  # a handover has no limit
-        assert transfers._num_with_room([False] * 20) == 0
-        assert transfers._num_with_room([True] * 20) == 0
+        assert transfers._num_fitting([False] * 20) == 0
+        assert transfers._num_fitting([True] * 20) == 0
 
     @pytest.mark.parametrize(
         ("num_in_full", "num_in_part", "is_asked"), [(11, 13, True), (12, 12, True), (12, 13, False), (0, 25, False)]

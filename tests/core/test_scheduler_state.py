@@ -139,7 +139,7 @@ def test_num_kept_records_sums_all_components(busy):
     scheduler = busy.scheduler
     assert scheduler._state.builder.num_records == 2
     assert scheduler.transfers.num_records == 3  # a load, and the offers of two requests
-    assert scheduler.room.num_records == 1
+    assert scheduler.waiting_requests.num_records == 1
     assert scheduler.num_kept_records == 2 + 3 + 1 + scheduler.kv_cache_manager.num_tracked_requests
 
 
@@ -439,7 +439,7 @@ def test_pending_store_lookup_does_not_block_queue(make_core):
     core.add("plain", 5, max_tokens=20)
     assert core.step().num_scheduled_tokens == {"plain": 5}
     assert told(core, events.RequestParked) == [(None,)]
-    assert core.scheduler.room.num_deferred == 1
+    assert core.scheduler.waiting_requests.num_deferred == 1
     core.step()
     store.num_tokens = 8
     [order] = core.step().kv_transfers

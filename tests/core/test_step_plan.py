@@ -27,27 +27,31 @@ def test_take_back_restores_given_budget():
 def test_budget_can_be_lowered_but_not_raised():
     plan = StepPlan(20, 20)
     plan.lower_budget(30)
-    assert (plan.whole_budget, plan.budget) == (20, 20)
+    assert (plan.initial_budget, plan.budget) == (20, 20)
     plan.lower_budget(7)
-    assert (plan.whole_budget, plan.budget) == (7, 7)
+    assert (plan.initial_budget, plan.budget) == (7, 7)
 
 
 def test_prompts_share_prompt_budget_and_take_back_returns_part():
     plan = StepPlan(20, 8)
     first, second, third = (Request(name, [1], SamplingParams()) for name in "abc")
-    assert plan.within_room(99, of_prompt=True) == 8
-    assert plan.within_room(99, of_prompt=False) == 99
+    assert plan.within_prompt_budget(99, of_prompt=True) == 8
+    assert plan.within_prompt_budget(99, of_prompt=False) == 99
     plan.give(first, 5, [], of_prompt=True)
     plan.give(second, 4, [])
-    assert (plan.prompt_room, plan.within_room(9, of_prompt=True), plan.within_room(2, of_prompt=True)) == (3, 3, 2)
+    assert (
+        plan.prompt_budget,
+        plan.within_prompt_budget(9, of_prompt=True),
+        plan.within_prompt_budget(2, of_prompt=True),
+    ) == (3, 3, 2)
     plan.give(third, 3, [], of_prompt=True)
-    assert plan.within_room(1, of_prompt=True) == 0
+    assert plan.within_prompt_budget(1, of_prompt=True) == 0
     plan.take_back(second)
-    assert plan.prompt_room == 0
+    assert plan.prompt_budget == 0
     plan.take_back(first)
     plan.take_back(first)
-    assert (plan.prompt_room, plan.budget, plan.num_tokens) == (5, 17, {"c": 3})
+    assert (plan.prompt_budget, plan.budget, plan.num_tokens) == (5, 17, {"c": 3})
     unlimited = StepPlan(20, 20)
     unlimited.give(first, 5, [], of_prompt=True)
     unlimited.take_back(first)
-    assert (unlimited.prompt_room, unlimited.within_room(99, of_prompt=True)) == (20, 20)
+    assert (unlimited.prompt_budget, unlimited.within_prompt_budget(99, of_prompt=True)) == (20, 20)

@@ -1,4 +1,4 @@
-"""Helpers that read the streams of an `AsyncLLM`."""
+"""Helpers that read the streams of an `AsyncEngine`."""
 
 from __future__ import annotations
 

@@ -8,14 +8,14 @@ from fakes import FakeExecutor, answer_text, answer_token, make_engine
 from streams import collect, run
 
 from octavo.engine import output_stream
-from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.async_llm import AsyncEngine
 from octavo.errors import EngineDeadError, RequestError, SlowReaderError
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 
 @pytest.fixture
 def llm():
-    made = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)))
+    made = AsyncEngine(make_engine(FakeExecutor(step_s=0.001)))
     yield made
     made.shutdown()
 
@@ -75,7 +75,7 @@ def test_f22_closed_stream_aborts_its_request(llm):
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "reads nothing"])
 def test_unread_outputs_are_reported_through_on_unread(leaves):
     """Each token is reported once: to the reader, or as unread."""
-    made = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)), max_unread_outputs=20)
+    made = AsyncEngine(make_engine(FakeExecutor(step_s=0.001)), max_unread_outputs=20)
 
     async def main():
         unread = []
@@ -132,7 +132,7 @@ def test_reader_cancelled_before_acceptance_aborts_request(monkeypatch):
     submitted, aborted = threading.Event(), threading.Event()
     monkeypatch.setattr(engine, "submit", lambda *_: submitted.set())  # the engine never answers
     monkeypatch.setattr(engine, "abort_request", lambda request_id: request_id == "a" and aborted.set())
-    llm = AsyncLLM(engine)
+    llm = AsyncEngine(engine)
 
     async def main():
         task = asyncio.create_task(collect(llm, "hello", "a"))
@@ -146,7 +146,7 @@ def test_reader_cancelled_before_acceptance_aborts_request(monkeypatch):
 
 def test_cancelled_duplicate_id_does_not_abort_first_request(monkeypatch):
     engine = make_engine(FakeExecutor(step_s=0.001))
-    llm, submitted = AsyncLLM(engine), threading.Event()
+    llm, submitted = AsyncEngine(engine), threading.Event()
 
     async def main():
         first = asyncio.create_task(collect(llm, "hello", "a", max_tokens=500, ignore_eos=True))
@@ -162,7 +162,7 @@ def test_cancelled_duplicate_id_does_not_abort_first_request(monkeypatch):
 
 
 def test_timeout_s_counts_from_call_of_generate():
-    llm = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)))
+    llm = AsyncEngine(make_engine(FakeExecutor(step_s=0.001)))
 
     async def main():
         loop, timers, reached = asyncio.get_running_loop(), [], []
@@ -185,7 +185,7 @@ def test_timeout_s_counts_from_call_of_generate():
 
 def test_engine_death_reaches_every_reader():
     executor = FakeExecutor()
-    llm = AsyncLLM(make_engine(executor))
+    llm = AsyncEngine(make_engine(executor))
 
     async def main():
         executor.die = True
@@ -206,7 +206,7 @@ def test_request_that_kills_engine_raises_EngineDeadError(monkeypatch):
     executor = FakeExecutor()
     engine = make_engine(executor)
     monkeypatch.setattr(engine, "submit", lambda *_: 1 / 0)
-    llm = AsyncLLM(engine)
+    llm = AsyncEngine(engine)
 
     async def main():
         with pytest.raises(EngineDeadError, match="division"):
@@ -218,7 +218,7 @@ def test_request_that_kills_engine_raises_EngineDeadError(monkeypatch):
 
 
 def test_shutdown_ends_open_streams():
-    llm = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)))
+    llm = AsyncEngine(make_engine(FakeExecutor(step_s=0.001)))
 
     async def main():
         task = asyncio.create_task(collect(llm, "hello", "a", max_tokens=None, ignore_eos=True))

@@ -27,12 +27,12 @@ class Watcher:
             self.health.look(self.now)
             if beats and index % 2 == 0:
                 self.progress += advances
-                self.health.hear(Alive(self.progress))
+                self.health.note_report(Alive(self.progress))
         return self
 
-    def hear(self, *messages: object) -> Watcher:
+    def note_report(self, *messages: object) -> Watcher:
         for message in messages:
-            self.health.hear(message)
+            self.health.note_report(message)
         return self
 
     @property
@@ -41,7 +41,7 @@ class Watcher:
 
 
 def ready() -> Watcher:
-    return Watcher().hear(READY)
+    return Watcher().note_report(READY)
 
 
 def test_progressing_engine_stays_healthy() -> None:
@@ -67,7 +67,7 @@ def test_beating_engine_without_progress_is_unhealthy_and_then_given_up() -> Non
 def test_repeated_stats_reports_do_not_count_as_progress() -> None:
     watcher = ready()
     for _ in range(70):
-        watcher.watch(1).hear(Report(EngineStats()))
+        watcher.watch(1).note_report(Report(EngineStats()))
     assert watcher.state == (False, None)
 
 
@@ -78,8 +78,8 @@ def test_load_may_be_silent_longer_but_must_progress() -> None:
     assert Watcher().watch(301).health.why_given_up == "made no progress for 300 s"
     watcher = Watcher()
     for done in range(10):
-        watcher.watch(290).hear(Loading(done, 10))
-    assert watcher.hear(READY).state == (True, None)
+        watcher.watch(290).note_report(Loading(done, 10))
+    assert watcher.note_report(READY).state == (True, None)
 
 
 def test_pause_of_watcher_does_not_count_as_silence() -> None:

@@ -29,7 +29,7 @@ from streams import collect, run
 
 from octavo.config import CacheConfig, EngineConfig
 from octavo.engine import core_life, ipc, remote_core
-from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.async_llm import AsyncEngine
 from octavo.engine.health import Health, Patience
 from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, QueueFullError, RequestError
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -42,7 +42,7 @@ ENDLESS = {"max_tokens": None, "ignore_eos": True}
 def running(patience=QUICK, once_ready=None, **options):
     """once_ready: the patience after the first process is ready; on a busy machine the start may take long."""
     core = make_remote(patience, **options)
-    llm = AsyncLLM(start_engine(core))
+    llm = AsyncEngine(start_engine(core))
     try:
         if once_ready is not None:
             core._life.health._patience = once_ready
@@ -130,7 +130,7 @@ def test_remote_outputs_equal_local_outputs(shared):
     async def all_of(llm):
         return await asyncio.gather(*(last(llm, index, *request) for index, request in enumerate(requests)))
 
-    local = AsyncLLM(make_engine())
+    local = AsyncEngine(make_engine())
     expected = run(all_of(local))
     local.shutdown()
     assert run(all_of(shared)) == expected
@@ -531,8 +531,8 @@ def parent():
     """
     program = f"""
 import sys, time; sys.path.insert(0, {str(SCRIPT.parent)!r}); sys.path.insert(0, {str(SCRIPT.parents[1])!r})
-from remote import Patience, make_remote, start_engine; from octavo.engine.async_llm import AsyncLLM
-engine = make_remote(Patience(frozen=1.5, dead=60.0), is_lively=True); llm = AsyncLLM(start_engine(engine))
+from remote import Patience, make_remote, start_engine; from octavo.engine.async_llm import AsyncEngine
+engine = make_remote(Patience(frozen=1.5, dead=60.0), is_lively=True); llm = AsyncEngine(start_engine(engine))
 clock, stopped_s = time.monotonic, 0.0
 time.monotonic = lambda: clock() + stopped_s
 print(engine.pid, engine._life.folder, flush=True)

@@ -38,7 +38,7 @@ def stream(pieces: list[str], stops: list[str], *, include: bool = False) -> tup
         seen += piece
         match = search.add(piece)
         if match is not None:
-            end = len(seen) - match.num_chars_behind
+            end = len(seen) - match.num_chars_after
             return seen[: end if include else end - len(match.stop_string)], shown, match.stop_string
         shown = seen[: len(seen) - search.num_held_back_chars]
     return seen, shown, None
@@ -55,7 +55,7 @@ def test_text_searched_before_is_not_searched_again():
     assert search.add("STOP and", counts=False) is None
     assert search.add(" more") is None
     assert search.add("xxSTO", counts=False) is None  # begins before stop strings count
-    assert search.add("Px").num_chars_behind == 1
+    assert search.add("Px").num_chars_after == 1
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_automaton_equals_naive_search(pieces, stops):
             seen += piece
             match = search.add(piece, counts=counts)
             wanted = find_by_search(seen, len(piece), stops) if piece and counts else None
-            assert wanted == (None if match is None else (len(seen) - match.num_chars_behind, match.stop_string))
+            assert wanted == (None if match is None else (len(seen) - match.num_chars_after, match.stop_string))
             if match is not None:
                 break
             assert search.num_held_back_chars == held_back_by_search(seen, stops)

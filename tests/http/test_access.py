@@ -24,7 +24,7 @@ from scripted_drafts import verify_all
 
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError
-from octavo.http.errors import CLIENT_LEFT
+from octavo.http.errors import CLIENT_DISCONNECTED
 from octavo.http.tenants import Tenant, add_key
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.runtime import logs
@@ -625,7 +625,7 @@ def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: py
             assert refusals(running) == expected
         lines = [line for line in audited(caplog) if "error" in line]
     assert Counter(line["error"] for line in lines) == expected
-    assert all(line["status"] >= 400 and line["status"] != CLIENT_LEFT for line in lines)
+    assert all(line["status"] >= 400 and line["status"] != CLIENT_DISCONNECTED for line in lines)
 
 
 def test_client_counter_and_audit_log_report_same_first_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

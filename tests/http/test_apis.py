@@ -11,7 +11,7 @@ import pytest
 from octavo.http.apis import ANTHROPIC, APIS, OLLAMA, OPENAI, RESPONSES, TGI, Api, api_below, error_response
 from octavo.http.errors import HttpError
 from octavo.http.routes import ROUTES
-from octavo.router.asked import _PROMPT_FIELDS
+from octavo.router.request_summary import _PROMPT_FIELDS
 
 ERROR = HttpError(429, "the queue is full", "rate_limit_error", "n", "queue_full")
 NAMES = ["responses", "anthropic", "openai", "ollama", "tgi"]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from octavo.http import audit
-from octavo.http.audit import AuditMiddleware, tell_no_request
-from octavo.http.errors import CLIENT_LEFT, HttpError
+from octavo.http.audit import AuditMiddleware, audit_bad_input
+from octavo.http.errors import CLIENT_DISCONNECTED, HttpError
 from octavo.http.tenants import Tenant
 from octavo.runtime import logs
 
@@ -136,7 +136,7 @@ def test_audit_line_of_unknown_client_has_null_client_and_key(lines: list[Any]) 
         ("/x", 399, True, False),
         ("/x", 400, True, True),
         ("/x", 503, True, True),
-        ("/x", CLIENT_LEFT, True, False),
+        ("/x", CLIENT_DISCONNECTED, True, False),
         ("/health", 200, False, False),
         ("/ready", 503, False, False),
         ("/ready", 500, True, True),
@@ -215,7 +215,7 @@ def test_disabled_audit_logger_gets_no_line(monkeypatch: pytest.MonkeyPatch) -> 
 def test_invalid_http_input_is_counted_and_logged(lines: list[Any]) -> None:
     counts: Any = Counts()
     error = HttpError(431, "too large")
-    tell_no_request(counts, ("1.2.3.4", 5), error)
+    audit_bad_input(counts, ("1.2.3.4", 5), error)
     assert (counts.answers, counts.refusals) == ([("other", "none", 431)], [error.reason])
     (line,) = lines
     assert (line["client"], line["method"], line["path"], line["status"]) == ("1.2.3.4", None, "", 431)

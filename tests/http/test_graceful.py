@@ -82,7 +82,7 @@ def test_second_signal_forces_exit() -> None:
 def test_server_reloads_files_at_startup_if_it_handles_sighup(
     monkeypatch: pytest.MonkeyPatch, base: list[Any], hears: bool
 ) -> None:
-    monkeypatch.setattr(graceful, "hears_hang_up", lambda: hears)
+    monkeypatch.setattr(graceful, "handles_sighup", lambda: hears)
     service = Service(api_keys_file="keys")
     server = server_of(service)
     sockets: Any = ["socket"]

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.errors import QueueFullError, RequestError
 from octavo.http.errors import RateLimitError
-from octavo.http.limiter import Bucket, Line, Permit, Pool, RequestLimiter
+from octavo.http.limiter import Bucket, Permit, Pool, RequestLimiter, WaitingLine
 from octavo.http.tenants import EVERYBODY, Tenant
 
 
@@ -242,9 +242,9 @@ def test_pool_share_excludes_amount_already_held_by_request() -> None:
     pool, light = Pool(1000), Tenant(name="light", weight=0.05)
     pool.is_shared = True
     pool.take(light, 60)
-    assert pool.room(light) < 0
-    assert pool.room(light, besides=60) == 940
-    assert pool.room(light, besides=20) == pytest.approx(0.05 * 940 - 40)
+    assert pool.available(light) < 0
+    assert pool.available(light, besides=60) == 940
+    assert pool.available(light, besides=20) == pytest.approx(0.05 * 940 - 40)
 
 
 def test_pool_wakes_waiters_only_if_amount_is_returned() -> None:
@@ -628,11 +628,11 @@ def test_overtaking_of_waiter_is_bounded_by_tenant_weights() -> None:
     async def run() -> None:
         heavy, light = Tenant(name="heavy", weight=2.0), Tenant(name="light", weight=0.5)
         pool = Pool(100)
-        line = Line(pool)
+        line = WaitingLine(pool)
         pool.take(EVERYBODY, 60)
         waits = asyncio.ensure_future(line.take(light, 50))
         await asyncio.sleep(0)
-        (head,) = line._heads()
+        (head,) = line._first_waiters()
         assert (head.tenant, head.amount, head.number, head.passed) == (light, 50, 0, 0.0)
         assert line.take_now(heavy, 40)
         assert head.passed == 10.0
@@ -648,7 +648,7 @@ def test_overtaking_of_waiter_is_bounded_by_tenant_weights() -> None:
         line.give_back(EVERYBODY, 60)
         await waits
         assert pool.held_by(light) == 50
-        assert line._heads() == []
+        assert line._first_waiters() == []
 
     asyncio.run(run())
 
@@ -656,7 +656,7 @@ def test_overtaking_of_waiter_is_bounded_by_tenant_weights() -> None:
 def test_line_serves_tenants_in_order_of_their_first_waiter() -> None:
     async def run() -> None:
         pool = Pool(10)
-        line = Line(pool)
+        line = WaitingLine(pool)
         pool.take(EVERYBODY, 10)
         served: list[str] = []
 
@@ -673,7 +673,7 @@ def test_line_serves_tenants_in_order_of_their_first_waiter() -> None:
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        assert [head.tenant.name for head in line._heads()] == [*names, "z"]
+        assert [head.tenant.name for head in line._first_waiters()] == [*names, "z"]
         line.give_back(EVERYBODY, 10)
         await asyncio.gather(*tasks)
         assert served == [*names, "z"]

@@ -26,8 +26,8 @@ from octavo.http.listening import (
     check_binding,
     check_certificate,
     check_files,
+    handles_sighup,
     hearing_signals,
-    hears_hang_up,
     is_loopback,
     open_door,
     reset_when_closed,
@@ -51,7 +51,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the system does not 
     ],
 )
 def test_non_loopback_address_requires_api_key(host: str, asks: bool, insecure: bool, fits: bool) -> None:
-    config: Any = SimpleNamespace(asks_for_key=asks)
+    config: Any = SimpleNamespace(requires_key=asks)
     if fits:
         check_binding(host, config, insecure=insecure)
     else:
@@ -107,20 +107,20 @@ def test_only_main_thread_installs_signal_handlers(handlers: dict[int, Any]) -> 
 
     def look() -> None:
         with hearing_signals():
-            seen.append((dict(handlers), hears_hang_up()))
+            seen.append((dict(handlers), handles_sighup()))
 
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
     assert seen == [({signal.SIGTERM: "first", signal.SIGHUP: "second"}, False)]
-    assert hears_hang_up()
+    assert handles_sighup()
 
 
 def test_platform_without_sighup_handles_only_sigterm(
     handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listening, "signal", SimpleNamespace(SIGTERM=signal.SIGTERM, signal=listening.signal.signal))
-    assert not hears_hang_up()
+    assert not handles_sighup()
     with hearing_signals():
         assert handlers == {signal.SIGTERM: listening._leave, signal.SIGHUP: "second"}
 

@@ -264,6 +264,6 @@ def test_pool_share_of_tenant_follows_its_weight() -> None:
     assert pool.share(light) == 40.0  # not shared yet: its own tokens do not count
     pool.is_shared = True
     assert (pool.share(light), pool.share(heavy)) == (30.0, 60.0)
-    assert (pool.room(light), pool.room(heavy)) == (60, 80)
+    assert (pool.available(light), pool.available(heavy)) == (60, 80)
     pool.give_back(light, 20)
     assert (pool.held_by(light), len(pool._held), pool.num_free) == (0, 0, 100)

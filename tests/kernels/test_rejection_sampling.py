@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import SamplingRows, rejection_sampling
-from octavo.kernels.noise import Stream, uniform_noise
+from octavo.kernels.noise import RandomStream, uniform_noise
 from octavo.kernels.rejection_sampling import draw, filtered_probs, rejection_sampling_batched
 
 NUM_ROWS = 200_000
@@ -34,7 +34,7 @@ def rows_of(seed: torch.Tensor, position: torch.Tensor | int, **filters: float) 
     )
 
 
-def uniform(rows: SamplingRows, stream: Stream) -> torch.Tensor:
+def uniform(rows: SamplingRows, stream: RandomStream) -> torch.Tensor:
     return uniform_noise(rows.seed, rows.position, rows.sample_index, stream)
 
 
@@ -58,7 +58,9 @@ class Chain:
         return cls(filtered_probs(p, rows), filtered_probs(0.6 * p + 0.6 * other, rows) if drawn else None)
 
     def draft(self, newest: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        return self.p[newest].argmax(dim=1) if self.q is None else draw(self.q[newest], uniform(rows, Stream.DRAFT))
+        return (
+            self.p[newest].argmax(dim=1) if self.q is None else draw(self.q[newest], uniform(rows, RandomStream.DRAFT))
+        )
 
     def overlap(self) -> torch.Tensor:
         """Return the probability that a token is drafted and accepted, by the token before: [vocab, vocab]."""
@@ -81,7 +83,7 @@ def step(
     believed = chain.q if chain.believed is None else chain.believed
     draft_probs = None if believed is None else believed[draft_ids.roll(1) if chain.is_stale else draft_ids]
     return verify(
-        draw(target_probs, uniform(rows, Stream.CHOICE)),
+        draw(target_probs, uniform(rows, RandomStream.CHOICE)),
         draft_ids,
         torch.arange(len(seed) + 1, dtype=torch.int32) * (NUM_DRAFTS + 1),
         NUM_DRAFTS,
@@ -232,7 +234,7 @@ def test_batched_verification_equals_verification_of_single_requests():
         )
         assert sampled[i, :6].tolist() == alone[0].tolist()
         assert sampled[i, num_sampled[i] :].tolist() == [-1] * (7 - int(count))
-        accepted, resampled = (uniform(noise, each) for each in (Stream.ACCEPTANCE, Stream.RESAMPLING))
+        accepted, resampled = (uniform(noise, each) for each in (RandomStream.ACCEPTANCE, RandomStream.RESAMPLING))
         expected = []
         for row, draft in enumerate(drafts):
             if accepted[row] >= p[row, draft] / q[row, draft]:
@@ -339,11 +341,11 @@ def test_filtered_probs_of_row_are_batch_invariant(vocab):
     rows = rows_of(torch.arange(9), 3, temperature=0.7)
     rows = replace(rows, top_p=torch.linspace(0.2, 1.0, 9), top_k=torch.arange(9, dtype=torch.int32) * 11)
     together = filtered_probs(logits, rows)
-    drawn = draw(together, uniform(rows, Stream.DRAFT))
+    drawn = draw(together, uniform(rows, RandomStream.DRAFT))
     for i in range(9):
         alone = filtered_probs(logits[i : i + 1], rows.take(slice(i, i + 1)))
         assert torch.equal(alone[0], together[i])
-        assert draw(alone, uniform(rows, Stream.DRAFT)[i : i + 1]) == drawn[i]
+        assert draw(alone, uniform(rows, RandomStream.DRAFT)[i : i + 1]) == drawn[i]
 
 
 @pytest.mark.parametrize("bounds", [[0, 3], [0, 1, 1, 3]])

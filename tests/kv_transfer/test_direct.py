@@ -844,7 +844,7 @@ def refuses(donor, _monkeypatch):
 def test_transfer_fault_stops_other_transfers_only_if_source_is_down(donor, monkeypatch, fault, num_left):
     receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     monkeypatch.setattr(receiver._client, "get", lambda *_: Areas())
-    monkeypatch.setattr(direct_receiver, "own_address", lambda _: "127.0.0.1")
+    monkeypatch.setattr(direct_receiver, "local_address", lambda _: "127.0.0.1")
     first, waiting = (expected(receiver, name, f"127.0.0.1:{donor.port}") for name in ("a", "b"))
     fault(donor, monkeypatch)
     assert receiver.load(first, room(first)) == 0
@@ -959,7 +959,7 @@ def test_slow_link_does_not_delay_heartbeats(monkeypatch, bytes_per_s, max_silen
     monkeypatch.setattr(donor, "_write", write)
     monkeypatch.setattr(donor._client, "get", lambda *_: Areas())
     told = []
-    channel = SimpleNamespace(own_host="127.0.0.1", send=lambda message: told.append((clock.now, message)))
+    channel = SimpleNamespace(local_host="127.0.0.1", send=lambda message: told.append((clock.now, message)))
     donor._hand_over(channel, ready_for(keys, size))
     times = [1000.0, *(moment for moment, _ in told)]
     assert max(after - before for before, after in itertools.pairwise(times)) <= max_silence_s

@@ -208,12 +208,12 @@ def test_close_without_process_closes_no_client(opening):
 def test_default_address_without_route_is_loopback(monkeypatch):
     asked = []
 
-    def own_address(peer):
+    def local_address(peer):
         asked.append(peer)
         if len(asked) == 2:
             raise StoreError("no route")
         return GUESS
 
-    monkeypatch.setattr(direct_client, "own_address", own_address)
+    monkeypatch.setattr(direct_client, "local_address", local_address)
     assert [_usual_address(), _usual_address()] == [GUESS, "127.0.0.1"]
     assert asked == ["192.0.2.1:9"] * 2

@@ -96,7 +96,7 @@ class Area:
 class Channel:
     """A decode engine that sends these messages. told: the messages that it received."""
 
-    own_host, peer_host = "10.0.0.1", "10.0.0.2"
+    local_host, peer_host = "10.0.0.1", "10.0.0.2"
 
     def __init__(self, *messages):
         self.messages, self.told = list(messages), []

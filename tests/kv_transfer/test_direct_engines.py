@@ -18,7 +18,7 @@ from octavo import CacheConfig, DeviceConfig, ModelConfig, SamplingParams, Sched
 from octavo.config import EngineConfig, KVTransferConfig
 from octavo.data import events
 from octavo.data.events import EventLog
-from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.async_llm import AsyncEngine
 from octavo.startup.launch import launch_engine
 
 __all__ = ["alone", "checkpoint"]  # fixtures
@@ -214,7 +214,7 @@ def test_killed_or_frozen_prefill_engine_does_not_change_tokens(checkpoint, end)
         return take(*args)
 
     receiver._take = end_in_the_midst
-    driving = AsyncLLM(remote)
+    driving = AsyncEngine(remote)
     try:
         driving._post(lambda: add_prefill(_Adding(driving.engine), 0, LONG))
         add_decode(decoding, 0, LONG, f"127.0.0.1:{remote.capacity.kv_transfer_port}")

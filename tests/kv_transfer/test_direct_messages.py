@@ -105,7 +105,7 @@ def test_message_is_sent_with_length_prefix():
 
 def test_ipv4_mapped_addresses_are_unmapped():
     channel = Channel(Connection())
-    assert (channel.own_host, channel.peer_host) == ("10.0.0.1", "10.0.0.2")
+    assert (channel.local_host, channel.peer_host) == ("10.0.0.1", "10.0.0.2")
 
 
 @pytest.mark.parametrize("most", [1, 3, 1 << 30])

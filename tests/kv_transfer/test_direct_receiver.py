@@ -163,7 +163,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def receiver(monkeypatch, clock):
     monkeypatch.setattr(direct_receiver, "TransferClient", Transfers)
-    monkeypatch.setattr(direct_receiver, "own_address", lambda source: f"route to {source}")
+    monkeypatch.setattr(direct_receiver, "local_address", lambda source: f"route to {source}")
     receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="rdma", secret="s", kv_format=KV_FORMAT)
     yield receiver
     receiver.close()
@@ -466,10 +466,10 @@ def test_unanswered_ping_is_logged(receiver, source, caplog):
 
 
 def test_unreachable_source_counts_as_fault(receiver, source, monkeypatch):
-    def own_address(source):
+    def local_address(source):
         raise StoreError(f"{source} cannot be reached")
 
-    monkeypatch.setattr(direct_receiver, "own_address", own_address)
+    monkeypatch.setattr(direct_receiver, "local_address", local_address)
     receiver.expect(request())
     assert load(receiver, KEYS[:4]) == 0
     assert (errors_of(receiver), receiver._client.asked) == ((1, 0), [])

@@ -239,7 +239,7 @@ def test_entries_list_store_files_and_skip_foreign_ones(directory, path):
 
 def test_unreadable_file_is_retried_after_60_s(directory, path, clock):
     put_file(path, "a")
-    directory._leave_alone(name_of("a"))
+    directory._skip_undeletable(name_of("a"))
     assert directory._unreadable == {name_of("a"): clock.now + 60.0}
     assert (directory.num_bytes, directory.index.num_blocks) == (ONE, 0)
     assert directory.index.oldest() == (0, name_of("a"))
@@ -402,7 +402,7 @@ def test_file_reserves_space_while_it_is_written(directory, path, clock):
         [temporary] = [each for each in path.iterdir() if each.suffix == ".tmp"]
         with temporary.open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        seen.append((os.fstat(descriptor).st_size, directory.num_bytes, directory._own == {temporary.name}))
+        seen.append((os.fstat(descriptor).st_size, directory.num_bytes, directory._temporaries == {temporary.name}))
         seen.append((stat.S_IMODE(temporary.stat().st_mode), directory._writing))
 
     clock.now_ns = 10**18
@@ -410,7 +410,7 @@ def test_file_reserves_space_while_it_is_written(directory, path, clock):
     name = write(directory, 0, 2, fill=fill)
     size = file_bytes(2, BLOCK_BYTES)
     assert seen == [(size, size, True), (0o600, {})]
-    assert (directory._own, directory._writing, directory.num_bytes) == (set(), {}, size)
+    assert (directory._temporaries, directory._writing, directory.num_bytes) == (set(), {}, size)
     assert directory.index.files_of(keys_from(0, 2)) == (2, [name])
     assert ((path / name).stat().st_mtime_ns, directory.index.oldest()) == (10**18, (10**18, name))
     assert open_descriptors(path) == before
@@ -439,7 +439,7 @@ def test_failed_write_cleans_up_file_and_descriptor(directory, path, monkeypatch
         monkeypatch.setattr(os, step, fail(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):
         directory.write(ONE, (), fill)
-    assert (directory._own, directory._writing, directory.num_bytes) == (set(), {}, 0)
+    assert (directory._temporaries, directory._writing, directory.num_bytes) == (set(), {}, 0)
     assert [each.name for each in path.iterdir()] == ["lock"]
     assert open_descriptors(path) == before
 
@@ -636,7 +636,7 @@ def test_temporary_file_deleted_by_another_process_is_forgotten(directory, path,
 def test_temporary_files_of_dead_processes_are_deleted(directory, path, monkeypatch):
     for letter in "abc":
         (path / name_of(letter, "tmp")).write_bytes(bytes(100))
-    directory._own = {name_of("a", "tmp")}
+    directory._temporaries = {name_of("a", "tmp")}
     directory._writing = {name_of("a", "tmp"): 7}
     stuck = path / name_of("b", "tmp")
     monkeypatch.setattr(Path, "unlink", fail(errno.EPERM, lambda file: file == stuck, Path.unlink))

@@ -118,7 +118,7 @@ def test_directory_is_listed_after_pause_or_at_once_if_deleted(tmp_path, monkeyp
     directory, lists = store._directory, []
     assert directory._next_look_at > 0
     save(store, keys_from(0, 2))
-    assert directory._own == set()
+    assert directory._temporaries == set()
     monkeypatch.setattr(directory, "_list", lambda: lists.append(None))
     monkeypatch.setattr(directory, "_seen_ns", None)
     directory._next_look_at = math.inf

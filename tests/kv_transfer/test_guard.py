@@ -194,17 +194,17 @@ def test_store_opened_after_close_is_closed():
 
 def test_metrics_report_store_with_hanging_call_as_unusable(made):
     clock, store, guard = made
-    is_asked, may_answer = threading.Event(), threading.Event()
+    is_pending, may_answer = threading.Event(), threading.Event()
 
     def hang(_keys):
-        is_asked.set()
+        is_pending.set()
         may_answer.wait(10)
         return 0
 
     store.num_matched = hang
     asking = threading.Thread(target=guard.num_matched, args=(KEYS,))
     asking.start()
-    assert is_asked.wait(10)
+    assert is_pending.wait(10)
     assert guard.figures.is_usable == 1
     clock.now += HANGS_AFTER_S + 1
     assert not guard.is_usable

@@ -240,7 +240,7 @@ def test_dead_client_is_replaced(store):
 
 def test_client_death_during_call_raises_store_error(store, pool):
     (pool / "has.hangs").touch()
-    killer = Thread(target=lambda: (wait_for(lambda: store._client._areas[-1].is_asked), store._client.kill()))
+    killer = Thread(target=lambda: (wait_for(lambda: store._client._areas[-1].is_pending), store._client.kill()))
     killer.start()
     with pytest.raises(StoreError, match="has ended"):
         store.num_matched(KEYS)
@@ -269,7 +269,7 @@ def test_close_does_not_wait_for_call(store, pool, monkeypatch):
 
     asking = Thread(target=ask)
     asking.start()
-    wait_for(lambda: any(area.is_asked for area in store._client._areas))
+    wait_for(lambda: any(area.is_pending for area in store._client._areas))
     store.close()
     asking.join(20)
     assert errors
@@ -401,7 +401,7 @@ def clients(monkeypatch):
     monkeypatch.setattr(
         mooncake, "MooncakeClient", lambda **options: (clients.append(Client(**options)), clients[-1])[1]
     )
-    monkeypatch.setattr(mooncake, "own_address", lambda master: f"route to {master}")
+    monkeypatch.setattr(mooncake, "local_address", lambda master: f"route to {master}")
     return clients
 
 

@@ -25,7 +25,7 @@ from octavo.kv_transfer.mooncake_client import (
     MooncakeClient,
     Opened,
     client_bytes,
-    own_address,
+    local_address,
 )
 
 
@@ -123,11 +123,11 @@ def test_area_holds_only_whole_objects(num_bytes):
 
 def test_call_returns_codes_of_reply(area, clock):
     area, theirs = area
-    assert (area.address, area.is_asked, area.rests_until, area.asked_at) == (0, False, 0.0, 0.0)
+    assert (area.address, area.is_pending, area.rests_until, area.requested_at) == (0, False, 0.0, 0.0)
     theirs.send_bytes(b"[1, 0, -704]")
     assert area.call("has", ("a", "b", "c", "d")) == [1, 0, -704]
     assert json.loads(theirs.recv_bytes()) == ["has", ["a", "b", "c", "d"]]
-    assert (area.is_asked, area.asked_at, area.is_free(100.0)) == (False, 100.0, True)
+    assert (area.is_pending, area.requested_at, area.is_free(100.0)) == (False, 100.0, True)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_unanswered_call_keeps_area_busy(area, clock, monkeypatch):
     monkeypatch.setattr(mooncake_client, "CALL_S", 0.0)
     with pytest.raises(StoreError, match=r"^Mooncake has not answered within 0 s \(get\)$"):
         area.call("get", ["a"])
-    assert (area.is_asked, area.asked_at, area.is_free(1e9)) == (True, 100.0, False)
+    assert (area.is_pending, area.requested_at, area.is_free(1e9)) == (True, 100.0, False)
     theirs.send_bytes(b"[4]")
     assert not area.is_free(200.0), "the transfer may still be under way"
     assert area.is_free(200.0 + mooncake_client.REST_S)
@@ -167,7 +167,7 @@ def test_call_to_ended_process_raises_store_error(area):
     theirs.close()
     with pytest.raises(StoreError, match=r"^the process that holds the client of Mooncake has ended \(get\)$"):
         area.call("get", ["a"])
-    area.is_asked = True
+    area.is_pending = True
     assert not area.is_free(1e9)
 
 
@@ -184,10 +184,10 @@ def test_ping_returns_true_only_if_answered(area, clock, monkeypatch):
     area, theirs = area
     monkeypatch.setattr(mooncake_client, "PING_S", 0.0)
     assert not area.ping()
-    assert (area.is_asked, area.asked_at) == (True, 100.0)
+    assert (area.is_pending, area.requested_at) == (True, 100.0)
     theirs.send_bytes(b"[]")
     assert area.ping()
-    assert (area.is_asked, area.rests_until) == (False, 0.0)
+    assert (area.is_pending, area.rests_until) == (False, 0.0)
     assert json.loads(theirs.recv_bytes()) == ["ping", []]
 
 
@@ -254,7 +254,7 @@ def test_opened_message_round_trips():
 def test_process_with_unanswered_call_is_killed_after_limit(started, clock, gone_s, limit_s):
     client = started.make(gone_s=gone_s)
     [process] = started.processes
-    client._areas[1].is_asked, client._areas[1].asked_at = True, 100.0
+    client._areas[1].is_pending, client._areas[1].requested_at = True, 100.0
     clock.now = 100.0 + limit_s
     assert client.is_alive
     clock.now += 0.01
@@ -264,7 +264,7 @@ def test_process_with_unanswered_call_is_killed_after_limit(started, clock, gone
 
 def test_idle_process_stays_alive(started, clock):
     client = started.make()
-    client._areas[0].asked_at = 1.0
+    client._areas[0].requested_at = 1.0
     clock.now = 1e6
     assert client.is_alive
 
@@ -389,7 +389,7 @@ def test_client_bytes_sum_areas_process_and_segment():
 
 
 def test_local_address_is_on_route_to_peer():
-    assert own_address("127.0.0.1:9") == "127.0.0.1"
+    assert local_address("127.0.0.1:9") == "127.0.0.1"
 
 
 @pytest.mark.parametrize("peer", ["[2001:db8::1]:90", "10.0.0.9:90"])
@@ -402,5 +402,5 @@ def test_local_address_lookup_parses_host_and_port_of_peer(monkeypatch, peer):
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     with pytest.raises(StoreError, match=rf"^{re.escape(peer)} cannot be reached: no route$"):
-        own_address(peer)
+        local_address(peer)
     assert asked == [(peer.rpartition(":")[0].strip("[]"), 90, {"type": socket.SOCK_DGRAM})]

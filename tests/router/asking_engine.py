@@ -33,7 +33,7 @@ class Transport:
         self.is_closed = True
 
 
-class Asked:
+class RequestSummary:
     """A connection on which a request was sent."""
 
     def __init__(self, *, is_head: bool = False, limits: AnswerLimits = LIMITS) -> None:

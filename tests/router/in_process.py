@@ -17,7 +17,7 @@ from octavo.router.service import RouterService
 
 if TYPE_CHECKING:
     from octavo.router.answer import Answer
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
 
 URLS = ("http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://10.0.0.3:8000")
 USAGE = {"prompt_tokens": 300, "total_tokens": 302, "prompt_tokens_details": {"cached_tokens": 30}}
@@ -34,19 +34,19 @@ class MadeUpUpstream:
     """Gives each engine's answers in turn, and repeats the last one.
 
     An answer is one of: bytes, which the connection's end follows if `ends`; an exception; a coroutine function that
-    feeds a connection. asked: engine, scope and body of each request.
+    feeds a connection. summary: engine, scope and body of each request.
     """
 
     def __init__(self, max_answer_bytes: int) -> None:
         self._limits = AnswerLimits(first_byte_s=60.0, idle_s=60.0, max_bytes=max_answer_bytes)
         self.answers: dict[str, list[Any]] = {}
-        self.asked: list[tuple[Engine, Any, bytes]] = []
+        self.summary: list[tuple[EngineHandle, Any, bytes]] = []
         self.transports: list[Transport] = []
         self.feeding: set[asyncio.Task[None]] = set()
         self.ends = False
 
-    async def ask(self, engine: Engine, scope: Any, body: bytes, _request_id: str) -> Answer:
-        self.asked.append((engine, scope, body))
+    async def ask(self, engine: EngineHandle, scope: Any, body: bytes, _request_id: str) -> Answer:
+        self.summary.append((engine, scope, body))
         given = self.answers[engine.url]
         script = given.pop(0) if len(given) > 1 else given[0]
         if isinstance(script, Exception):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from octavo.http.graceful import GracefulServer
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Routing:
     service: RouterService
     thread: threading.Thread
 
-    def engine(self, url: str) -> Engine:
+    def engine(self, url: str) -> EngineHandle:
         return self.service.pool.engines[url]
 
     def http(self) -> httpx.Client:

@@ -46,7 +46,7 @@ class Scripted:
         self.kv_format: dict[str, str] | None = None
         self.request_timeout: object = None
         self.figures: bytes | None = None
-        self.asked: list[tuple[str, Headers, bytes]] = []
+        self.summary: list[tuple[str, Headers, bytes]] = []
         self.params: list[KVTransferParams | None] = []
         self.num_left = 0
 
@@ -72,7 +72,7 @@ class Scripted:
             if not message.get("more_body"):
                 break
         headers = Headers(scope=scope)
-        self.asked.append((scope["path"], headers, body))
+        self.summary.append((scope["path"], headers, body))
         self.params.append(read_kv_transfer(headers, self.role or "both"))
         try:
             await self._answer(receive, send)
@@ -114,7 +114,7 @@ class Scripted:
 
     async def _wait(self, receive, send) -> None:
         gone = asyncio.create_task(receive())
-        while not (self.release.is_set() or (self.does == "follow" and self.follows.asked)):
+        while not (self.release.is_set() or (self.does == "follow" and self.follows.summary)):
             if gone.done():
                 self.num_left += 1
                 return

@@ -181,6 +181,6 @@ async def ask(url: str, **body: object) -> list[bytes]:
 
 async def ask_many(url: str, count: int, num_events: int) -> list[list[bytes]]:
     """Return the events of `count` streams, named `s0`, `s1` and so on, which are all open at the same time."""
-    asked = {"events": num_events, "size": 20, "piece": 16, "company": count}
+    summary = {"events": num_events, "size": 20, "piece": 16, "company": count}
     async with asyncio.timeout(3 * DEADLINE_S):
-        return await asyncio.gather(*(ask(url, name=f"s{index}", **asked) for index in range(count)))
+        return await asyncio.gather(*(ask(url, name=f"s{index}", **summary) for index in range(count)))

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
-from router.asking_engine import Asked
+from router.asking_engine import RequestSummary
 from router.virtual_time import run_virtually
 
 from octavo.router.answer import AnswerError, AnswerLimits, MalformedAnswerError, NoAnswerError, SilentEngineError
@@ -18,25 +18,25 @@ LONG_LIMITS = AnswerLimits(first_byte_s=1e9, idle_s=1e9, max_bytes=1 << 20)
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-async def trickle(asked: Asked, data: bytes, every_s: float, then: bytes = b"") -> None:
+async def trickle(summary: RequestSummary, data: bytes, every_s: float, then: bytes = b"") -> None:
     """Receive `data` once, then `then` (by default `data`) every `every_s` seconds."""
-    asked.connection.data_received(data)
-    while not asked.transport.is_closed:
+    summary.connection.data_received(data)
+    while not summary.transport.is_closed:
         await asyncio.sleep(every_s)
-        if not asked.transport.is_closed:
-            asked.connection.data_received(then or data)
+        if not summary.transport.is_closed:
+            summary.connection.data_received(then or data)
 
 
 def silent_after(data: bytes, then: bytes = b"", every_s: float = 1.0) -> float:
     """Return the time in seconds at which an answer with these bytes fails."""
 
     async def work(now):
-        asked = Asked(limits=LIMITS)
+        summary = RequestSummary(limits=LIMITS)
         await asyncio.sleep(0)
-        task = asyncio.ensure_future(trickle(asked, data, every_s, then)) if data else None
+        task = asyncio.ensure_future(trickle(summary, data, every_s, then)) if data else None
         with pytest.raises(SilentEngineError):
-            await asked.read()
-        assert asked.transport.is_closed
+            await summary.read()
+        assert summary.transport.is_closed
         if task is not None:
             task.cancel()
         return now()
@@ -68,14 +68,14 @@ def test_trickling_chunk_framing_hits_idle_timeout(begin, then):
 
 def test_pauses_below_idle_timeout_keep_body_open():
     async def work(now):
-        asked = Asked(limits=LIMITS)
+        summary = RequestSummary(limits=LIMITS)
         await asyncio.sleep(0)
-        asked.connection.data_received(CHUNKED)
-        reading = asyncio.ensure_future(asked.read())
+        summary.connection.data_received(CHUNKED)
+        reading = asyncio.ensure_future(summary.read())
         for _ in range(20):
             await asyncio.sleep(0.9 * LIMITS.idle_s)
-            asked.connection.data_received(b"1\r\nx\r\n")
-        asked.connection.data_received(b"0\r\n\r\n")
+            summary.connection.data_received(b"1\r\nx\r\n")
+        summary.connection.data_received(b"0\r\n\r\n")
         assert await reading == (200, b"x" * 20)
         return now()
 
@@ -84,13 +84,13 @@ def test_pauses_below_idle_timeout_keep_body_open():
 
 def test_idle_timeout_starts_after_headers():
     async def work(_now):
-        asked = Asked(limits=LIMITS)
+        summary = RequestSummary(limits=LIMITS)
         await asyncio.sleep(0)
-        reading = asyncio.ensure_future(asked.read())
+        reading = asyncio.ensure_future(summary.read())
         await asyncio.sleep(0.9 * LIMITS.first_byte_s)
-        asked.connection.data_received(CHUNKED)
+        summary.connection.data_received(CHUNKED)
         await asyncio.sleep(0.9 * LIMITS.idle_s)
-        asked.connection.data_received(b"1\r\nx\r\n0\r\n\r\n")
+        summary.connection.data_received(b"1\r\nx\r\n0\r\n\r\n")
         assert await reading == (200, b"x")
 
     run_virtually(work)
@@ -98,14 +98,14 @@ def test_idle_timeout_starts_after_headers():
 
 def test_stalled_relayed_body_fails():
     async def work(now):
-        asked = Asked(limits=LIMITS)
+        summary = RequestSummary(limits=LIMITS)
         await asyncio.sleep(0)
-        asked.connection.data_received(CHUNKED)
-        answer = await asked.answer
+        summary.connection.data_received(CHUNKED)
+        answer = await summary.answer
         relaying = asyncio.ensure_future(answer.relay(lambda _: True, None))
         for _ in range(3):
             await asyncio.sleep(5.0)
-            asked.connection.data_received(b"1\r\nx\r\n")
+            summary.connection.data_received(b"1\r\nx\r\n")
         with pytest.raises(SilentEngineError, match="its answer did not continue within 10 s"):
             await relaying
         return now()
@@ -115,23 +115,23 @@ def test_stalled_relayed_body_fails():
 
 def test_slow_client_does_not_count_as_engine_idle_time():
     async def work(_now):
-        asked = Asked(limits=LIMITS)
+        summary = RequestSummary(limits=LIMITS)
         await asyncio.sleep(0)
-        asked.connection.data_received(CHUNKED + b"1\r\na\r\n")
-        answer = await asked.answer
+        summary.connection.data_received(CHUNKED + b"1\r\na\r\n")
+        answer = await summary.answer
         relaying = asyncio.ensure_future(answer.relay(lambda _: False, lambda: asyncio.sleep(10 * LIMITS.idle_s)))
         await asyncio.sleep(10.5 * LIMITS.idle_s)
-        asked.connection.data_received(b"1\r\nb\r\n0\r\n\r\n")
+        summary.connection.data_received(b"1\r\nb\r\n0\r\n\r\n")
         await relaying
-        asked = Asked(limits=LIMITS)
+        summary = RequestSummary(limits=LIMITS)
         await asyncio.sleep(0)
-        asked.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 400000\r\n\r\n" + b"x" * 399_999)
-        answer = await asked.answer
+        summary.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 400000\r\n\r\n" + b"x" * 399_999)
+        answer = await summary.answer
         await asyncio.sleep(10 * LIMITS.idle_s)
         assert len(await answer.next()) == 399_999
         rest = asyncio.ensure_future(answer.next())
         await asyncio.sleep(0.9 * LIMITS.idle_s)
-        asked.connection.data_received(b"x")
+        summary.connection.data_received(b"x")
         assert await rest == b"x"
 
     run_virtually(work)
@@ -151,13 +151,13 @@ def test_slow_client_does_not_count_as_engine_idle_time():
 )
 def test_endless_headers_and_chunk_lines_are_refused_with_bounded_memory(begin, piece):
     async def work(_now):
-        asked = Asked(limits=LONG_LIMITS)
+        summary = RequestSummary(limits=LONG_LIMITS)
         await asyncio.sleep(0)
-        reading = asyncio.ensure_future(asked.read())
-        asked.connection.data_received(begin)
+        reading = asyncio.ensure_future(summary.read())
+        summary.connection.data_received(begin)
         num_bytes = 0
-        while not asked.transport.is_closed:
-            asked.connection.data_received(piece)
+        while not summary.transport.is_closed:
+            summary.connection.data_received(piece)
             await asyncio.sleep(0)
             num_bytes += len(piece)
             assert num_bytes < 1 << 17, "nobody stops it"
@@ -169,32 +169,32 @@ def test_endless_headers_and_chunk_lines_are_refused_with_bounded_memory(begin, 
 
 def test_oversized_headers_in_one_piece_are_refused():
     async def work(_now):
-        asked = Asked(limits=LONG_LIMITS)
+        summary = RequestSummary(limits=LONG_LIMITS)
         data = b"HTTP/1.1 200 OK\r\nA: " + b"x" * 70_000 + b"\r\nContent-Length: 1\r\n\r\na"
         with pytest.raises(MalformedAnswerError, match="exceed 65536 bytes"):
-            await asked.gets(data, 1 << 20)
+            await summary.gets(data, 1 << 20)
 
     run_virtually(work)
 
 
 def test_many_small_chunks_are_not_limited():
     async def work(_now):
-        asked = Asked(limits=LONG_LIMITS)
-        return await asked.gets(CHUNKED + b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n", 4096)
+        summary = RequestSummary(limits=LONG_LIMITS)
+        return await summary.gets(CHUNKED + b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n", 4096)
 
     assert run_virtually(work) == (200, b"x" * 100_000)
 
 
 def test_buffered_body_above_limit_is_refused():
     async def work(_now):
-        asked = Asked(limits=LONG_LIMITS)
+        summary = RequestSummary(limits=LONG_LIMITS)
         await asyncio.sleep(0)
-        reading = asyncio.ensure_future(asked.read())
-        asked.connection.data_received(CHUNKED)
+        reading = asyncio.ensure_future(summary.read())
+        summary.connection.data_received(CHUNKED)
         num_bytes = 0
-        while not asked.transport.is_closed:
+        while not summary.transport.is_closed:
             assert num_bytes <= LONG_LIMITS.max_bytes + (1 << 17)
-            asked.connection.data_received(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+            summary.connection.data_received(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
             num_bytes += 0x10000
             await asyncio.sleep(0)
         with pytest.raises(MalformedAnswerError, match="exceeds the limit of 1048576 bytes"):
@@ -206,13 +206,13 @@ def test_buffered_body_above_limit_is_refused():
 def test_body_of_exactly_max_bytes_is_read():
     async def work(_now):
         for size, is_read in ((9, True), (10, True), (11, False)):
-            asked = Asked(limits=AnswerLimits(first_byte_s=30.0, idle_s=10.0, max_bytes=10))
+            summary = RequestSummary(limits=AnswerLimits(first_byte_s=30.0, idle_s=10.0, max_bytes=10))
             data = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size
             if is_read:
-                assert await asked.gets(data, 1000) == (200, b"x" * size)
+                assert await summary.gets(data, 1000) == (200, b"x" * size)
             else:
                 with pytest.raises(MalformedAnswerError):
-                    await asked.gets(data, 1000)
+                    await summary.gets(data, 1000)
 
     run_virtually(work)
 
@@ -230,10 +230,10 @@ def test_body_of_exactly_max_bytes_is_read():
 )
 def test_only_body_without_length_ends_with_connection(head, is_head, ends_with_connection):
     async def work(_now):
-        asked = Asked(limits=LIMITS, is_head=is_head)
+        summary = RequestSummary(limits=LIMITS, is_head=is_head)
         await asyncio.sleep(0)
-        asked.connection.data_received(head + b"\r\n\r\n")
-        assert (await asked.answer).ends_with_connection == ends_with_connection
+        summary.connection.data_received(head + b"\r\n\r\n")
+        assert (await summary.answer).ends_with_connection == ends_with_connection
 
     run_virtually(work)
 
@@ -258,10 +258,10 @@ def test_only_body_without_length_ends_with_connection(head, is_head, ends_with_
 @pytest.mark.parametrize("size", [1, 1000])
 def test_malformed_http_answer_is_refused_with_reason(data, why, size):
     async def work(_now):
-        asked = Asked(limits=LIMITS)
+        summary = RequestSummary(limits=LIMITS)
         with pytest.raises(MalformedAnswerError, match=why):
-            await asked.gets(data, size)
-        assert asked.transport.is_closed
+            await summary.gets(data, size)
+        assert summary.transport.is_closed
 
     run_virtually(work)
 
@@ -269,12 +269,12 @@ def test_malformed_http_answer_is_refused_with_reason(data, why, size):
 @pytest.mark.parametrize("length", [b"", b"Content-Length: 0\r\n", b"Content-Length: 00\r\n"])
 def test_answer_204_drops_content_length(length):
     async def work(_now):
-        asked = Asked(limits=LIMITS)
+        summary = RequestSummary(limits=LIMITS)
         await asyncio.sleep(0)
-        asked.connection.data_received(b"HTTP/1.1 204 No Content\r\nA: b\r\n" + length + b"\r\n")
-        async with await asked.answer as answer:
+        summary.connection.data_received(b"HTTP/1.1 204 No Content\r\nA: b\r\n" + length + b"\r\n")
+        async with await summary.answer as answer:
             assert (await answer.read(), answer.headers) == (b"", [(b"a", b"b")])
-        assert len(asked.idle) == 1
+        assert len(summary.idle) == 1
 
     run_virtually(work)
 
@@ -282,12 +282,12 @@ def test_answer_204_drops_content_length(length):
 def test_answer_304_keeps_content_length_only_for_head():
     async def work(_now):
         for is_head, told in ((False, [(b"etag", b"x")]), (True, [(b"etag", b"x"), (b"content-length", b"5")])):
-            asked = Asked(limits=LIMITS, is_head=is_head)
+            summary = RequestSummary(limits=LIMITS, is_head=is_head)
             await asyncio.sleep(0)
-            asked.connection.data_received(b"HTTP/1.1 304 Not Modified\r\nETag: x\r\nContent-Length: 5\r\n\r\n")
-            async with await asked.answer as answer:
+            summary.connection.data_received(b"HTTP/1.1 304 Not Modified\r\nETag: x\r\nContent-Length: 5\r\n\r\n")
+            async with await summary.answer as answer:
                 assert (await answer.read(), answer.headers) == (b"", told)
-            assert len(asked.idle) == (not is_head), "a body may follow in spite of all"
+            assert len(summary.idle) == (not is_head), "a body may follow in spite of all"
 
     run_virtually(work)
 
@@ -295,11 +295,11 @@ def test_answer_304_keeps_content_length_only_for_head():
 def test_compressed_event_stream_is_not_parsed_as_stream():
     async def work(_now):
         for coding, is_stream in ((b"gzip", False), (b"identity", True)):
-            asked = Asked(limits=LIMITS)
+            summary = RequestSummary(limits=LIMITS)
             await asyncio.sleep(0)
             head = CHUNKED[:-2] + b"Content-Type: Text/Event-Stream; charset=utf-8\r\nContent-Encoding: "
-            asked.connection.data_received(head + coding + b"\r\n\r\n")
-            assert (await asked.answer).is_stream == is_stream
+            summary.connection.data_received(head + coding + b"\r\n\r\n")
+            assert (await summary.answer).is_stream == is_stream
 
     run_virtually(work)
 
@@ -347,36 +347,36 @@ def test_headers_of_exactly_max_size_are_read(size, fits):
         begun = b"HTTP/1.1 200 OK\r\nA: "
         begun += b"x" * (size - len(begun))
         if fits:
-            assert await Asked(limits=LIMITS).gets(whole, 1 << 20) == (200, b"a")
+            assert await RequestSummary(limits=LIMITS).gets(whole, 1 << 20) == (200, b"a")
         else:
             with pytest.raises(MalformedAnswerError, match="its headers exceed 65536 bytes"):
-                await Asked(limits=LIMITS).gets(whole, 1 << 20)
-        asked = Asked(limits=LIMITS)
+                await RequestSummary(limits=LIMITS).gets(whole, 1 << 20)
+        summary = RequestSummary(limits=LIMITS)
         await asyncio.sleep(0)
-        asked.connection.data_received(begun)
+        summary.connection.data_received(begun)
         await asyncio.sleep(0)
-        assert asked.answer.done() is not fits
+        assert summary.answer.done() is not fits
         if not fits:
             with pytest.raises(MalformedAnswerError, match="its headers or chunk lines exceed 65536 bytes"):
-                await asked.answer
+                await summary.answer
 
     run_virtually(work)
 
 
 def test_framing_bytes_reset_after_each_body_piece():
     async def work(_now):
-        asked = Asked(limits=LONG_LIMITS)
+        summary = RequestSummary(limits=LONG_LIMITS)
         await asyncio.sleep(0)
-        asked.connection.data_received(CHUNKED)
-        answer = await asked.answer
+        summary.connection.data_received(CHUNKED)
+        answer = await summary.answer
         for _ in range(3):
-            asked.connection.data_received(b"1\r\nx\r\n3;")
-            asked.connection.data_received(b"y" * (1 << 16))
-            asked.connection.data_received(b"\r\nabc\r\n")
+            summary.connection.data_received(b"1\r\nx\r\n3;")
+            summary.connection.data_received(b"y" * (1 << 16))
+            summary.connection.data_received(b"\r\nabc\r\n")
             assert await answer.next() == b"xabc"
-        asked.connection.data_received(b"3;")
-        asked.connection.data_received(b"y" * ((1 << 16) - 2))
-        asked.connection.data_received(b"y")
+        summary.connection.data_received(b"3;")
+        summary.connection.data_received(b"y" * ((1 << 16) - 2))
+        summary.connection.data_received(b"y")
         with pytest.raises(MalformedAnswerError, match="chunk lines exceed 65536 bytes"):
             await answer.next()
 
@@ -398,11 +398,11 @@ def test_framing_bytes_reset_after_each_body_piece():
 )
 def test_connection_end_completes_or_cuts_answer(data, expected, error):
     async def work(_now):
-        asked = Asked(limits=LIMITS)
+        summary = RequestSummary(limits=LIMITS)
         await asyncio.sleep(0)
-        reading = asyncio.ensure_future(asked.read())
-        asked.connection.data_received(data)
-        asked.connection.connection_lost(error)
+        reading = asyncio.ensure_future(summary.read())
+        summary.connection.data_received(data)
+        summary.connection.connection_lost(error)
         outcome = (AnswerError if error else b"abc") if expected is None else expected
         if isinstance(outcome, bytes):
             assert await reading == (200, outcome)
@@ -417,10 +417,10 @@ def test_connection_end_completes_or_cuts_answer(data, expected, error):
 
 def test_relay_pauses_reading_until_full_receiver_drains():
     async def work(_now):
-        asked = Asked(limits=LIMITS)
+        summary = RequestSummary(limits=LIMITS)
         await asyncio.sleep(0)
-        asked.connection.data_received(CHUNKED + b"1\r\na\r\n")
-        answer = await asked.answer
+        summary.connection.data_received(CHUNKED + b"1\r\na\r\n")
+        answer = await summary.answer
         taken, rooms = [], []
 
         def take(piece):
@@ -429,36 +429,36 @@ def test_relay_pauses_reading_until_full_receiver_drains():
 
         async def room():
             await asyncio.sleep(1.0)
-            rooms.append(asked.transport.is_reading)
+            rooms.append(summary.transport.is_reading)
 
         relaying = asyncio.ensure_future(answer.relay(take, room))
         await asyncio.sleep(0)
         assert (taken, answer._take) == ([(b"a", 0)], take)
-        asked.connection.data_received(b"1\r\nb\r\n")
+        summary.connection.data_received(b"1\r\nb\r\n")
         await asyncio.sleep(0.5)
-        asked.connection.data_received(b"1\r\nc\r\n1\r\nd\r\n")
-        assert not asked.transport.is_reading
+        summary.connection.data_received(b"1\r\nc\r\n1\r\nd\r\n")
+        assert not summary.transport.is_reading
         await asyncio.sleep(1.0)
-        asked.connection.data_received(b"1\r\ne\r\n0\r\n\r\n")
+        summary.connection.data_received(b"1\r\ne\r\n0\r\n\r\n")
         await relaying
         assert [piece for piece, _ in taken] == [b"a", b"b", b"cd", b"e"]
-        assert (rooms, answer._take, asked.transport.is_reading) == ([False], None, True)
+        assert (rooms, answer._take, summary.transport.is_reading) == ([False], None, True)
         async with answer:
             pass
-        assert len(asked.idle) == 1
+        assert len(summary.idle) == 1
 
     run_virtually(work)
 
 
 def test_relay_ends_after_slow_receiver_drains():
     async def work(now):
-        asked = Asked(limits=LIMITS)
+        summary = RequestSummary(limits=LIMITS)
         await asyncio.sleep(0)
-        asked.connection.data_received(CHUNKED + b"1\r\na\r\n")
-        answer, taken = await asked.answer, []
+        summary.connection.data_received(CHUNKED + b"1\r\na\r\n")
+        answer, taken = await summary.answer, []
         relaying = asyncio.ensure_future(answer.relay(taken.append, lambda: asyncio.sleep(5.0)))  # a slow client
         await asyncio.sleep(1.0)
-        asked.connection.data_received(b"1\r\nb\r\n0\r\n\r\n")
+        summary.connection.data_received(b"1\r\nb\r\n0\r\n\r\n")
         await relaying
         assert (taken, now()) == ([b"a", b"b"], 10.0)
 
@@ -467,14 +467,14 @@ def test_relay_ends_after_slow_receiver_drains():
 
 def test_abandoned_answer_closes_connection():
     async def work(_now):
-        asked = Asked(limits=LIMITS)
+        summary = RequestSummary(limits=LIMITS)
         await asyncio.sleep(0)
-        asked.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\na")
-        async with await asked.answer as answer:
+        summary.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\na")
+        async with await summary.answer as answer:
             assert await answer.read() == b"a"
             answer.give_up()
-            assert asked.transport.is_closed
-        assert asked.idle == []
+            assert summary.transport.is_closed
+        assert summary.idle == []
 
     run_virtually(work)
 
@@ -492,10 +492,10 @@ def test_abandoned_answer_closes_connection():
 )
 def test_headers_determine_answer_kind(headers, is_stream, is_of_lines, is_json, is_plain):
     async def work(_now):
-        asked = Asked(limits=LIMITS)
+        summary = RequestSummary(limits=LIMITS)
         await asyncio.sleep(0)
-        asked.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n" + headers + b"\r\n\r\nab")
-        async with await asked.answer as answer:
+        summary.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n" + headers + b"\r\n\r\nab")
+        async with await summary.answer as answer:
             found = (answer.is_stream, answer.is_of_lines, answer.is_json, answer.is_plain)
             assert found == (is_stream, is_of_lines, is_json, is_plain)
             assert ((b"content-length", b"2") in answer.headers) is not is_stream

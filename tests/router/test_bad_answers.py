@@ -232,7 +232,7 @@ def test_endless_event_is_stopped_if_client_does_not_read():
 class Uncounted:
     """A share of an engine's load that counts nothing."""
 
-    def came_back(self, num_events):
+    def note_returned(self, num_events):
         pass
 
 

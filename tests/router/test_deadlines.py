@@ -16,9 +16,9 @@ from octavo.config import RouterConfig
 from octavo.errors import ConfigError, DeadlineError
 from octavo.http.tenants import EVERYBODY
 from octavo.http.timeouts import TimeoutQueue
-from octavo.router.asked import Asked
-from octavo.router.engines import Engine
-from octavo.router.flight import Flight
+from octavo.router.engines import EngineHandle
+from octavo.router.request_summary import RequestSummary
+from octavo.router.routed_request import RoutedRequest
 from octavo.router.service import RouterService
 from octavo.router.upstream import Upstream
 
@@ -68,7 +68,7 @@ def test_engine_timeout_without_alternative_gives_504(begun):
         assert answer.headers["x-should-retry"] == "false"
         wait_until(lambda: hanging.num_left, "the engine hears of it")
         engine = routing.engine(url)
-        assert (engine.num_failures, engine.open_tokens, len(engine.flights)) == (1, 0, 0)
+        assert (engine.num_failures, engine.open_tokens, len(engine.routed_requests)) == (1, 0, 0)
         assert 'code="engine_timeout"' in http.get("/metrics").text
 
 
@@ -179,14 +179,14 @@ def test_get_with_timeout_header_gets_504():
 
 def test_deadline_does_not_end_finished_request():
     async def work(_now):
-        flight = Flight(Asked(), EVERYBODY)
-        with flight.limited(TimeoutQueue(), 5.0):
+        routed = RoutedRequest(RequestSummary(), EVERYBODY)
+        with routed.limited(TimeoutQueue(), 5.0):
             await asyncio.sleep(4.0)
         await asyncio.sleep(10.0)
-        async with flight.guarded():
+        async with routed.guarded():
             pass
-        with flight.limited(TimeoutQueue(), 5.0), pytest.raises(DeadlineError, match="its limit of 5 s"):
-            async with flight.guarded():
+        with routed.limited(TimeoutQueue(), 5.0), pytest.raises(DeadlineError, match="its limit of 5 s"):
+            async with routed.guarded():
                 await asyncio.sleep(6.0)
 
     run_virtually(work)
@@ -210,7 +210,7 @@ def test_addresses_of_one_host_share_connect_timeout(monkeypatch):
         upstream = Upstream(RouterConfig(engines=("http://e:80",), engine_connect_timeout_s=10.0))
         scope = {"method": "POST", "raw_path": b"/", "query_string": b"", "headers": []}
         with pytest.raises(TimeoutError):
-            await upstream.ask(Engine("http://e:80"), scope, b"", "id")
+            await upstream.ask(EngineHandle("http://e:80"), scope, b"", "id")
         assert tried == [(f"10.0.0.{index}", pytest.approx(2.0 + 2.0 * index)) for index in range(4)]
         return now()
 
@@ -276,7 +276,7 @@ def test_engine_reports_timeout_before_router_default():
 @pytest.mark.parametrize("limit_s", [None, 5.0])
 def test_first_byte_timeout_follows_engine_limit_unless_configured(limit_s):
     async def work(now):
-        engine = Engine("http://e", request_timeout_s=7200.0)
+        engine = EngineHandle("http://e", request_timeout_s=7200.0)
         upstream = Upstream(RouterConfig(engines=("http://e",), request_timeout_s=limit_s))
         given = []
 

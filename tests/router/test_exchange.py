@@ -11,7 +11,7 @@ from router.in_process import URLS, USAGE, Client, answer
 from router.virtual_time import run_virtually
 from starlette.exceptions import HTTPException
 
-from octavo.http.errors import CLIENT_LEFT
+from octavo.http.errors import CLIENT_DISCONNECTED
 from octavo.http.tenants import EVERYBODY, Tenant
 
 STREAM = "text/event-stream"
@@ -42,7 +42,7 @@ def test_answer_usage_is_counted_and_charged():
         assert told == (200, b'{"usage":' + json.dumps(USAGE, separators=(",", ":")).encode() + b"}")
         (engine,) = client.engines
         assert (engine.num_prompt_tokens, engine.num_cached_tokens) == (300, 30)
-        assert (engine.num_failures, engine.open_tokens, len(engine.flights)) == (0, 0, 0)
+        assert (engine.num_failures, engine.open_tokens, len(engine.routed_requests)) == (0, 0, 0)
         assert charged == [(EVERYBODY, 300)]
         assert client.state["audit"]["engine"] == engine.url
         assert client.service.limiter.streams.num_held == 0
@@ -65,9 +65,9 @@ def test_failed_request_is_retried_once(caplog, is_told_all):
                 client.answers(ConnectionResetError("gone"), of=index)
         told = await client.ask()
         num_tried = 2
-        assert len(client.upstream.asked) == num_tried
+        assert len(client.upstream.summary) == num_tried
         assert [engine.num_failures for engine in client.engines] == [1, int(is_told_all), 0]
-        assert suspected == [engine for engine, _, _ in client.upstream.asked][: 2 if is_told_all else 1]
+        assert suspected == [engine for engine, _, _ in client.upstream.summary][: 2 if is_told_all else 1]
         if is_told_all:
             assert error_code(told) == (503, "engine_lost")
         else:
@@ -95,7 +95,7 @@ def test_refusal_with_smallest_retry_after_wins():
         for index, more in enumerate(("retry-after: 9\r\n", "retry-after: 2\r\n", "")):
             client.answers(answer({"from": index}, 429, more=more), of=index)
         assert await client.ask() == (429, b'{"from":1}')
-        assert len(client.upstream.asked) == 3  # a full engine has not failed
+        assert len(client.upstream.summary) == 3  # a full engine has not failed
         start = next(message for message in client.sent if message["type"] == "http.response.start")
         assert (b"retry-after", b"2") in start["headers"]
         assert [engine.num_failures for engine in client.engines] == [0, 0, 0]
@@ -109,7 +109,7 @@ def test_closing_engines_get_only_one_retry():
         for index in range(3):
             client.answers(answer({"from": index}, 503), of=index)
         assert await client.ask() == (503, b'{"from":0}')
-        assert len(client.upstream.asked) == 2
+        assert len(client.upstream.summary) == 2
 
     run_virtually(work)
 
@@ -134,9 +134,9 @@ def test_client_disconnect_yields_client_left_status():
         asking = asyncio.ensure_future(client.ask())
         await asyncio.sleep(1.0)
         client.leaves.set()
-        assert await asking == (CLIENT_LEFT, b"")
+        assert await asking == (CLIENT_DISCONNECTED, b"")
         (engine,) = client.engines
-        assert (engine.num_failures, engine.open_tokens, engine.flights) == (0, 0, set())
+        assert (engine.num_failures, engine.open_tokens, engine.routed_requests) == (0, 0, set())
         assert client.upstream.transports[0].is_closed
 
     run_virtually(work)
@@ -292,7 +292,7 @@ def test_server_info_without_read_metrics_gives_403():
         client = Client(1)
         told = await client.ask("/server_info", tenant=Tenant(name="a"))
         assert (told[0], b"read_metrics" in told[1]) == (403, True)
-        assert not client.upstream.asked
+        assert not client.upstream.summary
 
     run_virtually(work)
 

@@ -19,7 +19,7 @@ from running import DEADLINE_S, asking, run_server, short_pauses, wait_until
 
 from octavo.http.listening import bind
 from octavo.http.routes import ROUTES
-from octavo.router.upstream import is_own_failure, is_refusal
+from octavo.router.upstream import is_local_failure, is_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -304,7 +304,7 @@ def test_client_disconnect_aborts_streaming_request_in_engine():
         with http.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_lines())
         wait_until(lambda: not running.num_unfinished, "it is aborted")
-        wait_until(lambda: not routing.engine(running.url).flights, "the router has forgotten it")
+        wait_until(lambda: not routing.engine(running.url).routed_requests, "the router has forgotten it")
         assert routing.engine(running.url).open_tokens == 0
 
 
@@ -370,15 +370,15 @@ def test_request_answered_503_is_retried_once():
 
 def test_local_resource_error_does_not_mark_engine_lost():
     own, refused = OSError(errno.EMFILE, "too many open files"), ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-    assert (is_own_failure(own), is_refusal(own)) == (True, False)
-    assert (is_own_failure(refused), is_refusal(refused)) == (False, True)
+    assert (is_local_failure(own), is_refusal(own)) == (True, False)
+    assert (is_local_failure(refused), is_refusal(refused)) == (False, True)
     with made_up("hang") as (url, engine), run_router(url) as routing:
         upstream = routing.service.upstream
         get, upstream.get = upstream.get, AsyncMock(side_effect=own)
         with asking(routing, "/v1/completions", CHAT):
             wait_until(lambda: upstream.get.call_count >= 5 and engine.num_posts == 1, "it was looked at often")
             assert routing.engine(url).is_ready
-            assert len(routing.engine(url).flights) == 1
+            assert len(routing.engine(url).routed_requests) == 1
         upstream.get = get
 
 

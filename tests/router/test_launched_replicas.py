@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from octavo.router import launcher
-from octavo.router.engines import Engine
+from octavo.router.engines import EngineHandle
 from octavo.router.launcher import LocalReplicas, _Replica, free_ports
 from octavo.router.watching import EngineWatch
 
@@ -19,16 +19,16 @@ class Process:
     """A fake child process. status: its exit status; None: it runs."""
 
     def __init__(self, status=None):
-        self.status, self.told = status, []
+        self.status, self.note_usage = status, []
 
     def poll(self):
         return self.status
 
     def send_signal(self, number):
-        self.told.append(number)
+        self.note_usage.append(number)
 
     def kill(self):
-        self.told.append("kill")
+        self.note_usage.append("kill")
 
 
 def replica(process=None):
@@ -54,13 +54,13 @@ def test_signals_reach_only_running_replica():
     for act, told in (
         (_Replica.kill_frozen, "kill"),
         (_Replica.reload, signal.SIGHUP),
-        (_Replica.tell_to_stop, signal.SIGTERM),
+        (_Replica.request_stop, signal.SIGTERM),
     ):
         running, ended = Process(), Process(0)
         act(replica(running))
         act(replica(ended))
         act(replica(None))
-        assert (running.told, ended.told) == ([told], [])
+        assert (running.note_usage, ended.note_usage) == ([told], [])
 
 
 @pytest.mark.parametrize(("is_alive", "killed"), [(True, ["kill"]), (False, [])])
@@ -68,7 +68,7 @@ def test_replica_that_ignores_stop_is_killed(is_alive, killed):
     made, waits = replica(Process()), []
     made._thread = SimpleNamespace(join=lambda timeout=None: waits.append(timeout), is_alive=lambda: is_alive)
     made.join()
-    assert made._process.told == killed
+    assert made._process.note_usage == killed
     assert waits == ([15.0, None] if is_alive else [15.0])
 
 
@@ -127,11 +127,11 @@ def test_replica_is_killed_after_eight_silent_checks():
     replicas._replicas["http://a"]._process = process = Process()
     replicas.silent("http://a", 7)
     replicas.silent("http://b", 8)
-    assert process.told == []
+    assert process.note_usage == []
     replicas.silent("http://a", 8)
-    assert process.told == ["kill"]
+    assert process.note_usage == ["kill"]
     replicas.reload()
-    assert process.told == ["kill", signal.SIGHUP]
+    assert process.note_usage == ["kill", signal.SIGHUP]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_refused_connection_clears_expected_cache_of_engine(error, forgets):
         forget=lambda engine: heard.append("forget"),
         lost=lambda engine: heard.append("lost"),
     )
-    watch._lost(Engine("http://e"), error)
+    watch._lost(EngineHandle("http://e"), error)
     assert heard == (["forget", "lost"] if forgets else ["lost"])
 
 
@@ -204,7 +204,7 @@ def test_replica_process_gets_command_stdin_pipe_and_new_session(monkeypatch):
     ((command, options),) = started
     assert command == ["command", "option"]
     assert options == {"stdin": launcher.subprocess.PIPE, "env": {"A": "b"}, "start_new_session": True}
-    made.tell_to_stop()
+    made.request_stop()
     assert made._run_once() is None
     assert len(started) == 1
 
@@ -214,11 +214,11 @@ def test_replicas_start_stop_and_join_in_order():
     assert [made._index for made in replicas._replicas.values()] == [0, 1]
     assert all(made._thread.daemon for made in replicas._replicas.values())
     for url in replicas._replicas:
-        names = ("start", "tell_to_stop", "join")
+        names = ("start", "request_stop", "join")
         replicas._replicas[url] = SimpleNamespace(**{name: partial(acts.append, (name, url)) for name in names})
     with replicas as entered:
         assert entered is replicas
-    assert acts == [(name, f"http://{host}") for name in ("start", "tell_to_stop", "join") for host in "ab"]
+    assert acts == [(name, f"http://{host}") for name in ("start", "request_stop", "join") for host in "ab"]
 
 
 def test_free_ports_are_distinct_and_bindable():

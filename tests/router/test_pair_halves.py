@@ -30,7 +30,7 @@ def test_slow_remote_prefill_times_out_by_prompt_length(caplog):
 
         async def look(connection):
             await asyncio.sleep(0.01)
-            status = 500 if prefill.flights else 200  # the prefill ends before the decode engine answers
+            status = 500 if prefill.routed_requests else 200  # the prefill ends before the decode engine answers
             connection.data_received(answer({"usage": USAGE}, status))
 
         client.answers(look, of=1)
@@ -53,7 +53,7 @@ def test_decode_gets_transfer_id_only_after_successful_prefill(status):
         client.answers(answer({"usage": USAGE}, status, more="retry-after: 7\r\n"))
         assert (await client.ask(**LONG))[0] == 200
         prefill, decode = client.engines
-        (_, first, _), (_, second, _) = client.upstream.asked
+        (_, first, _), (_, second, _) = client.upstream.summary
         names = [name for name, _ in second["headers"]]
         assert (b"x-kv-transfer-id" in names) is (status == 200) is (decode.num_paired == 1)
         assert dict(first["headers"])[b"x-kv-transfer-role"] == b"prefill"

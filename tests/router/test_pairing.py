@@ -15,17 +15,17 @@ from running import DEADLINE_S, asking, run_server, wait_until
 
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.router import pairing
-from octavo.router.asked import Asked
-from octavo.router.engines import Engine, EnginePool
+from octavo.router.engines import EngineHandle, EnginePool
 from octavo.router.pairing import Pair, _source_of
 from octavo.router.policies import LeastLoaded
+from octavo.router.request_summary import RequestSummary
 
 if TYPE_CHECKING:
     import httpx
 
 PROMPT = "What is an octavo? " * 80
 LONG = {"prompt": PROMPT, "max_tokens": 4}
-COUNTS = [each.name for each in fields(Engine) if each.name.startswith("num_")]
+COUNTS = [each.name for each in fields(EngineHandle) if each.name.startswith("num_")]
 PORT = 4711
 
 
@@ -49,7 +49,7 @@ def paired(stage):
 
     def begin(prefill_does: str = "answer", decode_does: str = "answer", port: int | None = None):
         engines = routing.service.pool.engines.values()
-        wait_until(lambda: not any(engine.flights for engine in engines), "what was before is over")
+        wait_until(lambda: not any(engine.routed_requests for engine in engines), "what was before is over")
         prefill.begin("prefill", prefill_does, port)
         decode.begin("decode", decode_does, None)
         wait_until(lambda: _roles(engines) == [("prefill", port), ("decode", None)], "the router knows of it")
@@ -69,7 +69,7 @@ def _roles(engines) -> list[tuple[str, int | None]]:
     return [(engine.role, engine.kv_transfer_port) for engine in engines]
 
 
-def engine_of(routing, role: str) -> Engine:
+def engine_of(routing, role: str) -> EngineHandle:
     return next(engine for engine in routing.service.pool.engines.values() if engine.role == role)
 
 
@@ -103,12 +103,12 @@ def test_prefill_and_decode_get_same_request_on_every_route(paired, port, path, 
     prefill, decode, _, http = paired(decode_does="follow", port=port)
     answer = http.post(path, json=body, headers={"X-Request-Id": "mine", "Authorization": "Bearer k"})
     assert answer.json()["from"] == "decode"
-    assert len(prefill.asked) == 1
-    (path_of_prefill, first, first_body), (_, second, second_body) = prefill.asked[0], decode.asked[0]
+    assert len(prefill.summary) == 1
+    (path_of_prefill, first, first_body), (_, second, second_body) = prefill.summary[0], decode.summary[0]
     assert (path_of_prefill, first_body) == (path.partition("?")[0], second_body)
     for name in ("x-request-id", "authorization", "x-forwarded-for", "content-type"):
         assert first[name] == second[name]
-    assert len(decode.asked) == 1
+    assert len(decode.summary) == 1
     (of_prefill,), (of_decode,) = prefill.params, decode.params
     assert of_prefill == KVTransferParams(of_decode.transfer_id, is_prefill=True)
     assert of_decode.source == (None if port is None else f"127.0.0.1:{PORT}")
@@ -117,10 +117,10 @@ def test_prefill_and_decode_get_same_request_on_every_route(paired, port, path, 
 def test_store_transfer_delays_decode_until_prefill_ends(paired):
     prefill, decode, routing, http = paired("wait")
     thread, answers = ask_aside(http)
-    wait_until(lambda: prefill.asked, "the prefill has begun")
-    assert len(engine_of(routing, "decode").flights) == 1, "it counts as its load meanwhile"
+    wait_until(lambda: prefill.summary, "the prefill has begun")
+    assert len(engine_of(routing, "decode").routed_requests) == 1, "it counts as its load meanwhile"
     assert not thread.join(0.1)
-    assert not decode.asked
+    assert not decode.summary
     prefill.release.set()
     thread.join(DEADLINE_S)
     assert answers[0].json()["from"] == "decode"
@@ -130,7 +130,7 @@ def test_store_transfer_delays_decode_until_prefill_ends(paired):
 def test_direct_transfer_starts_prefill_and_decode_together(paired):
     prefill, decode, routing, http = paired("wait", "wait", PORT)
     thread, answers = ask_aside(http)
-    wait_until(lambda: prefill.asked and decode.asked, "both have begun")
+    wait_until(lambda: prefill.summary and decode.summary, "both have begun")
     prefill.release.set()
     wait_until(lambda: engine_of(routing, "prefill").num_prefill_tokens == 300, "the prefill is counted")
     assert not answers
@@ -147,7 +147,7 @@ def test_paired_prompt_is_charged_once(paired, port):
     limiter = routing.service.limiter
     limiter.charge = lambda _tenant, num_tokens: charged.append(num_tokens)
     assert http.post("/v1/completions", json=LONG).status_code == 200
-    wait_until(lambda: not prefill.flights and not decode.flights, "both are over")
+    wait_until(lambda: not prefill.routed_requests and not decode.routed_requests, "both are over")
     assert charged == [300]
     assert (decode.num_paired, decode.num_prefills) == (1, 0)
     assert (prefill.num_paired, prefill.num_prefills, prefill.num_failed_prefills) == (0, 1, 0)
@@ -170,11 +170,11 @@ def test_decode_engine_answers_despite_prefill_failure(paired, port, trouble):
     prefill, decode, routing, http = paired(trouble, "wait", port)
     thread, answers = ask_aside(http)
     engine = engine_of(routing, "prefill")
-    wait_until(lambda: prefill.asked and not engine.flights, "the prefill is over")
+    wait_until(lambda: prefill.summary and not engine.routed_requests, "the prefill is over")
     decode.release.set()
     thread.join(DEADLINE_S)
     assert (answers[0].status_code, answers[0].json()["from"]) == (200, "decode")
-    assert len(decode.asked) == 1
+    assert len(decode.summary) == 1
     assert (decode.params == [None]) == (port is None), "where it is known in time, there is no KV to wait for"
     is_its_fault = trouble != "refuse"
     assert (engine.num_failed_prefills, engine.num_failures) == (is_its_fault, 0)
@@ -196,7 +196,7 @@ def test_full_prefill_engine_pauses_for_retry_after(paired, retry_after, pause_s
     assert asked_at + pause_s <= engine.prefills_from <= loop.time() + pause_s
     prefill.does, engine.prefills_from = "answer", loop.time()
     http.post("/v1/completions", json=LONG)
-    assert len(prefill.asked) == 2
+    assert len(prefill.summary) == 2
 
 
 def test_error_in_reading_prefill_answer_keeps_request(paired, monkeypatch):
@@ -225,10 +225,10 @@ def test_lost_prefill_engine_does_not_fail_request(paired, port):
     """For example a frozen engine, which is detected while it computes."""
     prefill, decode, routing, http = paired("hang", "wait", port)
     thread, answers = ask_aside(http)
-    wait_until(lambda: prefill.asked, "the prefill has begun")
+    wait_until(lambda: prefill.summary, "the prefill has begun")
     engine, loop = engine_of(routing, "prefill"), routing.server.servers[0].get_loop()
     loop.call_soon_threadsafe(routing.service.pool.lost, engine)
-    wait_until(lambda: prefill.num_left and decode.asked, "the other one goes on")
+    wait_until(lambda: prefill.num_left and decode.summary, "the other one goes on")
     decode.release.set()
     thread.join(DEADLINE_S)
     assert answers[0].json()["from"] == "decode"
@@ -243,20 +243,20 @@ def test_client_disconnect_aborts_prefill_and_decode(paired, prefill_does, decod
     prefill, decode, routing, _ = paired(prefill_does, decode_does, port)
     hanging = [engine for engine in (prefill, decode) if engine.does == "hang"]
     with asking(routing, "/v1/completions", LONG):
-        wait_until(lambda: all(engine.asked for engine in hanging), "they are asked")
+        wait_until(lambda: all(engine.summary for engine in hanging), "they are asked")
     wait_until(lambda: all(engine.num_left == 1 for engine in hanging), "they hear of it")
     engines = routing.service.pool.engines.values()
-    wait_until(lambda: not any(engine.flights for engine in engines), "the router has forgotten it")
+    wait_until(lambda: not any(engine.routed_requests for engine in engines), "the router has forgotten it")
     assert [engine.open_tokens for engine in engines] == [0, 0]
     assert [engine.num_failures + engine.num_failed_prefills for engine in engines] == [0, 0]
     if prefill_does == "hang" and port is None:
-        assert not decode.asked
+        assert not decode.summary
 
 
 def test_finished_answer_aborts_direct_prefill(paired):
     prefill, _, routing, http = paired("hang", "answer", PORT)
     assert http.post("/v1/completions", json=LONG).status_code == 200
-    wait_until(lambda: prefill.num_left == len(prefill.asked), "nobody waits for it")
+    wait_until(lambda: prefill.num_left == len(prefill.summary), "nobody waits for it")
     assert engine_of(routing, "prefill").num_failed_prefills == 0
 
 
@@ -269,7 +269,7 @@ def test_client_kv_transfer_headers_are_dropped(paired, port):
     decode.does = "follow"
     assert http.post("/v1/completions", json=LONG, headers=named).status_code == 200
     assert decode.params[1].transfer_id != "mine"
-    assert len(decode.asked[1][1].getlist("x-kv-transfer-id")) == 1
+    assert len(decode.summary[1][1].getlist("x-kv-transfer-id")) == 1
     assert prefill.params[0].is_prefill
 
 
@@ -289,14 +289,14 @@ def test_client_kv_transfer_headers_are_dropped(paired, port):
 def test_short_scored_and_pooled_prompts_skip_remote_prefill(paired, path, body):
     prefill, decode, _, http = paired(port=PORT)
     assert http.post(path, json=body).json()["from"] == "decode"
-    assert (len(prefill.asked), decode.params) == (0, [None])
+    assert (len(prefill.summary), decode.params) == (0, [None])
 
 
 def test_remote_prefill_starts_at_256_tokens(paired):
     prefill, _, _, http = paired()
     for num_tokens, num_asked in ((255, 0), (256, 1)):
         http.post("/v1/completions", json={"prompt": [7] * num_tokens})
-        assert len(prefill.asked) == num_asked
+        assert len(prefill.summary) == num_asked
 
 
 def test_min_prefill_tokens_option_sets_remote_prefill_threshold(paired):
@@ -304,7 +304,7 @@ def test_min_prefill_tokens_option_sets_remote_prefill_threshold(paired):
     with run_router(*routing.service.pool.engines, min_prefill_tokens=3) as other, other.http() as http:
         for num_tokens, num_asked in ((2, 0), (3, 1)):
             http.post("/v1/completions", json={"prompt": [7] * num_tokens})
-            assert len(prefill.asked) == num_asked
+            assert len(prefill.summary) == num_asked
 
 
 def test_expected_prefix_hit_on_decode_engine_skips_prefill(paired):
@@ -315,7 +315,7 @@ def test_expected_prefix_hit_on_decode_engine_skips_prefill(paired):
             turns.append({"role": "user", "content": content})
             assert http.post("/v1/chat/completions", json={"messages": turns}).status_code == 200
     assert [params is None for params in decode.params] == [False, True, False]
-    assert len(prefill.asked) == 2
+    assert len(prefill.summary) == 2
 
 
 @pytest.mark.parametrize("role", ["both", None, "decode"])
@@ -333,7 +333,7 @@ def test_engine_of_both_roles_answers_alone():
         routing.http() as http,
     ):
         assert [http.post("/v1/completions", json=LONG).json()["from"] for _ in range(3)] == ["both"] * 3
-        assert (len(prefill.asked), both.params) == (0, [None] * 3)
+        assert (len(prefill.summary), both.params) == (0, [None] * 3)
 
 
 def test_prefill_engine_answers_only_without_decode_engine(paired):
@@ -346,7 +346,7 @@ def test_prefill_engine_answers_only_without_decode_engine(paired):
     assert [ask() for _ in range(3)] == ["decode"] * 3
     decode.does = "full"
     assert ask() == 429
-    assert not prefill.asked
+    assert not prefill.summary
     for trouble in ("die", "closing"):
         decode.does = trouble
         routing.wait_ready(2)
@@ -378,15 +378,15 @@ def test_prefills_balance_by_load_and_retry_uses_new_pair():
         run_router(_url_a, _url_b, _url_c, _url_d, policy="round_robin") as routing,
         routing.http() as http,
     ):
-        asked = [ask_aside(http) for _ in range(4)]
-        wait_until(lambda: len(a.asked) + len(b.asked) == 4, "all prompts are under way")
-        assert (len(a.asked), len(b.asked)) == (2, 2)
+        summary = [ask_aside(http) for _ in range(4)]
+        wait_until(lambda: len(a.summary) + len(b.summary) == 4, "all prompts are under way")
+        assert (len(a.summary), len(b.summary)) == (2, 2)
         a.release.set()
         b.release.set()
-        for thread, answers in asked:
+        for thread, answers in summary:
             thread.join(DEADLINE_S)
             assert answers[0].json()["from"] == "decode"
-        assert (len(c.asked), len(d.asked)) == (2, 4)
+        assert (len(c.summary), len(d.summary)) == (2, 4)
         ids = Counter(params.transfer_id for each in (a, b) for params in each.params)
         assert set(ids.values()) == {1}, "who begins anew is another pair"
 
@@ -428,7 +428,7 @@ def test_prefill_and_decode_servers_give_answer_of_one_server():
     ],
 )
 def test_kv_transfer_source_is_built_from_engine_url(url, source):
-    engine = Engine(url, role="prefill", kv_transfer_port=PORT)
+    engine = EngineHandle(url, role="prefill", kv_transfer_port=PORT)
     assert _source_of(engine) == source
     KVTransferParams("a", source=source)
 
@@ -440,7 +440,7 @@ def test_model_only_on_prefill_engine_is_served_there():
     a.is_ready = b.is_ready = True
     a.role, b.role = "prefill", "decode"
     a.models, b.models = frozenset({"x"}), frozenset({"y"})
-    assert pool.choose(Asked(model="x"), []) is a
-    assert pool.choose(Asked(model="y"), []) is b
-    assert pool.choose_prefill(Asked(model="y"), b, 0.0) is None
-    assert pool.choose_prefill(Asked(model="x"), b, 0.0) is a
+    assert pool.choose(RequestSummary(model="x"), []) is a
+    assert pool.choose(RequestSummary(model="y"), []) is b
+    assert pool.choose_prefill(RequestSummary(model="y"), b, 0.0) is None
+    assert pool.choose_prefill(RequestSummary(model="x"), b, 0.0) is a

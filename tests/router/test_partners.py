@@ -11,7 +11,7 @@ from router.scripted_engine import NUM_PROMPT_TOKENS, scripted
 from running import DEADLINE_S, wait_until
 
 from octavo.router import pairing
-from octavo.router.engines import Engine, EnginePool
+from octavo.router.engines import EngineHandle, EnginePool
 from octavo.router.partners import Partners, PromptFigures
 from octavo.router.policies import LeastLoaded
 
@@ -22,7 +22,9 @@ PORT = 4711
 
 @pytest.fixture
 def pair():
-    return Engine("http://p", role="prefill", kv_format=FORMAT), Engine("http://d", role="decode", kv_format=FORMAT)
+    return EngineHandle("http://p", role="prefill", kv_format=FORMAT), EngineHandle(
+        "http://d", role="decode", kv_format=FORMAT
+    )
 
 
 def in_vain(partners, prefill, decode, now, times=1):
@@ -90,7 +92,7 @@ def test_pairing_counts_as_useless_below_tenth_of_new_tokens(pair, found, known,
 
 def test_useless_pair_backs_off_up_to_one_minute(pair, caplog):
     prefill, decode = pair
-    other, partners, now = Engine("http://q", role="prefill", kv_format=FORMAT), Partners(), 100.0
+    other, partners, now = EngineHandle("http://q", role="prefill", kv_format=FORMAT), Partners(), 100.0
     in_vain(partners, prefill, decode, now, times=2)
     assert partners.may_pair(prefill, decode, now), "twice may be chance"
     assert not caplog.messages
@@ -196,11 +198,11 @@ def test_router_pairs_engines_after_kv_formats_match(stage):
     decode.does = "answer"
     with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
         assert http.post("/v1/completions", json=LONG).status_code == 200
-        assert (len(prefill.asked), decode.params) == (0, [None])
+        assert (len(prefill.summary), decode.params) == (0, [None])
         decode.does, decode.kv_format = "follow", FORMAT  # as if it were restarted with other options
         wait_until(lambda: routing.engine(decode_url).kv_format == FORMAT, "the router knows of it")
         assert http.post("/v1/completions", json=LONG).status_code == 200
-        assert (len(prefill.asked), decode.params[-1] is None) == (1, False)
+        assert (len(prefill.summary), decode.params[-1] is None) == (1, False)
 
 
 def figures_of(num_computed):
@@ -258,7 +260,7 @@ def test_prefix_hit_on_decode_engine_keeps_pair(stage):
             wait_until(lambda num_sent=num_sent: engine.prompt_figures.num_sent == num_sent, "they are read again")
         assert (engine.num_paired, engine.num_paired_in_vain) == (4, 0)
         # A direct prefill that has not begun before the answer ends is cancelled.
-        assert len(prefill.asked) == 4 or routing.engine(prefill_url).kv_transfer_port is not None
+        assert len(prefill.summary) == 4 or routing.engine(prefill_url).kv_transfer_port is not None
 
 
 def test_short_prompt_by_reported_usage_is_not_judged(stage):
@@ -314,5 +316,5 @@ def test_timed_out_prefill_is_not_counted_twice(monkeypatch):
         assert http.post("/v1/completions", json=LONG).status_code == 200
         assert decode.params == [None]
         assert routing.engine(prefill_url).num_failed_prefills == 1
-        wait_until(lambda: not routing.engine(decode_url).flights, "it is over")
+        wait_until(lambda: not routing.engine(decode_url).routed_requests, "it is over")
         assert routing.engine(decode_url).num_paired_in_vain == 0

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from octavo.router.asked import read_asked
-from octavo.router.engines import Engine
+from octavo.router.engines import EngineHandle
 from octavo.router.policies.prefix_tree import Found, PrefixTree
+from octavo.router.request_summary import read_request_summary
 
-ENGINE = Engine("http://a")
+ENGINE = EngineHandle("http://a")
 
 
 def prompt(text: str):
-    return read_asked(b'{"prompt":"%b"}' % (text.encode() * 200), tenant="", headers={}, session_header="")
+    return read_request_summary(b'{"prompt":"%b"}' % (text.encode() * 200), tenant="", headers={}, session_header="")
 
 
 def test_open_request_gives_no_prefix_hit_yet():
     """Its engine may still be computing it. After the request has ended, the whole prompt is expected."""
-    tree, asked = PrefixTree(1000), prompt("open ")
-    first = tree.add(asked, ENGINE)
-    second = tree.add(asked, ENGINE)
+    tree, summary = PrefixTree(1000), prompt("open ")
+    first = tree.add(summary, ENGINE)
+    second = tree.add(summary, ENGINE)
     assert (first.num_bytes, second.num_bytes) == (0, 0)
     tree.close(ENGINE, first)
     tree.close(ENGINE, second)
-    third = tree.add(asked, ENGINE)
-    assert third.num_bytes == asked.pieces[1][-1]
+    third = tree.add(summary, ENGINE)
+    assert third.num_bytes == summary.pieces[1][-1]
 
 
 def test_prompt_older_than_open_requests_is_prefix_hit():
@@ -34,34 +34,34 @@ def test_prompt_older_than_open_requests_is_prefix_hit():
 
 def test_loss_evicts_entries_up_to_and_including_time():
     tree, old, new = PrefixTree(1000), prompt("old "), prompt("new ")
-    for asked in (old, new):
-        tree.close(ENGINE, tree.add(asked, ENGINE))
+    for summary in (old, new):
+        tree.close(ENGINE, tree.add(summary, ENGINE))
     tree.lost(ENGINE, 1)
     assert tree.find(old, [ENGINE]).num_bytes[ENGINE] == 0
     assert tree.find(new, [ENGINE]).num_bytes[ENGINE] == new.pieces[1][-1]
 
 
 def test_prefix_tree_keeps_exactly_max_entries():
-    asked = prompt("kept ")
-    num_pieces = len(asked.pieces[0])
+    summary = prompt("kept ")
+    num_pieces = len(summary.pieces[0])
     for max_entries, num_kept in ((num_pieces, num_pieces), (num_pieces - 1, num_pieces - 1)):
         tree = PrefixTree(max_entries)
-        tree.add(asked, ENGINE)
+        tree.add(summary, ENGINE)
         assert len(tree._nodes) == num_kept
 
 
 def test_unknown_prompt_has_no_hit_and_no_branch():
-    tree, asked = PrefixTree(1000), prompt("new ")
-    assert tree.find(asked, [ENGINE]) == Found({ENGINE: 0}, is_branch=False)
+    tree, summary = PrefixTree(1000), prompt("new ")
+    assert tree.find(summary, [ENGINE]) == Found({ENGINE: 0}, is_branch=False)
     tree.add(prompt("other "), ENGINE)
-    assert tree.find(asked, [ENGINE]) == Found({ENGINE: 0}, is_branch=False)
+    assert tree.find(summary, [ENGINE]) == Found({ENGINE: 0}, is_branch=False)
 
 
 def test_prompt_diverging_from_known_prefix_is_branch():
     tree = PrefixTree(1000)
     common = "common " * 20
     first, second, longer = (
-        read_asked(b'{"prompt":"%b"}' % (common + more).encode(), tenant="", headers={}, session_header="")
+        read_request_summary(b'{"prompt":"%b"}' % (common + more).encode(), tenant="", headers={}, session_header="")
         for more in ("a" * 200, "b" * 200, "a" * 400)
     )
     tree.add(first, ENGINE)
@@ -94,14 +94,14 @@ def test_lru_eviction_keeps_parents_longest():
 
 
 def test_prefix_hits_are_separate_per_engine():
-    other = Engine("http://b")
-    tree, asked = PrefixTree(1000), prompt("mine ")
-    tree.close(ENGINE, tree.add(asked, ENGINE))
+    other = EngineHandle("http://b")
+    tree, summary = PrefixTree(1000), prompt("mine ")
+    tree.close(ENGINE, tree.add(summary, ENGINE))
     assert tree._open == {}
-    assert tree.find(asked, [ENGINE, other]).num_bytes == {ENGINE: asked.pieces[1][-1], other: 0}
+    assert tree.find(summary, [ENGINE, other]).num_bytes == {ENGINE: summary.pieces[1][-1], other: 0}
     tree.lost(ENGINE, 1)
     tree.lost(ENGINE, 0)  # everything older is lost already
-    assert tree.find(asked, [ENGINE]).num_bytes == {ENGINE: 0}
-    tree.add(asked, other)
+    assert tree.find(summary, [ENGINE]).num_bytes == {ENGINE: 0}
+    tree.add(summary, other)
     tree.forget(other)
-    assert tree.find(asked, [other]).num_bytes == {other: 0}
+    assert tree.find(summary, [other]).num_bytes == {other: 0}

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from octavo.http.tenants import Tenant
-from octavo.router.asked import Asked, read_asked
-from octavo.router.engines import Engine
-from octavo.router.flight import Flight, Share
+from octavo.router.engines import EngineHandle
+from octavo.router.request_summary import RequestSummary, read_request_summary
+from octavo.router.routed_request import RoutedRequest, Share
 
 
-def asked(tenant: str = "", headers: dict[str, str] | None = None, *, is_answered: bool = True, **body: Any) -> Asked:
-    return read_asked(
+def summary(
+    tenant: str = "", headers: dict[str, str] | None = None, *, is_answered: bool = True, **body: Any
+) -> RequestSummary:
+    return read_request_summary(
         json.dumps(body).encode(),
         tenant=tenant,
         headers=headers or {},
@@ -24,7 +26,7 @@ def asked(tenant: str = "", headers: dict[str, str] | None = None, *, is_answere
 
 
 def pieces(*parts: bytes, owner: bytes = b"") -> tuple[list[bytes], list[int]]:
-    return Asked(prompt=tuple(memoryview(part) for part in parts), owner=owner).pieces
+    return RequestSummary(prompt=tuple(memoryview(part) for part in parts), owner=owner).pieces
 
 
 def test_piece_hashes_cover_every_byte() -> None:
@@ -63,7 +65,7 @@ def test_pieces_depend_on_owner_but_not_on_field_cuts() -> None:
     ],
 )
 def test_prompt_logprob_options_set_scores_prompt(body: Any, scores: bool) -> None:
-    assert asked(prompt="a", **body).scores_prompt is scores
+    assert summary(prompt="a", **body).scores_prompt is scores
 
 
 @pytest.mark.parametrize(
@@ -80,13 +82,13 @@ def test_prompt_logprob_options_set_scores_prompt(body: Any, scores: bool) -> No
     ],
 )
 def test_smallest_max_tokens_field_wins(body: Any, most: int) -> None:
-    assert asked(prompt="a", **body).max_tokens == most
-    assert asked(prompt="a", is_answered=False, **body).max_tokens == 0
+    assert summary(prompt="a", **body).max_tokens == most
+    assert summary(prompt="a", is_answered=False, **body).max_tokens == 0
 
 
 @pytest.mark.parametrize("value", [None, 0, -1, True, "7", 1.5])
 def test_invalid_max_tokens_gives_default(value: Any) -> None:
-    assert asked(prompt="a", max_tokens=value).max_tokens == asked(prompt="a").max_tokens > 1
+    assert summary(prompt="a", max_tokens=value).max_tokens == summary(prompt="a").max_tokens > 1
 
 
 @pytest.mark.parametrize(
@@ -104,14 +106,14 @@ def test_invalid_max_tokens_gives_default(value: Any) -> None:
     ],
 )
 def test_streams_are_prompts_times_choices(body: Any, num_choices: int, num_streams: int) -> None:
-    found = asked(**body)
+    found = summary(**body)
     assert (found.num_choices, found.num_streams) == (num_choices, num_streams)
 
 
 def test_prompt_tokens_are_estimated() -> None:
-    assert asked(prompt=[5] * 100).num_tokens == 100
-    assert 50 < asked(prompt="word " * 100).num_tokens < 500
-    assert asked().num_tokens == 0
+    assert summary(prompt=[5] * 100).num_tokens == 100
+    assert 50 < summary(prompt="word " * 100).num_tokens < 500
+    assert summary().num_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -125,45 +127,52 @@ def test_prompt_tokens_are_estimated() -> None:
     ],
 )
 def test_session_comes_from_header_or_body_fields(headers: Any, body: Any, session: str | None) -> None:
-    assert asked(headers=headers, prompt="a", **body).session == session
+    assert summary(headers=headers, prompt="a", **body).session == session
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"[" * 100_000])
 def test_unreadable_body_yields_empty_request(body: bytes) -> None:
     headers = {"x-session-id": "h"}
-    assert read_asked(body, tenant="t", headers=headers, session_header="x-session-id") == Asked(session="h")
+    assert read_request_summary(body, tenant="t", headers=headers, session_header="x-session-id") == RequestSummary(
+        session="h"
+    )
 
 
 def test_cache_owner_depends_on_model_salt_and_tenant() -> None:
     given = [{}, {"model": "m"}, {"cache_salt": "s"}, {"model": 7, "cache_salt": 8}]
-    owners = [asked(prompt="a", **body).owner for body in given] + [asked("tenant", prompt="a").owner]
+    owners = [summary(prompt="a", **body).owner for body in given] + [summary("tenant", prompt="a").owner]
     assert owners[0] == owners[3]
     assert len({*owners}) == 4
-    assert [asked(prompt="a", **body).model for body in given] == [None, "m", None, None]
+    assert [summary(prompt="a", **body).model for body in given] == [None, "m", None, None]
 
 
 def test_request_counts_as_engine_load_until_it_ends() -> None:
-    engine = Engine("http://e")
-    share = Share(Flight(Asked(num_tokens=100, max_tokens=10, num_streams=2), Tenant()), engine)
+    engine = EngineHandle("http://e")
+    share = Share(RoutedRequest(RequestSummary(num_tokens=100, max_tokens=10, num_streams=2), Tenant()), engine)
     with share:
-        counts = (engine.open_tokens, engine.num_sent_tokens, engine.num_requests, len(engine.flights))
+        counts = (engine.open_tokens, engine.num_sent_tokens, engine.num_requests, len(engine.routed_requests))
         assert counts == (120, 120, 1, 1)
-        share.came_back(1)  # the first event shows that the prompt is computed
+        share.note_returned(1)  # the first event shows that the prompt is computed
         assert engine.open_tokens == 19
-        share.came_back(3)
+        share.note_returned(3)
         assert engine.open_tokens == 16
-        share.came_back(100)
+        share.note_returned(100)
         assert engine.open_tokens == 0
-    assert (engine.open_tokens, engine.num_sent_tokens, engine.num_requests, len(engine.flights)) == (0, 120, 1, 0)
+    assert (engine.open_tokens, engine.num_sent_tokens, engine.num_requests, len(engine.routed_requests)) == (
+        0,
+        120,
+        1,
+        0,
+    )
 
 
 def test_request_numbers_are_clamped() -> None:
     """They decide the routing, so a client may not choose arbitrary values."""
-    found = asked(prompt="a", n=10**9, max_tokens=10**9)
+    found = summary(prompt="a", n=10**9, max_tokens=10**9)
     assert (found.num_choices, found.num_streams, found.max_tokens) == (1024, 1024, 1 << 17)
-    found = asked(prompt="a", n=1024, max_tokens=1 << 17)
+    found = summary(prompt="a", n=1024, max_tokens=1 << 17)
     assert (found.num_choices, found.max_tokens) == (1024, 1 << 17)
-    assert asked(prompt="a").max_tokens == 256
+    assert summary(prompt="a").max_tokens == 256
     assert len(pieces(bytes(6 << 20))[0]) == 4096
     assert pieces(bytes(10_000))[1][126:130] == [127 * 64, 128 * 64, 128 * 64 + 1024]
     assert len(pieces(bytes(63))[0]) == 0
@@ -174,18 +183,18 @@ def test_request_numbers_are_clamped() -> None:
     ("prompt", "num_tokens"), [("x" * 39, 10), ([5], 1), ([], 0), ([[1, 2], [3, 4]], 3), (" [1,2]", 1)]
 )
 def test_token_estimate_counts_four_bytes_or_one_id(prompt: Any, num_tokens: int) -> None:
-    assert asked(prompt=prompt).num_tokens == num_tokens
+    assert summary(prompt=prompt).num_tokens == num_tokens
 
 
 @pytest.mark.parametrize("num_quotes", [1, 4095, 4096, 4097, 9000])
 def test_closing_quote_and_blanks_are_not_in_prompt(num_quotes: int) -> None:
     body = b'{"prompt":"ab' + b" " * num_quotes + b'"}'
-    found = read_asked(body, tenant="", headers={}, session_header="")
+    found = read_request_summary(body, tenant="", headers={}, session_header="")
     assert [bytes(part) for part in found.prompt] == [b'"ab']
-    found = read_asked(b'{"system":"s","prompt":"  "}', tenant="", headers={}, session_header="")
+    found = read_request_summary(b'{"system":"s","prompt":"  "}', tenant="", headers={}, session_header="")
     assert [bytes(part) for part in found.prompt] == [b'"s"', b""]
 
 
 def test_prompt_list_after_blanks_is_counted() -> None:
     body = b'{"prompt": \n [ "a", "b"]}'
-    assert read_asked(body, tenant="", headers={}, session_header="").num_streams == 2
+    assert read_request_summary(body, tenant="", headers={}, session_header="").num_streams == 2

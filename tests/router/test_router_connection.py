@@ -10,11 +10,11 @@ import weakref
 from typing import Any
 
 import pytest
-from router.asking_engine import Asked
+from router.asking_engine import RequestSummary
 
 from octavo.config import RouterConfig
 from octavo.router.answer import AnswerError, NoAnswerError
-from octavo.router.engines import Engine
+from octavo.router.engines import EngineHandle
 from octavo.router.upstream import Upstream
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n[1,2,34]"
@@ -26,7 +26,7 @@ EMPTY = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
 async def got(data: bytes, size: int, *, is_head: bool = False) -> tuple[int, bytes]:
-    return await Asked(is_head=is_head).gets(data, size)
+    return await RequestSummary(is_head=is_head).gets(data, size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
@@ -40,16 +40,16 @@ def test_answer_is_read_from_pieces_of_any_size(data, size):
 @pytest.mark.parametrize("behind", [b"", LENGTH, b"\x00garbage", b"\r\n\r\n"])
 def test_connection_with_extra_bytes_is_not_reused(data, behind):
     async def ask():
-        asked = Asked()
-        assert await asked.gets(data + behind, 1000, ends=False) == (200, b"[1,2,34]")
-        return asked
+        summary = RequestSummary()
+        assert await summary.gets(data + behind, 1000, ends=False) == (200, b"[1,2,34]")
+        return summary
 
-    asked = asyncio.run(ask())
+    summary = asyncio.run(ask())
     is_clean = not behind.strip()
-    assert (len(asked.idle), asked.transport.is_closed) == ((1, False) if is_clean else (0, True))
+    assert (len(summary.idle), summary.transport.is_closed) == ((1, False) if is_clean else (0, True))
     if is_clean:
-        asked.connection.data_received(b"x")
-        assert asked.transport.is_closed, "what nobody has asked for ends it"
+        summary.connection.data_received(b"x")
+        assert summary.transport.is_closed, "what nobody has asked for ends it"
 
 
 def test_head_answer_has_no_body_despite_content_length():
@@ -89,10 +89,10 @@ def test_truncated_answer_raises_at_every_cut(data):
 )
 def test_invalid_answer_raises_and_closes_connection(data):
     async def ask():
-        asked = Asked()
+        summary = RequestSummary()
         with pytest.raises(AnswerError):
-            await asked.gets(data, 1 << 16, ends=False)
-        return asked.transport.is_closed
+            await summary.gets(data, 1 << 16, ends=False)
+        return summary.transport.is_closed
 
     assert asyncio.run(ask())
 
@@ -115,10 +115,10 @@ def test_mutated_answer_is_read_or_raises_os_error(data):
 
 def test_relay_keeps_order_and_applies_backpressure():
     async def ask():
-        asked = Asked()
+        summary = RequestSummary()
         await asyncio.sleep(0)
-        asked.connection.data_received(CHUNKED.partition(b"5\r\n")[0])
-        answer = await asked.answer
+        summary.connection.data_received(CHUNKED.partition(b"5\r\n")[0])
+        answer = await summary.answer
         got, room = [], asyncio.Event()
 
         def take(piece):
@@ -128,14 +128,14 @@ def test_relay_keeps_order_and_applies_backpressure():
         relaying = asyncio.ensure_future(answer.relay(take, room.wait))
         for text in (b"a", b"b", b"c", b"d"):
             await asyncio.sleep(0)
-            asked.connection.data_received(b"1\r\n" + text + b"\r\n")
+            summary.connection.data_received(b"1\r\n" + text + b"\r\n")
             assert got == [b"a", b"b"][: len(got)]
-        assert (got, asked.transport.is_reading) == ([b"a", b"b"], False)
+        assert (got, summary.transport.is_reading) == ([b"a", b"b"], False)
         room.set()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert (got, asked.transport.is_reading) == ([b"a", b"b", b"cd"], True)
-        asked.connection.data_received(b"1\r\ne\r\n0\r\n\r\n")
+        assert (got, summary.transport.is_reading) == ([b"a", b"b", b"cd"], True)
+        summary.connection.data_received(b"1\r\ne\r\n0\r\n\r\n")
         await relaying
         assert got == [b"a", b"b", b"cd", b"e"]
 
@@ -151,14 +151,14 @@ def test_relay_raises_error_of_receiver(when):
         raise AssertionError
 
     async def ask():
-        asked = Asked()
+        summary = RequestSummary()
         await asyncio.sleep(0)
-        asked.connection.data_received(CHUNKED if when == "before" else CHUNKED.partition(b"5\r\n")[0])
-        answer = await asked.answer
+        summary.connection.data_received(CHUNKED if when == "before" else CHUNKED.partition(b"5\r\n")[0])
+        answer = await summary.answer
         relaying = asyncio.ensure_future(answer.relay(take, room))
         await asyncio.sleep(0)
         if when == "behind":
-            asked.connection.data_received(b"1\r\na\r\n")
+            summary.connection.data_received(b"1\r\na\r\n")
         with pytest.raises(ValueError, match="mine"):
             await relaying
 
@@ -167,13 +167,13 @@ def test_relay_raises_error_of_receiver(when):
 
 def test_unread_large_body_pauses_reading():
     async def ask():
-        asked = Asked()
+        summary = RequestSummary()
         await asyncio.sleep(0)
-        asked.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 400000\r\n\r\n" + b"x" * 300_000)
-        answer = await asked.answer
-        assert not asked.transport.is_reading
+        summary.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 400000\r\n\r\n" + b"x" * 300_000)
+        answer = await summary.answer
+        assert not summary.transport.is_reading
         assert len(await answer.next()) == 300_000
-        assert asked.transport.is_reading
+        assert summary.transport.is_reading
 
     asyncio.run(ask())
 
@@ -199,7 +199,7 @@ class Server:
 
 async def ask_of(server: Server, method: str, times: int) -> list[Any]:
     listening = await asyncio.start_server(server, "127.0.0.1", 0)
-    engine = Engine(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+    engine = EngineHandle(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
     upstream, found = Upstream(RouterConfig(engines=(engine.url,))), []
     scope = {"method": method, "raw_path": b"/", "query_string": b"", "headers": []}
     async with listening:
@@ -233,18 +233,18 @@ def test_reading_pauses_above_256_kib():
     """It pauses exactly above 256 KiB, and resumes when the reader has taken the buffered bytes."""
 
     async def ask():
-        asked = Asked()
+        summary = RequestSummary()
         await asyncio.sleep(0)
-        asked.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 999999\r\n\r\n")
-        answer = await asked.answer
-        asked.connection.data_received(b"x" * (256 << 10))
-        assert asked.transport.is_reading
-        asked.connection.data_received(b"x")
-        assert not asked.transport.is_reading
+        summary.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 999999\r\n\r\n")
+        answer = await summary.answer
+        summary.connection.data_received(b"x" * (256 << 10))
+        assert summary.transport.is_reading
+        summary.connection.data_received(b"x")
+        assert not summary.transport.is_reading
         assert len(await answer.next()) == (256 << 10) + 1
-        assert asked.transport.is_reading
-        asked.connection.data_received(b"x" * (256 << 10))
-        assert asked.transport.is_reading
+        assert summary.transport.is_reading
+        summary.connection.data_received(b"x" * (256 << 10))
+        assert summary.transport.is_reading
 
     asyncio.run(ask())
 
@@ -253,14 +253,14 @@ def test_read_answer_is_freed_without_garbage_collector():
     """It does not wait for the garbage collector, because an answer may have megabytes."""
 
     async def ask():
-        asked = Asked()
+        summary = RequestSummary()
         await asyncio.sleep(0)
-        asked.connection.data_received(LENGTH)
-        answer = await asked.answer
+        summary.connection.data_received(LENGTH)
+        answer = await summary.answer
         async with answer:
             await answer.read()
         gone = weakref.ref(answer)
-        del answer, asked.answer
+        del answer, summary.answer
         return gone
 
     gc.disable()

@@ -13,12 +13,12 @@ from octavo.config import RouterConfig
 from octavo.http.errors import AuthenticationError, EngineLostError, NoEngineError, ServerClosingError
 from octavo.http.tenants import EVERYBODY, Tenant, add_key, remove_key
 from octavo.router.app import _cards
-from octavo.router.asked import Asked
-from octavo.router.engines import Engine, EnginePool
-from octavo.router.flight import Flight
+from octavo.router.engines import EngineHandle, EnginePool
 from octavo.router.launcher import Launcher
 from octavo.router.metrics import RouterCollector
 from octavo.router.policies import LeastLoaded
+from octavo.router.request_summary import RequestSummary
+from octavo.router.routed_request import RoutedRequest
 from octavo.router.service import RouterService
 
 
@@ -52,18 +52,18 @@ def test_removed_key_ends_only_its_requests(tmp_path, caplog):
         add_key(path, Tenant(name=name))
     launcher = HearingLauncher()
     service = RouterService(RouterConfig(engines=URLS, api_keys_file=path), launcher)
-    flights = {name: Flight(Asked(), Tenant(name=name)) for name in ("alice", "bob")}
-    service._flights |= set(flights.values())
+    routed_requests = {name: RoutedRequest(RequestSummary(), Tenant(name=name)) for name in ("alice", "bob")}
+    service._routed_requests |= set(routed_requests.values())
     remove_key(path, "alice")
     service.reload()
     assert service.keyring.named("alice") is None
-    assert isinstance(flights["alice"]._why, AuthenticationError)
-    assert flights["bob"]._why is None
+    assert isinstance(routed_requests["alice"]._why, AuthenticationError)
+    assert routed_requests["bob"]._why is None
     assert launcher.num_reloads == 1
     path.write_text("nonsense")
     service.reload()
     assert service.keyring.named("bob") == Tenant(name="bob")
-    assert (flights["bob"]._why, launcher.num_reloads) == (None, 1)
+    assert (routed_requests["bob"]._why, launcher.num_reloads) == (None, 1)
     assert "the API keys were not reloaded" in caplog.text
 
 
@@ -74,11 +74,11 @@ def test_stream_limit_is_shared_only_with_keys_file(tmp_path):
     assert RouterService(RouterConfig(engines=URLS, api_keys_file=path)).limiter.streams.is_shared
     service = RouterService(RouterConfig(engines=URLS, max_body_bytes=1000, max_open_requests=7))
     assert service.keyring is None
-    service._flights.add(flight := Flight(Asked(), EVERYBODY))
+    service._routed_requests.add(routed := RoutedRequest(RequestSummary(), EVERYBODY))
     assert (service.limiter.streams.limit, service.limiter.body_bytes.limit) == (7, 64 * 1000)
     assert not service.limiter.streams.is_shared
     service.reload()  # there is no file to read
-    assert flight._why is None
+    assert routed._why is None
 
 
 def test_failed_launcher_makes_router_dead():
@@ -99,7 +99,10 @@ def test_requests_are_refused_without_ready_engine_or_after_drain():
         with pytest.raises(NoEngineError) as error:
             service.begin(EVERYBODY)
         assert error.value.retry_after_s == 4.0
-        with pytest.raises(NoEngineError), service.entering(Flight(Asked(), EVERYBODY), takes_place=False):
+        with (
+            pytest.raises(NoEngineError),
+            service.entering(RoutedRequest(RequestSummary(), EVERYBODY), takes_place=False),
+        ):
             pytest.fail("nothing is entered")
         assert begun == [EVERYBODY]
         await service.drain(0.0)
@@ -112,12 +115,12 @@ def test_requests_are_refused_without_ready_engine_or_after_drain():
 @pytest.mark.parametrize("takes_place", [False, True])
 def test_request_releases_stream_slots(takes_place):
     service = Client(1, max_open_requests=10).service
-    flight = Flight(Asked(num_streams=4, num_choices=2), EVERYBODY)
-    with service.entering(flight, takes_place=takes_place):
+    routed = RoutedRequest(RequestSummary(num_streams=4, num_choices=2), EVERYBODY)
+    with service.entering(routed, takes_place=takes_place):
         assert service.limiter.streams.num_held == (4 if takes_place else 0)
-        assert service._flights == {flight}
+        assert service._routed_requests == {routed}
         assert not service._is_idle.is_set()
-        with service.entering(Flight(Asked(), EVERYBODY), takes_place=False):
+        with service.entering(RoutedRequest(RequestSummary(), EVERYBODY), takes_place=False):
             pass
         assert not service._is_idle.is_set()
     assert service.limiter.streams.num_held == 0
@@ -129,17 +132,17 @@ def test_drain_waits_for_requests_then_aborts_them(caplog):
         client = Client(1)
         service = client.service
         service._watch = watch = Watch()
-        flight = Flight(Asked(), EVERYBODY)
-        service._flights.add(flight)
+        routed = RoutedRequest(RequestSummary(), EVERYBODY)
+        service._routed_requests.add(routed)
         service._is_idle.clear()
         await service.drain(20.0)
-        assert isinstance(flight._why, ServerClosingError)
+        assert isinstance(routed._why, ServerClosingError)
         assert "aborting 1 open requests" in caplog.text
         assert now() == pytest.approx(25.0)  # 5 s more for a client that does not read
         assert watch.heard == ["stop"]
         service.suspect(client.engines[0])
         assert watch.heard == ["stop", client.engines[0]]
-        service._flights.clear()
+        service._routed_requests.clear()
         service._is_idle.set()
         caplog.clear()
         await service.drain(20.0)
@@ -162,7 +165,7 @@ def test_zero_tokens_are_not_charged():
     service, charged = Client(1).service, []
     service.limiter.charge = lambda tenant, num_tokens: charged.append((tenant, num_tokens))
     for num_tokens in (0, 1, 7):
-        service.charge(Flight(Asked(), EVERYBODY), num_tokens)
+        service.charge(RoutedRequest(RequestSummary(), EVERYBODY), num_tokens)
     assert charged == [(EVERYBODY, 1), (EVERYBODY, 7)]
 
 
@@ -170,23 +173,23 @@ def test_zero_tokens_are_not_charged():
 
 
 def test_new_engine_counters_are_zero():
-    engine, other = Engine("http://a"), Engine("http://b")
-    counts = {name: getattr(engine, name) for name in Engine.__slots__ if name.startswith("num_")}
+    engine, other = EngineHandle("http://a"), EngineHandle("http://b")
+    counts = {name: getattr(engine, name) for name in EngineHandle.__slots__ if name.startswith("num_")}
     assert counts
     assert set(counts.values()) == {0}
     assert (engine.load, engine.open_tokens, engine.other_tokens, engine.prefills_from) == (0, 0, 0, 0.0)
     assert (engine.is_ready, engine.is_member, engine.role, engine.models) == (False, True, "both", None)
     assert other.number == engine.number + 1
-    assert engine.flights is not other.flights
+    assert engine.routed_requests is not other.routed_requests
 
 
 def test_pool_adds_listed_engines_and_forgets_removed_ones():
-    class Policy(LeastLoaded):
+    class RoutingPolicy(LeastLoaded):
         def forget(self, engine):
             forgotten.append(engine.url)
 
     forgotten = []
-    pool = EnginePool(Policy())
+    pool = EnginePool(RoutingPolicy())
     new, gone = pool.change(["http://a", "http://b", "http://a"])
     assert ([engine.url for engine in new], gone) == (["http://a", "http://b"], [])
     a, b = new
@@ -204,11 +207,11 @@ def test_lost_engine_ends_its_requests():
         pool = EnginePool(LeastLoaded())
         (engine,), _ = pool.change(["http://a"])
         engine.is_ready, engine.other_tokens = True, 7
-        flights = [Flight(Asked(), EVERYBODY) for _ in range(2)]
-        engine.flights |= set(flights)
+        routed_requests = [RoutedRequest(RequestSummary(), EVERYBODY) for _ in range(2)]
+        engine.routed_requests |= set(routed_requests)
         pool.lost(engine)
         assert (engine.is_ready, engine.other_tokens, pool.ready()) == (False, 0, [])
-        assert all(isinstance(flight._why, EngineLostError) for flight in flights)
+        assert all(isinstance(routed._why, EngineLostError) for routed in routed_requests)
 
     run_virtually(work)
 
@@ -218,14 +221,14 @@ def test_lost_engine_ends_its_requests():
     [(100, 25, (100, 25), 0.25), (100, 0, (100, 0), 0.0), (None, None, (0, 0), None), (100, None, (0, 0), None)],
 )
 def test_policy_receives_cached_share_of_prompt(prompt, cached, counted, share):
-    class Policy(LeastLoaded):
-        def ended(self, asked, engine, cached_share):
+    class RoutingPolicy(LeastLoaded):
+        def ended(self, summary, engine, cached_share):
             heard.append(cached_share)
 
     heard = []
-    pool = EnginePool(Policy())
+    pool = EnginePool(RoutingPolicy())
     (engine,), _ = pool.change(["http://a"])
-    pool.told(Asked(), engine, prompt, cached)
+    pool.note_usage(RequestSummary(), engine, prompt, cached)
     assert (engine.num_prompt_tokens, engine.num_cached_tokens) == counted
     assert heard == [share]
 
@@ -244,7 +247,7 @@ def test_policy_receives_cached_share_of_prompt(prompt, cached, counted, share):
     ],
 )
 def test_engine_serves_listed_models_or_any(models, model, serves):
-    assert Engine("http://a", models=models).serves(model) is serves
+    assert EngineHandle("http://a", models=models).serves(model) is serves
 
 
 def test_least_loaded_available_prefill_engine_is_chosen():
@@ -253,11 +256,11 @@ def test_least_loaded_available_prefill_engine_is_chosen():
     for engine, role in ((a, "prefill"), (b, "prefill"), (decode, "decode")):
         engine.is_ready, engine.role = True, role
     a.open_tokens, a.prefills_from = 5, 10.0
-    assert pool.choose_prefill(Asked(), decode, 9.0) is b
+    assert pool.choose_prefill(RequestSummary(), decode, 9.0) is b
     b.open_tokens = 6
-    assert pool.choose_prefill(Asked(), decode, 10.0) is a
+    assert pool.choose_prefill(RequestSummary(), decode, 10.0) is a
     b.is_ready = False
-    assert pool.choose_prefill(Asked(), decode, 9.0) is None
+    assert pool.choose_prefill(RequestSummary(), decode, 9.0) is None
 
 
 @pytest.mark.parametrize(
@@ -309,8 +312,8 @@ def test_metrics_export_every_counter_per_engine():
     client = Client(2)
     for index, engine in enumerate(client.engines):
         engine.is_ready = bool(index)
-        engine.flights |= set(range(index + 1))
-        counts = [name for name in Engine.__slots__ if name.startswith("num_") or name.endswith("_tokens")]
+        engine.routed_requests |= set(range(index + 1))
+        counts = [name for name in EngineHandle.__slots__ if name.startswith("num_") or name.endswith("_tokens")]
         for place, name in enumerate(counts):
             setattr(engine, name, 100 * place + index)
     told = {}

@@ -32,10 +32,10 @@ def http(routed):
 
 def test_router_returns_engine_answer_and_headers(routed, http):
     _, (first, _) = routed
-    asked = {"X-Request-Id": "mine"}
+    summary = {"X-Request-Id": "mine"}
     with first.http() as direct:
-        expected = direct.post("/v1/chat/completions", json=CHAT, headers=asked)
-    got = http.post("/v1/chat/completions", json=CHAT, headers=asked)
+        expected = direct.post("/v1/chat/completions", json=CHAT, headers=summary)
+    got = http.post("/v1/chat/completions", json=CHAT, headers=summary)
     assert got.json()["choices"] == expected.json()["choices"]
     differing = {"date", "content-length"}
     assert {n: v for n, v in got.headers.items() if n not in differing} == {
@@ -69,12 +69,12 @@ def test_openai_client_works_through_router(routed):
 
 def test_anthropic_client_works_through_router(routed):
     with anthropic.Anthropic(base_url=routed[0].url, api_key="none", max_retries=0) as client:
-        asked = {"model": "fake", "max_tokens": 12, "messages": CHAT["messages"]}
-        whole = client.messages.create(**asked).content[0].text
-        with client.messages.stream(**asked) as stream:
+        summary = {"model": "fake", "max_tokens": 12, "messages": CHAT["messages"]}
+        whole = client.messages.create(**summary).content[0].text
+        with client.messages.stream(**summary) as stream:
             assert "".join(stream.text_stream) == whole
         with pytest.raises(anthropic.BadRequestError):
-            client.messages.create(**{**asked, "messages": []})
+            client.messages.create(**{**summary, "messages": []})
 
 
 def test_ollama_client_works_through_router(routed, http):

@@ -10,15 +10,17 @@ import pytest
 
 from octavo.config import RouterConfig
 from octavo.errors import ConfigError
-from octavo.router.asked import read_asked
-from octavo.router.engines import Engine, EnginePool
+from octavo.router.engines import EngineHandle, EnginePool
 from octavo.router.policies import CacheAware, LeastLoaded, RoundRobin, SessionAffinity
+from octavo.router.request_summary import read_request_summary
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant who knows everything about octavos. " * 8}
 
 
 def ask(tenant: str = "", headers: dict[str, str] | None = None, **body):
-    return read_asked(json.dumps(body).encode(), tenant=tenant, headers=headers or {}, session_header="x-session-id")
+    return read_request_summary(
+        json.dumps(body).encode(), tenant=tenant, headers=headers or {}, session_header="x-session-id"
+    )
 
 
 def chat(conversation: int, num_turns: int, **more):
@@ -33,7 +35,7 @@ def chat(conversation: int, num_turns: int, **more):
 
 @pytest.fixture
 def engines():
-    return [Engine(f"http://e{index}") for index in range(4)]
+    return [EngineHandle(f"http://e{index}") for index in range(4)]
 
 
 @pytest.fixture
@@ -41,12 +43,12 @@ def aware():
     return CacheAware(balance_tokens=4096, balance_ratio=1.5, max_entries=1 << 16)
 
 
-def serve(policy, asked, engines, cached_share=None):
+def serve(policy, summary, engines, cached_share=None):
     """Choose an engine, send the request and end it. Return the engine."""
-    engine = policy.choose(asked, engines)
-    policy.sent(asked, engine)
-    engine.num_sent_tokens += asked.num_tokens
-    policy.ended(asked, engine, cached_share)
+    engine = policy.choose(summary, engines)
+    policy.sent(summary, engine)
+    engine.num_sent_tokens += summary.num_tokens
+    policy.ended(summary, engine, cached_share)
     return engine
 
 
@@ -60,7 +62,7 @@ def test_round_robin_continues_without_missing_engines(engines):
 
 
 def test_round_robin_starts_with_first_engine():
-    engines = [Engine(f"http://e{index}", number=index) for index in range(3)]
+    engines = [EngineHandle(f"http://e{index}", number=index) for index in range(3)]
     policy = RoundRobin()
     assert [policy.choose(ask(), engines).number for _ in range(4)] == [0, 1, 2, 0]
 
@@ -142,9 +144,9 @@ def test_forgotten_engine_has_no_prefix_hits(engines, aware):
 def test_prefix_miss_also_evicts_older_entries(engines, aware):
     home = engines[0]
     old, new = chat(1, 4), chat(2, 4)
-    for asked in (chat(0, 4), old, new):
-        aware.sent(asked, home)
-        aware.ended(asked, home, 0.0)
+    for summary in (chat(0, 4), old, new):
+        aware.sent(summary, home)
+        aware.ended(summary, home, 0.0)
     again = chat(1, 4)
     aware.sent(again, home)
     aware.ended(again, home, 0.1)
@@ -184,18 +186,18 @@ def test_prefix_tree_is_bounded_and_keeps_latest_prompts(engines):
     ],
 )
 def test_prompts_of_every_api_give_prefix_hits(engines, aware, body):
-    asked = ask(**body)
-    assert asked.num_tokens > 50
-    assert aware.choose(ask(**body), engines) is serve(aware, asked, engines)
+    summary = ask(**body)
+    assert summary.num_tokens > 50
+    assert aware.choose(ask(**body), engines) is serve(aware, summary, engines)
     assert aware._tree.find(ask(**body), engines).num_bytes[serve(aware, ask(**body), engines)] > 0.8 * (
-        asked.num_prompt_bytes
+        summary.num_prompt_bytes
     )
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"n": "x", "model": 3, "user": []}', b'{"parameters": 4}'])
 def test_invalid_body_gives_default_request(body):
-    asked = read_asked(body, tenant="", headers={}, session_header="x")
-    assert (asked.num_streams, asked.session, asked.model) == (1, None, None)
+    summary = read_request_summary(body, tenant="", headers={}, session_header="x")
+    assert (summary.num_streams, summary.session, summary.model) == (1, None, None)
 
 
 def test_pool_chooses_remaining_engine_with_model(engines):
@@ -242,8 +244,8 @@ def test_router_config_requires_engines():
     ],
 )
 def test_streams_are_counted_per_prompt_and_choice(body, counts):
-    asked = ask(**body)
-    assert (asked.num_streams, asked.num_choices) == counts
+    summary = ask(**body)
+    assert (summary.num_streams, summary.num_choices) == counts
 
 
 @pytest.mark.parametrize(
@@ -256,8 +258,8 @@ def test_num_predict_sets_max_tokens(body, max_tokens):
 
 def test_request_without_answer_has_zero_max_tokens():
     body = json.dumps({"input": ["a" * 40, "b" * 40]}).encode()
-    asked = read_asked(body, tenant="", headers={}, session_header="x", is_answered=False)
-    assert (asked.num_tokens > 10, asked.max_tokens) == (True, 0)
+    summary = read_request_summary(body, tenant="", headers={}, session_header="x", is_answered=False)
+    assert (summary.num_tokens > 10, summary.max_tokens) == (True, 0)
 
 
 @pytest.mark.parametrize("size", [10, 64, 100, 5000, 100_000])
@@ -278,11 +280,11 @@ def test_reading_request_does_not_copy_prompt(num_spaces):
     body = b'{"messages": [{"role": "user", "content": "' + b"x" * 40_000_000 + b'"}' + b" " * num_spaces + b"]}"
     tracemalloc.start()
     try:
-        asked = read_asked(body, tenant="", headers={}, session_header="x")
+        summary = read_request_summary(body, tenant="", headers={}, session_header="x")
         assert tracemalloc.get_traced_memory()[1] < len(body) / 20
     finally:
         tracemalloc.stop()
-    assert asked.num_prompt_bytes == body.rindex(b"x") + 1 - body.index(b"[")
+    assert summary.num_prompt_bytes == body.rindex(b"x") + 1 - body.index(b"[")
 
 
 def test_short_prompts_are_spread_evenly(engines, aware):
@@ -306,12 +308,12 @@ def test_cache_preference_ends_above_balance_limits(engines, aware, load, is_hom
 
 def test_assigned_work_is_counted_and_halved(engines):
     aware = CacheAware(balance_tokens=10, balance_ratio=1.5, max_entries=1 << 16)
-    asked = ask(prompt=[7] * 300)
-    assert aware.sent(asked, engines[0]) == 0.0
+    summary = ask(prompt=[7] * 300)
+    assert aware.sent(summary, engines[0]) == 0.0
     assert aware._work == {engines[0]: 300.0}
     assert aware._work_of(engines[1]) == 300.0  # a new engine starts with the minimum of all
-    aware.ended(asked, engines[0], None)
-    known = aware.sent(asked, engines[0])
+    aware.ended(summary, engines[0], None)
+    known = aware.sent(summary, engines[0])
     assert 0.8 < known <= 1.0
     assert aware._work[engines[0]] == pytest.approx(300.0 + (1 - known) * 300)
     aware.sent(ask(prompt=[8] * 340), engines[1])
@@ -324,19 +326,19 @@ def test_assigned_work_is_counted_and_halved(engines):
 
 @pytest.mark.parametrize(("cached_share", "is_lost"), [(0.0, True), (0.3, True), (0.6, False), (None, False)])
 def test_cached_share_below_half_marks_prompt_lost(engines, aware, cached_share, is_lost):
-    asked = ask(prompt=[7] * 1000)
-    aware.sent(asked, engines[0])
-    aware.ended(asked, engines[0], 0.0)
-    assert aware.sent(asked, engines[0]) > 0.8
-    aware.ended(asked, engines[0], cached_share)
+    summary = ask(prompt=[7] * 1000)
+    aware.sent(summary, engines[0])
+    aware.ended(summary, engines[0], 0.0)
+    assert aware.sent(summary, engines[0]) > 0.8
+    aware.ended(summary, engines[0], cached_share)
     assert aware._open == {}
     assert (engines[0].number in aware._tree._lost) is is_lost
 
 
 def test_small_prefix_miss_is_not_loss(engines, aware):
-    asked = ask(prompt=[77777] * 64)
-    aware.sent(asked, engines[0])
-    aware.ended(asked, engines[0], 0.0)
-    aware.sent(asked, engines[0])
-    aware.ended(asked, engines[0], 0.0)
+    summary = ask(prompt=[77777] * 64)
+    aware.sent(summary, engines[0])
+    aware.ended(summary, engines[0], 0.0)
+    aware.sent(summary, engines[0])
+    aware.ended(summary, engines[0], 0.0)
     assert not aware._tree._lost

@@ -40,7 +40,7 @@ class Counted:
 
     num_events = 0
 
-    def came_back(self, num_events):
+    def note_returned(self, num_events):
         self.num_events += num_events
 
 

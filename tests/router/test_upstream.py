@@ -12,8 +12,8 @@ from router.virtual_time import run_virtually
 
 from octavo.config import RouterConfig
 from octavo.router.answer import NoAnswerError
-from octavo.router.engines import Engine
-from octavo.router.upstream import Upstream, _headers, is_own_failure, is_refusal
+from octavo.router.engines import EngineHandle
+from octavo.router.upstream import Upstream, _headers, is_local_failure, is_refusal
 
 URL = "http://10.0.0.1:8000"
 IDLE_S = 30.0  # seconds for which an idle connection may be reused
@@ -128,13 +128,13 @@ def test_only_get_and_head_on_idle_connection_are_retried(monkeypatch, method, i
         upstream = upstream_with(monkeypatch, *([] if is_idle else [fails]), works)
         if is_idle:
             upstream._now_idle(fails)
-        asked = upstream._ask(URL, method, b"/", [], b"", None)
+        summary = upstream._ask(URL, method, b"/", [], b"", None)
         if is_idle and method in {"GET", "HEAD"}:
-            assert await asked == "answer"
+            assert await summary == "answer"
             assert works.limits == [(None, method == "HEAD")]
         else:
             with pytest.raises(NoAnswerError):
-                await asked
+                await summary
             assert not works.heads
 
     run_virtually(work)
@@ -148,7 +148,7 @@ def test_request_head_and_content_length_are_sent(monkeypatch, method, body, len
         connection = Connection("answer")
         upstream = upstream_with(monkeypatch, connection, engine_idle_timeout_s=11.0, engine_first_byte_timeout_s=7.0)
         scope = scope_of(method, [(b"accept", b"*/*")], query=b"a=1&b=2")
-        assert await upstream.ask(Engine(URL), scope, body, "id") == "answer"
+        assert await upstream.ask(EngineHandle(URL), scope, body, "id") == "answer"
         told = b"" if length is None else b"content-length: %d\r\n" % length
         expected = b"%b /v1/x?a=1&b=2 HTTP/1.1\r\nhost: 10.0.0.1:8000\r\naccept: */*\r\n" % method.encode()
         assert connection.heads == [expected + b"x-request-id: id\r\nx-forwarded-for: 1.2.3.4\r\n" + told + b"\r\n"]
@@ -162,7 +162,7 @@ def test_request_head_and_content_length_are_sent(monkeypatch, method, body, len
 
 def test_first_byte_timeout_defaults_to_engine_limit(monkeypatch):
     async def work(_now):
-        connection, engine = Connection("answer"), Engine(URL, request_timeout_s=70.0)
+        connection, engine = Connection("answer"), EngineHandle(URL, request_timeout_s=70.0)
         await upstream_with(monkeypatch, connection).ask(engine, scope_of(), b"", "id")
         ((limits, _),) = connection.limits
         assert limits.first_byte_s == engine.ends_within_s > 70.0
@@ -188,14 +188,14 @@ def test_router_get_sends_key_and_applies_limits(monkeypatch, key):
         answer = Answer(status=200, seconds=4.0)
         connection = Connection(answer)
         upstream = upstream_with(monkeypatch, connection, connection)
-        assert await upstream.get(Engine(URL), "/ready", key, 5.0) == (200, b"text")
+        assert await upstream.get(EngineHandle(URL), "/ready", key, 5.0) == (200, b"text")
         assert answer.is_left
         assert (b"authorization: Bearer secret\r\n" in connection.heads[0]) is (key is not None)
         ((limits, _),) = connection.limits
         assert (limits.first_byte_s, limits.idle_s, limits.max_bytes) == (5.0, 5.0, 16 << 20)
         answer.seconds = 6.0
         with pytest.raises(TimeoutError):
-            await upstream.get(Engine(URL), "/ready", key, 5.0)
+            await upstream.get(EngineHandle(URL), "/ready", key, 5.0)
         assert now() == pytest.approx(9.0)
 
     run_virtually(work)
@@ -224,14 +224,14 @@ def test_hop_by_hop_headers_are_not_forwarded():
     ],
 )
 def test_failures_are_classified_as_local_or_refused(error, is_own, is_refused):
-    assert (is_own_failure(error), is_refusal(error)) == (is_own, is_refused)
+    assert (is_local_failure(error), is_refusal(error)) == (is_own, is_refused)
 
 
 class Loop:
     """Resolves names, and lets connections fail in turn. outcomes: None: success, a number: seconds until success."""
 
     def __init__(self, monkeypatch, *outcomes, addresses=3):
-        self.outcomes, self.asked, self.resolved = list(outcomes), [], []
+        self.outcomes, self.summary, self.resolved = list(outcomes), [], []
         self._addresses = [(socket.AF_INET, 1, 6, "", (f"10.0.0.{index}", 80)) for index in range(addresses)]
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(loop, "getaddrinfo", self._resolve)
@@ -242,7 +242,7 @@ class Loop:
         return self._addresses
 
     async def _connect(self, make, host, port, *, ssl, server_hostname):
-        self.asked.append((host, port, ssl is not None, server_hostname))
+        self.summary.append((host, port, ssl is not None, server_hostname))
         outcome = self.outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
@@ -256,8 +256,8 @@ def test_addresses_of_host_are_tried_in_order(monkeypatch):
         upstream = Upstream(RouterConfig(engines=(URL,)))
         loop = Loop(monkeypatch, OSError("no route"), None)
         connection = await upstream._connect("http://name")
-        assert [host for host, *_ in loop.asked] == ["10.0.0.0", "10.0.0.1"]
-        assert (loop.resolved, loop.asked[0][2:]) == ([("name", 80)], (False, None))
+        assert [host for host, *_ in loop.summary] == ["10.0.0.0", "10.0.0.1"]
+        assert (loop.resolved, loop.summary[0][2:]) == ([("name", 80)], (False, None))
         assert upstream._open == {connection}
         loop = Loop(monkeypatch, *[OSError(str(index)) for index in range(3)])
         with pytest.raises(OSError, match="2"):
@@ -277,7 +277,7 @@ def test_slow_address_uses_only_its_share_of_connect_timeout(monkeypatch):
         with pytest.raises(TimeoutError):
             await upstream._connect("http://name")
         assert now() == pytest.approx(12.0)
-        assert len(loop.asked) == 3
+        assert len(loop.summary) == 3
 
     run_virtually(work)
 
@@ -291,6 +291,6 @@ def test_tls_verifies_engine_host_name(monkeypatch):
         await upstream._connect("https://name:8443")
         assert upstream._tls is context is not None
         assert loop.resolved == [("name", 443), ("name", 8443)]
-        assert loop.asked[0][2:] == (True, "name")
+        assert loop.summary[0][2:] == (True, "name")
 
     run_virtually(work)

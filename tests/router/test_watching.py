@@ -114,17 +114,17 @@ class Figures:
     """Answers each path with a test's status and text, or an exception."""
 
     def __init__(self):
-        self.told = {
+        self.note_usage = {
             "/ready": (200, b""),
             "/metrics": (200, b""),
             "/model_info": (200, b"{}"),
             "/v1/models": (404, b""),
         }
-        self.asked = []
+        self.summary = []
 
     async def get(self, _engine, path, key, _timeout_s):
-        self.asked.append((path, key))
-        told = self.told[path]
+        self.summary.append((path, key))
+        told = self.note_usage[path]
         if isinstance(told, Exception):
             raise told
         return told
@@ -140,7 +140,7 @@ def looked_at(upstream, *, num_looks=1, engine=None, is_ready=True, config=CONFI
         for name, value in (engine or {}).items():
             setattr(made, name, value)
         for _ in range(num_looks):
-            await watch._heard(made, is_ready=is_ready)
+            await watch._record_health(made, is_ready=is_ready)
         return made, pool
 
     return run_virtually(work)
@@ -148,20 +148,20 @@ def looked_at(upstream, *, num_looks=1, engine=None, is_ready=True, config=CONFI
 
 def test_role_and_models_are_fetched_once_per_ready_engine():
     upstream = Figures()
-    upstream.told["/v1/models"] = (200, b'{"data":[{"id":"m"}]}')
+    upstream.note_usage["/v1/models"] = (200, b'{"data":[{"id":"m"}]}')
     engine, _ = looked_at(upstream, num_looks=2)
-    assert [path for path, _ in upstream.asked] == ["/model_info", "/v1/models", "/metrics", "/metrics"]
+    assert [path for path, _ in upstream.summary] == ["/model_info", "/v1/models", "/metrics", "/metrics"]
     assert (engine.is_ready, engine.models) == (True, {"m"})
-    upstream.asked.clear()
+    upstream.summary.clear()
     looked_at(upstream, engine={"models": frozenset(), "role": "decode"})
-    assert [path for path, _ in upstream.asked] == ["/model_info", "/metrics"]  # its port may have changed
+    assert [path for path, _ in upstream.summary] == ["/model_info", "/metrics"]  # its port may have changed
 
 
 @pytest.mark.parametrize("engine", [{}, {"models": frozenset(), "role": "decode", "is_ready": True}])
 def test_unready_engine_is_not_queried_for_details(engine):
     upstream = Figures()
     found, _ = looked_at(upstream, is_ready=False, engine=engine)
-    assert (found.is_ready, upstream.asked) == (False, [])
+    assert (found.is_ready, upstream.summary) == (False, [])
 
 
 def test_removed_engine_does_not_become_ready():
@@ -180,14 +180,14 @@ def test_removed_engine_does_not_become_ready():
 )
 def test_models_are_read_from_v1_models(text, models):
     upstream = Figures()
-    upstream.told["/v1/models"] = text
+    upstream.note_usage["/v1/models"] = text
     engine, _ = looked_at(upstream)
     assert (engine.models, engine.is_ready) == (models, True)
 
 
 def test_metrics_timeout_after_ready_answer_is_raised():
     upstream = Figures()
-    upstream.told["/metrics"] = TimeoutError()
+    upstream.note_usage["/metrics"] = TimeoutError()
     with pytest.raises(TimeoutError):
         looked_at(upstream)
 
@@ -205,7 +205,7 @@ def test_metrics_timeout_after_ready_answer_is_raised():
 )
 def test_invalid_or_missing_role_data_gives_role_both(text, role, port, timeout_s):
     upstream = Figures()
-    upstream.told["/model_info"] = (200, text)
+    upstream.note_usage["/model_info"] = (200, text)
     engine, _ = looked_at(upstream)
     assert (engine.role, engine.kv_transfer_port, engine.request_timeout_s) == (role, port, timeout_s)
 
@@ -226,8 +226,8 @@ def test_changed_start_time_or_restart_count_is_restart():
         watch = EngineWatch(pool, upstream, CONFIG, NO_LAUNCHER)
         restarts = []
         for told in ((1, 0), (1, 0), (2, 0), (2, 1), (2, 1)):
-            upstream.told["/metrics"] = metrics(*told, 0, 0)
-            await watch._heard(engine, is_ready=True)
+            upstream.note_usage["/metrics"] = metrics(*told, 0, 0)
+            await watch._record_health(engine, is_ready=True)
             restarts.append(engine.num_restarts)
         assert restarts == [0, 0, 1, 2, 2]
 
@@ -240,8 +240,8 @@ def test_changed_start_time_or_restart_count_is_restart():
 def test_foreign_load_is_estimated_from_mean_request_size(running, num_requests, num_own, tokens):
     """The engine has a waiting request and `running` running ones. This router sent it 100 tokens per request."""
     upstream = Figures()
-    upstream.told["/metrics"] = metrics(1, 0, running, 1 if running != 3 else 2)
-    given = {"num_requests": num_requests, "num_sent_tokens": 400, "flights": set(range(num_own))}
+    upstream.note_usage["/metrics"] = metrics(1, 0, running, 1 if running != 3 else 2)
+    given = {"num_requests": num_requests, "num_sent_tokens": 400, "routed_requests": set(range(num_own))}
     engine, _ = looked_at(upstream, engine=given)
     assert engine.other_tokens == tokens
 
@@ -252,7 +252,7 @@ def test_prompt_figures_are_read_from_metrics():
     queries, hits = "octavo:prefix_cache_queries_total 9\n", "octavo:prefix_cache_hits_total 2\n"
     figures = []
     for more in ("", loaded, loaded + queries + hits, loaded + queries):
-        upstream.told["/metrics"] = metrics(1, 0, 0, 0, more)
+        upstream.note_usage["/metrics"] = metrics(1, 0, 0, 0, more)
         engine, _ = looked_at(upstream, engine={"num_sent_prompt_tokens": 70})
         figures.append(engine.prompt_figures)
     assert figures == [None, (5.0, None, 70), (5.0, 7.0, 70), (5.0, None, 70)]
@@ -265,7 +265,10 @@ def test_engine_state_changes_are_logged(caplog):
     looked_at(Figures(), is_ready=False, engine={"is_ready": True})
     assert f"{URL} accepts no new requests" in caplog.text
     upstream = Figures()
-    upstream.told["/metrics"], upstream.told["/v1/models"] = ConnectionResetError("reset"), (200, b"nonsense")
+    upstream.note_usage["/metrics"], upstream.note_usage["/v1/models"] = (
+        ConnectionResetError("reset"),
+        (200, b"nonsense"),
+    )
     looked_at(upstream)
     assert f"{URL} does not list its models" in caplog.text
     assert f"{URL} does not answer /metrics: reset" in caplog.text
@@ -279,11 +282,11 @@ def test_watch_of_removed_engine_ends_after_its_requests(caplog):
         await asyncio.sleep(1.0)
         assert len(watch._tasks) == len(watch._wake) == len(pool.ready()) == 2
         left = pool.engines["http://other"]
-        left.flights.add(request := object())
+        left.routed_requests.add(request := object())
         watch._change([URL])
         await asyncio.sleep(10.0)
         assert (len(watch._tasks), left in watch._wake) == (2, True), "its requests end if it is lost"
-        left.flights.remove(request)
+        left.routed_requests.remove(request)
         await asyncio.sleep(10.0)
         assert len(watch._tasks) == len(watch._wake) == len(pool.ready()) == 1
         assert "http://other was removed" in caplog.text

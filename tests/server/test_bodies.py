@@ -124,7 +124,7 @@ def test_read_body_returns_validated_fields_and_sets_request_state(
         return work()
 
     works: list[Any] = []
-    monkeypatch.setattr(bodies, "beside", at_once)
+    monkeypatch.setattr(bodies, "run_text_work", at_once)
     service = SimpleNamespace(
         config=SimpleNamespace(max_body_bytes=1 << 20, body_timeout_s=60.0, request_timeout_s=50.0),
         engine=SimpleNamespace(client=SimpleNamespace(capacity=SimpleNamespace(role="prefill")), text=None),

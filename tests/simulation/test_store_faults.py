@@ -9,7 +9,7 @@ import pytest
 
 from octavo.core.kv.block_chains import BlockChains
 from octavo.core.kv.groups import BoundedGroup
-from octavo.core.kv_transfers import KVTransfers
+from octavo.core.transfer_scheduler import KVTransferScheduler
 from simulation.store import SimulatedStore
 from simulation.world import SimulationError, World, draw_config, draw_stored, run_world
 
@@ -59,7 +59,7 @@ def believe_everything(patch: pytest.MonkeyPatch) -> None:
 def release_what_is_saved(patch: pytest.MonkeyPatch) -> None:
     """Blocks are reused while they are being read, which takes several steps."""
     patch.setattr(SimulatedStore, "max_steps", 20)
-    offer = KVTransfers._offer_all
+    offer = KVTransferScheduler._offer_all
 
     def careless(self, request):
         offer(self, request)
@@ -67,18 +67,18 @@ def release_what_is_saved(patch: pytest.MonkeyPatch) -> None:
             if order.request_id is None:
                 self._manager.unpin(order.transfer_id)
 
-    patch.setattr(KVTransfers, "_offer_all", careless)
+    patch.setattr(KVTransferScheduler, "_offer_all", careless)
 
 
 def release_what_is_cancelled(patch: pytest.MonkeyPatch) -> None:
     """Blocks of a transfer that is given up are reused before the worker is notified."""
-    cancel = KVTransfers._cancel
+    cancel = KVTransferScheduler._cancel
 
     def hasty(self, pending, outcome):
         cancel(self, pending, outcome)
         self._manager.unpin(pending.order.transfer_id)
 
-    patch.setattr(KVTransfers, "_cancel", hasty)
+    patch.setattr(KVTransferScheduler, "_cancel", hasty)
 
 
 def leave_out(name: str):
@@ -102,8 +102,10 @@ def leave_out(name: str):
 
 def count_what_did_not_arrive(patch: pytest.MonkeyPatch) -> None:
     """A load that ended early counts as complete."""
-    end = KVTransfers.num_computed_tokens
-    patch.setattr(KVTransfers, "num_computed_tokens", lambda self, load, _: end(self, load, len(load.order.keys)))
+    end = KVTransferScheduler.num_computed_tokens
+    patch.setattr(
+        KVTransferScheduler, "num_computed_tokens", lambda self, load, _: end(self, load, len(load.order.keys))
+    )
 
 
 def test_store_worlds_without_injected_fault_pass():
@@ -135,12 +137,12 @@ def renew_no_lease(patch: pytest.MonkeyPatch) -> None:
 
 def forget_newcomers(patch: pytest.MonkeyPatch) -> None:
     """A prefill engine is notified of its transfers when they are scheduled, or never."""
-    patch.setattr(KVTransfers, "request_added", lambda *_: None)
+    patch.setattr(KVTransferScheduler, "request_added", lambda *_: None)
 
 
 def hide_orders(patch: pytest.MonkeyPatch) -> None:
     """A prefill engine is not notified of transfers to waiting requests."""
-    order = KVTransfers._order
+    order = KVTransferScheduler._order
 
     def silent(self, *args):
         told, self._connector.transfer_ordered = self._connector.transfer_ordered, lambda _: None
@@ -149,7 +151,7 @@ def hide_orders(patch: pytest.MonkeyPatch) -> None:
         finally:
             self._connector.transfer_ordered = told
 
-    patch.setattr(KVTransfers, "_order", silent)
+    patch.setattr(KVTransferScheduler, "_order", silent)
 
 
 def test_prefill_decode_worlds_without_injected_fault_pass():

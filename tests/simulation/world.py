@@ -525,7 +525,8 @@ class World:
         self.num_stalled = 0
         self.admitted.clear()
         self.had_seat = (
-            len(scheduler.running) + len(scheduler.transfers) + scheduler.room.num_deferred < self.config.max_num_seqs
+            len(scheduler.running) + len(scheduler.transfers) + scheduler.waiting_requests.num_deferred
+            < self.config.max_num_seqs
         )
         start, is_ahead = self.now, bool(steps)
         scheduled = scheduler.schedule()

@@ -6,8 +6,8 @@ from octavo.speculative.request_indices import RequestIndices
 def test_index_growth_and_removal_change_capacity_for_other_requests():
     indices = RequestIndices[str](10)
     indices.keep("a", "first", 6)
-    assert (indices.room("a"), indices.room("b")) == (10, 4)
+    assert (indices.free_tokens("a"), indices.free_tokens("b")) == (10, 4)
     indices.keep("a", "grown", 9)
-    assert (indices.get("a"), indices.room("b")) == ("grown", 1)
+    assert (indices.get("a"), indices.free_tokens("b")) == ("grown", 1)
     indices.forget(["a", "unknown"])
-    assert (indices.get("a"), indices.room("b")) == (None, 10)
+    assert (indices.get("a"), indices.free_tokens("b")) == (None, 10)

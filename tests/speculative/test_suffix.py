@@ -123,7 +123,7 @@ def test_zero_max_cached_requests_keeps_no_answers():
 
 def test_request_indices_share_token_limit(monkeypatch):
     """A request that outgrows the room keeps its newest tokens; one that arrives when no room remains gets none."""
-    monkeypatch.setattr(suffix, "_LEAST_ROOM", 4)
+    monkeypatch.setattr(suffix, "_MIN_CAPACITY", 4)
     proposer = make_proposer(30, 1)
     text = list(range(20))
     for count in range(3, 20):

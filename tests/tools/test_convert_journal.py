@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from stores import Store
 
-from octavo.core.kv_transfers import KVTransfers
+from octavo.core.transfer_scheduler import KVTransferScheduler
 from octavo.data import events
 from octavo.errors import ConfigError
 from octavo.journal.format import VERSION, read_journal
@@ -146,7 +146,7 @@ def make_core():
 
 def test_replay_of_old_journal_reports_no_dropped_saves(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(KVTransfers, "_tell_dropped", lambda _self, request: asked.append(request))
+    monkeypatch.setattr(KVTransferScheduler, "_tell_dropped", lambda _self, request: asked.append(request))
     convert_journal.convert(RECORDED / "store.journal.gz", tmp_path / "new")
     replay(tmp_path / "new")
     assert asked == []

@@ -20,8 +20,8 @@ from octavo.models.registry import read_architecture
 from octavo.models.weight_bytes import weight_bytes
 from octavo.speculative import create_proposer
 from octavo.worker import memory
-from octavo.worker.kv_transfers import staging_bytes
 from octavo.worker.memory import activation_bytes, block_bytes, decide_kv_size, largest_batch
+from octavo.worker.transfer_threads import staging_bytes
 
 MEASURE = """
 import json, sys

@@ -16,9 +16,9 @@ from octavo.data.scheduler_output import (
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.kv_transfer.tiers import TieredStore
 from octavo.models.kv_layout import KVLayout, KVShape
-from octavo.worker import kv_transfers
+from octavo.worker import transfer_threads
 from octavo.worker.kv_cache import PagedKVCache
-from octavo.worker.kv_transfers import KVTransferThreads
+from octavo.worker.transfer_threads import KVTransferThreads
 
 LOAD, SAVE = TransferDirection.LOAD, TransferDirection.SAVE
 KEYS = [bytes([number]) * 32 for number in range(5)]
@@ -29,7 +29,7 @@ class Moved:
     """A KV cache with a store; every number of a block or window block is that of its key, or -1."""
 
     def __init__(self, monkeypatch, shapes, dtype):
-        monkeypatch.setattr(kv_transfers, "piece_blocks", lambda _: 2)
+        monkeypatch.setattr(transfer_threads, "piece_blocks", lambda _: 2)
         self.cache = PagedKVCache(
             KVLayout(shapes), num_blocks=[12, 9], block_size=4, dtype=dtype, device=torch.device("cpu")
         )

@@ -166,7 +166,7 @@ def _show_runs(columns: list[dict[str, Any]]) -> None:
         heads[-1] = "median"
         typer.echo(f"{'run':18}" + "".join(f"{head:>12}" for head in heads[1:]))
     for key in max(columns, key=len):
-        typer.echo(f"{key:18}" + "".join(f"{_spell(column.get(key)):>12}" for column in columns))
+        typer.echo(f"{key:18}" + "".join(f"{_format(column.get(key)):>12}" for column in columns))
 
 
 for _command in (throughput, latency, serve):
@@ -206,14 +206,14 @@ def _bench(options: EngineOptions, file: Path | None, names: Sequence[Workload],
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    lines = [list(_COLUMNS.values()), *([_spell(row[key]) for key in _COLUMNS] for row in rows)]
+    lines = [list(_COLUMNS.values()), *([_format(row[key]) for key in _COLUMNS] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
     for name, *figures in lines:
         cells = [f"{figure:>{width}}" for figure, width in zip(figures, widths[1:], strict=True)]
         typer.echo("  ".join([f"{name:{widths[0]}}", *cells]))
 
 
-def _spell(value: Any) -> str:
+def _format(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float) and not value.is_integer():

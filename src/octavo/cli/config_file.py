@@ -84,10 +84,10 @@ def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
 
 def configuration(server: ServerConfig, engine: EngineConfig) -> dict[str, dict[str, Any]]:
     """Return all values of a server; secrets are hidden."""
-    return {name: _told(part) for name, part in _parts(server, engine).items()}
+    return {name: _shown_part(part) for name, part in _parts(server, engine).items()}
 
 
-def _told(part: Any) -> dict[str, Any]:
+def _shown_part(part: Any) -> dict[str, Any]:
     return {each.name: _plain(each.name, getattr(part, each.name)) for each in fields(part)}
 
 

@@ -42,10 +42,10 @@ def with_options_of(parts: Mapping[type, str]) -> Callable[[type[T]], type[T]]:
             hints, defaults = get_type_hints(part), {each.name: each.default for each in fields(part)}
             for name, option in options_of(part).items():
                 default = None if option.is_open or defaults[name] == () else defaults[name]
-                own = option.name or name
-                group.__annotations__.pop(own, None)  # keeps the configuration's order
-                group.__annotations__[own] = _annotation(option, name, hints[name], default, panel)
-                setattr(group, own, default)
+                option_name = option.name or name
+                group.__annotations__.pop(option_name, None)  # keeps the configuration's order
+                group.__annotations__[option_name] = _annotation(option, name, hints[name], default, panel)
+                setattr(group, option_name, default)
         return dataclass(frozen=True, slots=True, kw_only=True)(group)
 
     return decorate

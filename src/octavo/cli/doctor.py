@@ -78,12 +78,12 @@ def doctor(
             raise ConfigError(f"precision must be one of {', '.join((*_PRECISIONS, *blocks))}, got {each!r}")
     found = open_checkpoint(model or BUILT_IN_MODEL, weights=False)
     architecture = found.read_architecture()
-    own = [each for each in found.weights.types if each in blocks] or [architecture.dtype]
+    stored_types = [each for each in found.weights.types if each in blocks] or [architecture.dtype]
     report = examine(
         architecture,
         isa=isa,  # type: ignore[arg-type]  # checked above
         num_threads=num_threads,
-        precisions=tuple(dict.fromkeys(precision or (*own, "int8"))),
+        precisions=tuple(dict.fromkeys(precision or (*stored_types, "int8"))),
         progress=_show_progress,
     )
     if json_:
@@ -115,12 +115,12 @@ def show(report: Report) -> None:
         typer.echo(f"           the machine's speed changed: {describe(before)} before the products,")
         typer.echo(f"           {describe(after)} after them; shares are of the faster")
     if report.isa != report.instruction_sets[0]:
-        best, own = report.best_limits, report.limits
+        best, stored_types = report.best_limits, report.limits
         typer.echo(f"lost       {report.instruction_sets[0]} would give {describe(best)}:")
         typer.echo(
-            f"           {1 - own.flops / best.flops:.0%} of the float32, "
-            f"{1 - own.bfloat16_flops / best.bfloat16_flops:.0%} of the bfloat16 and "
-            f"{1 - own.byte_ops / best.byte_ops:.0%} of the int8 arithmetic are lost"
+            f"           {1 - stored_types.flops / best.flops:.0%} of the float32, "
+            f"{1 - stored_types.bfloat16_flops / best.bfloat16_flops:.0%} of the bfloat16 and "
+            f"{1 - stored_types.byte_ops / best.byte_ops:.0%} of the int8 arithmetic are lost"
         )
     typer.echo("")
     rows = sorted({product.rows for product in report.products})

@@ -90,14 +90,14 @@ class ListenOptions:
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
 
-    def allowed_hosts(self, asked: Sequence[str] | None) -> tuple[str, ...] | None:
-        """Return the Host names to accept, or None for any. asked: the user's; loopback's names are added.
+    def allowed_hosts(self, requested: Sequence[str] | None) -> tuple[str, ...] | None:
+        """Return the Host names to accept, or None for any. requested: the user's; loopback's names are added.
 
         On a loopback address, only these and the address itself are accepted.
         """
         from octavo.http.listening import LOOPBACK_NAMES, is_loopback
 
-        hosts = tuple(asked or ())
+        hosts = tuple(requested or ())
         if hosts or is_loopback(self.host):
             hosts += tuple(LOOPBACK_NAMES)
         if is_loopback(self.host):

@@ -152,13 +152,13 @@ async def _read(response: aiohttp.ClientResponse, seen: Seen) -> None:
             data = line.removeprefix(b"data:").strip()
             if not line.startswith(b"data:") or data == _END:
                 continue
-            told = json.loads(data)
-            if "error" in told:
-                seen.error = str(told["error"])[:200]
-            if told.get("usage"):
-                seen.num_prompt_tokens = told["usage"]["prompt_tokens"]
-                seen.num_output_tokens = told["usage"]["completion_tokens"]
-            if any(choice.get("text") or choice.get("finish_reason") is None for choice in told.get("choices", ())):
+            event = json.loads(data)
+            if "error" in event:
+                seen.error = str(event["error"])[:200]
+            if event.get("usage"):
+                seen.num_prompt_tokens = event["usage"]["prompt_tokens"]
+                seen.num_output_tokens = event["usage"]["completion_tokens"]
+            if any(choice.get("text") or choice.get("finish_reason") is None for choice in event.get("choices", ())):
                 seen.token_times.append(now)
 
 

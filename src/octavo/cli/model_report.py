@@ -25,7 +25,7 @@ class ModelDetails:
     """Architecture, memory and text files of a checkpoint.
 
     memory_bytes: of the weights, by precision. window: tokens that sliding layers see; older ones keep only
-    `kv_bytes_behind_window` bytes. text: purpose -> finding.
+    `kv_bytes_before_window` bytes. text: purpose -> finding.
     """
 
     parameters: int
@@ -36,7 +36,7 @@ class ModelDetails:
     memory_bytes: dict[str, int]
     kv_bytes_per_token: int
     window: int | None
-    kv_bytes_behind_window: int
+    kv_bytes_before_window: int
     text: dict[str, str]
 
 
@@ -178,7 +178,7 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
         memory_bytes={each or as_it_is: weight_bytes(architecture, dtype, None, each) for each in _PRECISIONS},
         kv_bytes_per_token=layout.bytes_per_token(dtype),
         window=layout.window,
-        kv_bytes_behind_window=layout.bytes_behind_window(dtype),
+        kv_bytes_before_window=layout.bytes_before_window(dtype),
         text=_look_at_text(checkpoint, architecture),
     )
 

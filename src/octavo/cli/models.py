@@ -109,7 +109,7 @@ def _show_closer(report: ModelReport) -> None:
             "parts": ", ".join(details.parts),
             "stored as": details.stored_as,
             "memory": ", ".join(f"{name} {show_size(size)}" for name, size in details.memory_bytes.items()),
-            "KV of a token": show_size(details.kv_bytes_per_token) + _behind_window(details),
+            "KV of a token": show_size(details.kv_bytes_per_token) + _before_window(details),
             **details.text,
         }
     for key, text in lines.items():
@@ -117,10 +117,10 @@ def _show_closer(report: ModelReport) -> None:
             typer.echo(f"  {key:14}{text}")
 
 
-def _behind_window(details: ModelDetails) -> str:
+def _before_window(details: ModelDetails) -> str:
     if details.window is None:
         return ""
-    return f", {show_size(details.kv_bytes_behind_window)} for tokens before the last {details.window:,}"
+    return f", {show_size(details.kv_bytes_before_window)} for tokens before the last {details.window:,}"
 
 
 def _built_in() -> Iterator[ModelReport]:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-_LEAVE_S = 10.0
+_EXIT_S = 10.0
 
 
 def _end_with_parent() -> None:
@@ -16,7 +16,7 @@ def _end_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_LEAVE_S)
+    time.sleep(_EXIT_S)
     os._exit(2)
 
 

@@ -53,11 +53,14 @@ def serve_replicas(
     shared = ["--host", "127.0.0.1", "--num-threads", str(num_threads), "--log-format", listen.log_format]
     serve = [sys.executable, "-m", "octavo.cli.replica", "serve"]
     commands = {f"http://127.0.0.1:{port}": [*serve, *given, *shared, "--port", str(port)] for port in ports}
-    own = {each.name: getattr(config, each.name) for each in fields(AccessConfig)}
-    own |= {"max_open_requests": None, "request_timeout_s": config.request_timeout_s + REQUEST_TIMEOUT_MARGIN_S}
+    access_fields = {each.name: getattr(config, each.name) for each in fields(AccessConfig)}
+    access_fields |= {
+        "max_open_requests": None,
+        "request_timeout_s": config.request_timeout_s + REQUEST_TIMEOUT_MARGIN_S,
+    }
     # the router reads the replicas' metrics, which clients' keys may not read
     operator_key = None if config.api_keys_file is None else secrets.token_urlsafe(32)
-    router = RouterConfig(**own, engines=tuple(commands), engine_api_key=operator_key or config.api_key)
+    router = RouterConfig(**access_fields, engines=tuple(commands), engine_api_key=operator_key or config.api_key)
     say(f"{num_replicas} replicas with {num_threads} threads each at {', '.join(commands)}")
     run_router(router, listen, say, LocalReplicas(commands, environment_of_replicas(config.api_key, operator_key)))
 

@@ -127,7 +127,7 @@ class SamplingOptions:
         given = {name: value for name, value in values.items() if value not in (None, [])}
         # By default only the context limits an answer.
         named = processor.model_info.generation_defaults
-        own = unnamed if unnamed is not None and not unnamed.keys() & named.keys() else {}
+        own_defaults = unnamed if unnamed is not None and not unnamed.keys() & named.keys() else {}
         return processor.default_sampling_params(
-            **{"max_tokens": named.get("max_tokens"), **own, **given, "n": n, "output_kind": output_kind}
+            **{"max_tokens": named.get("max_tokens"), **own_defaults, **given, "n": n, "output_kind": output_kind}
         )

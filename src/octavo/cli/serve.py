@@ -113,7 +113,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
 
 
 def _run(engine: EngineOptions, config: ServerConfig, listen: ListenOptions, say: Callable[[str], object]) -> None:
-    from octavo.engine.async_llm import AsyncLLM
+    from octavo.engine.async_llm import AsyncEngine
     from octavo.http.listening import (
         allow_open_files,
         bind,
@@ -128,7 +128,7 @@ def _run(engine: EngineOptions, config: ServerConfig, listen: ListenOptions, say
     max_connections = allow_open_files()
     with hearing_signals(), bind(listen.host, listen.port) as sock:
         launched = engine.launch(meanwhile=partial(importlib.import_module, "octavo.server.serving"))
-        llm = AsyncLLM(launched, max_unread_outputs=config.max_unread_outputs)
+        llm = AsyncEngine(launched, max_unread_outputs=config.max_unread_outputs)
         try:
             from octavo.server.serving import make_server
 

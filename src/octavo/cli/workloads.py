@@ -80,9 +80,9 @@ def make_workloads(vocab_size: int, max_model_len: int, seed: int = 0) -> Worklo
 
     def item(num_prompt: int, num_output: int, prefix: Sequence[int] = ()) -> Item:
         scale = min(1.0, (max_model_len - 1) / (len(prefix) + num_prompt + num_output))
-        num_own = max(int(num_prompt * scale), 1)
-        own = [rng.randrange(vocab_size) for _ in range(num_own)]
-        return Item([*prefix[: int(len(prefix) * scale)], *own], max(int(num_output * scale), 1))
+        num_suffix = max(int(num_prompt * scale), 1)
+        suffix = [rng.randrange(vocab_size) for _ in range(num_suffix)]
+        return Item([*prefix[: int(len(prefix) * scale)], *suffix], max(int(num_output * scale), 1))
 
     prefix = [rng.randrange(vocab_size) for _ in range(128)]
     return Workloads(

@@ -119,7 +119,7 @@ class AccessConfig:
             raise ConfigError("TLS needs a certificate and its key: ssl_certfile and ssl_keyfile")
 
     @property
-    def asks_for_key(self) -> bool:
+    def requires_key(self) -> bool:
         """True if every client must send a key."""
         return self.api_key is not None or self.api_keys_file is not None
 

@@ -209,7 +209,7 @@ class CacheConfig:
         at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, may_be_none=True)
 
     @property
-    def asks_for_memory(self) -> bool:
+    def sets_memory(self) -> bool:
         """Return True if the size does not depend on free memory."""
         return self.num_gpu_blocks is not None or self.kv_cache_memory_bytes is not None
 
@@ -470,8 +470,8 @@ class EngineConfig:
             raise ConfigError(
                 "kv_disk_dir, kv_mooncake and kv_direct need enable_prefix_caching: turn it on, or set none of them"
             )
-        asks_for_drafts = self.speculative.method not in {"auto", "none"} or self.speculative.model is not None
-        if self.scheduler.async_scheduling and asks_for_drafts:
+        has_drafts = self.speculative.method not in {"auto", "none"} or self.speculative.model is not None
+        if self.scheduler.async_scheduling and has_drafts:
             raise ConfigError(
                 "async_scheduling does not work with drafts, because they need the tokens of the previous step: turn "
                 "it off, or set neither speculative_method nor speculative_model"
@@ -506,14 +506,14 @@ class ModelInfo:
     quantization_level: str = ""
     file_type: int | None = None
 
-    def choose_pooling(self, asked: str | None = None) -> str:
+    def choose_pooling(self, requested: str | None = None) -> str:
         """Return the pooling, by default the checkpoint's.
 
         Raises `RequestError` if octavo cannot pool as the checkpoint asks.
         """
-        if asked is None and self.pooling_problem is not None:
+        if requested is None and self.pooling_problem is not None:
             raise RequestError(f"{self.pooling_problem}; the option --pooling overrides it")
-        return self.pooling if asked is None else asked
+        return self.pooling if requested is None else requested
 
 
 def scheduling_policy(name: str) -> SchedulingPolicy:

@@ -45,8 +45,8 @@ def isa_from_environment() -> str | None:
 
 def threads_from_environment() -> int | None:
     """Return the first number of OMP_NUM_THREADS, or None."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(asked) if asked.isdigit() and int(asked) else None
+    value = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(value) if value.isdigit() and int(value) else None
 
 
 def api_key_from_environment() -> str | None:
@@ -65,8 +65,8 @@ def kv_secret_from_environment() -> str:
 
 def environment_of_replicas(api_key: str | None, operator_key: str | None) -> dict[str, str]:
     """Return the environment of replicas, with their keys."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_SERVE_")}
-    return {**own, API_KEY_VARIABLE: api_key or "", _OPERATOR_KEY_VARIABLE: operator_key or ""}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_SERVE_")}
+    return {**kept, API_KEY_VARIABLE: api_key or "", _OPERATOR_KEY_VARIABLE: operator_key or ""}
 
 
 def operator_key_from_environment() -> str | None:

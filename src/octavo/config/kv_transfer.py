@@ -88,17 +88,17 @@ class KVTransferConfig:
     )
 
     @classmethod
-    def parse(cls, given: KVTransferConfig | Mapping[str, Any] | None, **own: Any) -> KVTransferConfig:
+    def parse(cls, given: KVTransferConfig | Mapping[str, Any] | None, **given_fields: Any) -> KVTransferConfig:
         """Return a configuration from an instance, a mapping of its fields, or None for the defaults.
 
-        own: fields that were given separately, None for those that were not. Raises `ConfigError` if both are given,
-        and for an unknown field.
+        given_fields: fields that were given separately, None for those that were not. Raises `ConfigError` if both are
+        given, and for an unknown field.
         """
-        own = {name: value for name, value in own.items() if value is not None}
+        given_fields = {name: value for name, value in given_fields.items() if value is not None}
         if given is None:
-            return cls(**own)
-        if own:
-            raise ConfigError(f"kv_transfer_config and kv_{min(own)} exclude each other: give one of them")
+            return cls(**given_fields)
+        if given_fields:
+            raise ConfigError(f"kv_transfer_config and kv_{min(given_fields)} exclude each other: give one of them")
         if isinstance(given, KVTransferConfig):
             return given
         if not hasattr(given, "keys"):

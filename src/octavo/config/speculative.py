@@ -104,9 +104,11 @@ class SpeculativeConfig:
 
     def _check_fields_of_other_methods(self) -> None:
         for each in fields(self):
-            own = "suffix" if self.method == "auto" else self.method
-            method = next((of for prefix, of in _METHOD_OF_PREFIX.items() if each.name.startswith(prefix)), own)
-            if method != own and getattr(self, each.name) != each.default:
+            checked_method = "suffix" if self.method == "auto" else self.method
+            method = next(
+                (of for prefix, of in _METHOD_OF_PREFIX.items() if each.name.startswith(prefix)), checked_method
+            )
+            if method != checked_method and getattr(self, each.name) != each.default:
                 raise ConfigError(f"{each.name} is a field of method {method}, but the method is {self.method}")
 
     def _check_model(self) -> None:

@@ -24,17 +24,18 @@ class Admitter:
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
         self.num_busy_steps = 0
-        self._state, self._lifecycle, self._room, self._emitter = state, lifecycle, state.room, state.emitter
+        self._state, self._lifecycle = state, lifecycle
+        self._waiting_requests, self._emitter = state.waiting_requests, state.emitter
         self._blocked: tuple[str, WaitReason] | None = None
 
     def resume_deferred(self) -> None:
         """Requeue deferred requests whose wait is over."""
-        for request, timed_out in self._room.resume_deferred(self.num_busy_steps):
+        for request, timed_out in self._waiting_requests.resume_deferred(self.num_busy_steps):
             self._emitter.emit(events.RequestUnparked, request.request_id, timed_out)
 
     def has_seat(self) -> bool:
         """Return whether one more request may run. Loading and deferred requests count."""
-        num_seated = len(self._state.running) + len(self._state.transfers) + self._room.num_deferred
+        num_seated = len(self._state.running) + len(self._state.transfers) + self._waiting_requests.num_deferred
         return num_seated < self._state.config.max_num_seqs
 
     def admit(self, plan: StepPlan, before: Request | None) -> None:
@@ -44,8 +45,8 @@ class Admitter:
         """
         reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
         rank = self._state.policy.rank
-        while self._room.queue and reason is None:
-            if before is not None and rank(self._room.queue.peek_request()) > rank(before):
+        while self._waiting_requests.queue and reason is None:
+            if before is not None and rank(self._waiting_requests.queue.peek_request()) > rank(before):
                 return
             if not self.has_seat():
                 reason = WaitReason.NO_SEAT
@@ -56,21 +57,25 @@ class Admitter:
             if reason is None:
                 self._blocked = None
         plan.held_up = reason
-        if self._room.queue and reason is not None:
-            self._note_blocked(self._room.queue.peek_request(), reason)
+        if self._waiting_requests.queue and reason is not None:
+            self._note_blocked(self._waiting_requests.queue.peek_request(), reason)
 
     def _admit_next(self, plan: StepPlan) -> WaitReason | None:
         """Admit or defer the first request of the queue. Returns the reason if neither is possible."""
-        request = self._room.queue.peek_request()
+        request = self._waiting_requests.queue.peek_request()
         computed = self._state.transfers.hand_over_hit(request, self._state.manager.get_computed_blocks(request))
         awaited = self._state.manager.prefix_cache.awaited_block(request, computed)
-        if awaited is not None and self._room.may_defer(request) and self._may_wait_for(awaited[1], request):
+        if (
+            awaited is not None
+            and self._waiting_requests.may_defer(request)
+            and self._may_wait_for(awaited[1], request)
+        ):
             self._park(partial(self._state.manager.prefix_cache.is_being_computed, awaited[0]), awaited[1])
             return None
         reason = self._state.admission.refusal(request, computed, len(self._state.running))
         if reason is not None:
             return reason
-        may_wait = request.expects_kv or self._room.may_defer(request)
+        may_wait = request.expects_kv or self._waiting_requests.may_defer(request)
         num_external = self._state.transfers.num_external_tokens(request, computed, may_wait=may_wait)
         if num_external is None:
             self._park(partial(self._state.transfers.is_looking_up, request), None)
@@ -82,13 +87,16 @@ class Admitter:
     def _start_computing(self, request: Request, computed: ComputedBlocks, plan: StepPlan) -> WaitReason | None:
         cost, budget, config = self._state.prompt_cost, plan.budget, self._state.config
         num_remaining, threshold = request.num_tokens - computed.num_tokens, config.long_prefill_token_threshold
-        room, of_prompt = cost.num_tokens_within(budget, computed.num_tokens), is_prefill(request, computed.num_tokens)
+        num_fitting, of_prompt = (
+            cost.num_tokens_within(budget, computed.num_tokens),
+            is_prefill(request, computed.num_tokens),
+        )
         count = num_tokens_to_schedule(
             num_remaining,
-            plan.within_room(room, of_prompt=of_prompt),
+            plan.within_prompt_budget(num_fitting, of_prompt=of_prompt),
             threshold=threshold,
             may_be_cut=config.enable_chunked_prefill,
-            whole_budget=min(config.max_num_batched_tokens, config.max_batch_prefill_tokens or num_remaining),
+            initial_budget=min(config.max_num_batched_tokens, config.max_batch_prefill_tokens or num_remaining),
         )
         if count <= 0:
             return WaitReason.NO_BUDGET
@@ -100,13 +108,13 @@ class Admitter:
         self._lifecycle.admit(request, computed)
         surcharge = cost.surcharge(computed.num_tokens, count, budget)
         plan.give(request, count, surcharge, of_prompt=of_prompt)
-        plan.is_short |= room < min(num_remaining, threshold or num_remaining)
+        plan.is_short |= num_fitting < min(num_remaining, threshold or num_remaining)
         plan.has_admitted = True
         return None
 
     def _park(self, is_pending: Callable[[], bool], owner: str | None) -> None:
         """Defer the first request. owner: the request that computes the awaited block; None for a store's answer."""
-        request = self._room.defer(is_pending, self.num_busy_steps)
+        request = self._waiting_requests.defer(is_pending, self.num_busy_steps)
         self._emitter.emit(events.RequestParked, request.request_id, owner)
 
     def _start_load(

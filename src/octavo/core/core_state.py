@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.config import SchedulerConfig
     from octavo.core.event_emitter import EventEmitter
     from octavo.core.kv.manager import KVCacheManager
-    from octavo.core.kv_transfers import KVTransfers
+    from octavo.core.transfer_scheduler import KVTransferScheduler
     from octavo.data.request import Request
 
 
@@ -27,7 +27,7 @@ class CoreState:
     """
 
     def __init__(
-        self, config: SchedulerConfig, manager: KVCacheManager, transfers: KVTransfers, emitter: EventEmitter
+        self, config: SchedulerConfig, manager: KVCacheManager, transfers: KVTransferScheduler, emitter: EventEmitter
     ) -> None:
         self.config, self.manager, self.transfers, self.emitter = config, manager, transfers, emitter
         self.policy = create_policy(config)
@@ -39,4 +39,4 @@ class CoreState:
         self.in_flight = StepsInFlight()
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.room = WaitingRequests(self.policy.waiting)
+        self.waiting_requests = WaitingRequests(self.policy.waiting)

@@ -41,8 +41,8 @@ class DraftPolicy:
     def __init__(self) -> None:
         self.step_cost = StepCost()
         self.pass_cost = StepCost()
-        self._everyone = AcceptanceRates(decay=0.98)
-        self._everyone_computed = AcceptanceRates(decay=0.98)
+        self._overall = AcceptanceRates(decay=0.98)
+        self._overall_computed = AcceptanceRates(decay=0.98)
         self._computed: AbstractSet[str] = frozenset()  # ids of requests whose newest drafts a model computed
         self._has_drafts = False  # until a draft is proposed, `learn` does nothing
         self._has_guesses = False
@@ -58,13 +58,13 @@ class DraftPolicy:
         """Learn that a step accepted `num_accepted` of a request's `num_drafted` drafts."""
         self._num_accepted += num_accepted
         if request.request_id in self._computed:
-            everyone, own = self._everyone_computed, request.computed_acceptance or AcceptanceRates()
-            request.computed_acceptance = own
+            overall, of_request = self._overall_computed, request.computed_acceptance or AcceptanceRates()
+            request.computed_acceptance = of_request
         else:
-            everyone, own = self._everyone, request.acceptance or AcceptanceRates()
-            request.acceptance = own
-        everyone.note(num_drafted, num_accepted)
-        own.note(num_drafted, num_accepted)
+            overall, of_request = self._overall, request.acceptance or AcceptanceRates()
+            request.acceptance = of_request
+        overall.note(num_drafted, num_accepted)
+        of_request.note(num_drafted, num_accepted)
 
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
         """Learn from the duration of a step, drafting included. Call `verified` before.
@@ -139,7 +139,7 @@ class DraftPolicy:
                 wanted.append((request, max(min(self._most_passes, request.max_total_tokens - num_known - 2), 0)))
         if not wanted:
             return {}
-        known = [(self._everyone_computed, request.computed_acceptance) for request, _ in wanted]
+        known = [(self._overall_computed, request.computed_acceptance) for request, _ in wanted]
         likeliest = _likeliest_first(wanted, known)
         counts = self._worthwhile(wanted, known, likeliest, len(wanted), self._passes_s(likeliest, len(wanted)))
         pairs = zip(wanted, counts, strict=True)
@@ -154,9 +154,9 @@ class DraftPolicy:
             return []
         self._has_drafts = True
         known: list[Known] = [
-            (self._everyone_computed, request.computed_acceptance)
+            (self._overall_computed, request.computed_acceptance)
             if request.request_id in self._computed
-            else (self._everyone, request.acceptance)
+            else (self._overall, request.acceptance)
             for request, _ in wanted
         ]
         return self._worthwhile(wanted, known, _likeliest_first(wanted, known), num_decoding, repeat(self._guessing_s))
@@ -197,24 +197,24 @@ class DraftPolicy:
         counts = [0] * len(wanted)
         for _, index, _ in candidates[:best]:
             counts[index] += 1
-        for (_, num_wanted), (_, own), count in zip(wanted, known, counts, strict=True):
-            if own is not None and count < num_wanted:  # otherwise low rates would exclude it forever
-                own.fade()
+        for (_, num_wanted), (_, of_request), count in zip(wanted, known, counts, strict=True):
+            if of_request is not None and count < num_wanted:  # otherwise low rates would exclude it forever
+                of_request.fade()
         if not any(counts):
-            for everyone in {id(each): each for each, _ in known}.values():
-                everyone.fade()
+            for overall in {id(each): each for each, _ in known}.values():
+                overall.fade()
         return counts
 
 
 def _likeliest_first(wanted: Sequence[tuple[Request, int]], known: Sequence[Known]) -> list[Candidate]:
     longest = max(count for _, count in wanted)
-    kinds = {id(everyone): everyone for everyone, _ in known}
-    priors_of = {name: everyone.rates([_FIRST_RATE] * longest) for name, everyone in kinds.items()}
+    kinds = {id(overall): overall for overall, _ in known}
+    priors_of = {name: overall.rates([_FIRST_RATE] * longest) for name, overall in kinds.items()}
     candidates: list[Candidate] = []
-    for index, ((_, count), (everyone, own)) in enumerate(zip(wanted, known, strict=True)):
-        priors = priors_of[id(everyone)][:count]
+    for index, ((_, count), (overall, of_request)) in enumerate(zip(wanted, known, strict=True)):
+        priors = priors_of[id(overall)][:count]
         chance = 1.0
-        for place, rate in enumerate(priors if own is None else own.rates(priors)):
+        for place, rate in enumerate(priors if of_request is None else of_request.rates(priors)):
             chance *= rate
             candidates.append((-chance, index, place))
     candidates.sort()

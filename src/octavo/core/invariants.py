@@ -162,7 +162,7 @@ def _check_host(scheduler: Scheduler) -> Iterator[Breach]:
 
 def _check_states(scheduler: Scheduler) -> Iterator[Breach]:
     places: Counter[str] = Counter()
-    for request in scheduler.room:
+    for request in scheduler.waiting_requests:
         places[request.request_id] += 1
         if request.status not in {RequestStatus.WAITING, RequestStatus.PREEMPTED}:
             yield Breach(12, f"{request} waits")
@@ -185,12 +185,12 @@ def _check_states(scheduler: Scheduler) -> Iterator[Breach]:
 
 
 def _check_limits(scheduler: Scheduler) -> Iterator[Breach]:
-    config, room = scheduler.config, scheduler.room
+    config, waiting_requests = scheduler.config, scheduler.waiting_requests
     num_running, num_loading = len(scheduler.running), len(scheduler.transfers)
     if num_running + num_loading > config.max_num_seqs:
         yield Breach(13, f"{num_running} run, {num_loading} load; the limit is {config.max_num_seqs}")
-    if room.num_tokens != sum(request.num_tokens for request in room):
-        yield Breach(13, f"{room.num_tokens} tokens are counted as waiting")
+    if waiting_requests.num_tokens != sum(request.num_tokens for request in waiting_requests):
+        yield Breach(13, f"{waiting_requests.num_tokens} tokens are counted as waiting")
     admission = scheduler.admission
     if isinstance(admission, ReservationAdmission):
         holders = [*scheduler.running, *scheduler.transfers.requests()]
@@ -199,7 +199,7 @@ def _check_limits(scheduler: Scheduler) -> Iterator[Breach]:
             yield Breach(13, f"{num_reserved} tokens are reserved, which differs from the running requests")
         if num_reserved > admission.max_total_tokens:
             yield Breach(13, f"{num_reserved} tokens are reserved of {admission.max_total_tokens}")
-    for request in room:
+    for request in waiting_requests:
         if request.num_tokens > scheduler.kv_cache_manager.capacity_tokens + 1:
             yield Breach(14, f"{request} waits but cannot fit")
 

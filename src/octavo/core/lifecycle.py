@@ -31,7 +31,7 @@ class RequestLifecycle:
 
     def __init__(self, state: CoreState) -> None:
         self._state, self._emitter = state, state.emitter
-        self._requests, self._running, self._room = state.requests, state.running, state.room
+        self._requests, self._running, self._waiting_requests = state.requests, state.running, state.waiting_requests
         self._num_arrivals = 0
         self._deadlines: list[tuple[float, int, str]] = []
 
@@ -43,8 +43,8 @@ class RequestLifecycle:
         self._state.manager.add_tables(request)
         if request.deadline is not None:
             self._note_deadline(request, request.deadline)
-        num_ahead = len(self._room)
-        self._room.add(request)
+        num_ahead = len(self._waiting_requests)
+        self._waiting_requests.add(request)
         self._state.transfers.request_added(request)
         self._emitter.emit(
             events.RequestQueued,
@@ -76,14 +76,14 @@ class RequestLifecycle:
 
     def admit(self, request: Request, computed: ComputedBlocks) -> None:
         """Move the first request of the queue to the running list."""
-        self._room.take()
+        self._waiting_requests.take()
         self._run(request, computed.num_tokens)
         self._state.admission.admitted(request)
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
         """Take the first request of the queue, which waits for a load and counts as running."""
-        self._room.take()
+        self._waiting_requests.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens
         self._state.admission.admitted(request)
@@ -95,13 +95,13 @@ class RequestLifecycle:
         self._state.manager.note_loaded(request)
         self._state.manager.commit(request)
 
-    def give_up_loading(self, request: Request) -> None:
+    def abandon_loading(self, request: Request) -> None:
         """Put a request back into the queue, to compute the KV that did not arrive."""
         self._state.admission.left(request)
         self._state.manager.release(request)
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
-        self._room.put_back(request)
+        self._waiting_requests.put_back(request)
 
     def _run(self, request: Request, num_computed_tokens: int) -> None:
         request.status = RequestStatus.RUNNING
@@ -124,8 +124,8 @@ class RequestLifecycle:
             if cache.reads_cache(request):
                 miss = cache.why_missed(request, computed)
                 reason, position = (miss.reason, miss.position) if miss else (None, None)
-                told = num_tokens, num_hit, num_host_tokens, reason, position
-                self._emitter.emit(events.PrefixCacheQueried, request_id, *told)
+                fields = num_tokens, num_hit, num_host_tokens, reason, position
+                self._emitter.emit(events.PrefixCacheQueried, request_id, *fields)
         if num_host_tokens:
             num_swapped_in = tuple(self._state.manager.num_swapped_in(request, computed))
             computing_s = self._state.transfers.computing_s(num_host_tokens)
@@ -148,7 +148,7 @@ class RequestLifecycle:
         victim.spec_token_ids = []
         victim.num_preemptions += 1
         self._state.builder.preempted(victim.request_id)
-        self._room.put_back(victim)
+        self._waiting_requests.put_back(victim)
 
     # --- end ----------------------------------------------------------------------------------------------------------
 
@@ -164,8 +164,8 @@ class RequestLifecycle:
             self._state.admission.left(request)
             self._state.transfers.cancel(request, "cancelled")
         else:
-            self._room.remove(request)
-        self._room.forget(request)
+            self._waiting_requests.remove(request)
+        self._waiting_requests.forget(request)
         self._state.transfers.request_finished(request)
         request.status = status
         request.spec_token_ids = []

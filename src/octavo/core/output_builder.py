@@ -8,8 +8,8 @@ from octavo.data.scheduler_output import CachedRequestData, NewRequestData, Sche
 
 if TYPE_CHECKING:
     from octavo.core.kv.manager import KVCacheManager
-    from octavo.core.kv_transfers import KVTransfers
     from octavo.core.step_plan import StepPlan
+    from octavo.core.transfer_scheduler import KVTransferScheduler
     from octavo.data.request import Request
 
 _NONE: list[int] = []  # never changed
@@ -18,7 +18,7 @@ _NONE: list[int] = []  # never changed
 class OutputBuilder:
     """Tracks which requests and blocks the worker knows."""
 
-    def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransfers) -> None:
+    def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransferScheduler) -> None:
         self._manager = kv_cache_manager
         self._transfers = transfers
         # Lengths of the worker's block tables, by request id and group.

@@ -25,18 +25,18 @@ Rank = tuple[float, ...]
 
 
 def num_tokens_to_schedule(
-    num_remaining: int, budget: int, *, threshold: int, may_be_cut: bool, whole_budget: int
+    num_remaining: int, budget: int, *, threshold: int, may_be_cut: bool, initial_budget: int
 ) -> int:
     """Return how many of its `num_remaining` tokens a request gets in a step; 0: the request waits.
 
     threshold: limit for one request; 0: no limit. may_be_cut: if False, all tokens must fit, unless even an empty step
-    (`whole_budget`) is too small for them.
+    (`initial_budget`) is too small for them.
     """
     if threshold:
         num_remaining = min(num_remaining, threshold)
     if num_remaining <= budget:
         return num_remaining
-    if not may_be_cut and num_remaining <= whole_budget:
+    if not may_be_cut and num_remaining <= initial_budget:
         return 0
     return max(budget, 0)
 
@@ -69,7 +69,7 @@ PLAIN_COST = PromptCost(0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class OrderPolicy:
     """The order of requests: a request with a smaller rank is more important.
 
     counters: affect only the policy `fair`. ranks_are_fixed: False if ranks change with the counters.
@@ -81,7 +81,7 @@ class Policy:
     ranks_are_fixed: bool
 
 
-def create_policy(config: SchedulerConfig) -> Policy:
+def create_policy(config: SchedulerConfig) -> OrderPolicy:
     """Create the order that `config.policy` names."""
     counters = ServiceCounters(config.fair_input_weight, config.fair_output_weight)
     ranks: dict[SchedulingPolicy, Callable[[Request], Rank]] = {
@@ -93,7 +93,7 @@ def create_policy(config: SchedulerConfig) -> Policy:
     is_fair = config.policy is SchedulingPolicy.FAIR
     rank_in_queue = ranks[SchedulingPolicy.PRIORITY if is_fair else config.policy]
     queue = create_request_queue(config.policy, rank_in_queue, counters)
-    return Policy(queue, ranks[config.policy], counters, ranks_are_fixed=not is_fair)
+    return OrderPolicy(queue, ranks[config.policy], counters, ranks_are_fixed=not is_fair)
 
 
 def create_request_queue(
@@ -214,11 +214,11 @@ class MixedBatching:
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
         admit_in_turn(plan, outranked, grow, admit)
-        plan.beside_answers = plan.whole_budget - plan.budget - sum(decoded) if decoded else 0
+        plan.num_mixed_prompt_tokens = plan.initial_budget - plan.budget - sum(decoded) if decoded else 0
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Adjust the limit. It grows only if the prompts lacked budget."""
-        if not self._step_s or plan.beside_answers <= 0:
+        if not self._step_s or plan.num_mixed_prompt_tokens <= 0:
             return
         change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
         if change < 1 or plan.is_short:

@@ -52,7 +52,7 @@ class ResultProcessor:
 
     def _advance(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
         lifecycle, requests, outputs = self._lifecycle, self._state.requests, list[EngineCoreOutput]()
-        scheduled, left = step.scheduled, step.left
+        scheduled, ended_ids = step.scheduled, step.ended_ids
         self._state.transfers.end_cancels(scheduled.kv_cancels)
         for ended in result.kv_transfers:
             self._end_transfer(ended)
@@ -63,7 +63,7 @@ class ResultProcessor:
         errors, drafts = result.errors, scheduled.scheduled_spec_decode_tokens
         num_requests = len(requests)
         for request_id, count in scheduled.num_scheduled_tokens.items():
-            if request_id in left:
+            if request_id in ended_ids:
                 continue  # ended meanwhile
             request = requests[request_id]
             if errors and request_id in errors:
@@ -94,7 +94,7 @@ class ResultProcessor:
         if num_tokens:
             self._lifecycle.end_loading(load.request, num_tokens)
         else:
-            self._lifecycle.give_up_loading(load.request)
+            self._lifecycle.abandon_loading(load.request)
 
     def _update(
         self, request: Request, count: int, num_drafts: int, sampled: list[int], result: ModelOutput
@@ -162,10 +162,10 @@ class ResultProcessor:
         for each in self._state.in_flight.take_all():
             self._emitter.step = each.scheduled.step
             self._emitter.emit(events.StepFailed, message)
-            self._give_back(each)
+            self._preempt_all(each)
         return outputs
 
-    def _give_back(self, step: StepInFlight) -> None:
+    def _preempt_all(self, step: StepInFlight) -> None:
         self._undo(step.scheduled)
         for request in step.requests(self._state.requests):
             num_lost = request.num_computed_tokens
@@ -179,7 +179,7 @@ class ResultProcessor:
             self._state.manager.drop_saved(request_id)  # perhaps its KV was not copied
         self._state.manager.fail_copies(scheduled.copies)
         for loading in self._state.transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
-            self._lifecycle.give_up_loading(loading)
+            self._lifecycle.abandon_loading(loading)
 
     def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
         """Keep the drafts that are worth a row of the next step.
@@ -191,8 +191,8 @@ class ResultProcessor:
             request = self._state.requests.get(request_id)
             if request is None or not is_decode(request) or self._state.in_flight.has(request_id):
                 continue
-            room = request.max_total_tokens - len(request.sequence.token_ids) - 1
-            wanted.append((request, min(room, len(token_ids))))
+            num_left = request.max_total_tokens - len(request.sequence.token_ids) - 1
+            wanted.append((request, min(num_left, len(token_ids))))
         num_decoding = sum(map(is_decode, self._state.running))
         for (request, _), count in zip(wanted, self._state.draft_policy.allot(wanted, num_decoding), strict=True):
             request.spec_token_ids = drafts[request.request_id][:count]

@@ -39,7 +39,7 @@ def most_saved_blocks(manager: KVCacheManager, config: SchedulerConfig) -> int:
     most = most_pinned_blocks(manager)
     num_all, num_for_step = manager.pool.num_usable_blocks, manager.num_blocks_for(config.max_num_batched_tokens)
     for group in manager.bounded:
-        num_left = group.num_beside(config.max_num_seqs, num_all, num_for_step)
+        num_left = group.num_spare_blocks(config.max_num_seqs, num_all, num_for_step)
         most = min(most, max(num_left, group.num_blocks // _SAVE_SHARE, 1))
     return most
 

@@ -15,13 +15,13 @@ from octavo.core.event_emitter import EventEmitter
 from octavo.core.faults import Faults
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv_connector import KVConnector, NullConnector
-from octavo.core.kv_transfers import KVTransfers
 from octavo.core.lifecycle import RequestLifecycle
 from octavo.core.policy import PLAIN_COST, choose_victim, is_prefill, num_tokens_to_schedule, should_swap
 from octavo.core.result_processor import ResultProcessor
 from octavo.core.scheduler_interface import SchedulerStats, map_blocks
 from octavo.core.step_plan import StepPlan
 from octavo.core.steps_in_flight import StepInFlight
+from octavo.core.transfer_scheduler import KVTransferScheduler
 from octavo.data import events
 from octavo.data.events import WaitReason
 from octavo.data.request import Request, RequestStatus
@@ -86,10 +86,10 @@ class Scheduler:
             emit=emitter.emit,
         )
         self.faults = Faults(manager)
-        self.transfers = KVTransfers(connector or NullConnector(), manager, scheduler_config, emitter)
+        self.transfers = KVTransferScheduler(connector or NullConnector(), manager, scheduler_config, emitter)
         self._state = state = CoreState(scheduler_config, manager, self.transfers, emitter)
         self.policy, self.admission = state.policy, state.admission
-        self.requests, self.running, self.room = state.requests, state.running, state.room
+        self.requests, self.running, self.waiting_requests = state.requests, state.running, state.waiting_requests
         self._lifecycle = RequestLifecycle(state)
         self._admitter = Admitter(state, self._lifecycle)
         self._results = ResultProcessor(state, self._lifecycle)
@@ -97,7 +97,7 @@ class Scheduler:
     @property
     def waiting(self) -> RequestQueue:
         """The queue, without deferred requests."""
-        return self.room.queue
+        return self.waiting_requests.queue
 
     # --- arrivals and ends --------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Scheduler:
         asked, request.max_total_tokens = request.max_total_tokens, longest
         try:
             self.admission.check_fits(request)
-            self.room.check_limits(request, self.config.max_num_waiting, self.config.max_num_waiting_tokens)
+            self.waiting_requests.check_limits(request, self.config.max_num_waiting, self.config.max_num_waiting_tokens)
         except RequestError:
             request.max_total_tokens = asked
             raise
@@ -154,10 +154,10 @@ class Scheduler:
         self._emitter.now = self._clock()
         self._expire()
         self._admitter.resume_deferred()
-        whole_budget = self.config.max_num_batched_tokens
-        plan = StepPlan(whole_budget, self.config.max_batch_prefill_tokens or whole_budget)
+        initial_budget = self.config.max_num_batched_tokens
+        plan = StepPlan(initial_budget, self.config.max_batch_prefill_tokens or initial_budget)
         if not in_flight.steps:
-            self._preempt_as_told(plan)
+            self._preempt_requested(plan)
             output = self._decide(plan, list(self.running))
         else:
             ending = in_flight.expect(self.requests)
@@ -207,9 +207,9 @@ class Scheduler:
             lifecycle.drop_finished()
         for request in self.transfers.expired(now):
             self.transfers.cancel(request, "expired")
-            lifecycle.give_up_loading(request)
+            lifecycle.abandon_loading(request)
 
-    def _preempt_as_told(self, plan: StepPlan) -> None:
+    def _preempt_requested(self, plan: StepPlan) -> None:
         for request_id in self.faults.to_preempt:
             request = self.requests.get(request_id)
             if request is not None and request.status is RequestStatus.RUNNING:
@@ -243,7 +243,7 @@ class Scheduler:
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
                 plan.give(request, 1)  # usual: one more token, into a block that it has
             else:
-                num_kept = num_after if plan.prompt_room > 0 else num_after - num_prompts_after
+                num_kept = num_after if plan.prompt_budget > 0 else num_after - num_prompts_after
                 self._grow(plan, request, num_remaining, num_kept)
 
     def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_kept: int) -> None:
@@ -254,17 +254,17 @@ class Scheduler:
         of_prompt, num_computed = is_prefill(request), request.num_computed_tokens
         cost = self._state.prompt_cost if of_prompt else PLAIN_COST
         most = min(num_remaining, self.config.long_prefill_token_threshold or num_remaining)
-        while plan.within_room(num_remaining, of_prompt=of_prompt):
+        while plan.within_prompt_budget(num_remaining, of_prompt=of_prompt):
             count = fitting = num_remaining
             budget = max(plan.budget - num_kept, 1)
             if count > 1:
                 fitting = cost.num_tokens_within(budget, num_computed)
                 count = num_tokens_to_schedule(
                     num_remaining,
-                    plan.within_room(fitting, of_prompt=of_prompt),
+                    plan.within_prompt_budget(fitting, of_prompt=of_prompt),
                     threshold=self.config.long_prefill_token_threshold,
                     may_be_cut=True,
-                    whole_budget=self.config.max_num_batched_tokens,
+                    initial_budget=self.config.max_num_batched_tokens,
                 )
             if self.kv_cache_manager.allocate_slots(request, count) is not None:
                 surcharge = cost.surcharge(num_computed, count, budget)
@@ -318,7 +318,7 @@ class Scheduler:
             output.num_scheduled_tokens,
             output.total_num_scheduled_tokens,
             len(self.running),
-            len(self.room) + len(self.transfers),
+            len(self.waiting_requests) + len(self.transfers),
             self.kv_cache_manager.pool.usage,
             self._state.batching.prefill_limit,
             self.kv_cache_manager.bounded_usage,
@@ -392,11 +392,11 @@ class Scheduler:
     def num_kept_records(self) -> int:
         """Number of records about requests in the core; 0 without requests."""
         num_at_worker = self._state.builder.num_records + self.transfers.num_records
-        return num_at_worker + self.room.num_records + self.kv_cache_manager.num_tracked_requests
+        return num_at_worker + self.waiting_requests.num_records + self.kv_cache_manager.num_tracked_requests
 
     def get_request_counts(self) -> tuple[int, int]:
         """Return the numbers of running and of waiting requests. Loading requests count as waiting."""
-        return len(self.running), len(self.room) + len(self.transfers)
+        return len(self.running), len(self.waiting_requests) + len(self.transfers)
 
     def get_stats(self) -> SchedulerStats:
         """Return totals and the present state."""

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 class StepPlan:
     """The remaining budget of a step, and the tokens of each request in the order of scheduling.
 
-    prompt_room: prompt tokens that the step may still have (`max_batch_prefill_tokens`). of_prompts: ids of requests
+    prompt_budget: prompt tokens that the step may still have (`max_batch_prefill_tokens`). of_prompts: ids of requests
     that used it. surcharge: budget that a prompt used beyond its tokens. is_short: whether the budget cut a request's
-    tokens. beside_answers: budget that prompts used in a step with decodes. held_up: why no further request may be
-    admitted. has_admitted: if True, the step may preempt no request.
+    tokens. num_mixed_prompt_tokens: budget that prompts used in a step with decodes. held_up: why no further request may
+    be admitted. has_admitted: if True, the step may preempt no request.
     """
 
-    whole_budget: int
-    prompt_room: int
+    initial_budget: int
+    prompt_budget: int
     budget: int = field(init=False)
     num_tokens: dict[str, int] = field(default_factory=dict)
     of_prompts: set[str] = field(default_factory=set)
@@ -30,28 +30,28 @@ class StepPlan:
     held_up: WaitReason | None = None
     has_admitted: bool = False
     is_short: bool = False
-    beside_answers: int = 0
+    num_mixed_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.budget = self.whole_budget
+        self.budget = self.initial_budget
 
-    def lower_budget(self, whole_budget: int) -> None:
-        """Lower the budget to at most `whole_budget`. Call it before `give`."""
-        self.whole_budget = self.budget = min(whole_budget, self.whole_budget)
+    def lower_budget(self, initial_budget: int) -> None:
+        """Lower the budget to at most `initial_budget`. Call it before `give`."""
+        self.initial_budget = self.budget = min(initial_budget, self.initial_budget)
 
     @property
     def is_balanced(self) -> bool:
         """Whether tokens, surcharges and the remaining budget add up."""
-        return self.budget + sum(self.num_tokens.values()) + sum(self.surcharge.values()) == self.whole_budget
+        return self.budget + sum(self.num_tokens.values()) + sum(self.surcharge.values()) == self.initial_budget
 
-    def within_room(self, count: int, *, of_prompt: bool) -> int:
+    def within_prompt_budget(self, count: int, *, of_prompt: bool) -> int:
         """Return how many of `count` tokens fit the limit on prompt tokens."""
-        return min(count, self.prompt_room) if of_prompt else count
+        return min(count, self.prompt_budget) if of_prompt else count
 
     def give(self, request: Request, count: int, surcharge: int = 0, *, of_prompt: bool = False) -> None:
         """Schedule tokens of a request. of_prompt: whether they count as prompt tokens (`is_prefill`)."""
         if of_prompt:
-            self.prompt_room -= count
+            self.prompt_budget -= count
             self.of_prompts.add(request.request_id)
         self.num_tokens[request.request_id] = count
         self.budget -= count
@@ -64,5 +64,5 @@ class StepPlan:
         count = self.num_tokens.pop(request.request_id, 0)
         self.budget += count
         if request.request_id in self.of_prompts:
-            self.prompt_room += count
+            self.prompt_budget += count
         self.budget += self.surcharge.pop(request.request_id, 0)

@@ -28,31 +28,31 @@ UNKNOWN_TOKEN = -1
 class StepInFlight:
     """A step that was decided at time `start`, in seconds.
 
-    left: ids of requests that ended after that. Their results are dropped, even if new requests have these ids now.
+    ended_ids: ids of requests that ended after that. Their results are dropped, even if new requests have these ids.
     """
 
     scheduled: SchedulerOutput
     plan: StepPlan
     start: float
-    left: set[str] = field(default_factory=set)
+    ended_ids: set[str] = field(default_factory=set)
 
     def requests(self, requests: Mapping[str, Request]) -> list[Request]:
         """Return the step's requests that have not ended. requests: all requests by id."""
-        return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.left]
+        return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.ended_ids]
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
         """Return True if only the token values are unpredictable, and at least one request continues.
 
         Drafts make a step unpredictable, even unverified drafts: they are useless after an unknown token.
         """
-        goes_on, counts = False, self.scheduled.num_scheduled_tokens
+        continues, counts = False, self.scheduled.num_scheduled_tokens
         for request in self.requests(requests):
             if request.awaits_results or request.spec_token_ids:
                 return False
             num_known = len(request.sequence.token_ids)
             is_due = request.num_computed_tokens + counts[request.request_id] >= num_known
-            goes_on = goes_on or not is_due or num_known + 1 < request.max_total_tokens
-        return goes_on
+            continues = continues or not is_due or num_known + 1 < request.max_total_tokens
+        return continues
 
 
 class StepsInFlight:
@@ -77,7 +77,7 @@ class StepsInFlight:
     def leave(self, request_id: str) -> None:
         """Record that a request ended."""
         for step in self.steps:
-            step.left.add(request_id)
+            step.ended_ids.add(request_id)
 
     def has(self, request_id: str) -> bool:
         """Return whether a step in flight computes this request."""

@@ -30,7 +30,7 @@ class WaitingRequests:
         self.queue = queue
         self.num_tokens = 0
         self._deferred: dict[str, _Deferred] = {}
-        self._impatient: set[str] = set()
+        self._never_deferred: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.queue) + len(self._deferred)
@@ -47,7 +47,7 @@ class WaitingRequests:
     @property
     def num_records(self) -> int:
         """Number of records about requests; 0 without requests."""
-        return len(self) + len(self._impatient)
+        return len(self) + len(self._never_deferred)
 
     def check_limits(self, request: Request, max_num_waiting: int | None, max_num_tokens: int | None) -> None:
         """Raise `QueueFullError` if the request would exceed a limit on waiting requests. None: no limit."""
@@ -85,11 +85,11 @@ class WaitingRequests:
 
     def forget(self, request: Request) -> None:
         """Drop the records of an ended request."""
-        self._impatient.discard(request.request_id)
+        self._never_deferred.discard(request.request_id)
 
     def may_defer(self, request: Request) -> bool:
         """Return False if a request was deferred in vain before."""
-        return request.request_id not in self._impatient
+        return request.request_id not in self._never_deferred
 
     def defer(self, is_pending: Callable[[], bool], step: int) -> Request:
         """Defer the first request while `is_pending()`, for at most `MAX_DEFERRED_STEPS` steps after `step`."""
@@ -107,7 +107,7 @@ class WaitingRequests:
                 continue
             request = self._deferred.pop(deferred.request.request_id).request
             if is_coming:
-                self._impatient.add(request.request_id)
+                self._never_deferred.add(request.request_id)
             self.queue.prepend_request(request)
             returned.append((request, is_coming))
         return returned

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _CHARS_PER_ID = 4
 
 
-class AsyncLLM:
+class AsyncEngine:
     """Steps an engine in a thread; other code reaches it through the inbox only.
 
     max_unread_outputs: a request with more unread outputs is ended; None for no limit.
@@ -110,7 +110,7 @@ class AsyncLLM:
                 finished = output.finished
                 yield output
         finally:
-            stream.leave()
+            stream.detach()
             if self._read.get(request_id) is stream:
                 del self._read[request_id]
             if not finished:
@@ -192,19 +192,19 @@ class AsyncLLM:
         def accept(error: OctavoError | None) -> None:
             self._submitted.discard(stream)
             if error is not None:
-                if not stream.is_left:
+                if not stream.is_detached:
                     _call_soon(stream.loop, _set_exception, stream.accepted, error)
                 return
             self._streams[processed.request_id] = stream
             _call_soon(stream.loop, _set_result, stream.accepted, None)
-            if stream.is_left:
+            if stream.is_detached:
                 self._abort(processed.request_id, stream)
 
         self._submitted.add(stream)
         self.engine.submit(processed, accept)
 
     def _abort(self, request_id: str, stream: OutputStream) -> None:
-        stream.is_left = True
+        stream.is_detached = True
         is_new = stream in self._submitted and request_id not in self._streams  # its preparation can be cancelled
         if is_new or self._streams.get(request_id) is stream:
             self.engine.abort_request(request_id)  # its last output is still delivered
@@ -225,14 +225,14 @@ class AsyncLLM:
             if output.finished:
                 del self._streams[output.request_id]
             num_unread = stream.num_delivered - stream.num_read
-            if self._max_unread is not None and num_unread > self._max_unread and not stream.is_left:
+            if self._max_unread is not None and num_unread > self._max_unread and not stream.is_detached:
                 self._end_slow(output, stream, self._max_unread)
             batches.setdefault(stream.loop, []).append((stream, output))
         for loop, batch in batches.items():
             _call_soon(loop, _put_all, batch)
 
     def _end_slow(self, output: RequestOutput, stream: OutputStream, limit: int) -> None:
-        stream.is_left = True
+        stream.is_detached = True
         if not output.finished:
             self.engine.abort_request(output.request_id)
         error = SlowReaderError(f"more than {limit} outputs of this request were not read in time; it was ended")

@@ -34,7 +34,7 @@ class TokenPieces:
     (sentencepiece's byte fallback). strips_start: the decoder may change a text's beginning.
     """
 
-    __slots__ = ("_decoder", "_decodes_bytes", "_special_ids", "_spell", "has_byte_runs", "kept", "strips_start")
+    __slots__ = ("_decoder", "_decodes_bytes", "_id_to_token", "_special_ids", "has_byte_runs", "kept", "strips_start")
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
         """Raises `ModelError` if a token's text depends on its neighbours."""
@@ -46,7 +46,7 @@ class TokenPieces:
         self.has_byte_runs = "ByteFallback" in kinds
         self.strips_start = not self._decodes_bytes
         self._decoder = backend.decoder
-        self._spell: Callable[[int], str | None] = backend.id_to_token
+        self._id_to_token: Callable[[int], str | None] = backend.id_to_token
         self._special_ids = special_ids
         self.kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}  # filled by `piece`
 
@@ -58,20 +58,20 @@ class TokenPieces:
             if len(kept) >= _NUM_REMEMBERED:
                 kept.clear()
             is_skipped = skip_special_tokens and token_id in self._special_ids
-            piece = kept[token_id] = "" if is_skipped else self._read(self._spell(token_id))
+            piece = kept[token_id] = "" if is_skipped else self._read(self._id_to_token(token_id))
         return piece
 
-    def _read(self, spelled: str | None) -> str | bytes:
-        if spelled is None:  # models pad their vocabulary
+    def _read(self, token: str | None) -> str | bytes:
+        if token is None:  # models pad their vocabulary
             return ""
         if self._decodes_bytes:
-            data = _byte_level(spelled)
-        elif self.has_byte_runs and (byte := _BYTE_TOKEN.fullmatch(spelled)):
+            data = _byte_level(token)
+        elif self.has_byte_runs and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(byte[1])
         elif self._decoder is None:
-            return " " + spelled
+            return " " + token
         else:
-            return str(self._decoder.decode([_BEFORE, spelled]))[len(_BEFORE) :]
+            return str(self._decoder.decode([_BEFORE, token]))[len(_BEFORE) :]
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -188,12 +188,12 @@ def _kinds(decoder: Any) -> Iterable[str]:
             yield from _kinds(each)
 
 
-def _byte_level(spelled: str) -> bytes:
+def _byte_level(token: str) -> bytes:
     """Return a token's bytes; UTF-8 outside the byte-level alphabet."""
     try:
-        return bytes(_BYTES[character] for character in spelled)
+        return bytes(_BYTES[character] for character in token)
     except KeyError:
-        return spelled.encode()
+        return token.encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -48,9 +48,9 @@ def read_embedding_config(directory: Path) -> EmbeddingConfig:
     if modes == ["mean"] and values.get("include_prompt") is False:
         modes = ["mean without the prompt"]
     if len(modes) != 1 or modes[0] not in _KINDS:
-        asked = " and ".join(modes) or "none"
+        described = " and ".join(modes) or "none"
         return EmbeddingConfig(
-            problem=f"{called} asks for the pooling {asked}; octavo takes the last state or the mean"
+            problem=f"{called} asks for the pooling {described}; octavo takes the last state or the mean"
         )
     return EmbeddingConfig(_KINDS[modes[0]])
 

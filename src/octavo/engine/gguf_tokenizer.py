@@ -182,7 +182,7 @@ class GGUFVocabulary:
         return [(left, right) for _, _, _, left, right in found]
 
     def _add_tokens(self, backend: tokenizers.Tokenizer) -> None:
-        strips = self._strips_behind()
+        strips = self._strips_after()
         for is_special, kinds in ((True, {_CONTROL, _UNKNOWN}), (False, {_USER_DEFINED})):
             added = [
                 tokenizers.AddedToken(text, normalized=False, special=is_special, rstrip=text in strips)
@@ -191,7 +191,7 @@ class GGUFVocabulary:
             ]
             (backend.add_special_tokens if is_special else backend.add_tokens)(added)
 
-    def _strips_behind(self) -> frozenset[str]:
+    def _strips_after(self) -> frozenset[str]:
         """Return tokens that strip spaces after them.
 
         Only Phi-3 has such tokens. Its files do not list them, so it is detected by name, as in llama.cpp.

@@ -40,7 +40,7 @@ class Health:
         self._patience = patience
         self._is_loading = True
         self._progress = 0
-        self._looked_at = self._heard_at = self._moved_at = now
+        self._looked_at = self._reported_at = self._moved_at = now
 
     def look(self, now: float) -> None:
         """Record the time of a look, several times a second.
@@ -49,13 +49,13 @@ class Health:
         """
         away = now - self._looked_at
         if away > _AWAY_S:
-            self._heard_at += away
+            self._reported_at += away
             self._moved_at += away
         self._looked_at = now
 
-    def hear(self, message: ipc.ToParent) -> None:
+    def note_report(self, message: ipc.ToParent) -> None:
         """Record a message."""
-        self._heard_at = self._looked_at
+        self._reported_at = self._looked_at
         match message:
             case ipc.Alive() if message.progress != self._progress:
                 self._progress, self._moved_at = message.progress, self._looked_at
@@ -67,14 +67,14 @@ class Health:
     @property
     def is_well(self) -> bool:
         """Whether the last message and progress are recent."""
-        silent_s, still_s = self._looked_at - self._heard_at, self._looked_at - self._moved_at
+        silent_s, still_s = self._looked_at - self._reported_at, self._looked_at - self._moved_at
         return silent_s < self._patience.frozen and still_s < self._patience.stuck
 
     @property
     def why_given_up(self) -> str | None:
         """Why the process has to be killed, if so."""
         limit = self._patience.loading if self._is_loading else self._patience.dead
-        if self._looked_at - self._heard_at > limit:
+        if self._looked_at - self._reported_at > limit:
             return f"sent no message for {limit:g} s"
         if self._looked_at - self._moved_at > self._patience.endless:
             return f"made no progress for {self._patience.endless:g} s"

@@ -63,7 +63,7 @@ class Launch(msgspec.Struct, frozen=True):
     log_format: str = "text"
 
 
-class Stream(msgspec.Struct, frozen=True):
+class StreamFields(msgspec.Struct, frozen=True):
     """A `Request` without prompt and prediction."""
 
     request_id: str
@@ -82,12 +82,12 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     prompt_token_ids: list[int]
     predicted_token_ids: list[int] | None
-    streams: list[Stream]
+    streams: list[StreamFields]
 
     @classmethod
     def of(cls, request_id: str, requests: Sequence[Request]) -> Add:
         """Encode the core requests of a user's request."""
-        streams = [Stream(*(getattr(each, name) for name in Stream.__struct_fields__)) for each in requests]
+        streams = [StreamFields(*(getattr(each, name) for name in StreamFields.__struct_fields__)) for each in requests]
         first = requests[0]
         return cls(request_id, first.sequence.prompt_token_ids, first.predicted_token_ids, streams)
 
@@ -176,8 +176,8 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
     @classmethod
     def of(cls, snapshot: Snapshot) -> Seen:
         """Encode a snapshot."""
-        told = [(type(event).__name__, msgspec.Raw(encode(event))) for event in snapshot.events]
-        return cls(told, snapshot.is_first, snapshot.blocks)
+        records = [(type(event).__name__, msgspec.Raw(encode(event))) for event in snapshot.events]
+        return cls(records, snapshot.is_first, snapshot.blocks)
 
     def to_snapshot(self) -> Snapshot:
         """Decode the snapshot."""

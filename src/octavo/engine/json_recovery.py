@@ -214,7 +214,7 @@ class _Reading:
             pieces.append(piece)
         return "".join(reversed(pieces))
 
-    def behind(self, end: int, piece: str, expects: str, **changes: Any) -> _Reading:
+    def advanced(self, end: int, piece: str, expects: str, **changes: Any) -> _Reading:
         """Return this reading with one more piece."""
         return replace(self, position=end, expects=expects, written=(self.written, piece), **changes)
 
@@ -275,38 +275,38 @@ class _Search:
         char, top = self._text[start], on.stack[-1] if on.stack else ""
         if top and char == _CLOSERS[top] and on.expects in {"comma", "first key", "first value", "key", "item"}:
             rest = on.stack[:-1]
-            return on.behind(start + 1, blanks + char, "comma" if rest else "end", stack=rest)
+            return on.advanced(start + 1, blanks + char, "comma" if rest else "end", stack=rest)
         if char == "," and on.expects == "comma":
             comma = "" if _LAST_COMMA.match(self._text, start) else ","
-            return on.behind(start + 1, blanks + comma, "key" if top == "{" else "item")
+            return on.advanced(start + 1, blanks + comma, "key" if top == "{" else "item")
         if on.expects == "colon":
-            return on.behind(start + 1, blanks + char, "value") if char == ":" else None
+            return on.advanced(start + 1, blanks + char, "value") if char == ":" else None
         if on.expects in {"key", "first key"}:
             return self._after_key(on, blanks, start)
         is_value = on.expects in {"value", "first value", "item"}
         if char in _CLOSERS and len(on.stack) < _MAX_DEPTH and (is_value or (on.expects, char) == _OBJECT):
             first = "first key" if char == "{" else "first value"
-            return on.behind(start + 1, blanks + char, first, stack=(*on.stack, char))
+            return on.advanced(start + 1, blanks + char, first, stack=(*on.stack, char))
         return self._after_word(on, blanks, start) if is_value else None
 
     def _after_word(self, on: _Reading, blanks: str, start: int) -> _Reading | None:
         if self._text[start] == '"':
-            return on.behind(start + 1, blanks, "string")
+            return on.advanced(start + 1, blanks, "string")
         word = _WORD.match(self._text, start)
         if word is None or not (word.group() in _WORDS or _SCALAR.fullmatch(word.group())):
             return None
-        return on.behind(word.end(), blanks + _WORDS.get(word.group(), word.group()), "comma")
+        return on.advanced(word.end(), blanks + _WORDS.get(word.group(), word.group()), "comma")
 
     def _after_key(self, on: _Reading, blanks: str, start: int) -> _Reading | None:
         found = _KEY.match(self._text, start)
         if found is None:
             return None
         if len(on.stack) > 1:
-            return on.behind(found.end(), blanks + found.group(), "colon")
+            return on.advanced(found.end(), blanks + found.group(), "colon")
         key = str(json.loads(found.group()))
         if key in on.keys or (self._known is not None and key not in self._known):
             return None
-        return on.behind(found.end(), blanks + found.group(), "colon", keys=on.keys | {key})
+        return on.advanced(found.end(), blanks + found.group(), "colon", keys=on.keys | {key})
 
     def _strings(self, before: _Reading) -> Iterator[_Reading]:
         """Yield readings up to each possible end of the string, nearest first."""
@@ -330,7 +330,7 @@ class _Search:
                         is_clear = is_clear and strays[0] not in {start, position - 1}
                     if strays and before.num_strays:
                         is_clear = False
-                    yield before.behind(
+                    yield before.advanced(
                         position + 1,
                         "".join([*pieces, '"']),
                         "comma",

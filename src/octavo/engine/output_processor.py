@@ -25,7 +25,7 @@ _NUM_TEXTS = 1 << 14  # some 2 MB
 
 
 @dataclass(slots=True)
-class _Stream:
+class _OutputState:
     """One of the n outputs of a request.
 
     num_shown_chars, num_shown_tokens: how much DELTA outputs have delivered.
@@ -55,7 +55,7 @@ class _RequestState:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    streams: dict[str, _Stream]
+    streams: dict[str, _OutputState]
     metrics: RequestMetrics
     prompt_logprobs: PromptLogprobs | None
     stop_strings: StopStrings | None = None  # created with the first token
@@ -124,7 +124,7 @@ class OutputProcessor:
         """Expect a request's outputs."""
         streams = {}
         for index, stream_id in enumerate(stream_ids):
-            streams[stream_id] = _Stream(index, logprobs=None if params.logprobs is None else [])
+            streams[stream_id] = _OutputState(index, logprobs=None if params.logprobs is None else [])
             self._owner[stream_id] = request_id
         self._states[request_id] = _RequestState(
             request_id,
@@ -226,7 +226,7 @@ class OutputProcessor:
             error_code=state.error_code,
         )
 
-    def _advance(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput, now: float) -> bool:
+    def _advance(self, state: _RequestState, stream: _OutputState, news: EngineCoreOutput, now: float) -> bool:
         """Apply a core output. Returns True if a stop string ended a stream that the core continues."""
         state.num_cached_tokens = max(state.num_cached_tokens, news.num_cached_tokens)
         stream.num_cached_tokens = max(stream.num_cached_tokens, news.num_cached_tokens)
@@ -256,7 +256,7 @@ class OutputProcessor:
             self._owner.pop(news.request_id)
         return False
 
-    def _append(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput) -> bool:
+    def _append(self, state: _RequestState, stream: _OutputState, news: EngineCoreOutput) -> bool:
         """Append tokens one by one. Returns True if one completes a stop string."""
         params, detokenizer = state.params, stream.detokenizer
         if detokenizer is None:
@@ -278,7 +278,7 @@ class OutputProcessor:
                 match = stream.stops.add(piece, counts=len(stream.token_ids) > params.min_tokens)
                 if match is not None:
                     num_cut_off = 0 if params.include_stop_str_in_output else len(match.stop_string)
-                    stream.text = stream.text[: len(stream.text) - match.num_chars_behind - num_cut_off]
+                    stream.text = stream.text[: len(stream.text) - match.num_chars_after - num_cut_off]
                     stream.finish_reason, stream.stop_reason = "stop", match.stop_string
                     state.metrics.num_wasted_tokens += len(news.new_token_ids) - 1 - position
                     return True
@@ -286,7 +286,7 @@ class OutputProcessor:
             stream.text += detokenizer.finish()
         return False
 
-    def _begin(self, state: _RequestState, stream: _Stream) -> Detokenizer:
+    def _begin(self, state: _RequestState, stream: _OutputState) -> Detokenizer:
         params = state.params
         if params.stop_strings:
             state.stop_strings = state.stop_strings or StopStrings(params.stop_strings)
@@ -323,7 +323,7 @@ class OutputProcessor:
         ]
 
     @staticmethod
-    def _completion(stream: _Stream, *, delta: bool) -> CompletionOutput:
+    def _completion(stream: _OutputState, *, delta: bool) -> CompletionOutput:
         end = len(stream.text)
         if stream.finish_reason is None and stream.stops is not None:
             end -= stream.stops.num_held_back_chars

@@ -25,7 +25,7 @@ class OutputStream:
 
     Attributes:
         accepted: done or failed once the core has answered.
-        is_left: the reader is gone; only for the engine's thread.
+        is_detached: the reader is gone; only for the engine's thread.
         num_delivered, num_read: outputs from the engine's thread, and to the reader.
     """
 
@@ -34,7 +34,7 @@ class OutputStream:
         self._on_unread = on_unread
         self._has_reader = True
         self.accepted: asyncio.Future[None] = self.loop.create_future()
-        self.is_left = False
+        self.is_detached = False
         self.num_delivered = self.num_read = 0
         self._outputs: deque[RequestOutput | OctavoError] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -66,7 +66,7 @@ class OutputStream:
         self.put(error)
         self._has_reader = False
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Drop unread and later outputs: the reader is gone."""
         self._has_reader = False
         if self._timer is not None:

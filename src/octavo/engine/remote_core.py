@@ -74,8 +74,8 @@ class RemoteCore:
         self._listener: Callable[[Snapshot], None] | None = None
         self._progress: Callable[[int, int], None] = lambda _done, _total: None
         self._life: CoreLife | None = None
-        self._leaving: subprocess.Popen[bytes] | None = None  # killed, but perhaps not ended yet
-        self._left_behind_at = self._starts_at = self._expected_at = 0.0
+        self._killed_process: subprocess.Popen[bytes] | None = None  # killed, but perhaps not ended yet
+        self._abandon_at = self._starts_at = self._expected_at = 0.0
         self._load_s = 0.0
         self._num_lives = self._num_failures = 0
         self._was_ready = self._is_shut_down = False
@@ -123,24 +123,24 @@ class RemoteCore:
             return
         life.health.look(now)
         for data in life.received():
-            self._hear(life, data)
+            self._receive(life, data)
         if (reason := life.why_over) is None:
             return
         if life.process.poll() is not None:
             for data in life.received(_LAST_WORDS_MS):
-                self._hear(life, data)
+                self._receive(life, data)
         if self._news:
             return  # first deliver its last outputs; the next call detects the end again
         self._die(reason)
 
     def _is_gone(self, now: float) -> bool:
         """Return True once the last process has ended, or after a minute."""
-        if self._leaving is None or self._leaving.poll() is not None:
+        if self._killed_process is None or self._killed_process.poll() is not None:
             return True
-        if now < self._left_behind_at:
+        if now < self._abandon_at:
             return False
         logger.error(
-            "the engine process %d was killed but has not ended; the next one starts anyway", self._leaving.pid
+            "the engine process %d was killed but has not ended; the next one starts anyway", self._killed_process.pid
         )
         return True
 
@@ -150,7 +150,7 @@ class RemoteCore:
         if life is not None:
             self._poller.unregister(life.news)
             life.end()
-            self._leaving, self._left_behind_at = life.process, now + _GIVE_BACK_S
+            self._killed_process, self._abandon_at = life.process, now + _GIVE_BACK_S
             failure = life.failure
             served_s = None if life.ready_at is None else now - life.ready_at
         if not self._was_ready:
@@ -171,13 +171,13 @@ class RemoteCore:
         self._refuse_pending(error)
         self._lose(error)
 
-    def _hear(self, life: CoreLife, data: bytes) -> None:
+    def _receive(self, life: CoreLife, data: bytes) -> None:
         try:
             message = ipc.decode_from_engine(data)
         except ipc.DecodeError:
             logger.warning("the engine process sent %d bytes that are not a valid message", len(data))
             return
-        life.health.hear(message)
+        life.health.note_report(message)
         match message:
             case ipc.Outputs():
                 self._news += message.outputs
@@ -194,11 +194,11 @@ class RemoteCore:
             case ipc.Failed():
                 life.failure = ipc.error_of(message)
             case ipc.Ready():
-                self._come_up(life, message.capacity)
+                self._core_ready(life, message.capacity)
             case ipc.Alive():
                 pass  # `health` has recorded it
 
-    def _come_up(self, life: CoreLife, capacity: EngineCapacity) -> None:
+    def _core_ready(self, life: CoreLife, capacity: EngineCapacity) -> None:
         life.requests.poll(1000, zmq.POLLOUT)  # its socket may not be connected yet
         life.ready_at = time.monotonic()
         self.capacity, self._was_ready = capacity, True
@@ -312,10 +312,10 @@ class RemoteCore:
                 if life.news.poll(_STOP_POLL_MS):
                     life.news.recv()  # a full socket would block the process
             life.end()
-            self._leaving = life.process
-        if self._leaving is not None:
+            self._killed_process = life.process
+        if self._killed_process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._leaving.wait(_KILL_S)
+                self._killed_process.wait(_KILL_S)
         self._refuse_pending(EngineDeadError("the engine was shut down"))
         self._context.destroy(linger=0)
         self._waker.close()

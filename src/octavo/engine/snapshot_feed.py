@@ -23,7 +23,7 @@ class SnapshotFeed:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._num_told = 0
+        self._num_sent = 0
         self._is_first = True
         self._next = 0.0
 
@@ -36,12 +36,12 @@ class SnapshotFeed:
         """Yield events since the last look."""
         self._next = time.monotonic() + SNAPSHOT_INTERVAL_S
         recent = self._core.recent
-        if recent.num_seen == self._num_told and not self._is_first:
+        if recent.num_seen == self._num_sent and not self._is_first:
             return
-        if recent.first_kept > self._num_told:  # some events were dropped: start again
+        if recent.first_kept > self._num_sent:  # some events were dropped: start again
             self._is_first = True
-        *parts, last = _parts(recent.since(self._num_told))
-        self._num_told = recent.num_seen
+        *parts, last = _parts(recent.since(self._num_sent))
+        self._num_sent = recent.num_seen
         for events in parts:
             yield Snapshot(events, is_first=self._is_first)
             self._is_first = False

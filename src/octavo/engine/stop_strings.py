@@ -20,7 +20,7 @@ class StopMatch:
     """A stop string, and the number of characters after it in its piece."""
 
     stop_string: str
-    num_chars_behind: int
+    num_chars_after: int
 
 
 class StopStrings:

@@ -84,8 +84,8 @@ class TemplateTraits:
         }
 
         def reads(role: str, content: str | list[Message], *marks: str) -> bool:
-            before, behind = around[role]
-            return _shows(render([*before, _message(role, content), *behind]), *marks)
+            before, after = around[role]
+            return _shows(render([*before, _message(role, content), *after]), *marks)
 
         parts = [{"type": "text", "text": text, "mark": _EXTRA} for text in (_FIRST, _SECOND)]
         part_roles = frozenset(role for role in around if reads(role, parts, _FIRST, _SECOND))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.http.apis import error_response
 from octavo.http.auth import OPEN_PATHS
-from octavo.http.errors import CLIENT_LEFT, reason_of, to_http
+from octavo.http.errors import CLIENT_DISCONNECTED, reason_of, to_http
 from octavo.runtime import logs
 from octavo.runtime.faults import log_fault
 from octavo.runtime.ids import new_id
@@ -30,7 +30,7 @@ _QUIET = OPEN_PATHS | {"/metrics", "/model_info"}  # polled every second
 class Spans(Protocol):
     """Sends tracing spans."""
 
-    def tell(
+    def record_span(
         self, scope: Scope, request_id: str, status: int, seconds: float, reason: str | None, details: dict[str, Any]
     ) -> None:
         """Make a span of a finished request."""
@@ -63,7 +63,7 @@ class AuditMiddleware:
         state = scope.setdefault("state", {})
         state["audit"] = {}
 
-        async def tell(message: Message) -> None:
+        async def record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -71,12 +71,12 @@ class AuditMiddleware:
             await send(message)
 
         try:
-            await self.app(scope, receive, tell)
+            await self.app(scope, receive, record_status)
         except Exception as error:  # a middleware's bug is counted, too
             if status:
                 raise
             _faults.exception("a request failed")
-            await error_response(to_http(error), scope["path"])(scope, receive, tell)
+            await error_response(to_http(error), scope["path"])(scope, receive, record_status)
         finally:
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"
@@ -90,7 +90,7 @@ class AuditMiddleware:
                 if scope["path"] not in _QUIET or reason is not None:
                     _log(scope, state, request_id.decode(), status, reason, seconds)
                 if self._tracing is not None:
-                    self._tracing.tell(scope, request_id.decode(), status, seconds, reason, state["audit"])
+                    self._tracing.record_span(scope, request_id.decode(), status, seconds, reason, state["audit"])
             except Exception as error:  # noqa: BLE001 - the answer is complete
                 log_fault(request_id.decode(), "its log line and its trace were written", error)
             logs.request_id.reset(about)
@@ -101,7 +101,7 @@ def _request_id(scope: Scope) -> bytes:
     return given[0] if len(given) == 1 and _ID.fullmatch(given[0]) else new_id().encode()
 
 
-def tell_no_request(metrics: Metrics, client: tuple[str, int] | None, error: HttpError) -> None:
+def audit_bad_input(metrics: Metrics, client: tuple[str, int] | None, error: HttpError) -> None:
     """Count and log input that was no HTTP request."""
     metrics.count_answer("other", "none", error.status)
     metrics.count_refusal(error.reason)
@@ -112,7 +112,7 @@ def tell_no_request(metrics: Metrics, client: tuple[str, int] | None, error: Htt
 def _reason(error: HttpError | None, status: int) -> str | None:
     if error is not None:
         return error.reason
-    return reason_of(status) if status >= 400 and status != CLIENT_LEFT else None
+    return reason_of(status) if status >= 400 and status != CLIENT_DISCONNECTED else None
 
 
 def _log(scope: Scope, state: dict[str, Any], request_id: str, status: int, reason: str | None, seconds: float) -> None:

@@ -69,12 +69,12 @@ def _key(scope: Scope) -> bytes | None:
         if name in {b"authorization", b"x-api-key"}:
             keys[name] = None if name in keys else _read_key(name, value)
             is_password = is_password or (name == b"authorization" and _scheme(value) == b"basic")
-    if is_password and not _asks_itself(scope):
+    if is_password and not _is_same_origin(scope):
         return None
     return keys.popitem()[1] if len({*keys.values()}) == 1 else None
 
 
-def _asks_itself(scope: Scope) -> bool:
+def _is_same_origin(scope: Scope) -> bool:
     """Return True if the browser's user or one of the server's own pages makes the request.
 
     Over plain HTTP, except on loopback, browsers do not say so. Then another Origin must not be named.
@@ -82,8 +82,8 @@ def _asks_itself(scope: Scope) -> bool:
     said: dict[bytes, bytes] = dict(scope["headers"])
     site = said.get(b"sec-fetch-site")
     if site is None:
-        own = {scheme + said.get(b"host", b"") for scheme in (b"http://", b"https://")}
-        return said.get(b"origin") in {None, *own}
+        own_origins = {scheme + said.get(b"host", b"") for scheme in (b"http://", b"https://")}
+        return said.get(b"origin") in {None, *own_origins}
     opens_page = (said.get(b"sec-fetch-mode"), said.get(b"sec-fetch-dest")) == (b"navigate", b"document")
     return site in {b"same-origin", b"none"} or (opens_page and scope["method"] == "GET" and scope["path"] in PAGES)
 

@@ -69,7 +69,7 @@ async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: con
         if num_bytes > max_bytes:
             raise error
         if (more := num_bytes - FREE_BYTES - num_taken) > 0:
-            if more > pool.room(tenant, besides=num_taken):
+            if more > pool.available(tenant, besides=num_taken):
                 raise QueueFullError("too many large requests arrive at the same time")
             pool.take(tenant, more)
             num_taken += more

@@ -74,7 +74,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._reader_timer: Timeout | asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None  # now, or last; `cycle` is the newest one
         self._num_header_bytes = 0
-        self._is_in_body = self._came_further = False
+        self._is_in_body = self._made_progress = False
         self._is_for_probes = False
         self._refusal: HttpError | None = None  # why headers are refused that can be parsed
 
@@ -91,7 +91,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _make_room_for_a_probe(self) -> None:
         others = (each for each in self.connections if each is not self and isinstance(each, BoundedHttpProtocol))
-        next((each for each in others if each.is_silent_probe), self).give_way()
+        next((each for each in others if each.is_silent_probe), self).refuse_and_close()
 
     @property
     def is_silent_probe(self) -> bool:
@@ -99,7 +99,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         is_silent = self._answered is None and not self._num_header_bytes
         return self._is_for_probes and is_silent and not self.transport.is_closing()
 
-    def give_way(self) -> None:
+    def refuse_and_close(self) -> None:
         """Refuse this connection."""
         self._refuse(_TOO_MANY_CONNECTIONS)
         self._close()
@@ -122,9 +122,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes, and refuse too large headers."""
-        self._came_further = False
+        self._made_progress = False
         self._parse(data)
-        if not (self._is_in_body or self._came_further or self.transport.is_closing()):
+        if not (self._is_in_body or self._made_progress or self.transport.is_closing()):
             if not self._num_header_bytes and self._timer is not None and self.cycle is not None:
                 self._wait(self._header_timeout_s)  # these are the first bytes of the headers
             self._num_header_bytes += len(data)
@@ -139,7 +139,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 try:
                     self.parser.feed_data(rest)
                 except httptools.HttpParserUpgrade as upgrade:
-                    if not self._asks_to_upgrade:
+                    if not self._wants_upgrade:
                         return
                     rest = rest[upgrade.args[0] :]
                     self._begin_without_upgrade()
@@ -151,7 +151,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.send_400_response("")
 
     @property
-    def _asks_to_upgrade(self) -> bool:
+    def _wants_upgrade(self) -> bool:
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"  # which has no body
 
     def _begin_without_upgrade(self) -> None:
@@ -168,10 +168,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start the request, or refuse it."""
-        if self._asks_to_upgrade:
+        if self._wants_upgrade:
             return
         self._stop_waiting()
-        self._is_in_body = self._came_further = True
+        self._is_in_body = self._made_progress = True
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
             self._refusal = _HEADERS_TOO_LARGE
         elif self._is_for_probes and self.url.partition(b"?")[0] not in _PROBES:
@@ -201,10 +201,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Expect the next request."""
-        if self._asks_to_upgrade:
+        if self._wants_upgrade:
             return
         super().on_message_complete()
-        self._is_in_body, self._came_further = False, True
+        self._is_in_body, self._made_progress = False, True
         self._num_header_bytes = 0
         if self._timer is not None:  # the answer ended before the body
             self._wait(self._keep_alive_timeout_s)

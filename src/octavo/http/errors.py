@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-CLIENT_LEFT = 499  # nginx's number for a disconnected client
+CLIENT_DISCONNECTED = 499  # nginx's number for a disconnected client
 PAGES = ("/dashboard", "/router")  # of browsers
 
 
@@ -192,7 +192,7 @@ def to_http(error: Exception) -> HttpError:
 
 
 @contextlib.contextmanager
-def spelling(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
+def client_field_names(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
     """Rename the field of a `RequestError` that the block raises.
 
     names: from octavo's to the client's. in_text: also in the message, except other single words: they may be plain
@@ -201,12 +201,12 @@ def spelling(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[Non
     try:
         yield
     except RequestError as error:
-        own, text = error.parameter or "", str(error)
-        if own in names:
-            error.parameter = name = names[own]
-            text = text.replace(own, name, 1) if own in text else f"{name}: {text}"
+        engine_field, text = error.parameter or "", str(error)
+        if engine_field in names:
+            error.parameter = name = names[engine_field]
+            text = text.replace(engine_field, name, 1) if engine_field in text else f"{name}: {text}"
         for other, name in names.items():
-            if other != own and "_" in other:
+            if other != engine_field and "_" in other:
                 text = re.sub(rf"\b{other}\b", name, text)
         if in_text:
             error.args = (text,)

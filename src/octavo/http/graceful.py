@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from octavo.errors import ConfigError
-from octavo.http.audit import tell_no_request
+from octavo.http.audit import audit_bad_input
 from octavo.http.connection import BoundedHttpProtocol
-from octavo.http.listening import MAX_CONNECTIONS, check_certificate, hears_hang_up
+from octavo.http.listening import MAX_CONNECTIONS, check_certificate, handles_sighup
 
 if TYPE_CHECKING:
     import socket
@@ -46,7 +46,7 @@ class GracefulServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the service, then listen."""
-        if hears_hang_up():
+        if handles_sighup():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
             self.reload()  # an earlier SIGHUP was ignored
         await self._service.start()
@@ -95,7 +95,7 @@ def http_server(app: ASGIApp, service: HttpService, *, max_connections: int = MA
         idle_timeout_s=config.idle_timeout_s,
         max_connections=max_connections,
         timeouts=service.timeouts,
-        on_refused=partial(tell_no_request, service.metrics),
+        on_refused=partial(audit_bad_input, service.metrics),
     )
     return GracefulServer(
         uvicorn.Config(

@@ -15,7 +15,7 @@ from octavo.http.apis import error_response
 from octavo.http.audit import AuditMiddleware
 from octavo.http.auth import ApiKeyMiddleware
 from octavo.http.connection import PacedAnswers
-from octavo.http.errors import CLIENT_LEFT, HttpError, to_http
+from octavo.http.errors import CLIENT_DISCONNECTED, HttpError, to_http
 from octavo.http.origins import OriginMiddleware
 from octavo.http.overload import OverloadMiddleware
 
@@ -56,8 +56,8 @@ def _add_error_handlers(app: Starlette) -> None:
         http_error = to_http(error)
         if http_error.status == 500 and not isinstance(error, RequestFailedError):  # logged already
             logger.error("a request failed: %s", error, exc_info=error)
-        spell: Callable[[HttpError], Response] | None = getattr(request.state, "spell_error", None)
-        return error_response(http_error, request.url.path) if spell is None else spell(http_error)
+        format_error: Callable[[HttpError], Response] | None = getattr(request.state, "spell_error", None)
+        return error_response(http_error, request.url.path) if format_error is None else format_error(http_error)
 
     async def routing_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -68,14 +68,14 @@ def _add_error_handlers(app: Starlette) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    async def left(request: Request, _: Exception) -> Response:
-        told: HttpError | None = getattr(request.state, "error", None)  # set if the connection ended the request
-        return Response(status_code=CLIENT_LEFT if told is None else told.status)
+    async def client_disconnected(request: Request, _: Exception) -> Response:
+        noted_error: HttpError | None = getattr(request.state, "error", None)  # set if the connection ended the request
+        return Response(status_code=CLIENT_DISCONNECTED if noted_error is None else noted_error.status)
 
-    async def own_bug(request: Request, error: Exception) -> Response:
+    async def internal_error(request: Request, error: Exception) -> Response:
         return error_response(to_http(error), request.url.path)
 
     app.add_exception_handler(OctavoError, octavo_error)
     app.add_exception_handler(HTTPException, routing_error)
-    app.add_exception_handler(ClientDisconnect, left)
-    app.add_exception_handler(Exception, own_bug)
+    app.add_exception_handler(ClientDisconnect, client_disconnected)
+    app.add_exception_handler(Exception, internal_error)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _ID, _ROLE, _SOURCE = "X-KV-Transfer-Id", "X-KV-Transfer-Role", "X-KV-Transfer-Source"
 KV_TRANSFER_HEADERS = (_ID, _ROLE, _SOURCE)
 _PREFILL, _DECODE = "prefill", "decode"
-_SPELLED = {"transfer_id": _ID, "source": _SOURCE}
+_CLIENT_NAMES = {"transfer_id": _ID, "source": _SOURCE}
 
 
 def read_kv_transfer(headers: Mapping[str, str], role: str) -> KVTransferParams | None:
@@ -40,7 +40,7 @@ def read_kv_transfer(headers: Mapping[str, str], role: str) -> KVTransferParams 
     try:
         return KVTransferParams(given.get(_ID, ""), is_prefill=wanted == _PREFILL, source=given.get(_SOURCE))
     except RequestError as error:
-        name = _SPELLED[error.parameter or ""]
+        name = _CLIENT_NAMES[error.parameter or ""]
         raise RequestError(str(error).replace(error.parameter or "", name, 1), parameter=name) from None
 
 

@@ -71,7 +71,7 @@ class Pool:
         """Return a tenant's units."""
         return self._held[tenant.name]
 
-    def room(self, tenant: Tenant, *, besides: int = 0) -> float:
+    def available(self, tenant: Tenant, *, besides: int = 0) -> float:
         """Return how many more units a tenant may take; negative above its share.
 
         besides: held units of the same request, which do not count.
@@ -124,7 +124,7 @@ class _Waiter:
         return self.passed >= self.amount
 
 
-class Line:
+class WaitingLine:
     """Requests that wait for room in a pool, first come, first served within a tenant.
 
     A new request, or the first of another tenant, may overtake until the overtaken one has been passed by as many units
@@ -140,8 +140,8 @@ class Line:
 
     def take_now(self, tenant: Tenant, amount: int) -> bool:
         """Take room without waiting; return False if that is not allowed."""
-        own = self._waiters.get(tenant.name)
-        if (own and own[0].is_next) or not self._may_take(tenant, amount, self._num_waited):
+        of_tenant = self._waiters.get(tenant.name)
+        if (of_tenant and of_tenant[0].is_next) or not self._may_take(tenant, amount, self._num_waited):
             return False
         self._take(tenant, amount, self._num_waited)
         return True
@@ -169,12 +169,12 @@ class Line:
 
     def serve(self) -> None:
         """Grant room, the oldest waiter first."""
-        while (waiter := next(filter(self._is_served, self._heads()), None)) is not None:
+        while (waiter := next(filter(self._is_served, self._first_waiters()), None)) is not None:
             self._remove(waiter)
             self._take(waiter.tenant, waiter.amount, waiter.number)
             waiter.granted.set_result(None)
 
-    def _heads(self) -> list[_Waiter]:
+    def _first_waiters(self) -> list[_Waiter]:
         return sorted((waiters[0] for waiters in self._waiters.values()), key=lambda waiter: waiter.number)
 
     def _is_served(self, waiter: _Waiter) -> bool:
@@ -182,11 +182,11 @@ class Line:
 
     def _may_take(self, tenant: Tenant, amount: int, number: int) -> bool:
         """Return True if enough room is not reserved for another tenant's earlier waiter."""
-        if amount > self._pool.room(tenant):
+        if amount > self._pool.available(tenant):
             return False
-        left = self._pool.num_free - amount
+        num_remaining = self._pool.num_free - amount
         return not any(
-            head.is_next and left < head.amount and not self._pool.held_by(head.tenant)
+            head.is_next and num_remaining < head.amount and not self._pool.held_by(head.tenant)
             for head in self._passed(number)
             if head.tenant.name != tenant.name
         )
@@ -227,7 +227,7 @@ class Permit:
     _limiter: RequestLimiter
     is_kept: bool = False
     is_in: bool = False
-    _is_left: bool = False
+    _is_released: bool = False
     _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # prompts get room in turn
 
     def __enter__(self) -> Self:
@@ -235,7 +235,7 @@ class Permit:
 
     def __exit__(self, *_: object) -> None:
         if not self.is_kept:
-            self.leave()
+            self.release()
 
     async def hold_tokens(self, num_tokens: int) -> None:
         """Take room for a waiting prompt. Raises `RequestError`, and `QueueFullError` for the first prompt."""
@@ -252,11 +252,11 @@ class Permit:
         """Count tokens against the tenant's rate."""
         self._limiter.charge(self.tenant, num_tokens)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give the place back; later calls do nothing."""
-        if not self._is_left:
-            self._is_left = True
-            self._limiter.leave(self)
+        if not self._is_released:
+            self._is_released = True
+            self._limiter.release(self)
 
 
 class RequestLimiter:
@@ -277,7 +277,7 @@ class RequestLimiter:
         self.streams, self.waiting_tokens, self.body_bytes = map(
             Pool, (max_open, max_num_waiting_tokens, max_body_bytes)
         )
-        self.line = Line(self.waiting_tokens)
+        self.line = WaitingLine(self.waiting_tokens)
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
         self._endings: deque[tuple[float, int]] = deque(maxlen=_NUM_ENDINGS)  # (time, streams)
@@ -300,13 +300,15 @@ class RequestLimiter:
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())
-        own = math.inf if tenant.max_concurrency is None else tenant.max_concurrency - self.streams.held_by(tenant)
-        most = min(num_streams, own, self.streams.share(tenant))
+        of_tenant = (
+            math.inf if tenant.max_concurrency is None else tenant.max_concurrency - self.streams.held_by(tenant)
+        )
+        most = min(num_streams, of_tenant, self.streams.share(tenant))
         num_streams = max(int(most // least), 1) * least
         self.streams.take(tenant, num_streams)
         return Permit(tenant, num_streams, self)
 
-    def leave(self, place: Permit) -> None:
+    def release(self, place: Permit) -> None:
         """Give places back."""
         self.streams.give_back(place.tenant, place.num_streams)
         if place.is_in:  # else no measure of how fast answers end
@@ -379,7 +381,7 @@ class RequestLimiter:
                 f"{num_streams}; the limit is {self.streams.limit}",
                 retry_after_s=self._soon(now, self.streams.num_held),
             )
-        if num_streams > self.streams.room(tenant):
+        if num_streams > self.streams.available(tenant):
             raise QueueFullError(
                 f"this key has {held} open answers and may not take more of the {free} free places",
                 retry_after_s=self._soon(now, held),

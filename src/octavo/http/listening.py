@@ -36,15 +36,15 @@ PROBE_CONNECTIONS = 32  # for health checks only
 MAX_UNSENT_BYTES = 16 << 10
 _TCP_INFO_BYTES = 128  # up to tcpi_bytes_acked
 _INT_BYTES = 4  # of C
-_GONE = (OSError, ValueError)  # raised for a closed socket by asyncio and uvloop
+_SOCKET_CLOSED = (OSError, ValueError)  # raised for a closed socket by asyncio and uvloop
 _BACKLOG = 2048
-_LEAVE_S = 10.0  # for ending the engine
+_EXIT_S = 10.0  # for ending the engine
 _OWN_FILES = 256  # open files that are no connections
 
 
 def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
     """Raise `ConfigError` if other machines can reach `host` without a key, unless `insecure`."""
-    if not config.asks_for_key and not insecure and not is_loopback(host):
+    if not config.requires_key and not insecure and not is_loopback(host):
         raise ConfigError(
             f"host {host!r} can be reached from other machines but no API key is set: give --api-keys FILE, --api-key "
             "or OCTAVO_API_KEY, or --insecure to allow requests without a key"
@@ -78,7 +78,7 @@ def hearing_signals() -> Iterator[None]:
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
-        handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, _leave)
+        handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, _exit_now)
         if hasattr(signal, "SIGHUP"):
             handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -88,14 +88,14 @@ def hearing_signals() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def _leave(*_: object) -> NoReturn:
-    last = threading.Timer(_LEAVE_S, os._exit, [0])  # a download's threads would delay the exit
+def _exit_now(*_: object) -> NoReturn:
+    last = threading.Timer(_EXIT_S, os._exit, [0])  # a download's threads would delay the exit
     last.daemon = True
     last.start()
     raise SystemExit(0)
 
 
-def hears_hang_up() -> bool:
+def handles_sighup() -> bool:
     """Return True if this thread can handle SIGHUP."""
     return hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
 
@@ -166,7 +166,7 @@ def bytes_taken(sock: socket.socket | None) -> int | None:
     nothing.
     """
     if sys.platform == "linux" and sock is not None:
-        with contextlib.suppress(*_GONE):
+        with contextlib.suppress(*_SOCKET_CLOSED):
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             return int.from_bytes(info[-8:], sys.byteorder) if len(info) == _TCP_INFO_BYTES else None
     return None
@@ -175,7 +175,7 @@ def bytes_taken(sock: socket.socket | None) -> int | None:
 def bytes_under_way(sock: socket.socket | None) -> int:
     """Return the sent bytes that have not arrived (SIOCOUTQ of tcp(7)); 0 if unknown."""
     if sys.platform == "linux" and sock is not None:
-        with contextlib.suppress(*_GONE):
+        with contextlib.suppress(*_SOCKET_CLOSED):
             queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT_BYTES))
             return int.from_bytes(queued, sys.byteorder)
     return 0
@@ -184,7 +184,7 @@ def bytes_under_way(sock: socket.socket | None) -> int:
 def reset_when_closed(sock: socket.socket | None) -> None:
     """Drop unsent bytes at closing."""
     if sock is not None:
-        with contextlib.suppress(*_GONE):
+        with contextlib.suppress(*_SOCKET_CLOSED):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 

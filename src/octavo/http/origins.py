@@ -43,8 +43,8 @@ class OriginMiddleware:
         host = hosts[0] if hosts else ""
         if self._hosts is not None and scope["path"] not in OPEN_PATHS and _name(host) not in self._hosts:
             return HttpError(421, "this Host is not allowed; the option --allowed-host NAME allows one")
-        own = {f"http://{host}", f"https://{host}"} if host else set()
-        if "*" not in self._origins and not own.union(self._origins).issuperset(origins):
+        own_origins = {f"http://{host}", f"https://{host}"} if host else set()
+        if "*" not in self._origins and not own_origins.union(self._origins).issuperset(origins):
             return HttpError(403, "pages of this Origin are not allowed; the option --allowed-origin URL allows one")
         return None
 

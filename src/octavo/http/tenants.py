@@ -52,19 +52,19 @@ class Tenant:
     share_prefix_cache: bool = False
     read_metrics: bool = False
 
-    def cache_salt(self, asked: str | None) -> str | None:
+    def cache_salt(self, requested: str | None) -> str | None:
         """Return the salt of its prompts' blocks, from the salt that a client asks for.
 
         It begins with the tenant's name, or "shared" if it shares the prefix cache, so no client can ask for another
         tenant's salt. Raises `RequestError`.
         """
-        check_salt(asked)
+        check_salt(requested)
         if not self.name:
-            return asked
-        own = "" if asked is None else hashlib.sha256(asked.encode()).hexdigest()  # all of one length
+            return requested
+        hashed = "" if requested is None else hashlib.sha256(requested.encode()).hexdigest()  # all of one length
         if self.share_prefix_cache:
-            return f"shared\0{own}" if own else None
-        return f"key\0{self.name}\0{own}"
+            return f"shared\0{hashed}" if hashed else None
+        return f"key\0{self.name}\0{hashed}"
 
 
 EVERYBODY = Tenant(share_prefix_cache=True, read_metrics=True)
@@ -237,16 +237,16 @@ def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
     text = tomlkit.dumps(document)
     if tomllib.loads(text) != {"keys": tables.unwrap()}:
         raise ConfigError(f"{path}: the keys are not written as tables like [keys.alice]; change them by hand")
-    beside = path.with_name(f"{path.name}.new")
+    run_text_work = path.with_name(f"{path.name}.new")
     try:
-        beside.touch(mode=0o600)
-        beside.write_text(text, encoding="utf-8")
+        run_text_work.touch(mode=0o600)
+        run_text_work.write_text(text, encoding="utf-8")
         if not is_new:
             before = path.stat()
-            beside.chmod(stat.S_IMODE(before.st_mode))
+            run_text_work.chmod(stat.S_IMODE(before.st_mode))
             if hasattr(os, "chown"):  # the server can read it even if root changed it
-                os.chown(beside, before.st_uid, before.st_gid)
-        beside.replace(path)
+                os.chown(run_text_work, before.st_uid, before.st_gid)
+        run_text_work.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        run_text_work.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

@@ -79,10 +79,10 @@ def explain(log: Iterable[Event], request_id: str, end_time: float | None = None
         raise ConfigError(f"no request {request_id!r} is recorded; the journal has {', '.join(known[:10]) or 'none'}")
     end = next((i for i in range(start, len(stream)) if _is(stream[i], events.RequestFinished, request_id)), None)
     life = stream[start : len(stream) if end is None else end + 1]
-    teller = _Teller(request_id, stream[: start + 1])
+    explainer = _Explainer(request_id, stream[: start + 1])
     for event in life:
-        teller.tell(event)
-    return teller.finish(life[-1].time if end is not None or end_time is None else end_time)
+        explainer.take(event)
+    return explainer.finish(life[-1].time if end is not None or end_time is None else end_time)
 
 
 def intervals(log: Iterable[Event], end_time: float) -> dict[str, list[Interval]]:
@@ -90,25 +90,25 @@ def intervals(log: Iterable[Event], end_time: float) -> dict[str, list[Interval]
 
     end_time: of the stream, for open requests.
     """
-    tellers: dict[str, _Teller] = {}
+    explainers: dict[str, _Explainer] = {}
     done: dict[str, list[Interval]] = {}
     for event in log:
         if isinstance(event, events.RequestQueued):
             name = event.request_id
             while name in done:
                 name += "'"
-            tellers[event.request_id] = _Teller(event.request_id, [event])
-            done[name] = tellers[event.request_id].result.intervals
+            explainers[event.request_id] = _Explainer(event.request_id, [event])
+            done[name] = explainers[event.request_id].result.intervals
         if isinstance(event, events.StepCompleted):
             for request_id in event.num_new_tokens:
-                if request_id in tellers:
-                    tellers[request_id].note_tokens(event)
-        elif isinstance(event, events.RequestEvent) and event.request_id in tellers:
-            tellers[event.request_id].note_own(event)
+                if request_id in explainers:
+                    explainers[request_id].note_tokens(event)
+        elif isinstance(event, events.RequestEvent) and event.request_id in explainers:
+            explainers[event.request_id].note_event(event)
             if isinstance(event, events.RequestFinished):
-                tellers.pop(event.request_id).enter(None, event.time)
-    for teller in tellers.values():
-        teller.enter(None, end_time)
+                explainers.pop(event.request_id).enter(None, event.time)
+    for explainer in explainers.values():
+        explainer.enter(None, end_time)
     return done
 
 
@@ -116,7 +116,7 @@ def _is(event: Event, kind: type[events.RequestEvent], request_id: str) -> bool:
     return isinstance(event, kind) and event.request_id == request_id
 
 
-class _Teller:
+class _Explainer:
     """Follows one request."""
 
     def __init__(self, request_id: str, before: list[Event]) -> None:
@@ -139,7 +139,7 @@ class _Teller:
         for event in before:
             self._note_blocked(event)
 
-    def tell(self, event: Event) -> None:
+    def take(self, event: Event) -> None:
         """Process an event during the request's life."""
         self._note_blocked(event)
         if isinstance(event, events.StepScheduled):
@@ -158,7 +158,7 @@ class _Teller:
         elif isinstance(event, events.HostBlocksFound | events.HostBlocksCopied):
             self._note_host(event)
         if isinstance(event, events.RequestEvent) and event.request_id == self.request_id:
-            self.note_own(event)
+            self.note_event(event)
 
     def finish(self, end: float) -> Explanation:
         """Close the last phase and add the remaining reasons."""
@@ -179,7 +179,7 @@ class _Teller:
         if self.num_tokens:
             result.reasons.append(f"it took part in {self.num_steps} steps and generated {self.num_tokens} tokens")
         if self.drafts.num_drafts:
-            result.reasons.append(_how_drafts_went(self.drafts))
+            result.reasons.append(_describe_drafts(self.drafts))
         others = [f"{name} ({count} tokens)" for name, count in self.shared.most_common(3)]
         if others:
             result.reasons.append(f"the other requests with the most tokens in its steps: {', '.join(others)}")
@@ -211,7 +211,7 @@ class _Teller:
         if isinstance(event, events.HostBlocksFound):
             if event.request_id == self.request_id:
                 self.found_in_host = event
-                reasons.append(_what_was_copied(event))
+                reasons.append(_describe_copy(event))
             return
         found = self.found_in_host
         if found is None or found.step > event.step:
@@ -219,7 +219,7 @@ class _Teller:
         self.found_in_host = None
         if found.step == event.step:
             took_s = event.loaded.seconds * found.num_blocks / event.loaded.num_blocks
-            reasons[reasons.index(_what_was_copied(found))] = _what_was_copied(found, took_s)
+            reasons[reasons.index(_describe_copy(found))] = _describe_copy(found, took_s)
 
     def _note_step(self, event: events.StepScheduled) -> None:
         if self.phase == QUEUED:
@@ -240,7 +240,7 @@ class _Teller:
             if self.phase == PROMPT:
                 self.enter(GENERATING, event.time)
 
-    def note_own(self, event: events.RequestEvent) -> None:
+    def note_event(self, event: events.RequestEvent) -> None:
         """Process an event of this request."""
         reasons = self.result.reasons
         if isinstance(event, events.RequestQueued):
@@ -261,9 +261,11 @@ class _Teller:
         elif isinstance(event, events.KVLoadStarted):
             self.enter(LOADING, event.time)
         elif isinstance(event, events.KVLoadEnded):
-            goes_on = event.num_tokens > 0  # a part of the KV suffices
-            self.enter((GENERATING if self.has_output else PROMPT) if goes_on else QUEUED, event.time, _by_tier(event))
-            reasons.append(_what_came(event))
+            continues = event.num_tokens > 0  # a part of the KV suffices
+            self.enter(
+                (GENERATING if self.has_output else PROMPT) if continues else QUEUED, event.time, _by_tier(event)
+            )
+            reasons.append(_describe_load(event))
         elif isinstance(event, events.RequestPreempted):
             self.enter(PREEMPTED, event.time)
             reasons.append(self._why_preempted(event))
@@ -272,15 +274,15 @@ class _Teller:
         elif isinstance(event, events.RequestOutranked):
             self.num_outranked += 1
         elif isinstance(event, events.PrefixCacheQueried):
-            reasons.append(_what_was_found(event))
+            reasons.append(_describe_found(event))
         elif isinstance(event, events.RequestFinished):
             self.num_tokens = event.num_output_tokens
             self.result.ending = f"ended with {event.reason!r} after {event.num_output_tokens} tokens"
 
     def _why_preempted(self, event: events.RequestPreempted) -> str:
-        own = self.queued[self.request_id]
+        queued_event = self.queued[self.request_id]
         rivals = [self.queued[name] for name in (event.beneficiary, *self.rivals) if name in self.queued]
-        better = next((other for other in rivals if other.priority < own.priority), None)
+        better = next((other for other in rivals if other.priority < queued_event.priority), None)
         if not event.policy:
             why = "an operator asked for it"
         elif event.beneficiary == self.request_id:
@@ -288,15 +290,17 @@ class _Teller:
         else:
             why = f"{event.beneficiary} needed its blocks, and it was the least important one (policy {event.policy})"
         if better is not None and event.policy == "priority":
-            why += f"; {better.request_id} is more important (priority {better.priority} against {own.priority})"
+            why += (
+                f"; {better.request_id} is more important (priority {better.priority} against {queued_event.priority})"
+            )
         cost = "swapped to host memory" if event.swapped else "computed again unless cached"
         return f"it was preempted: {why}; {event.num_lost_tokens} tokens were {cost}"
 
     def _why_queued(self) -> Iterator[str]:
-        own = self.queued[self.request_id]
+        queued_event = self.queued[self.request_id]
         queued_s = self.result.seconds.get(QUEUED, 0.0)
-        if own.num_ahead and queued_s:
-            yield f"it queued after {own.num_ahead} other request{'s' if own.num_ahead > 1 else ''}"
+        if queued_event.num_ahead and queued_s:
+            yield f"it queued after {queued_event.num_ahead} other request{'s' if queued_event.num_ahead > 1 else ''}"
         for reason, seconds in sorted(self.held_up.items(), key=lambda each: -each[1]):
             if seconds > 0:
                 yield f"for {seconds:.3f} s the head of the queue could not start: {reason}"
@@ -306,13 +310,15 @@ class _Teller:
             tenants = {each: self.queued[each].tenant for each in self.tokens_while_queued if each in self.queued}
             yield f"while it queued, {most} of {total} computed tokens went to {name}"
             others = sum(
-                n for each, n in self.tokens_while_queued.items() if tenants.get(each, own.tenant) != own.tenant
+                n
+                for each, n in self.tokens_while_queued.items()
+                if tenants.get(each, queued_event.tenant) != queued_event.tenant
             )
             if others:
                 yield f"while it queued, {others} of {total} computed tokens went to other tenants"
 
 
-def _how_drafts_went(drafts: DraftStats) -> str:
+def _describe_drafts(drafts: DraftStats) -> str:
     rates = ", ".join(f"{100 * rate:.0f} %" for rate in drafts.acceptance_rate_per_pos)
     return (
         f"{drafts.num_accepted_tokens} of {drafts.num_draft_tokens} draft tokens were accepted (by position in the "
@@ -329,7 +335,7 @@ def _by_tier(event: events.KVLoadEnded) -> dict[str, str]:
     return {each.move.tier: f"{each.num_tokens:,} tokens, {_ms(each.move.seconds)}" for each in shares_of(event)}
 
 
-def _what_came(event: events.KVLoadEnded) -> str:
+def _describe_load(event: events.KVLoadEnded) -> str:
     took = _ms(event.seconds)
     if not event.num_tokens:
         return f"fetching its KV from {event.store} took {took} and brought no KV: {event.outcome}"
@@ -343,7 +349,7 @@ def _what_came(event: events.KVLoadEnded) -> str:
     return f"{given}, {took}{_instead_of(event.computing_s)}{less}"
 
 
-def _what_was_copied(found: events.HostBlocksFound, took_s: float | None = None) -> str:
+def _describe_copy(found: events.HostBlocksFound, took_s: float | None = None) -> str:
     took = "" if took_s is None else f", {_ms(took_s)}"
     return f"{found.num_tokens:,} tokens from host memory{took}{_instead_of(found.computing_s)}"
 
@@ -356,7 +362,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms" if seconds >= 0.001 else f"{1e3 * seconds:.1f} ms"
 
 
-def _what_was_found(event: events.PrefixCacheQueried) -> str:
+def _describe_found(event: events.PrefixCacheQueried) -> str:
     found = f"{event.num_hit_tokens} of its {event.num_query_tokens} tokens were found in the prefix cache"
     if event.miss is None:
         return found

@@ -107,8 +107,8 @@ def decode_transfer(
     transfer_id: int, num_blocks: int, moves: Sequence[list[Any]] = (), evicted: Sequence[tuple[str, int]] = ()
 ) -> EndedTransfer:
     """Decode a transfer. Older journals lack moves and evicted blocks."""
-    told = tuple((tier, count) for tier, count in evicted)
-    return EndedTransfer(transfer_id, num_blocks, tuple(TierMove(*move) for move in moves), told)
+    by_tier = tuple((tier, count) for tier, count in evicted)
+    return EndedTransfer(transfer_id, num_blocks, tuple(TierMove(*move) for move in moves), by_tier)
 
 
 def checksum(scheduled: SchedulerOutput) -> int:

@@ -104,7 +104,7 @@ class RecordingScheduler:
 
     def add_request(self, request: Request) -> None:
         """Add and record a request, unless it is refused."""
-        asked = request.max_total_tokens
+        total = request.max_total_tokens
         self._scheduler.add_request(request)
         start = time.thread_time()
         pseudonyms = Pseudonyms(self._key)
@@ -121,7 +121,7 @@ class RecordingScheduler:
         if request.kv_transfer_params is not None:
             options["kv_transfer_params"] = dataclasses.asdict(request.kv_transfer_params)
         self._write(
-            ["a", self._elapsed(), self._num_arrivals, request.request_id, encode_tokens(prompt), asked, options]
+            ["a", self._elapsed(), self._num_arrivals, request.request_id, encode_tokens(prompt), total, options]
         )
         self._num_arrivals += 1
         self.seconds += time.thread_time() - start
@@ -163,7 +163,7 @@ class RecordingScheduler:
         start = time.thread_time()
         self._note_answers()
         known = self._unfinished
-        told: list[list[Any]] = [[known[name].number, 0, 0, None, None] for name in result.postponed if name in known]
+        rows: list[list[Any]] = [[known[name].number, 0, 0, None, None] for name in result.postponed if name in known]
         has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
         for output in outputs:
             num_accepted, reason = len(output.new_token_ids), output.finish_reason
@@ -173,17 +173,17 @@ class RecordingScheduler:
             if reason is not None or num_sampled != 1 or num_accepted != 1:
                 name = output.request_id
                 number = (self._replaced.get(name) or self._unfinished[name]).number
-                told.append([number, num_sampled, num_accepted, reason, output.error])
+                rows.append([number, num_sampled, num_accepted, reason, output.error])
         if result.drafting_s or result.host_moves or result.draft_token_ids:
             computed = [known[name].number for name in sorted(result.computed_drafts) if name in known]
             drafts = {known[name].number: len(ids) for name, ids in result.draft_token_ids.items() if name in known}
             seldom = result.drafting_s, result.num_drafting_passes, computed, result.host_moves, drafts
-            self._write(["u", self._elapsed(), told, result.kv_transfers, *seldom])
-        elif told or result.kv_transfers:
-            self._write(["u", self._elapsed(), told, result.kv_transfers])
+            self._write(["u", self._elapsed(), rows, result.kv_transfers, *seldom])
+        elif rows or result.kv_transfers:
+            self._write(["u", self._elapsed(), rows, result.kv_transfers])
         else:
             self._write_line(f'["u",{self._elapsed()},[],[]]\n')
-        if told:
+        if rows:
             self._note_endings(outputs, of_step=True)
         self.seconds += time.thread_time() - start
         return outputs

@@ -90,8 +90,8 @@ class Player:
             sink=self.log,
             connector=self.store,
         )
-        was_asked = header.get("converted_from", VERSION) >= FIRST_WITH_DROPPED_SAVES
-        self.scheduler.transfers.reports_dropped_saves = was_asked
+        has_dropped_saves = header.get("converted_from", VERSION) >= FIRST_WITH_DROPPED_SAVES
+        self.scheduler.transfers.reports_dropped_saves = has_dropped_saves
 
     def play(self, line: list[Any]) -> None:
         """Repeat a line's call. Lines must be played in order."""
@@ -127,7 +127,7 @@ class Player:
 
     def _play_u(
         self,
-        told: list[list[Any]],
+        rows: list[list[Any]],
         kv_transfers: list[list[Any]],
         drafting_s: float = 0.0,
         num_drafting_passes: int = 0,
@@ -137,7 +137,7 @@ class Player:
     ) -> None:
         scheduled = self.scheduler.in_flight
         assert scheduled is not None
-        exceptions = {self.names[number]: (sampled, *rest) for number, sampled, *rest in told}
+        exceptions = {self.names[number]: (sampled, *rest) for number, sampled, *rest in rows}
         sampled_ids: dict[str, list[int]] = {}
         errors: dict[str, str] = {}
         postponed: set[str] = set()

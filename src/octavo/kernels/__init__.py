@@ -65,12 +65,12 @@ def default_instruction_set() -> str | None:
     Raises ConfigError if this processor lacks OCTAVO_ISA.
     """
     available = instruction_sets()
-    asked = isa_from_environment()
+    forced = isa_from_environment()
     if not available:
         return None
-    if asked is not None and asked not in available:
-        raise ConfigError(f"OCTAVO_ISA={asked} cannot be used: this processor has {', '.join(available)}")
-    return asked or available[0]
+    if forced is not None and forced not in available:
+        raise ConfigError(f"OCTAVO_ISA={forced} cannot be used: this processor has {', '.join(available)}")
+    return forced or available[0]
 
 
 def are_exact(device: torch.device, backend: str) -> bool:

@@ -72,7 +72,7 @@ class AttentionBatch:
     more_groups  the same rows in KV groups 1, 2, ...
     rotary_positions int64 [num_dims, num_tokens]   of M-RoPE
 
-    Padding comes last: sequences of length 0 with one row or none, then, if `has_rows_behind`, rows of no sequence.
+    Padding comes last: sequences of length 0 with one row or none, then, if `has_padding_rows`, rows of no sequence.
     Padding rows have slot -1: they read and write nothing, and attention returns zeros.
     """
 
@@ -84,7 +84,7 @@ class AttentionBatch:
     block_size: int
     outputs: OutputRows | None = None
     more_groups: tuple[AttentionBatch, ...] = ()
-    has_rows_behind: bool = False
+    has_padding_rows: bool = False
     rotary_positions: Tensor | None = None
 
     def of_group(self, index: int) -> AttentionBatch:

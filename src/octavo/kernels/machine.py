@@ -100,11 +100,11 @@ def cpu_quota() -> float:
 def cgroup_folders(controller: str) -> Iterator[Path]:
     """Yield this process's cgroup and its parents, of versions 2 and 1."""
     for line in read_lines(_OWN_CGROUPS):
-        _, controllers, own = line.split(":", 2)
+        _, controllers, cgroup = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         root = _CGROUPS / controllers
-        inner = root / own.strip("/")
+        inner = root / cgroup.strip("/")
         for folder in (inner, *inner.parents):
             yield folder
             if folder == root:

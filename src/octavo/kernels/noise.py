@@ -44,7 +44,7 @@ _LN2_LOW = 9.0580006145e-06
 _ATANH_TERMS = (13, 11, 9, 7, 5, 3)
 
 
-class Stream(IntEnum):
+class RandomStream(IntEnum):
     """The decision that random numbers are for; streams are independent.
 
     CHOICE: a row's token. The rest are for rejection sampling; RESAMPLING replaces a rejected draft.
@@ -61,7 +61,7 @@ def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_siz
     return _word_to_gumbel(philox_words(seed, position, sample_index, vocab_size))
 
 
-def uniform_noise(seed: Tensor, position: Tensor, sample_index: Tensor, stream: Stream) -> Tensor:
+def uniform_noise(seed: Tensor, position: Tensor, sample_index: Tensor, stream: RandomStream) -> Tensor:
     """Return float64 numbers of (0, 1), one per seed."""
     counter = torch.zeros(1, dtype=torch.int64, device=seed.device)
     high, low, _, _ = _philox(counter, seed, position, sample_index, stream)
@@ -72,13 +72,13 @@ def philox_words(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_siz
     """Return token ids' random words, int64 [n, vocab_size]."""
     num_rows, num_blocks = seed.numel(), -(-vocab_size // (_LANES * _WORDS))
     counter = torch.arange(num_blocks * _LANES, dtype=torch.int64, device=seed.device)
-    words = _philox(counter, seed, position, sample_index, Stream.CHOICE)
+    words = _philox(counter, seed, position, sample_index, RandomStream.CHOICE)
     by_lane = [word.reshape(num_rows, num_blocks, _LANES) for word in words]
     return torch.stack(by_lane, dim=2).flatten(1)[:, :vocab_size]
 
 
 def _philox(
-    counter: Tensor, seed: Tensor, position: Tensor, sample_index: Tensor, stream: Stream
+    counter: Tensor, seed: Tensor, position: Tensor, sample_index: Tensor, stream: RandomStream
 ) -> tuple[Tensor, ...]:
     """Return each counter's four words."""
     seed, position, sample_index = (column.to(torch.int64).reshape(-1, 1) for column in (seed, position, sample_index))

@@ -365,9 +365,9 @@ def kv_scales(cache: Tensor) -> Tensor:
     They follow the rows of each block and head.
     """
     num_blocks, num_heads, block_size, head_dim = cache.shape
-    behind = cache.storage_offset() + block_size * head_dim
+    end = cache.storage_offset() + block_size * head_dim
     size = (num_blocks, num_heads, block_size * KV_SCALE_BYTES)
-    return cache.as_strided(size, (*cache.stride()[:2], 1), behind).view(torch.float32)
+    return cache.as_strided(size, (*cache.stride()[:2], 1), end).view(torch.float32)
 
 
 def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -221,8 +221,8 @@ class ReferenceKernels:
         for i, seq_len in enumerate(batch.seq_lens.tolist()):
             blocks = batch.block_tables[i, : -(-seq_len // batch.block_size)].long()
             start = 0 if window is None else max(0, int(batch.positions[query_start[i]]) - window + 1)
-            num_behind = start // batch.block_size
-            blocks[:num_behind] = blocks[num_behind]
+            num_released = start // batch.block_size
+            blocks[:num_released] = blocks[num_released]
             keys, values = (
                 _read_blocks(cache, blocks).transpose(1, 2).flatten(0, 1)[:seq_len]  # [seq_len, num_kv_heads, head_dim]
                 for cache in (k_cache, v_cache)
@@ -262,8 +262,8 @@ class ReferenceKernels:
             raise IndexError(f"a request has no row of logits, or more than {num_speculative_steps} drafts")
         steps = torch.arange(num_speculative_steps + 1, device=target_sampled.device)
         rows = (first[:, None] + steps).clamp(max=target_sampled.shape[0] - 1)
-        came_true = F.pad(target_sampled[:-1] == draft_ids[1:], (0, 1))[rows] & (steps < num_rows[:, None] - 1)
-        num_sampled = 1 + came_true.int().cumprod(dim=1).sum(dim=1)
+        is_accepted = F.pad(target_sampled[:-1] == draft_ids[1:], (0, 1))[rows] & (steps < num_rows[:, None] - 1)
+        num_sampled = 1 + is_accepted.int().cumprod(dim=1).sum(dim=1)
         sampled = torch.where(steps < num_sampled[:, None], target_sampled[rows], -1)
         return sampled, num_sampled.int()
 

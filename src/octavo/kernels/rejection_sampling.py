@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.kernels.noise import Stream, uniform_noise
+from octavo.kernels.noise import RandomStream, uniform_noise
 from octavo.kernels.reference import kept_tokens
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def rejection_sampling_batched(
     drafts = draft_ids.roll(-1)
     p = target_probs.gather(1, drafts.unsqueeze(1)).squeeze(1).double()
     q = torch.ones_like(p) if draft_probs is None else draft_probs.gather(1, drafts.unsqueeze(1)).squeeze(1).double()
-    is_accepted = uniform_noise(seed, position, sample_index, Stream.ACCEPTANCE) * q < p
+    is_accepted = uniform_noise(seed, position, sample_index, RandomStream.ACCEPTANCE) * q < p
 
     steps = torch.arange(num_speculative_steps + 1, device=device)
     row_of = (first.unsqueeze(1) + steps).clamp(max=len(drafts) - 1)  # [num_requests, num_speculative_steps + 1]
@@ -98,6 +98,8 @@ def rejection_sampling_batched(
         residual = (target - draft_probs[at].double()).clamp(min=0.0)
     # If p and q differ only by rounding, it may be all zeros.
     residual = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, target)
-    chosen[is_rejected] = draw(residual, uniform_noise(seed[at], position[at], sample_index[at], Stream.RESAMPLING))
+    chosen[is_rejected] = draw(
+        residual, uniform_noise(seed[at], position[at], sample_index[at], RandomStream.RESAMPLING)
+    )
     sampled = torch.where(is_accepted_so_far, drafts[row_of], -1).scatter_(1, num_accepted[:, None], chosen[:, None])
     return sampled, (num_accepted + 1).int()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _LOOKUP_THREADS = 2
 _EXPECTED_S = 1.0  # without a further block for this long, the request takes those found
-_ASKED_AGAIN_S, _ASKED_AGAIN_AT_MOST_S = 0.005, 0.04  # pause before a repetition; doubles each time
+_RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # pause before a repetition; doubles each time
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Lookup:
     is_wanted: bool = True
     until: float = 0.0
     found: int = 0
-    pause_s: float = _ASKED_AGAIN_S
+    pause_s: float = _RETRY_S
     again_at: float | None = None
 
     def take(self, count: int, now: float) -> None:
@@ -55,7 +55,7 @@ class _Lookup:
             self.end = found
         else:
             self.again_at = now + self.pause_s
-            self.pause_s = min(2 * self.pause_s, _ASKED_AGAIN_AT_MOST_S)
+            self.pause_s = min(2 * self.pause_s, _MAX_RETRY_S)
 
 
 class StoreConnector:

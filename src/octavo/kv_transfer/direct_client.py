@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from octavo.kv_transfer.interface import StoreError
-from octavo.kv_transfer.mooncake_client import MooncakeClient, own_address
+from octavo.kv_transfer.mooncake_client import MooncakeClient, local_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,6 +108,6 @@ class TransferClient:
 def _usual_address() -> str:
     """Return this machine's default address; sends nothing."""
     try:
-        return own_address(_ANYBODY)
+        return local_address(_ANYBODY)
     except StoreError:
         return "127.0.0.1"  # no route to other machines

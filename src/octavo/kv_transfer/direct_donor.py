@@ -33,7 +33,7 @@ _GRACE_S = 2.0  # both engines get the request at the same time: how late the pr
 _STALLED_S = 3.0  # error if ready blocks wait and none at all is written for this long; less than `SILENT_S`
 _FIRST_WRITE_BYTES = 1 << 20  # approximate; `_Pace` adapts later writes
 _MAX_CONNECTIONS = 512
-_MAX_TOLD = 64  # remembered refusals
+_MAX_LOGGED = 64  # remembered refusals
 _MAX_KNOWN = 4096  # remembered ended transfers
 
 
@@ -80,7 +80,7 @@ class DirectDonor:
         self._connections: set[socket.socket] = set()
         self._num_errors = 0
         self._written_at = 0.0  # to any decode engine
-        self._told: set[tuple[str, str]] = set()  # (refused decode engine, reason)
+        self._logged: set[tuple[str, str]] = set()  # (refused decode engine, reason)
         self._is_closed = False
         has_both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if has_both else socket.AF_INET
@@ -215,7 +215,7 @@ class DirectDonor:
             with contextlib.closing(connection):
                 channel = Channel(connection)
                 try:
-                    self._hand_over(channel, self._hear(channel))
+                    self._hand_over(channel, self._receive(channel))
                 except (RefusalError, StoreError) as error:
                     self._refuse(channel, str(error))
         except OSError as error:
@@ -233,15 +233,15 @@ class DirectDonor:
         refusal = channel.peer_host, reason
         with self._changed:
             self._num_errors += 1
-            is_new = refusal not in self._told
-            if len(self._told) >= _MAX_TOLD:
-                self._told.clear()
-            self._told.add(refusal)
+            is_new = refusal not in self._logged
+            if len(self._logged) >= _MAX_LOGGED:
+                self._logged.clear()
+            self._logged.add(refusal)
         if is_new:
             logger.warning("decode engine at %s: no KV is sent to it: %s", *refusal)
         channel.send(messages.Refused(reason))
 
-    def _hear(self, channel: Channel) -> ReadyToReceive:
+    def _receive(self, channel: Channel) -> ReadyToReceive:
         """Authenticate a decode engine; return its request. Raises `RefusalError` if its KV differs."""
         hello = channel.receive(messages.Hello)
         if hello.version != messages.VERSION:
@@ -268,17 +268,17 @@ class DirectDonor:
 
         Raises `StoreError` if blocks are ready but none is written to any engine for `_STALLED_S`.
         """
-        num_written, asked_at, pace = 0, time.monotonic(), _Pace(self._object_bytes)
+        num_written, requested_at, pace = 0, time.monotonic(), _Pace(self._object_bytes)
         ready_at: float | None = None  # since when a computed block waits
         while num_written < len(ready.keys):
-            count = self._wait(ready, num_written, asked_at)
+            count = self._wait(ready, num_written, requested_at)
             if count is None:
                 break
-            came = self._write_in_turn(channel.own_host, ready, num_written, count, pace) if count else 0
-            num_written += came
-            channel.send(messages.Written(num_written) if came else messages.Beat())
+            num_new = self._write_in_turn(channel.local_host, ready, num_written, count, pace) if count else 0
+            num_written += num_new
+            channel.send(messages.Written(num_written) if num_new else messages.Beat())
             now = time.monotonic()
-            ready_at = None if came or not count else ready_at or now
+            ready_at = None if num_new or not count else ready_at or now
             if ready_at is not None and now - max(ready_at, self._written_at) > _STALLED_S:
                 raise StoreError(f"the process for direct transfers of KV has written nothing for {_STALLED_S:g} s")
         channel.send(messages.End())
@@ -300,7 +300,7 @@ class DirectDonor:
         pace.wrote(num_written, self._written_at - write_began)
         return num_written
 
-    def _wait(self, ready: ReadyToReceive, first: int, asked_at: float) -> int | None:
+    def _wait(self, ready: ReadyToReceive, first: int, requested_at: float) -> int | None:
         """Count the blocks that are ready within `BEAT_S`; None if none will be."""
         keys = ready.keys[first:]
         beat_at = time.monotonic() + messages.BEAT_S
@@ -310,7 +310,7 @@ class DirectDonor:
                 now = time.monotonic()
                 if count or now >= beat_at:
                     return count
-                if self._is_closed or not self._is_coming(ready.transfer_id, keys[0], now - asked_at):
+                if self._is_closed or not self._is_coming(ready.transfer_id, keys[0], now - requested_at):
                     return None
                 self._changed.wait(beat_at - now)
 

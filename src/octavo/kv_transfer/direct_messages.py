@@ -108,7 +108,7 @@ class Channel:
         self._connection = connection
 
     @property
-    def own_host(self) -> str:
+    def local_host(self) -> str:
         """This machine's address as the peer knows it."""
         return str(self._connection.getsockname()[0]).removeprefix("::ffff:")
 

@@ -20,7 +20,7 @@ from octavo.kv_transfer.direct_client import TransferClient
 from octavo.kv_transfer.direct_messages import Channel
 from octavo.kv_transfer.direct_segment import HEADER_BYTES, RECEIVER_AREAS, checksum
 from octavo.kv_transfer.interface import StoreError, StoreStats
-from octavo.kv_transfer.mooncake_client import OPEN_S, BusyError, own_address
+from octavo.kv_transfer.mooncake_client import OPEN_S, BusyError, local_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -146,9 +146,9 @@ class DirectReceiver:
             expected, run = self._split(keys[count:])
             if expected is None:
                 break
-            came = self._receive(expected, run, blocks[count : count + len(run)])
-            count += came
-            if came < len(run):
+            num_received = self._receive(expected, run, blocks[count : count + len(run)])
+            count += num_received
+            if num_received < len(run):
                 break
         return count
 
@@ -202,7 +202,7 @@ class DirectReceiver:
     def _receive(self, expected: _Expected, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
         """Receive blocks from one source. Returns and raises as `load`."""
         try:
-            host = own_address(expected.source)
+            host = local_address(expected.source)
         except StoreError as error:
             self._note_fault(expected.source, str(error))
             return 0
@@ -217,14 +217,16 @@ class DirectReceiver:
                         break
                     size = len(area.objects)
                     part = keys[count : count + size]
-                    came = self._receive_part(expected, area, client.session, part, blocks[count : count + size])
+                    num_received = self._receive_part(
+                        expected, area, client.session, part, blocks[count : count + size]
+                    )
             except BusyError:  # other requests wait for their prompts
                 if not client.is_alive or not self._may_wait(expected):
                     break
                 time.sleep(_BUSY_PAUSE_S)
                 continue
-            count += came
-            if came < len(part):
+            count += num_received
+            if num_received < len(part):
                 break
         return count
 
@@ -248,9 +250,9 @@ class DirectReceiver:
                 )
                 self.notify_ready_to_receive(channel, ready)
                 while not is_over and self._is_wanted(expected):
-                    told = channel.receive((messages.Written, messages.Beat, messages.End))
-                    is_over = isinstance(told, messages.End)
-                    end = min(told.count, len(keys)) if isinstance(told, messages.Written) else count
+                    message = channel.receive((messages.Written, messages.Beat, messages.End))
+                    is_over = isinstance(message, messages.End)
+                    end = min(message.count, len(keys)) if isinstance(message, messages.Written) else count
                     while count < end:
                         if not self._take(area.objects[count], generation, keys[count], blocks[count]):
                             self._note_fault(

@@ -60,7 +60,7 @@ class DiskDirectory:
         self._sizes, self._max_bytes = sizes, max_bytes
         self._mutex = threading.Lock()  # to list, add or remove files
         self._writing: dict[str, int] = {}  # temporary files of all processes
-        self._own: set[str] = set()  # those of this process
+        self._temporaries: set[str] = set()  # those of this process
         self._unreadable: dict[str, float] = {}
         self._generation = b""  # the lock file's at the last count; b"": a count is due
         self._counted_at = -math.inf
@@ -156,7 +156,7 @@ class DiskDirectory:
             if error.errno == errno.EIO:
                 self._set_aside(name, str(error), locked=locked)
             else:  # no permission, too many open files: not corrupt
-                self._leave_alone(name)
+                self._skip_undeletable(name)
         else:
             self.index.add(BlockFile(name, found.st_size, keys), 0 if is_bad else found.st_mtime_ns)
 
@@ -213,12 +213,12 @@ class DiskDirectory:
         except FileNotFoundError:
             return
         except OSError:  # no permission to write, or the whole disk fails
-            self._leave_alone(name)
+            self._skip_undeletable(name)
             return
         size = file.num_bytes if file is not None else self._size(bad)
         self.index.add(BlockFile(bad, size), 0)
 
-    def _leave_alone(self, name: str) -> None:
+    def _skip_undeletable(self, name: str) -> None:
         """Count a file without its blocks, and retry it later."""
         self._unreadable[name] = time.monotonic() + _UNREADABLE_S
         self.index.add(BlockFile(name, self._size(name)), 0)
@@ -259,7 +259,7 @@ class DiskDirectory:
                 self._writing.pop(temporary, None)
             raise
         finally:
-            self._own.discard(temporary)
+            self._temporaries.discard(temporary)
             os.close(descriptor)
         sync_directory(self._root)
 
@@ -270,13 +270,13 @@ class DiskDirectory:
             self._new_generation()
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(self.path / temporary, flags, _FILE_MODE)
-            self._own.add(temporary)
+            self._temporaries.add(temporary)
             self._writing[temporary] = num_bytes
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.ftruncate(descriptor, num_bytes)
             except BaseException:
-                self._own.discard(temporary)
+                self._temporaries.discard(temporary)
                 self._writing.pop(temporary, None)
                 with suppress(OSError):
                     (self.path / temporary).unlink()
@@ -325,7 +325,7 @@ class DiskDirectory:
         if self._generation and self._read_generation() == self._generation and now < self._counted_at + _RECOUNT_S:
             return
         self._list(locked=True)
-        for name in set(self._writing) - self._own:
+        for name in set(self._writing) - self._temporaries:
             if self._is_dead(name):
                 with suppress(PermissionError):
                     (self.path / name).unlink(missing_ok=True)

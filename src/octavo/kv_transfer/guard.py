@@ -54,12 +54,12 @@ class GuardedStore:
         self._opening = threading.Lock()
         self._store: KVStore | None = None
         self._calls: dict[int, float] = {}  # start times of running calls
-        self._asked_at = clock()
+        self._called_at = clock()
         self._is_over = threading.Event()
         self._num_calls = 0
         self._error = ""
         self._num_failures = 0  # a store's own count of errors may differ
-        self._num_evicted = self._num_evicted_told = 0
+        self._num_evicted = self._num_evicted_reported = 0
         self.figures = KVStoreFigures()
         self._pause_s = 0.0
         self._resumes_at = 0.0
@@ -96,7 +96,7 @@ class GuardedStore:
 
     def check(self, period_s: float) -> None:
         """Call the store if it was idle for period_s."""
-        if self._clock() - self._asked_at >= period_s:
+        if self._clock() - self._called_at >= period_s:
             self._ask(lambda store: store.num_matched([]), 0)
 
     def open(self) -> None:
@@ -133,7 +133,7 @@ class GuardedStore:
     def take_evicted(self) -> int:
         """Count the blocks evicted since the last call, as of the last load or save."""
         with self._lock:
-            count, self._num_evicted_told = self._num_evicted - self._num_evicted_told, self._num_evicted
+            count, self._num_evicted_reported = self._num_evicted - self._num_evicted_reported, self._num_evicted
         return count
 
     def _note_stats(self) -> None:
@@ -211,7 +211,7 @@ class GuardedStore:
         with self._lock:
             self._num_calls += 1
             number = self._num_calls
-            self._calls[number] = self._asked_at = self._clock()
+            self._calls[number] = self._called_at = self._clock()
         try:
             yield
         finally:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from octavo.kv_transfer.interface import StoreError, StoreStats
-from octavo.kv_transfer.mooncake_client import MooncakeClient, client_bytes, own_address
+from octavo.kv_transfer.mooncake_client import MooncakeClient, client_bytes, local_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ _HEADER = struct.Struct("<8s32s32s")  # magic, key, checksum over key and bytes
 _HEADER_BYTES = 128  # aligns the block to a cache line
 _MAGIC = b"octavoK" + bytes([FORMAT])
 _MAX_KNOWN = 1 << 17  # remembered keys, about 20 MB
-_MAX_ASKED = 256  # keys per query: the pool may lack most of them
+_MAX_QUERIED = 256  # keys per query: the pool may lack most of them
 _WRONG_SIZE, _TRANSFER_FAILED = -600, -800
 _NO_MASTER = (-900, -901)
 _HAS = 1
@@ -59,7 +59,7 @@ class MooncakeStore:
     ) -> None:
         self.block_bytes = block_bytes
         self._connect: Callable[[], MooncakeClient] = lambda: MooncakeClient(
-            host=own_address(master),
+            host=local_address(master),
             master=master,
             protocol=protocol,
             segment_bytes=segment_bytes,
@@ -89,11 +89,11 @@ class MooncakeStore:
             self._has([])
         count = 0
         while count < len(keys):
-            asked = keys[count : count + _MAX_ASKED]
-            has = self._has(asked)
-            found = has.index(False) if False in has else len(asked)
+            queried = keys[count : count + _MAX_QUERIED]
+            has = self._has(queried)
+            found = has.index(False) if False in has else len(queried)
             count += found
-            if found < len(asked):
+            if found < len(queried):
                 break
         return count
 

@@ -100,16 +100,16 @@ class Area:
         ]  # fmt: skip
         self.channel = channel
         self.address = 0
-        self.is_asked = False  # a call is unanswered
+        self.is_pending = False  # a call is unanswered
         self.rests_until = 0.0
-        self.asked_at = 0.0
+        self.requested_at = 0.0
 
     def call(self, name: str, arguments: Sequence[Any]) -> list[int]:
         """Return a call's codes. Raises `StoreError` if the process ended, or has not answered within `CALL_S`."""
         assert len(arguments) <= len(self.objects) or name not in {"get", "put"}
         try:
             self.channel.send_bytes(json.dumps([name, list(arguments)]).encode())
-            self.is_asked, self.asked_at = True, time.monotonic()
+            self.is_pending, self.requested_at = True, time.monotonic()
             if not self.channel.poll(CALL_S):
                 raise StoreError(f"Mooncake has not answered within {CALL_S:g} s ({name})")
             codes = self.answer()
@@ -121,14 +121,14 @@ class Area:
 
     def ping(self) -> bool:
         """Return True if the process answers within `PING_S`. Until it does, the area is not free."""
-        self.is_asked, self.asked_at = True, time.monotonic()
+        self.is_pending, self.requested_at = True, time.monotonic()
         try:
             self.channel.send_bytes(json.dumps(["ping", []]).encode())
             if self.channel.poll(PING_S):
                 self.answer()
         except (EOFError, OSError):
             pass
-        return not self.is_asked
+        return not self.is_pending
 
     def rest(self) -> None:
         """Keep the area unused while a failed transfer may still write into it."""
@@ -137,18 +137,18 @@ class Area:
     def answer(self) -> list[int]:
         """Receive the last call's answer."""
         codes: list[int] = json.loads(self.channel.recv_bytes())
-        self.is_asked = False
+        self.is_pending = False
         return codes
 
     def is_free(self, now: float) -> bool:
         """Return True if nothing can write into the area any more."""
         try:
-            if self.is_asked and self.channel.poll():
+            if self.is_pending and self.channel.poll():
                 self.answer()
                 self.rests_until = now + REST_S
         except (EOFError, OSError):
             return False
-        return not self.is_asked and now >= self.rests_until
+        return not self.is_pending and now >= self.rests_until
 
 
 class MooncakeClient:
@@ -236,7 +236,7 @@ class MooncakeClient:
     def is_alive(self) -> bool:
         """True if the process may be called. Kills one that has been silent for too long."""
         now, gone_s = time.monotonic(), GONE_S if self._gone_s is None else self._gone_s
-        if any(area.is_asked and now - area.asked_at > gone_s for area in self._areas):
+        if any(area.is_pending and now - area.requested_at > gone_s for area in self._areas):
             self.kill()
         return self._process.poll() is None
 
@@ -291,7 +291,7 @@ def _area_bytes(object_bytes: int) -> int:
     return max(AREA_BYTES // object_bytes, 1) * object_bytes
 
 
-def own_address(peer: str) -> str:
+def local_address(peer: str) -> str:
     """Return this machine's address on the route to HOST:PORT. Raises `StoreError`."""
     host, port = peer.rsplit(":", 1)
     try:

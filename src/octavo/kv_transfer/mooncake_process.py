@@ -60,9 +60,9 @@ def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
     if num_bytes and (code := client.register_buffer(address, num_bytes)):
         raise OSError(f"{num_bytes} bytes of memory could not be registered for {order.protocol} (code {code})")
 
-    own_memory_first = ReplicateConfig()
+    prefer_local = ReplicateConfig()
     if order.segment_bytes:
-        own_memory_first.preferred_segment = client.get_hostname()
+        prefer_local.preferred_segment = client.get_hostname()
 
     def places(keys: list[str], start: int) -> tuple[list[str], list[int], list[int]]:
         size = order.object_bytes
@@ -70,7 +70,7 @@ def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
 
     return {
         "get": lambda keys, start: client.batch_get_into(*places(keys, start)),
-        "put": lambda keys, start: client.batch_put_from(*places(keys, start), own_memory_first),
+        "put": lambda keys, start: client.batch_put_from(*places(keys, start), prefer_local),
         "has": lambda keys, _: client.batch_is_exist(keys),
         "remove": lambda keys, _: client.batch_remove(keys, True),  # even if leased
         "close": lambda _, __: [client.close()],

@@ -62,7 +62,7 @@ class TieredStore:
         for tier in self.tiers:
             tier.open()
 
-    def _asked(self, *, only_first_group: bool) -> list[GuardedStore]:
+    def _usable_tiers(self, *, only_first_group: bool) -> list[GuardedStore]:
         return self._tiers_of_parts if only_first_group else self.tiers
 
     def num_matched(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> int:
@@ -70,7 +70,7 @@ class TieredStore:
         count, names, tiers = (
             0,
             _names(keys, only_first_group=only_first_group),
-            self._asked(only_first_group=only_first_group),
+            self._usable_tiers(only_first_group=only_first_group),
         )
         while count < len(names):
             before = count
@@ -83,7 +83,7 @@ class TieredStore:
 
     def lacks(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
         """Return the keys that some store lacks. only_first_group: also as a part."""
-        tiers = self._asked(only_first_group=only_first_group)
+        tiers = self._usable_tiers(only_first_group=only_first_group)
         return set().union(*(_lacking(tier, keys, only_first_group=only_first_group) for tier in tiers))
 
     def take_evicted(self) -> tuple[tuple[str, int], ...]:
@@ -100,7 +100,10 @@ class TieredStore:
     ) -> int:
         """Fill each block from the first store that has it."""
         done, tally = 0, tally or TierTally()
-        names, tiers = _names(keys, only_first_group=only_first_group), self._asked(only_first_group=only_first_group)
+        names, tiers = (
+            _names(keys, only_first_group=only_first_group),
+            self._usable_tiers(only_first_group=only_first_group),
+        )
         while done < len(names):
             count = _load_next(tiers, names[done:], blocks[done:], tally)
             if not count:
@@ -119,7 +122,7 @@ class TieredStore:
         """Save each block to the stores that lack it; count the leading blocks that any store has now."""
         kept, tally = set[bytes](), tally or TierTally()
         names = _names(keys, only_first_group=only_first_group)
-        for tier in self._asked(only_first_group=only_first_group):
+        for tier in self._usable_tiers(only_first_group=only_first_group):
             if not tier.is_usable:
                 continue
             lacking = _lacking(tier, keys, only_first_group=only_first_group)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from octavo.errors import ModelError
-from octavo.models.weight_files import find_weight_files, own_names, some
+from octavo.models.weight_files import decoder_names, find_weight_files, some
 from octavo.runtime.process_memory import forget_pages, return_free_memory
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached
 
 
 class CheckpointFiles:
-    """All tensors of a checkpoint, by the names of `octavo.models.weight_files.own_names`. Raises `ModelError`.
+    """All tensors of a checkpoint, by the names of `octavo.models.weight_files.decoder_names`. Raises `ModelError`.
 
     The files stay mapped while this object or a tensor from it lives. Only the pages of the last returned tensors stay
     in memory.
@@ -47,7 +47,7 @@ class CheckpointFiles:
                         f"{path}: {name} is also in {self._file_of[name][0].name}; remove the superfluous file"
                     )
                 self._file_of[name] = (path, file)
-        self._stored_name = own_names(self._file_of)
+        self._stored_name = decoder_names(self._file_of)
         self._file_of = {name: self._file_of[stored] for name, stored in self._stored_name.items()}
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:

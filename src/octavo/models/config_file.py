@@ -46,13 +46,13 @@ class ConfigFile:
     Raises `ModelError` for a broken file or value.
     """
 
-    __slots__ = ("_asked_for", "path", "prefix", "values")
+    __slots__ = ("_read_keys", "path", "prefix", "values")
 
     def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
         self.path = path
         self.values = values
         self.prefix = prefix  # of nested keys, like "rope_parameters."
-        self._asked_for: set[str] = set()
+        self._read_keys: set[str] = set()
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
@@ -70,7 +70,7 @@ class ConfigFile:
     def with_defaults(self, **defaults: Any) -> ConfigFile:
         """Return the same file with values for missing and null keys."""
         other = ConfigFile(self.path, self.values | {k: v for k, v in defaults.items() if not self.has(k)}, self.prefix)
-        other._asked_for = self._asked_for
+        other._read_keys = self._read_keys
         return other
 
     def error(self, key: str, problem: str) -> ModelError:
@@ -154,19 +154,19 @@ class ConfigFile:
     def refuse_unread(self, family: str) -> None:
         """Raise `ModelError` for a key that would change the tokens and was not read."""
         for key, harmless in _CHANGES_TOKENS.items():
-            if key not in self._asked_for and self.values.get(key) not in harmless:
+            if key not in self._read_keys and self.values.get(key) not in harmless:
                 raise self.error(key, f"octavo does not support this for {family}; it would generate wrong tokens")
 
     def mark(self, key: str) -> None:
         """Record that a key is read."""
-        self._asked_for.add(key)
+        self._read_keys.add(key)
 
     def unread(self) -> list[str]:
         """Return the keys that were not read."""
-        return [key for key in self.values if key not in self._asked_for]
+        return [key for key in self.values if key not in self._read_keys]
 
     def _get(self, key: str, default: Any) -> Any:
-        self._asked_for.add(key)
+        self._read_keys.add(key)
         value = self.values.get(key)
         if value is not None:
             return value

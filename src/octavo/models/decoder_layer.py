@@ -131,8 +131,8 @@ class LayerConfig:
     def tensors(self, name: str, hidden_size: int) -> LayerTensors:
         """Declare the tensors of the layer `name`."""
 
-        def norm(own_name: str | None) -> Norm | None:
-            return None if own_name is None else Norm(f"{name}.{own_name}", hidden_size)
+        def norm(norm_name: str | None) -> Norm | None:
+            return None if norm_name is None else Norm(f"{name}.{norm_name}", hidden_size)
 
         return LayerTensors(
             before_attention=norm(self.norms.before_attention),

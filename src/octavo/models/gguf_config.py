@@ -73,7 +73,7 @@ class GGUFFields:
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file, self.architecture = file, architecture
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         prefix = f"{architecture}."
         values: dict[str, Any] = {
             key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
@@ -100,8 +100,8 @@ class GGUFFields:
 
     def warn(self, message: str) -> None:
         """Log a difference from the file, once."""
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._logged:
+            self._logged.add(message)
             logger.warning("%s: %s.%s", self.file.path, self.architecture, message)
 
     def has(self, tensor: str) -> bool:

@@ -100,8 +100,8 @@ class GGUFTensors:
 
     def weight(self, name: str) -> Tensor | BlockWeight:
         """Return a matrix as it is stored, its rows in Hugging Face's order."""
-        own = self._names[name]
-        stored = self._weights.file.tensors[own]
+        stored_name = self._names[name]
+        stored = self._weights.file.tensors[stored_name]
         if stored.type not in _BLOCKS or len(stored.shape) != 2:
             return self.tensor(name)
         out_features, in_features = stored.shape
@@ -111,10 +111,10 @@ class GGUFTensors:
         for first in range(0, out_features, step):
             part = weight.select_rows(slice(first, first + step))
             if part.has_broken_scale():
-                raise _broken(stored, own, "scale")
+                raise _broken(stored, stored_name, "scale")
             if step < out_features:
                 weight.forget(part.rows)
-        heads = self._weights.heads_of_pairs(own)
+        heads = self._weights.heads_of_pairs(stored_name)
         return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
 
     def tensor(self, name: str) -> Tensor:
@@ -123,18 +123,18 @@ class GGUFTensors:
         Raises `ModelError` for numbers that are not finite in norms, biases and expanded blocks. Matrices of floats are
         not read.
         """
-        own = self._names[name]
-        stored = self._weights.file.tensors[own]
+        stored_name = self._names[name]
+        stored = self._weights.file.tensors[stored_name]
         data = self._bytes(stored)
         if stored.type in _FLOATS:
             numbers = data.view(_FLOATS[stored.type]).view(stored.shape)
             if len(stored.shape) == 1 and not bool(numbers.isfinite().all()):
-                raise _broken(stored, own, "value")
+                raise _broken(stored, stored_name, "value")
         else:
             numbers = _expand(stored, data.view(-1, stored.type.block_bytes)).view(stored.shape)
             if not bool(numbers.isfinite().all()):
-                raise _broken(stored, own, "scale")
-        heads = self._weights.heads_of_pairs(own)
+                raise _broken(stored, stored_name, "scale")
+        heads = self._weights.heads_of_pairs(stored_name)
         if heads is not None:
             numbers = numbers[halves_of_heads(heads, stored.shape[0])]
         if self._weights.family.norms_around_one and name.endswith("norm.weight"):

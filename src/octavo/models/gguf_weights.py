@@ -109,8 +109,8 @@ class GGUFWeights:
     def block_bytes(self) -> dict[str, int]:
         """Return the bytes in memory of matrices in blocks, by Hugging Face's name."""
         sizes: dict[str, int] = {}
-        for name, own in self.names().items():
-            stored = self.file.tensors[own]
+        for name, stored_name in self.names().items():
+            stored = self.file.tensors[stored_name]
             if stored.type in BLOCK_KINDS and len(stored.shape) == 2:
                 num_blocks = stored.num_bytes // stored.type.block_bytes
                 sizes[name] = stored.num_bytes + num_blocks * BLOCK_KINDS[stored.type]

@@ -163,7 +163,7 @@ class KVLayout:
         """Return one token's bytes while all layers read it."""
         return sum(self.block_bytes(1, dtype))
 
-    def bytes_behind_window(self, dtype: str) -> int:
+    def bytes_before_window(self, dtype: str) -> int:
         """Return one token's bytes outside the window."""
         return self.block_bytes(1, dtype)[0]
 

@@ -88,7 +88,7 @@ def load_model(
     computed = activation_dtype(dtype, device)
     norm_dtype = str(computed).removeprefix("torch.")
     keeps_fp8 = not is_dummy and kernels.multiplies_fp8 and quantization in {None, "fp8"}
-    _tell_of_small_floats(architecture, dtype, norm_dtype, quantization, group_size, keeps_fp8=keeps_fp8)
+    _log_small_floats(architecture, dtype, norm_dtype, quantization, group_size, keeps_fp8=keeps_fp8)
     total = weight_bytes(replace(architecture, stored=None, block_bytes={}), dtype, norm_dtype)
     packer = _Packer(
         source,
@@ -167,7 +167,7 @@ def _keeps_format(architecture: Architecture, kernels: Kernels, quantization: st
     return quantization is None
 
 
-def _tell_of_small_floats(
+def _log_small_floats(
     architecture: Architecture,
     dtype: str,
     norm_dtype: str,
@@ -214,9 +214,9 @@ def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dt
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
     versions = (ROUNDING_VERSION, READING_VERSION, FORMAT_VERSION)
     files = [*weights.config_files(), *weights.weight_files()]
-    identity = Identity(files, (*formats, *versions), cache.hashes(), packer.tell_progress)
+    identity = Identity(files, (*formats, *versions), cache.hashes(), packer.report_progress)
     path = cache.path(weights.path, *formats)
-    return KeptWeights(cache, path, identity, packer.kernels, packer, packer.tell_progress)
+    return KeptWeights(cache, path, identity, packer.kernels, packer, packer.report_progress)
 
 
 class _Packer:
@@ -301,11 +301,11 @@ class _Packer:
         placed = (part.to(self.device, self.dtype) for part in parts)
         if bits is None:
             return list(placed)
-        rounded = fuse_quantized([self._round_as_asked(part, bits) for part in placed])
+        rounded = fuse_quantized([self._round_quantized(part, bits) for part in placed])
         self.source.release()  # before packing: the vocabulary's weight is the largest
         return rounded
 
-    def _round_as_asked(self, weight: Tensor, bits: int) -> QuantizedWeight:
+    def _round_quantized(self, weight: Tensor, bits: int) -> QuantizedWeight:
         if self.quantization == "fp8":
             return quantize_fp8(weight)
         return self.kernels.round_weight(weight, bits, self.group_size)
@@ -346,9 +346,9 @@ class _Packer:
 
     def _count(self, num_bytes: int) -> None:
         self.done_bytes += num_bytes
-        self.tell_progress()
+        self.report_progress()
 
-    def tell_progress(self) -> None:
+    def report_progress(self) -> None:
         """Report progress. A call without new bytes shows that loading continues."""
         self.progress(self.done_bytes, self.total_bytes)
 

@@ -52,16 +52,18 @@ class Identity:
     """The content of a checkpoint's files, and the formats of packed weights."""
 
     def __init__(
-        self, files: Iterable[Path], formats: Iterable[object], hashes: FileHashes, goes_on: Callable[[], None]
+        self, files: Iterable[Path], formats: Iterable[object], hashes: FileHashes, on_progress: Callable[[], None]
     ) -> None:
         self._states = {path: FileState.of(path) for path in sorted(files)}
         self._formats = [str(each) for each in formats]
         self._hashes = hashes
-        self._goes_on = goes_on
+        self._on_progress = on_progress
 
     def digest(self) -> str:
         """Hash the files, unless their hashes are known. Raises `OSError`."""
-        files = [(path.name, self._hashes.sha256(path, state, self._goes_on)) for path, state in self._states.items()]
+        files = [
+            (path.name, self._hashes.sha256(path, state, self._on_progress)) for path, state in self._states.items()
+        ]
         return _digest_text(json.dumps([self._formats, files]))
 
     def is_current(self) -> bool:
@@ -133,14 +135,14 @@ class KeptWeights:
         identity: Identity,
         kernels: Kernels,
         source: Weights,
-        goes_on: Callable[[], None],
+        on_progress: Callable[[], None],
     ) -> None:
         self._cache = cache
         self._path = path
         self._identity = identity
         self._kernels = kernels
         self._source = source
-        self._goes_on = goes_on
+        self._on_progress = on_progress
         self._packed: dict[str, tuple[KeptLinear, ...]] = {}
         self._is_complete = True  # so far
         self._reader = _Reader.open(path, identity.digest(), kernels) if os.access(path, os.R_OK) else None
@@ -168,8 +170,8 @@ class KeptWeights:
         """Raise an exception if a kept weight does not fit."""
         restored = self._kernels.restore_linear(kept)
         found = restored.out_features, restored.in_features, {part.bias is not None for part in kept}
-        asked = declared.out_features, declared.in_features, {declared.has_bias}
-        if found != asked or len(kept) > len(declared.parts):
+        expected = declared.out_features, declared.in_features, {declared.has_bias}
+        if found != expected or len(kept) > len(declared.parts):
             raise ValueError(f"{'+'.join(declared.names)} does not have the model's shape")
         return restored
 
@@ -203,7 +205,7 @@ class KeptWeights:
             if not self._identity.is_current():
                 logger.warning("the checkpoint was changed while it was loaded: its packed weights are not stored")
                 return
-            _write(self._path, digest, packed, self._goes_on)
+            _write(self._path, digest, packed, self._on_progress)
             self._identity.keep()
             logger.info("packed weights are stored in %s (%d MB)", self._path, num_bytes // 10**6)
         except OSError as error:
@@ -344,7 +346,9 @@ def _read_header(file: int) -> tuple[dict[str, Any], int]:
     return header, 8 + size
 
 
-def _write(path: Path, identity: str, packed: dict[str, tuple[KeptLinear, ...]], goes_on: Callable[[], None]) -> None:
+def _write(
+    path: Path, identity: str, packed: dict[str, tuple[KeptLinear, ...]], on_progress: Callable[[], None]
+) -> None:
     """Replace the file."""
     tensors: dict[str, Tensor] = {}
     for name, parts in packed.items():
@@ -378,7 +382,7 @@ def _write(path: Path, identity: str, packed: dict[str, tuple[KeptLinear, ...]],
         file.write(len(head).to_bytes(8, "little") + head)
         for tensor in tensors.values():
             file.write(_bytes_of(tensor))
-            goes_on()
+            on_progress()
 
 
 def _tensor_name(linear: str, part: int, what: str) -> str:

@@ -78,7 +78,7 @@ def some(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def own_names(stored: Iterable[str]) -> dict[str, str]:
+def decoder_names(stored: Iterable[str]) -> dict[str, str]:
     """Return a decoder's names for tensors, with those in the files. Embedding models often lack `model.`."""
     stored = list(stored)
     if BARE_EMBEDDING in stored:

@@ -56,13 +56,13 @@ class FileHashes:
         self._known = _read(path)
         self._new: dict[str, tuple[FileState, str]] = {}
 
-    def sha256(self, file: Path, state: FileState, goes_on: Callable[[], None]) -> str:
+    def sha256(self, file: Path, state: FileState, on_progress: Callable[[], None]) -> str:
         """Return a hash of the whole file, found in this state; see `hash_file`."""
         known = self.known(file, state)
         if known is not None:
             return known
         settled_ns = time.time_ns() - _SETTLED_NS
-        digest = hash_file(file, goes_on)
+        digest = hash_file(file, on_progress)
         if state.ctime_ns < settled_ns and FileState.of(file) == state:
             self._new[str(file.resolve())] = state, digest
         return digest
@@ -93,7 +93,7 @@ class FileHashes:
             self._new.clear()
 
 
-def hash_file(path: Path, goes_on: Callable[[], None] = lambda: None) -> str:
+def hash_file(path: Path, on_progress: Callable[[], None] = lambda: None) -> str:
     """Return the SHA-256 over the SHA-256 of each 8 MiB. Raises `OSError`.
 
     goes_on is called after each part.
@@ -115,7 +115,7 @@ def hash_file(path: Path, goes_on: Callable[[], None] = lambda: None) -> str:
 
         for part in pool.map(hash_part, range(0, size, _PART_BYTES)):
             whole.update(part)
-            goes_on()
+            on_progress()
     return whole.hexdigest()
 
 

@@ -159,17 +159,17 @@ class Answer:
             num_bytes += len(piece)
         return b"".join(pieces), False
 
-    async def relay(self, take: Callable[[bytes], bool], room: Callable[[], Awaitable[None]]) -> None:
+    async def relay(self, take: Callable[[bytes], bool], wait_for_space: Callable[[], Awaitable[None]]) -> None:
         """Pass the rest of the body to `take` as it arrives. Raises `OSError`, and errors of `take`.
 
-        take: returns False if it is full; `room` is then awaited before more is read.
+        take: returns False if it is full; `wait_for_space` is then awaited before more is read.
         """
         self._take = take
         try:
             self._hand_over()
             while self._is_full or self._error is not None or not self.is_over:
                 if self._is_full:
-                    await room()
+                    await wait_for_space()
                     self._is_full = False
                     self._read_on(is_reading=True)
                     self._hand_over()

@@ -25,7 +25,7 @@ from octavo.router.upstream import FAILURES
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
     from octavo.router.service import RouterService
 
 
@@ -36,7 +36,7 @@ class _ModelList(msgspec.Struct):
 
 def create_app(service: RouterService, routes: Routes = ROUTES) -> Starlette:
     """Make the application."""
-    own = [
+    local_routes = [
         Route("/health", _health),
         Route("/ready", partial(_ready, service)),
         Route("/metrics", partial(_metrics, service)),
@@ -45,8 +45,8 @@ def create_app(service: RouterService, routes: Routes = ROUTES) -> Starlette:
         Route("/api/ps", partial(_models, service, "models", "name", {})),
         *page_routes(service),
     ]
-    proxy = Proxy(service, [route.path for route in own], routes)
-    app = Starlette(routes=[*own, Route("/{path:path}", proxy)])
+    proxy = Proxy(service, [route.path for route in local_routes], routes)
+    app = Starlette(routes=[*local_routes, Route("/{path:path}", proxy)])
     add_guards(app, service, routes)
     return app
 
@@ -80,27 +80,27 @@ async def _models(service: RouterService, field: str, key: str, more: dict[str, 
     ready = service.pool.ready()
     answers = await asyncio.gather(*(_models_of(service, engine, request) for engine in ready))
     given = [answer for answer in answers if answer is not None]
-    told = [_cards(text, field, key) for status, text in given if status == 200]
+    card_lists = [_cards(text, field, key) for status, text in given if status == 200]
     if not given:
         raise NoEngineError(service.config.health_interval_s)
-    if not told:
+    if not card_lists:
         status, refusal = given[0]
         return Response(refusal, status, media_type="application/json")
     cards: dict[str, Any] = {}
-    for card in itertools.chain.from_iterable(told):
+    for card in itertools.chain.from_iterable(card_lists):
         cards.setdefault(card[key], card)
     return JSONResponse({**more, field: list(cards.values())})
 
 
 def _cards(text: bytes, field: str, key: str) -> list[dict[str, Any]]:
     try:
-        told = getattr(msgspec.json.decode(text, type=_ModelList), field)
+        card_lists = getattr(msgspec.json.decode(text, type=_ModelList), field)
     except msgspec.MsgspecError:
         return []
-    return [card for card in told if isinstance(card.get(key), str)]
+    return [card for card in card_lists if isinstance(card.get(key), str)]
 
 
-async def _models_of(service: RouterService, engine: Engine, request: Request) -> tuple[int, bytes] | None:
+async def _models_of(service: RouterService, engine: EngineHandle, request: Request) -> tuple[int, bytes] | None:
     try:
         async with asyncio.timeout(service.config.health_timeout_s):
             async with await service.upstream.ask(engine, request.scope, b"", "") as answer:

@@ -15,16 +15,16 @@ from octavo.router.policies.least_loaded import least_loaded
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from octavo.router.asked import Asked
-    from octavo.router.flight import Flight
     from octavo.router.partners import PromptFigures
-    from octavo.router.policies import Policy
+    from octavo.router.policies import RoutingPolicy
+    from octavo.router.request_summary import RequestSummary
+    from octavo.router.routed_request import RoutedRequest
 
 _numbers = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
-class Engine:
+class EngineHandle:
     """One engine. None: not known yet.
 
     is_member: the sources still name it. models: empty: its answer was no list.
@@ -50,7 +50,7 @@ class Engine:
     prefills_from: float = 0.0
     incarnation: tuple[float, ...] | None = None
     number: int = field(default_factory=lambda: next(_numbers))
-    flights: set[Flight] = field(default_factory=set)
+    routed_requests: set[RoutedRequest] = field(default_factory=set)
     open_tokens: int = 0
     other_tokens: int = 0
     num_requests: int = 0
@@ -85,12 +85,12 @@ class Engine:
 class EnginePool:
     """All engines, by address."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: RoutingPolicy) -> None:
         self._policy = policy
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, EngineHandle] = {}
         self.partners = Partners()
 
-    def change(self, urls: Iterable[str]) -> tuple[list[Engine], list[Engine]]:
+    def change(self, urls: Iterable[str]) -> tuple[list[EngineHandle], list[EngineHandle]]:
         """Replace the engines; return new and removed ones. Removed ones finish their requests."""
         wanted = dict.fromkeys(urls)
         gone = [engine for url, engine in self.engines.items() if url not in wanted]
@@ -98,11 +98,11 @@ class EnginePool:
             engine.is_member = engine.is_ready = False
             del self.engines[engine.url]
             self.forget(engine)
-        new = [Engine(url) for url in wanted if url not in self.engines]
+        new = [EngineHandle(url) for url in wanted if url not in self.engines]
         self.engines.update((engine.url, engine) for engine in new)
         return new, gone
 
-    def ready(self) -> list[Engine]:
+    def ready(self) -> list[EngineHandle]:
         """Return ready engines."""
         return [engine for engine in self.engines.values() if engine.is_ready]
 
@@ -111,26 +111,28 @@ class EnginePool:
         """Seconds after which every engine has ended any request."""
         return max((engine.ends_within_s for engine in self.engines.values()), default=ASSUMED_REQUEST_TIMEOUT_S)
 
-    def choose(self, asked: Asked, tried: Sequence[Engine], failed: Collection[Engine] = ()) -> Engine | None:
+    def choose(
+        self, summary: RequestSummary, tried: Sequence[EngineHandle], failed: Collection[EngineHandle] = ()
+    ) -> EngineHandle | None:
         """Choose an untried engine, if any.
 
         failed: those of `tried` that failed the request. An engine of role prefill is the last resort.
         """
-        able = self._able(asked)
+        able = self._able(summary)
         if any(engine.role != "prefill" and engine not in failed for engine in able):
             able = [engine for engine in able if engine.role != "prefill"]
         able = [engine for engine in able if engine not in tried]
         if not able:
             return None
-        return able[0] if len(able) == 1 else self._policy.choose(asked, able)
+        return able[0] if len(able) == 1 else self._policy.choose(summary, able)
 
-    def _able(self, asked: Asked) -> list[Engine]:
+    def _able(self, summary: RequestSummary) -> list[EngineHandle]:
         """If no engine has the model, return all: any may refuse it."""
-        able = [engine for engine in self.ready() if engine.serves(asked.model)]
-        is_known = any(engine.models and engine.serves(asked.model) for engine in self.engines.values())
+        able = [engine for engine in self.ready() if engine.serves(summary.model)]
+        is_known = any(engine.models and engine.serves(summary.model) for engine in self.engines.values())
         return able if able or is_known else self.ready()
 
-    def choose_prefill(self, asked: Asked, decode: Engine, now: float) -> Engine | None:
+    def choose_prefill(self, summary: RequestSummary, decode: EngineHandle, now: float) -> EngineHandle | None:
         """Choose the least loaded engine that can compute a prompt for `decode`, if any.
 
         now: on the event loop's clock.
@@ -139,38 +141,44 @@ class EnginePool:
             engine
             for engine in self.ready()
             if engine.role == "prefill"
-            and engine.serves(asked.model)
+            and engine.serves(summary.model)
             and engine.prefills_from <= now
             and self.partners.may_pair(engine, decode, now)
         ]
         return least_loaded(able) if able else None
 
-    def sent(self, asked: Asked, engine: Engine) -> float:
-        """See `Policy.sent`."""
-        return self._policy.sent(asked, engine)
+    def sent(self, summary: RequestSummary, engine: EngineHandle) -> float:
+        """See `RoutingPolicy.sent`."""
+        return self._policy.sent(summary, engine)
 
-    def told(self, asked: Asked, engine: Engine, num_prompt_tokens: int | None, num_cached_tokens: int | None) -> None:
+    def note_usage(
+        self,
+        summary: RequestSummary,
+        engine: EngineHandle,
+        num_prompt_tokens: int | None,
+        num_cached_tokens: int | None,
+    ) -> None:
         """Note the end of a request, with reported counts."""
         share = None
         if num_prompt_tokens and num_cached_tokens is not None:
             engine.num_prompt_tokens += num_prompt_tokens
             engine.num_cached_tokens += num_cached_tokens
             share = num_cached_tokens / num_prompt_tokens
-        self._policy.ended(asked, engine, share)
+        self._policy.ended(summary, engine, share)
 
-    def forget(self, engine: Engine) -> None:
+    def forget(self, engine: EngineHandle) -> None:
         """Forget an engine's cache."""
         self._policy.forget(engine)
         self.partners.forget(engine)
 
-    def restarted(self, engine: Engine) -> None:
+    def restarted(self, engine: EngineHandle) -> None:
         """Record a restart."""
         engine.num_restarts += 1
         self.forget(engine)
 
-    def lost(self, engine: Engine) -> None:
+    def lost(self, engine: EngineHandle) -> None:
         """End an engine's requests with `EngineLostError`."""
         engine.is_ready = False
         engine.other_tokens = 0
-        for flight in list(engine.flights):
-            flight.end(EngineLostError())
+        for routed in list(engine.routed_requests):
+            routed.end(EngineLostError())

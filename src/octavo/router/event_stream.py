@@ -9,7 +9,7 @@ from octavo.router.answer import MalformedAnswerError
 from octavo.router.usage import COUNTS_BYTES
 
 if TYPE_CHECKING:
-    from octavo.router.flight import Share
+    from octavo.router.routed_request import Share
 
 _KEPT_PIECES, _KEPT_BYTES = 4, 1 << 20  # the token counts may precede the last event
 _BLANK_LINES = (b"\n\n", b"\n\r\n")
@@ -41,7 +41,7 @@ class EventStream:
         if self._rest or not piece.endswith(self._ends):
             piece = self._completed(piece)
         if piece:
-            self._share.came_back(sum(map(piece.count, self._ends)))
+            self._share.note_returned(sum(map(piece.count, self._ends)))
             self._keep(piece)
         return piece
 

@@ -77,7 +77,7 @@ class LocalReplicas(Launcher):
 
     def __exit__(self, *_: object) -> None:
         for replica in self._replicas.values():
-            replica.tell_to_stop()
+            replica.request_stop()
         for replica in self._replicas.values():
             replica.join()
 
@@ -102,7 +102,7 @@ class _Replica:
         """Keep the child running."""
         self._thread.start()
 
-    def tell_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Stop the child for good."""
         with self._lock:
             self._is_stopping.set()

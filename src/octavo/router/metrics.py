@@ -52,5 +52,5 @@ class RouterCollector(Collector):
             for attribute, name, text in figures:
                 values = [([engine.url], float(getattr(engine, attribute))) for engine in engines]
                 yield family(name, text, ["engine"], values)
-        num_open = [([engine.url], len(engine.flights)) for engine in engines]
+        num_open = [([engine.url], len(engine.routed_requests)) for engine in engines]
         yield gauge("router_open_requests", "Open requests of an engine.", ["engine"], num_open)

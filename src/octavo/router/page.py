@@ -15,7 +15,7 @@ from octavo.http.page_headers import PAGE_HEADERS
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
     from octavo.router.service import RouterService
 
 _FILES = {
@@ -41,17 +41,17 @@ async def _file(content: bytes, kind: str, _request: Request) -> Response:
 async def _engines(service: RouterService, request: Request) -> Response:
     check_operator(request.state.tenant, "see the engines' figures; it needs read_metrics")
     engines = sorted(service.pool.engines.values(), key=lambda engine: engine.number)
-    state = {"policy": service.config.policy, "engines": [_told(engine) for engine in engines]}
+    state = {"policy": service.config.policy, "engines": [_engine_row(engine) for engine in engines]}
     return JSONResponse(state, headers={"Cache-Control": "no-store"})
 
 
-def _told(engine: Engine) -> dict[str, Any]:
+def _engine_row(engine: EngineHandle) -> dict[str, Any]:
     return {
         "url": engine.url,
         "role": engine.role,
         "ready": engine.is_ready,
         "models": None if engine.models is None else sorted(engine.models),
-        "open_requests": len(engine.flights),
+        "open_requests": len(engine.routed_requests),
         "open_tokens": engine.open_tokens,
         "other_tokens": engine.other_tokens,
         "requests": engine.num_requests,

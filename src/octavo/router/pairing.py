@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.errors import OctavoError
 from octavo.http.kv_transfer import KV_TRANSFER_HEADERS, kv_transfer_headers
-from octavo.router.flight import Flight, Share
+from octavo.router.routed_request import RoutedRequest, Share
 from octavo.router.upstream import FAILURES
 from octavo.router.usage import read_usage
 from octavo.runtime import logs
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from starlette.types import Scope
 
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
     from octavo.router.service import RouterService
-    from octavo.router.usage import Usage
+    from octavo.router.usage import ReportedUsage
 
 logger = logging.getLogger(__name__)
 _NAMES = frozenset(name.lower().encode() for name in KV_TRANSFER_HEADERS)
@@ -34,24 +34,24 @@ _FULL, _SERVERS = 429, 500  # from the second on, the engine's fault
 
 
 def pair(
-    service: RouterService, flight: Flight, engine: Engine, scope: Scope, body: bytes, known: float
+    service: RouterService, routed: RoutedRequest, engine: EngineHandle, scope: Scope, body: bytes, known: float
 ) -> Pair | None:
     """Let another engine compute the prompt if it is worth it.
 
     known: the share of the prompt that is expected in the cache of `engine`.
     """
-    asked = flight.asked
-    num_new = asked.num_tokens * (1 - known)
+    summary = routed.summary
+    num_new = summary.num_tokens * (1 - known)
     if (
         engine.role != "decode"
         or scope["method"] != "POST"
-        or not asked.is_answered
-        or asked.scores_prompt
+        or not summary.is_answered
+        or summary.scores_prompt
         or num_new < service.config.min_prefill_tokens
-        or (prefill := service.pool.choose_prefill(asked, engine, asyncio.get_running_loop().time())) is None
+        or (prefill := service.pool.choose_prefill(summary, engine, asyncio.get_running_loop().time())) is None
     ):
         return None
-    return Pair(service, flight, scope, body, prefill, engine, known)
+    return Pair(service, routed, scope, body, prefill, engine, known)
 
 
 def without_kv_transfer(scope: Scope) -> Scope:
@@ -69,24 +69,24 @@ class Pair:
     def __init__(
         self,
         service: RouterService,
-        flight: Flight,
+        routed: RoutedRequest,
         scope: Scope,
         body: bytes,
-        prefill: Engine,
-        decode: Engine,
+        prefill: EngineHandle,
+        decode: EngineHandle,
         known: float,
     ) -> None:
         self._service, self._scope, self._body = service, scope, body
         self._prefill, self._decode, self._known = prefill, decode, known
         self._before = decode.prompt_figures
         self._is_paired = False
-        asked = replace(flight.asked, max_tokens=1, num_streams=1)
-        self._flight = Flight(asked, flight.tenant)  # if it is lost, the client's request continues
+        summary = replace(routed.summary, max_tokens=1, num_streams=1)
+        self._routed = RoutedRequest(summary, routed.tenant)  # if it is lost, the client's request continues
         self._params = KVTransferParams(new_id(), source=_source_of(prefill))
         scope["state"]["audit"]["prefill_engine"] = prefill.url
         prefill.num_prefills += 1
         # Add the load now: the next choice of an engine depends on it.
-        share = Share(self._flight, prefill).__enter__()
+        share = Share(self._routed, prefill).__enter__()
         self._task = asyncio.create_task(self._compute())
         self._task.add_done_callback(share.__exit__)
 
@@ -98,7 +98,7 @@ class Pair:
         self._is_paired = True
         return _with_headers(self._scope, kv_transfer_headers(self._params))
 
-    def close(self, usage: Usage | None) -> None:
+    def close(self, usage: ReportedUsage | None) -> None:
         """Cancel the prefill, and record whether its KV came. usage: None if the answer is incomplete.
 
         A failed prefill is recorded already. With fewer than `min_prefill_tokens` new tokens, the decode engine may
@@ -109,7 +109,7 @@ class Pair:
         if usage is None or has_failed or not self._is_paired:
             return
         partners, now = self._service.pool.partners, asyncio.get_running_loop().time()
-        num_tokens = usage.num_prompt_tokens or self._flight.asked.num_tokens
+        num_tokens = usage.num_prompt_tokens or self._routed.summary.num_tokens
         num_new = num_tokens * (1 - self._known)
         if num_new < self._service.config.min_prefill_tokens:
             return
@@ -117,11 +117,11 @@ class Pair:
             share = usage.num_cached_tokens / usage.num_prompt_tokens
             partners.ended(self._prefill, self._decode, share, self._known, now)
         else:
-            asked = self._flight.asked
-            partners.ended_without_usage(self._prefill, self._decode, self._before, asked.num_tokens, num_new)
+            summary = self._routed.summary
+            partners.ended_without_usage(self._prefill, self._decode, self._before, summary.num_tokens, num_new)
 
     async def _is_computed(self) -> bool:
-        timeout_s = _LEAST_S + _S_PER_TOKEN * self._flight.asked.num_tokens
+        timeout_s = _LEAST_S + _S_PER_TOKEN * self._routed.summary.num_tokens
         await asyncio.wait({self._task}, timeout=timeout_s)
         if not self._task.done():
             self._failed(f"no answer within {timeout_s:.1f} s")
@@ -135,12 +135,12 @@ class Pair:
         scope = _with_headers(self._scope, kv_transfer_headers(params))
         is_computed = False
         try:
-            async with self._flight.guarded():
+            async with self._routed.guarded():
                 upstream = self._service.upstream
                 async with await upstream.ask(self._prefill, scope, self._body, logs.request_id.get() or "") as answer:
-                    told = await answer.read()
+                    received = await answer.read()
             if answer.status == 200:
-                self._count(told)
+                self._count(received)
                 is_computed = True
             elif answer.status == _FULL or answer.status >= _SERVERS:
                 self._failed(f"status {answer.status}", answer.retry_after_s)
@@ -154,8 +154,8 @@ class Pair:
             self._failed(type(error).__name__)
         return is_computed
 
-    def _count(self, told: bytes) -> None:
-        usage, engine = read_usage(b"", told), self._prefill
+    def _count(self, received: bytes) -> None:
+        usage, engine = read_usage(b"", received), self._prefill
         engine.num_prefill_tokens += usage.num_prompt_tokens or 0
         if usage.num_prompt_tokens is not None and usage.num_cached_tokens is not None:
             engine.num_prompt_tokens += usage.num_prompt_tokens
@@ -172,7 +172,7 @@ class Pair:
         )
 
 
-def _source_of(engine: Engine) -> str | None:
+def _source_of(engine: EngineHandle) -> str | None:
     if engine.kv_transfer_port is None:
         return None
     host = (urlsplit(engine.url).hostname or "").partition("%")[0]  # an IPv6 zone is local

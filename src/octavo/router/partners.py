@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
 
 logger = logging.getLogger(__name__)
 _VAIN_IN_A_ROW = 3  # requests without KV before a pause
@@ -53,7 +53,7 @@ class _Unknown:
     expected there.
     """
 
-    prefill: Engine
+    prefill: EngineHandle
     before: PromptFigures
     num_tokens: int
     num_new: float
@@ -67,10 +67,10 @@ class Partners:
     `_VAIN_IN_A_ROW` requests without KV, and for twice as long after each further one.
     """
 
-    _pairs: defaultdict[tuple[Engine, Engine], _Pair] = field(default_factory=lambda: defaultdict(_Pair))
-    _unknown: dict[Engine, list[_Unknown]] = field(default_factory=dict)  # by decode engine
+    _pairs: defaultdict[tuple[EngineHandle, EngineHandle], _Pair] = field(default_factory=lambda: defaultdict(_Pair))
+    _unknown: dict[EngineHandle, list[_Unknown]] = field(default_factory=dict)  # by decode engine
 
-    def may_pair(self, prefill: Engine, decode: Engine, now: float) -> bool:
+    def may_pair(self, prefill: EngineHandle, decode: EngineHandle, now: float) -> bool:
         """Return True if `prefill` may compute a prompt for `decode`."""
         pair = self._pairs[prefill, decode]
         differences = _differences(prefill.kv_format, decode.kv_format)
@@ -86,16 +86,18 @@ class Partners:
         pair.differences = differences
         return not differences and pair.resumes_at <= now
 
-    def ended(self, prefill: Engine, decode: Engine, found_share: float, known_share: float, now: float) -> None:
+    def ended(
+        self, prefill: EngineHandle, decode: EngineHandle, found_share: float, known_share: float, now: float
+    ) -> None:
         """Note the end of a request.
 
         found_share: of its prompt, the tokens that `decode` did not compute. known_share: those expected in its cache.
         """
-        came = found_share - known_share >= _LEAST_SHARE * (1 - known_share)
-        self._note(prefill, decode, now, came=came)
+        has_arrived = found_share - known_share >= _LEAST_SHARE * (1 - known_share)
+        self._note(prefill, decode, now, has_arrived=has_arrived)
 
     def ended_without_usage(
-        self, prefill: Engine, decode: Engine, before: PromptFigures | None, num_tokens: int, num_new: float
+        self, prefill: EngineHandle, decode: EngineHandle, before: PromptFigures | None, num_tokens: int, num_new: float
     ) -> None:
         """Note the end of a request, for `figures_read` to judge.
 
@@ -105,7 +107,7 @@ class Partners:
         if before is not None and len(unknown) < _MAX_UNKNOWN:
             unknown.append(_Unknown(prefill, before, num_tokens, num_new))
 
-    def figures_read(self, decode: Engine, now: float) -> None:
+    def figures_read(self, decode: EngineHandle, now: float) -> None:
         """Judge ended requests by what their engine has loaded and computed.
 
         An engine that did neither had the prompt in its own cache, which proves nothing.
@@ -114,11 +116,11 @@ class Partners:
         if figures is None:
             return
         for each in unknown:
-            came = figures.num_loaded > each.before.num_loaded
-            if came or _is_computed(each, figures):
-                self._note(each.prefill, decode, now, came=came)
+            has_arrived = figures.num_loaded > each.before.num_loaded
+            if has_arrived or _is_computed(each, figures):
+                self._note(each.prefill, decode, now, has_arrived=has_arrived)
 
-    def forget(self, engine: Engine) -> None:
+    def forget(self, engine: EngineHandle) -> None:
         """Forget an engine."""
         for pair in [pair for pair in self._pairs if engine in pair]:
             del self._pairs[pair]
@@ -126,9 +128,9 @@ class Partners:
         for decode, unknown in self._unknown.items():
             self._unknown[decode] = [each for each in unknown if each.prefill is not engine]
 
-    def _note(self, prefill: Engine, decode: Engine, now: float, *, came: bool) -> None:
+    def _note(self, prefill: EngineHandle, decode: EngineHandle, now: float, *, has_arrived: bool) -> None:
         pair = self._pairs[prefill, decode]
-        if came:
+        if has_arrived:
             if pair.pause_s:
                 logger.info("%s computes prompts for %s again: KV arrives", prefill.url, decode.url)
             pair.num_vain, pair.pause_s = 0, 0.0
@@ -152,8 +154,8 @@ def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
     if before.num_computed is None or after.num_computed is None:
         return False
     num_others = after.num_sent - before.num_sent - request.num_tokens
-    num_own = after.num_computed - before.num_computed - max(num_others, 0)
-    return num_own >= _COMPUTED_SHARE * request.num_new
+    num_self_computed = after.num_computed - before.num_computed - max(num_others, 0)
+    return num_self_computed >= _COMPUTED_SHARE * request.num_new
 
 
 def _differences(first: Mapping[str, str] | None, second: Mapping[str, str] | None) -> str:

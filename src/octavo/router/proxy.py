@@ -16,7 +16,7 @@ from octavo.errors import OctavoError
 from octavo.http.auth import check_operator
 from octavo.http.body import read_timeout, received
 from octavo.http.errors import (
-    CLIENT_LEFT,
+    CLIENT_DISCONNECTED,
     EngineAnswerError,
     EngineLostError,
     EngineTimeoutError,
@@ -26,12 +26,12 @@ from octavo.http.errors import (
 )
 from octavo.http.routes import ROUTES, Routes
 from octavo.router.answer import AnswerError, MalformedAnswerError, SilentEngineError
-from octavo.router.asked import read_asked
 from octavo.router.event_stream import EventStream
-from octavo.router.flight import Flight, Share
 from octavo.router.pairing import pair, without_kv_transfer
+from octavo.router.request_summary import read_request_summary
+from octavo.router.routed_request import RoutedRequest, Share
 from octavo.router.upstream import FAILURES
-from octavo.router.usage import COUNTS_BYTES, Usage, read_usage
+from octavo.router.usage import COUNTS_BYTES, ReportedUsage, read_usage
 from octavo.runtime import logs
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from octavo.http.apis import Api
     from octavo.router.answer import Answer
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
     from octavo.router.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -55,14 +55,14 @@ _UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; the id
 class Proxy:
     """Passes requests on."""
 
-    def __init__(self, service: RouterService, own_paths: Collection[str] = (), routes: Routes = ROUTES) -> None:
-        """own_paths: other methods than the router's own get 405."""
+    def __init__(self, service: RouterService, local_paths: Collection[str] = (), routes: Routes = ROUTES) -> None:
+        """local_paths: other methods than the router's own get 405."""
         self._service, self._routes = service, routes
-        self._own_paths = frozenset(own_paths)
+        self._local_paths = frozenset(local_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request. Once an answer has begun, an error ends the connection."""
-        if scope["path"] in self._own_paths:
+        if scope["path"] in self._local_paths:
             raise HTTPException(405)
         request = Request(scope, receive)
         request.state.is_begun = False
@@ -70,7 +70,7 @@ class Proxy:
             await self._serve(request, send)
         except ClientDisconnect:
             if not request.state.is_begun:
-                await Response(status_code=CLIENT_LEFT)(scope, receive, send)
+                await Response(status_code=CLIENT_DISCONNECTED)(scope, receive, send)
         except OctavoError as error:
             http_error = note_error(scope["state"], to_http(error))
             if not request.state.is_begun:
@@ -84,21 +84,21 @@ class Proxy:
         async with received(request, service.config, service.limiter.body_bytes, service.timeouts) as chunks:
             body = b"".join(chunks)
             chunks.clear()
-            asked = read_asked(
+            summary = read_request_summary(
                 body,
                 tenant=tenant.name,
                 headers=request.headers,
                 session_header=service.config.session_header,
                 is_answered=route is not None and route.work == "answer",
             )
-            flight = Flight(asked, tenant)
+            routed = RoutedRequest(summary, tenant)
             timeout_s = _timeout_s(request, service.request_timeout_s)
             with (
-                service.entering(flight, takes_place=request.method == "POST" and route is not None),
-                flight.limited(service.timeouts, timeout_s),
+                service.entering(routed, takes_place=request.method == "POST" and route is not None),
+                routed.limited(service.timeouts, timeout_s),
             ):
-                exchange = _Exchange(service, flight, request, body, send, self._routes.api(path))
-                async with flight.watching(request.receive):
+                exchange = _Exchange(service, routed, request, body, send, self._routes.api(path))
+                async with routed.watching(request.receive):
                     await exchange.run()
 
 
@@ -112,31 +112,31 @@ class _Refusal:
     @property
     def retry_after_s(self) -> float:
         """Seconds until a retry; infinite if unknown."""
-        told = self.answer.retry_after_s
-        return math.inf if told is None else told
+        reported_s = self.answer.retry_after_s
+        return math.inf if reported_s is None else reported_s
 
 
 class _Exchange:
     """A request and all attempts to serve it."""
 
     def __init__(
-        self, service: RouterService, flight: Flight, request: Request, body: bytes, send: Send, api: Api
+        self, service: RouterService, routed: RoutedRequest, request: Request, body: bytes, send: Send, api: Api
     ) -> None:
-        self._service, self._flight, self._body, self._send = service, flight, body, send
+        self._service, self._routed, self._body, self._send = service, routed, body, send
         self._scope = without_kv_transfer(request.scope)
         self._api = api
         self._audit = request.state.audit
-        self._tried: list[Engine] = []
-        self._failed: set[Engine] = set()
+        self._tried: list[EngineHandle] = []
+        self._failed: set[EngineHandle] = set()
         self._is_complete = False  # a successful answer is complete
 
     async def run(self) -> None:
         """Try engines until one answers. Raises `NoEngineError` or `EngineLostError`."""
-        pool, asked = self._service.pool, self._flight.asked
+        pool, summary = self._service.pool, self._routed.summary
         num_failures = 0
         refusals: list[_Refusal] = []
         failure: EngineLostError | None = None
-        while num_failures < _MAX_FAILURES and (engine := pool.choose(asked, self._tried, self._failed)) is not None:
+        while num_failures < _MAX_FAILURES and (engine := pool.choose(summary, self._tried, self._failed)) is not None:
             self._tried.append(engine)
             self._audit["engine"] = engine.url
             try:
@@ -146,7 +146,7 @@ class _Exchange:
                 self._failed.add(engine)
                 num_failures += 1
                 failure = error
-                if self._flight.is_begun or num_failures == _MAX_FAILURES:
+                if self._routed.is_begun or num_failures == _MAX_FAILURES:
                     raise
                 logger.warning("%s failed a request before its answer began: another engine gets it", engine.url)
                 continue
@@ -162,51 +162,51 @@ class _Exchange:
         else:
             raise failure or NoEngineError(self._service.config.health_interval_s)
 
-    async def _try(self, engine: Engine) -> _Refusal | None:
+    async def _try(self, engine: EngineHandle) -> _Refusal | None:
         """Ask one engine. Return its refusal, or None if the client got an answer, even an error.
 
         Raises `EngineLostError` if the engine fails before the client has received anything.
         """
-        pool, asked = self._service.pool, self._flight.asked
-        usage = Usage()
-        with Share(self._flight, engine) as share:
-            known = pool.sent(asked, engine)
-            pairing = pair(self._service, self._flight, engine, self._scope, self._body, known)
+        pool, summary = self._service.pool, self._routed.summary
+        usage = ReportedUsage()
+        with Share(self._routed, engine) as share:
+            known = pool.sent(summary, engine)
+            pairing = pair(self._service, self._routed, engine, self._scope, self._body, known)
             try:
-                async with self._flight.guarded():
+                async with self._routed.guarded():
                     scope = self._scope if pairing is None else await pairing.scope()
                     answer = await self._service.upstream.ask(engine, scope, self._body, logs.request_id.get() or "")
                 async with answer:
                     if answer.status in _REFUSED:
-                        async with self._flight.guarded():
+                        async with self._routed.guarded():
                             return _Refusal(answer, await answer.read())
                     if answer.is_stream:
                         usage = await self._relay_stream(answer, share)
                     elif answer.is_json:
                         usage = await self._relay_json(answer)
                     else:
-                        async with self._flight.guarded():
+                        async with self._routed.guarded():
                             await self._relay(answer)
                         self._is_complete = answer.status == _OK
             except FAILURES as error:
                 self._service.suspect(engine)
                 logger.info("%s failed a request: %s: %s", engine.url, type(error).__name__, error)
-                if self._flight.is_begun:
+                if self._routed.is_begun:
                     raise  # the answer is no stream: its connection is closed
                 raise _failure_of(error) from error
             finally:
-                pool.told(asked, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
-                self._service.charge(self._flight, usage.num_tokens)
+                pool.note_usage(summary, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
+                self._service.charge(self._routed, usage.num_tokens)
                 if pairing is not None:
                     pairing.close(usage if self._is_complete else None)
         return None
 
-    async def _relay_json(self, answer: Answer) -> Usage:
+    async def _relay_json(self, answer: Answer) -> ReportedUsage:
         """Hold JSON until it is complete, unless it is too large: until then another engine can answer.
 
         Raises `AnswerError` if the connection's end cut the JSON.
         """
-        async with self._flight.guarded():
+        async with self._routed.guarded():
             body, is_whole = await answer.read_held()
             if not is_whole:
                 usage = read_usage(body, await self._relay(answer, body))
@@ -228,11 +228,11 @@ class _Exchange:
         await self._send({"type": "http.response.body"})
         return end
 
-    async def _relay_stream(self, answer: Answer, share: Share) -> Usage:
+    async def _relay_stream(self, answer: Answer, share: Share) -> ReportedUsage:
         """Pass on complete events; end a failing stream with an error event."""
         events = EventStream(share, is_of_lines=answer.is_of_lines, max_bytes=self._service.config.max_answer_bytes)
         try:
-            async with self._flight.guarded():
+            async with self._routed.guarded():
                 while not (whole := events.whole(await answer.next())) and not answer.is_over:
                     pass
                 if not whole:
@@ -243,7 +243,7 @@ class _Exchange:
                 await answer.relay(lambda chunk: not (whole := events.whole(chunk)) or write(whole), self._send_more)
                 self._check_end(answer, events)
         except (*FAILURES, OctavoError) as error:
-            if not self._flight.is_begun:
+            if not self._routed.is_begun:
                 raise
             answer.give_up()  # now: the engine need not wait for the client
             await self._end_stream(error, events, share.engine)
@@ -254,29 +254,29 @@ class _Exchange:
 
     def _check_end(self, answer: Answer, events: EventStream) -> None:
         """Raise `AnswerError` if the connection ended before the last event."""
-        if not answer.ends_with_connection or not self._flight.asked.is_answered:
+        if not answer.ends_with_connection or not self._routed.summary.is_answered:
             return
         if not self._api.is_last(events.rest or events.last_event):
             raise AnswerError("its stream was cut off: the connection ended before the last event")
 
-    async def _end_stream(self, error: Exception, events: EventStream, engine: Engine) -> None:
+    async def _end_stream(self, error: Exception, events: EventStream, engine: EngineHandle) -> None:
         if self._api.is_last(events.last_event):
             await self._send({"type": "http.response.body"})
             return
-        own = error if isinstance(error, OctavoError) else _failure_of(error)
-        if own is not error:
+        public_error = error if isinstance(error, OctavoError) else _failure_of(error)
+        if public_error is not error:
             self._service.suspect(engine)
             logger.info("%s failed a stream: %s: %s", engine.url, type(error).__name__, error)
-        if isinstance(own, EngineLostError):
+        if isinstance(public_error, EngineLostError):
             engine.num_failures += 1
-        http_error = note_error(self._scope["state"], to_http(own))
+        http_error = note_error(self._scope["state"], to_http(public_error))
         await self._send({"type": "http.response.body", "body": self._api.event(http_error)})
 
     async def _send_more(self, body: bytes = b"") -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._flight.is_begun = self._scope["state"]["is_begun"] = True
+        self._routed.is_begun = self._scope["state"]["is_begun"] = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _send_whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:

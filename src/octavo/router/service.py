@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from octavo.config import RouterConfig
     from octavo.errors import OctavoError
-    from octavo.router.engines import Engine
-    from octavo.router.flight import Flight
+    from octavo.router.engines import EngineHandle
+    from octavo.router.routed_request import RoutedRequest
 
 logger = logging.getLogger(__name__)
 _SLOW_READER_S = 5.0
@@ -42,7 +42,7 @@ class RouterService(HttpService):
         self.pool = EnginePool(create_policy(config))
         super().__init__(config, RouterCollector(self.pool), num_bodies=_BODIES)
         self._launcher = launcher or Launcher()
-        self._flights: set[Flight] = set()
+        self._routed_requests: set[RoutedRequest] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._watch: EngineWatch | None = None
@@ -70,46 +70,48 @@ class RouterService(HttpService):
             raise NoEngineError(self.config.health_interval_s)
 
     @contextlib.contextmanager
-    def entering(self, flight: Flight, *, takes_place: bool) -> Iterator[None]:
+    def entering(self, routed: RoutedRequest, *, takes_place: bool) -> Iterator[None]:
         """Keep a request open in the block, or raise."""
         self.check_ready()
         with contextlib.ExitStack() as places:
             if takes_place:
-                asked = flight.asked
-                places.enter_context(self.limiter.enter(flight.tenant, asked.num_streams, at_least=asked.num_choices))
-            self._flights.add(flight)
+                summary = routed.summary
+                places.enter_context(
+                    self.limiter.enter(routed.tenant, summary.num_streams, at_least=summary.num_choices)
+                )
+            self._routed_requests.add(routed)
             self._is_idle.clear()
             try:
                 yield
             finally:
-                self._flights.discard(flight)
-                if not self._flights:
+                self._routed_requests.discard(routed)
+                if not self._routed_requests:
                     self._is_idle.set()
 
-    def charge(self, flight: Flight, num_tokens: int) -> None:
+    def charge(self, routed: RoutedRequest, num_tokens: int) -> None:
         """Charge the tenant."""
         if num_tokens:
-            self.limiter.charge(flight.tenant, num_tokens)
+            self.limiter.charge(routed.tenant, num_tokens)
 
-    def suspect(self, engine: Engine) -> None:
+    def suspect(self, engine: EngineHandle) -> None:
         """Check an engine immediately."""
         if self._watch is not None:
             self._watch.suspect(engine)
 
     def _keys_changed(self) -> None:
         self._launcher.reload()
-        for flight in list(self._flights):
-            if self.present(flight.tenant) is None:
-                flight.end(key_removed())
+        for routed in list(self._routed_requests):
+            if self.present(routed.tenant) is None:
+                routed.end(key_removed())
 
     async def _idle(self) -> None:
         await self._is_idle.wait()
 
     async def _end_open(self, why: Callable[[], OctavoError]) -> None:
-        if self._flights:
-            logger.warning("aborting %d open requests", len(self._flights))
-        for flight in list(self._flights):
-            flight.end(why())
+        if self._routed_requests:
+            logger.warning("aborting %d open requests", len(self._routed_requests))
+        for routed in list(self._routed_requests):
+            routed.end(why())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SLOW_READER_S):  # do not wait for clients that do not read
                 await self._is_idle.wait()

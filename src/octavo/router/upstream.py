@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from octavo.config import RouterConfig
     from octavo.router.answer import Answer
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
 
 FAILURES = (OSError,)  # `TimeoutError` included
 _MAX_OWN_BYTES = 16 << 20  # of an answer to the router itself
-_OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+_LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _IDLE_S = 30.0  # octavo's servers keep connections longer
 # Checked or set by the router.
 _NOT_PASSED = frozenset(
@@ -37,9 +37,9 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, ConnectionRefusedError | ConnectionResetError)
 
 
-def is_own_failure(error: BaseException) -> bool:
+def is_local_failure(error: BaseException) -> bool:
     """Return True for a failure on this side, like too many open files or no DNS."""
-    return isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in _OWN_ERRNOS)
+    return isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in _LOCAL_ERRNOS)
 
 
 class Upstream:
@@ -53,7 +53,7 @@ class Upstream:
         self._idle: dict[str, dict[EngineConnection, float]] = {}  # by address, the newest last
         self._tls: ssl.SSLContext | None = None
 
-    async def ask(self, engine: Engine, scope: Scope, body: bytes, request_id: str) -> Answer:
+    async def ask(self, engine: EngineHandle, scope: Scope, body: bytes, request_id: str) -> Answer:
         """Send a client's request. Raises `FAILURES`."""
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
@@ -61,7 +61,7 @@ class Upstream:
         limits = AnswerLimits(first_byte_s, self._idle_s, self._max_answer_bytes)
         return await self._ask(engine.url, scope["method"], target, _headers(scope, request_id), body, limits)
 
-    async def get(self, engine: Engine, path: str, key: str | None, timeout_s: float) -> tuple[int, bytes]:
+    async def get(self, engine: EngineHandle, path: str, key: str | None, timeout_s: float) -> tuple[int, bytes]:
         """Send an own GET. Raises `FAILURES`."""
         headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
         limits = AnswerLimits(timeout_s, timeout_s, _MAX_OWN_BYTES)

@@ -20,7 +20,7 @@ _CACHED, _READ = _number("cached_tokens"), _number("cache_read_input_tokens")
 COUNTS_BYTES = 2048  # the token counts fit into them
 
 
-class Usage(NamedTuple):
+class ReportedUsage(NamedTuple):
     """num_tokens: of prompt and answer. None: not reported."""
 
     num_prompt_tokens: int | None = None
@@ -28,22 +28,22 @@ class Usage(NamedTuple):
     num_tokens: int = 0
 
 
-def read_usage(first: bytes, last: bytes) -> Usage:
+def read_usage(first: bytes, last: bytes) -> ReportedUsage:
     """Read an answer's token counts.
 
     first: a stream's first events, in which Anthropic's API counts the prompt. last: the answer's end.
     """
-    counts = first[:COUNTS_BYTES] + _told_last(last)
+    counts = first[:COUNTS_BYTES] + _last_counts(last)
     prompt, cached, read = _last(_PROMPT, counts), _last(_CACHED, counts), _last(_READ, counts)
     if prompt is None:
-        return Usage()
+        return ReportedUsage()
     if cached is None:  # Anthropic's prompt count excludes them
         cached = read
         prompt += read or 0
-    return Usage(prompt, cached, prompt + (_last(_WRITTEN, counts) or 0))
+    return ReportedUsage(prompt, cached, prompt + (_last(_WRITTEN, counts) or 0))
 
 
-def _told_last(text: bytes) -> bytes:
+def _last_counts(text: bytes) -> bytes:
     place = max(_last_place(text, name) for name in _PLACES)
     return b"" if place < 0 else text[place : place + COUNTS_BYTES]
 

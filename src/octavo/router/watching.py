@@ -11,13 +11,13 @@ import msgspec
 
 from octavo.router.discovery import make_sources
 from octavo.router.partners import PromptFigures
-from octavo.router.upstream import FAILURES, is_own_failure, is_refusal
+from octavo.router.upstream import FAILURES, is_local_failure, is_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from octavo.config import RouterConfig
-    from octavo.router.engines import Engine, EnginePool
+    from octavo.router.engines import EngineHandle, EnginePool
     from octavo.router.launcher import Launcher
     from octavo.router.upstream import Upstream
 
@@ -55,7 +55,7 @@ class EngineWatch:
         self._pool, self._upstream, self._config, self._launcher = pool, upstream, config, launcher
         self._sources = make_sources(config)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._wake: dict[Engine, asyncio.Event] = {}
+        self._wake: dict[EngineHandle, asyncio.Event] = {}
 
     def start(self) -> None:
         """Find engines."""
@@ -67,7 +67,7 @@ class EngineWatch:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def suspect(self, engine: Engine) -> None:
+    def suspect(self, engine: EngineHandle) -> None:
         """Check it now."""
         if engine in self._wake:
             self._wake[engine].set()
@@ -100,17 +100,17 @@ class EngineWatch:
             self._wake[engine] = asyncio.Event()
             self._begin(self._look_after(engine))
 
-    async def _look_after(self, engine: Engine) -> None:
+    async def _look_after(self, engine: EngineHandle) -> None:
         num_silent = 0
-        while engine.is_member or engine.flights:
+        while engine.is_member or engine.routed_requests:
             try:
                 status, _ = await self._upstream.get(engine, "/ready", None, self._config.health_timeout_s)
                 num_silent = 0
-                await self._heard(engine, is_ready=status == 200)
+                await self._record_health(engine, is_ready=status == 200)
             except FAILURES as error:
                 # an engine that only times out is asked once more
                 is_gone = is_refusal(error)
-                num_silent = 0 if is_gone else num_silent + (not is_own_failure(error))
+                num_silent = 0 if is_gone else num_silent + (not is_local_failure(error))
                 if num_silent >= _MAX_SILENT or is_gone:
                     self._lost(engine, error)
                     self._launcher.silent(engine.url, num_silent)
@@ -121,7 +121,7 @@ class EngineWatch:
             await self._pause(engine)
         del self._wake[engine]
 
-    def _lost(self, engine: Engine, error: Exception) -> None:
+    def _lost(self, engine: EngineHandle, error: Exception) -> None:
         if engine.is_ready:
             logger.warning("%s is lost: %s: %s", engine.url, type(error).__name__, error)
         if is_refusal(error):
@@ -129,7 +129,7 @@ class EngineWatch:
         engine.models = None
         self._pool.lost(engine)
 
-    async def _heard(self, engine: Engine, *, is_ready: bool) -> None:
+    async def _record_health(self, engine: EngineHandle, *, is_ready: bool) -> None:
         """Update an engine that answered. Raises `TimeoutError`."""
         if is_ready and (engine.models is None or engine.role != "both"):  # port and KV may change at a restart
             await self._read_role(engine)
@@ -141,7 +141,7 @@ class EngineWatch:
         if is_ready:
             await self._read_figures(engine)
 
-    async def _pause(self, engine: Engine) -> None:
+    async def _pause(self, engine: EngineHandle) -> None:
         wake = self._wake[engine]
         try:
             async with asyncio.timeout(self._config.health_interval_s):
@@ -150,7 +150,7 @@ class EngineWatch:
             return
         wake.clear()
 
-    async def _read_figures(self, engine: Engine) -> None:
+    async def _read_figures(self, engine: EngineHandle) -> None:
         text = await self._get(engine, "/metrics")
         if text is None:
             return
@@ -165,11 +165,11 @@ class EngineWatch:
         engine.prompt_figures = _prompt_figures(figures, engine)
         self._pool.partners.figures_read(engine, asyncio.get_running_loop().time())
         num_there = sum(figures.get(name, 0.0) for name in _OPEN)
-        num_own = len(engine.flights)
+        num_routed = len(engine.routed_requests)
         per_request = engine.num_sent_tokens / engine.num_requests if engine.num_requests else 0.0
-        engine.other_tokens = int(max(num_there - num_own, 0) * per_request)
+        engine.other_tokens = int(max(num_there - num_routed, 0) * per_request)
 
-    async def _read_models(self, engine: Engine) -> None:
+    async def _read_models(self, engine: EngineHandle) -> None:
         text = await self._get(engine, "/v1/models")
         if text is not None:
             try:
@@ -178,7 +178,7 @@ class EngineWatch:
                 logger.debug("%s does not list its models", engine.url)
                 engine.models = frozenset()
 
-    async def _read_role(self, engine: Engine) -> None:
+    async def _read_role(self, engine: EngineHandle) -> None:
         text = await self._get(engine, "/model_info")
         if text is not None:
             try:
@@ -188,7 +188,7 @@ class EngineWatch:
             engine.role, engine.kv_transfer_port, engine.kv_format = info.role, info.kv_transfer_port, info.kv_format
             engine.request_timeout_s = info.request_timeout
 
-    async def _get(self, engine: Engine, path: str) -> bytes | None:
+    async def _get(self, engine: EngineHandle, path: str) -> bytes | None:
         """Return the body if the status is 200. Raises `TimeoutError`."""
         try:
             status, text = await self._upstream.get(
@@ -202,7 +202,7 @@ class EngineWatch:
         return text if status == 200 else None
 
 
-def _prompt_figures(figures: dict[bytes, float], engine: Engine) -> PromptFigures | None:
+def _prompt_figures(figures: dict[bytes, float], engine: EngineHandle) -> PromptFigures | None:
     if (num_loaded := figures.get(_LOADED)) is None:
         return None
     num_looked_up, num_hits = figures.get(_LOOKED_UP), figures.get(_HITS)

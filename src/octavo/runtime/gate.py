@@ -18,7 +18,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._turns = Turns(self)
-        self._asked: deque[Callable[[], None]] = deque()
+        self._requested: deque[Callable[[], None]] = deque()
         self._is_taken = False
 
     @contextlib.asynccontextmanager
@@ -37,11 +37,11 @@ class Gate:
 
     def submit(self, run_next: Callable[[], None]) -> None:
         """Run a callback of `Turns` when the lock is free."""
-        self._asked.append(run_next)
+        self._requested.append(run_next)
 
     def _let_in(self) -> None:
-        while self._asked and not self._is_taken:
-            self._asked.popleft()()
+        while self._requested and not self._is_taken:
+            self._requested.popleft()()
 
     def _take(self, granted: asyncio.Future[None]) -> None:
         self._is_taken = True

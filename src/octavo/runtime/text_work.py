@@ -137,7 +137,7 @@ def _run(under_way: _Work, work: Callable[[], T]) -> T:
         _local.work = None
 
 
-async def beside(
+async def run_text_work(
     text: TextWork,
     num_entries: int,
     work: Callable[[], T],

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Executor(Protocol):
+class TaskRunner(Protocol):
     """Runs callables later."""
 
     def submit(self, run: Callable[[], None], /) -> object:
@@ -33,7 +33,7 @@ class Turns:
     """
 
     def __init__(
-        self, executor: Executor, max_waiting: float = math.inf, refusal: str = "", parameter: str | None = None
+        self, executor: TaskRunner, max_waiting: float = math.inf, refusal: str = "", parameter: str | None = None
     ) -> None:
         self._executor = executor
         self._max_waiting, self._refusal, self._parameter = max_waiting, refusal, parameter

@@ -65,6 +65,6 @@ async def _serve(service: Service, route: Route, endpoint: Endpoint, request: Re
         check_operator(request.state.tenant, route.operators)
     if endpoint.body is None:
         return await endpoint.handler(service, request)
-    request.state.spell_error = route.api.response
+    request.state.format_error = route.api.response
     body = await read_body(request, endpoint.body, is_count=route.work == "count", any_type=route.api.any_type)
     return await endpoint.handler(service, request, body)

@@ -14,7 +14,7 @@ from octavo.errors import RequestError
 from octavo.http.body import read_timeout, received
 from octavo.http.errors import MediaTypeError
 from octavo.http.kv_transfer import read_kv_transfer
-from octavo.runtime.text_work import beside, entries_of_bytes
+from octavo.runtime.text_work import entries_of_bytes, run_text_work
 from octavo.server.json_structure import check_structure
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ async def look_at(request: Request, work: Callable[[], T]) -> T:
     """Run work whose time grows with the request's body, on a thread if the body is large."""
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
-    return await beside(
+    return await run_text_work(
         request.app.state.service.engine.text,
         entries,
         work,

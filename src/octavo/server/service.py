@@ -17,7 +17,7 @@ from octavo.errors import (
     EngineRestartingError,
     OctavoError,
 )
-from octavo.http.errors import ModelNotFoundError, spelling
+from octavo.http.errors import ModelNotFoundError, client_field_names
 from octavo.http.service import HttpService, key_removed, server_closing
 from octavo.outputs import ErrorCode
 from octavo.server.answers.answer_form import AnswerStyle
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from octavo.config import ModelInfo
     from octavo.data.request_options import RequestOptions
-    from octavo.engine.async_llm import AsyncLLM
+    from octavo.engine.async_llm import AsyncEngine
     from octavo.engine.input_processor import ProcessedInput
     from octavo.http.limiter import Permit
     from octavo.http.tenants import Tenant
@@ -75,7 +75,7 @@ class Service(HttpService):
     config: ServerConfig
 
     def __init__(
-        self, engine: AsyncLLM, config: ServerConfig | None = None, settings: Mapping[str, Any] | None = None
+        self, engine: AsyncEngine, config: ServerConfig | None = None, settings: Mapping[str, Any] | None = None
     ) -> None:
         self.engine = engine
         self.settings = dict(settings or {})
@@ -179,18 +179,18 @@ class Service(HttpService):
         index: int,
         *,
         check: Callable[[ProcessedInput], None],
-        untold: Callable[[RequestOutput], None],
+        unsent: Callable[[RequestOutput], None],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one of a job's prompts; closing the generator aborts the request.
 
-        check: called with the prompt's tokens; may raise to refuse the request. untold: called with the last output of
+        check: called with the prompt's tokens; may raise to refuse the request. unsent: called with the last output of
         a request that failed or was cut off, which is not yielded. Raises the request's error; `AuthenticationError` if
         its key was removed, `ServerClosingError` if the server shuts down.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0
 
-        async def take_room(processed: ProcessedInput) -> None:
+        async def reserve_prompt(processed: ProcessedInput) -> None:
             nonlocal num_waiting
             check(processed)
             num_tokens = len(processed.prompt_token_ids) + len(processed.streams[0].predicted_token_ids or ())
@@ -205,7 +205,7 @@ class Service(HttpService):
             if opened.cut_off is not None:  # the engine does not know the request yet
                 raise opened.cut_off
 
-        with spelling(job.spelled):
+        with client_field_names(job.client_names):
             self._check_may_begin(tenant)
             prompt = await self._read_prompt(job, index)
             self._check_may_begin(tenant)  # again: reading may take long
@@ -217,14 +217,14 @@ class Service(HttpService):
                     job.params,
                     request_id,
                     options=options,
-                    on_processed=take_room,
+                    on_processed=reserve_prompt,
                     on_unread=lambda output: place.charge(_num_tokens(output)),  # computed, although not read
                 )
                 async with aclosing(outputs) as stream:  # type: ignore[type-var]  # an async generator, by its protocol
                     async for output in stream:
                         place.charge(_num_tokens(output))
                         if (error := opened.error(output)) is not None:
-                            untold(output)
+                            unsent(output)
                             raise error
                         if num_waiting:
                             place.release_tokens(num_waiting)
@@ -275,13 +275,13 @@ class Service(HttpService):
         if not open_ids:
             return
         logger.warning("aborting %d open requests", len(open_ids))
-        asyncio.get_running_loop().call_later(_ENGINE_GRACE_S, self._tell, open_ids)
+        asyncio.get_running_loop().call_later(_ENGINE_GRACE_S, self._announce, open_ids)
         try:
             await self.engine.abort(open_ids)
         except EngineDeadError:
             logger.warning("the engine is already dead; its requests have failed")
 
-    def _tell(self, open_ids: list[str]) -> None:
+    def _announce(self, open_ids: list[str]) -> None:
         """Fail the requests that the engine has not ended: it may be in a long step."""
         for request_id in open_ids:
             opened = self._open.get(request_id)

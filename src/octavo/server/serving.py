@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from octavo.config import ServerConfig
-    from octavo.engine.async_llm import AsyncLLM
+    from octavo.engine.async_llm import AsyncEngine
 
 
 def make_server(
-    engine: AsyncLLM,
+    engine: AsyncEngine,
     config: ServerConfig,
     *,
     max_connections: int = MAX_CONNECTIONS,

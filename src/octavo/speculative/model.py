@@ -61,21 +61,21 @@ class ModelProposer:
         """See `Proposer`."""
         self.num_passes, self.computed = 0, frozenset()
         drafts = self._first.propose(tasks)
-        room = self._model.max_model_len + 1
+        max_length = self._model.max_model_len + 1
         most = [
-            0 if found else min(_num_worthwhile(task), self.num_speculative_tokens, room - len(task.token_ids))
+            0 if found else min(_num_worthwhile(task), self.num_speculative_tokens, max_length - len(task.token_ids))
             for task, found in zip(tasks, drafts, strict=True)
         ]
-        asked = [index for index, count in enumerate(most) if count > 0]
-        if not asked:
+        drafted = [index for index, count in enumerate(most) if count > 0]
+        if not drafted:
             return drafts
         try:
-            self._model.begin([tasks[index].request_id for index in asked])
-            chosen = self._choose(np.array([most[index] for index in asked]))
+            self._model.begin([tasks[index].request_id for index in drafted])
+            chosen = self._choose(np.array([most[index] for index in drafted]))
         finally:
             self._model.end()
-        self.computed = {tasks[index].request_id for index in asked}
-        for index, found in zip(asked, chosen, strict=True):
+        self.computed = {tasks[index].request_id for index in drafted}
+        for index, found in zip(drafted, chosen, strict=True):
             drafts[index] = found
         return drafts
 
@@ -86,8 +86,8 @@ class ModelProposer:
         indices = np.arange(len(most))
         for place in range(longest):
             self.num_passes += 1
-            chosen[indices, place], goes_on = self._model.choose_next(indices)
-            indices = indices[goes_on & (most[indices] > place + 1)]
+            chosen[indices, place], can_continue = self._model.choose_next(indices)
+            indices = indices[can_continue & (most[indices] > place + 1)]
             if not len(indices):
                 break
         counts = (chosen >= 0).sum(axis=1).tolist()

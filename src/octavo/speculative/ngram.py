@@ -52,7 +52,7 @@ class NgramProposer(LookupProposer[_Index]):
 
     def _propose(self, task: DraftTask) -> list[int]:
         num_tokens = len(task.token_ids)
-        if num_tokens > self._indices.room(task.request_id):
+        if num_tokens > self._indices.free_tokens(task.request_id):
             self.forget([task.request_id])
             return []
         index = self._indices.get(task.request_id) or _Index()

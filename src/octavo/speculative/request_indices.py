@@ -24,13 +24,13 @@ class RequestIndices(Generic[IndexT]):
         """Return a request's index, if any."""
         return self._kept[request_id][0] if request_id in self._kept else None
 
-    def room(self, request_id: str) -> int:
+    def free_tokens(self, request_id: str) -> int:
         """Return the largest capacity, in tokens, of this request's index."""
-        own = self._kept[request_id][1] if request_id in self._kept else 0
-        return self.max_tokens - self.num_tokens + own
+        current = self._kept[request_id][1] if request_id in self._kept else 0
+        return self.max_tokens - self.num_tokens + current
 
     def keep(self, request_id: str, index: IndexT, num_tokens: int) -> None:
-        """Set a request's index. num_tokens: its capacity, at most `room()`."""
+        """Set a request's index. num_tokens: its capacity, at most `free_tokens()`."""
         self.forget((request_id,))
         self._kept[request_id] = (index, num_tokens)
         self.num_tokens += num_tokens

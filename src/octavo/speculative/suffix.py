@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from octavo.speculative.interface import DraftTask, EndedRequest
 
 _MOST_TOKENS = 1 << 17  # of all running requests
-_LEAST_ROOM = 256  # spare capacity of a new index, in tokens
+_MIN_CAPACITY = 256  # spare capacity of a new index, in tokens
 
 
 class SuffixProposer(LookupProposer[SuffixIndex]):
@@ -80,8 +80,8 @@ class SuffixProposer(LookupProposer[SuffixIndex]):
         num_tokens = len(task.token_ids)
         index = self._indices.get(task.request_id)
         if index is None or num_tokens > index.capacity:
-            room = self._indices.room(task.request_id)
-            capacity = min(num_tokens + max(num_tokens // 2, _LEAST_ROOM), self._max_model_len, room)
+            limit = self._indices.free_tokens(task.request_id)
+            capacity = min(num_tokens + max(num_tokens // 2, _MIN_CAPACITY), self._max_model_len, limit)
             if capacity >= (MIN_CAPACITY if index is None else num_tokens):
                 index = SuffixIndex(capacity)
                 self._indices.keep(task.request_id, index, capacity)

@@ -130,11 +130,11 @@ def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
         return
     if stored == target.stored_tokenizer():
         return
-    own, others = (each.read_tokenizer().backend.get_vocab() for each in (draft, target))
-    for token, number in others.items():
+    draft_vocab, target_vocab = (each.read_tokenizer().backend.get_vocab() for each in (draft, target))
+    for token, number in target_vocab.items():
         # Conversions to GGUF name unused rows [PADn]; no text produces them.
-        if own.get(token) != number and (token in own or token != f"[PAD{number}]"):
-            there = f"number {own[token]}" if token in own else "no token"
+        if draft_vocab.get(token) != number and (token in draft_vocab or token != f"[PAD{number}]"):
+            there = f"number {draft_vocab[token]}" if token in draft_vocab else "no token"
             raise ConfigError(
                 f"model of speculative_config: {name} has another vocabulary: token {number} of the model, {token!r}, "
                 f"is {there} in it; both must be equal"

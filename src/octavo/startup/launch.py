@@ -71,7 +71,7 @@ def launch_engine(
     """
     from octavo.engine.remote_core import RemoteCore  # noqa: PLC0415 - needs zmq and msgspec, which only servers do
 
-    served, asked = ServedModel.find(config.model), config.model
+    served, path = ServedModel.find(config.model), config.model
     draft = find_draft_checkpoint(config.speculative, config.model, served)
     # -P: never import a file of the current directory.
     command = [sys.executable, "-P", "-m", "octavo.startup.engine_main"]
@@ -86,7 +86,7 @@ def launch_engine(
     def prepare() -> tuple[InputProcessor, OutputProcessor]:
         if meanwhile is not None:
             meanwhile()
-        return make_processors(asked, served)
+        return make_processors(path, served)
 
     core = RemoteCore(command, config)
     return Engine(core, *core.start(prepare, progress), time.monotonic)
@@ -128,10 +128,10 @@ def make_grammars(config: ModelConfig, served: ServedModel) -> GrammarCompiler |
 def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture) -> int:
     """Return the configured maximum length, by default the checkpoint's. Raises `ConfigError` if it is larger."""
     longest = architecture.max_context_tokens
-    asked = model_config.max_model_len
-    if asked is not None and asked > longest:
-        raise ConfigError(f"max_model_len {asked} is more than the {longest} positions that this checkpoint supports")
-    return longest if asked is None else asked
+    path = model_config.max_model_len
+    if path is not None and path > longest:
+        raise ConfigError(f"max_model_len {path} is more than the {longest} positions that this checkpoint supports")
+    return longest if path is None else path
 
 
 def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Tokenizer | None) -> ModelInfo:
@@ -183,8 +183,8 @@ def _eos_token_ids(served: ServedModel, tokenizer: Tokenizer | None) -> frozense
 def _chat_template(config: ModelConfig, served: ServedModel, tokenizer: Tokenizer) -> ChatTemplate | None:
     chosen = config.chat_template
     if chosen is None:
-        own = served.text.read_chat_template(tokenizer.special_tokens)
-        return own or served.checkpoint.read_chat_template(tokenizer.special_tokens)
+        stored_template = served.text.read_chat_template(tokenizer.special_tokens)
+        return stored_template or served.checkpoint.read_chat_template(tokenizer.special_tokens)
     looks_like_text = "{" in chosen or "\n" in chosen
     if not looks_like_text and not Path(chosen).is_file():
         raise ConfigError(f"chat_template {chosen!r} is neither a file nor the text of a template")

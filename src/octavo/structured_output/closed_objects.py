@@ -76,7 +76,7 @@ class Merged:
             part = left.pop()
             if not isinstance(part, dict):
                 continue
-            self._add_own(part)
+            self._add_properties(part)
             reference = part.get("$ref")
             if isinstance(reference, str) and reference not in self._referred:  # only once: references may be cyclic
                 self._referred.add(reference)
@@ -84,7 +84,7 @@ class Merged:
             for key in ("allOf", "anyOf", "oneOf"):
                 left += part[key] if isinstance(part.get(key), list) else ()
 
-    def _add_own(self, schema: dict[str, Any]) -> None:
+    def _add_properties(self, schema: dict[str, Any]) -> None:
         self._budget.take(len(schema))
         properties, required, least = (schema.get(key) for key in ("properties", "required", "minProperties"))
         if isinstance(properties, dict):

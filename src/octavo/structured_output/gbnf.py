@@ -62,7 +62,7 @@ def to_lark(grammar: str) -> str:
     for name in rules:
         names.setdefault(name, f"r{len(names)}")
     terminals: dict[str, str] = {}
-    lines = [f"{names[name]}: {_spelled(node, names, terminals)}" for name, node in rules.items()]
+    lines = [f"{names[name]}: {_written(node, names, terminals)}" for name, node in rules.items()]
     return "\n".join([*lines, *(f"{name}: /{text}/" for text, name in terminals.items())])
 
 
@@ -167,7 +167,7 @@ def _joined(alternatives: list[list[Node]]) -> Node:
     return options[0] if len(options) == 1 else Choice(options)
 
 
-def _spelled(root: Node, names: dict[str, str], terminals: dict[str, str]) -> str:
+def _written(root: Node, names: dict[str, str], terminals: dict[str, str]) -> str:
     """Spell a node in Lark, without recursion because nodes may be deep. Mutated: terminals."""
     written: list[str] = []
     left: list[Node | str] = [root]

@@ -68,7 +68,7 @@ def with_lexemes(rules: Rules) -> Rules:
 
 def _fits(rules: Rules, node: Node, work: _Work) -> bool:
     try:
-        _Automaton(rules, [node], work).going_on()
+        _Automaton(rules, [node], work).continuing()
     except TooLargeError:
         return False
     return True
@@ -150,7 +150,7 @@ class _Automaton:
             self._ends.add(self._add(part, self._branch(0)))
             self._owners += [index] * (len(self._edges) - len(self._owners))
 
-    def going_on(self, *, until_found: bool = False) -> set[int]:
+    def continuing(self, *, until_found: bool = False) -> set[int]:
         """Return the parts with an empty text, or a text of which a text of any part is a prefix.
 
         until_found: stop after the first. Raises `TooLargeError`.
@@ -332,7 +332,7 @@ class _Parts:
         known = self._ends_itself.get(part)
         if known is None:
             try:
-                known = not _Automaton(self._rules, [part], self._work).going_on(until_found=True)
+                known = not _Automaton(self._rules, [part], self._work).continuing(until_found=True)
             except TooLargeError:
                 known = False
             self._ends_itself[part] = known
@@ -341,7 +341,7 @@ class _Parts:
     def _refuse(self) -> bool:
         """Refuse runs that conflict with lexemes or characters. Returns True if there are any."""
         parts = [*self._runs]
-        longer = _Automaton(self._rules, parts, self._work).going_on()
+        longer = _Automaton(self._rules, parts, self._work).continuing()
         chars = tuple(each for ranges in self._chars for each in ranges)
         refused = [
             part

@@ -80,12 +80,12 @@ class Matcher:
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Advance over tokens. Raises `GrammarError` if one is forbidden, or the grammar exceeds its limits."""
-        with _told_apart():
+        with _named_faults():
             if self._large is not None:
-                goes_on = self._large.consume(self._matcher, token_ids)
+                continues = self._large.consume(self._matcher, token_ids)
             else:
-                goes_on = not token_ids or self._matcher.consume_tokens(list(token_ids))
-        if not goes_on:
+                continues = not token_ids or self._matcher.consume_tokens(list(token_ids))
+        if not continues:
             raise GrammarError(
                 f"the grammar could not advance: {self._matcher.get_error()[:200]}", parameter=_PARAMETER
             )
@@ -93,7 +93,7 @@ class Matcher:
 
     def step_back(self, num_tokens: int) -> None:
         """Undo the last tokens. Raises `GrammarError` if that is not possible."""
-        with _told_apart():
+        with _named_faults():
             goes_back = not num_tokens or self._matcher.rollback(num_tokens)
         if not goes_back:
             raise GrammarError(
@@ -103,7 +103,7 @@ class Matcher:
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """Return how many of these tokens may come next in this order. Raises `GrammarError`."""
-        with _told_apart():
+        with _named_faults():
             return int(self._matcher.validate_tokens(list(token_ids)))
 
     def allowed(self) -> NDArray[np.bool_]:
@@ -111,7 +111,7 @@ class Matcher:
 
         Raises `GrammarError` if the grammar exceeds its limits.
         """
-        with _told_apart():
+        with _named_faults():
             mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise GrammarError(
@@ -187,12 +187,12 @@ class GrammarCompiler:
         the future is `running()` once it is the tenant's turn. Raises `GrammarError` if no thread can be started, and
         `QueueFullError` if the tenant has too many waiting grammars.
         """
-        with _told_apart():
+        with _named_faults():
             return _turns().submit(tenant, lambda: self._prepare(wanted))
 
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
         """Return a new matcher; waits for the compilation. Raises `GrammarError`."""
-        with _told_apart():
+        with _named_faults():
             compiled = self._waited_for.get(id(wanted))
             if compiled is None:
                 compiled = self._find(repr(wanted)) or _executor().submit(self._compile, wanted).result()
@@ -224,7 +224,7 @@ class GrammarCompiler:
             weakref.finalize(wanted, _forget, weakref.ref(self), id(wanted)).atexit = False
 
     def _compile(self, wanted: StructuredOutputsParams) -> _Compiled:
-        with _told_apart():
+        with _named_faults():
             key = repr(wanted)
             if known := self._find(key):
                 return known
@@ -249,7 +249,7 @@ class GrammarCompiler:
         return self._large
 
     def _read_ahead(self) -> None:
-        with contextlib.suppress(RequestError), _told_apart():
+        with contextlib.suppress(RequestError), _named_faults():
             self._load(_llguidance())
 
     def _load(self, llguidance: Any) -> Any:
@@ -271,8 +271,8 @@ class GrammarCompiler:
             return "start: @answer"
         vocabulary, first = self._vocabulary, self._first_piece(wanted.starts_after)
         assert vocabulary is not None
-        ends = None if self._token(first) is None else self._spelled(wanted.starts_after)
-        opens = wanted.free_from and self._spelled(wanted.free_from)
+        ends = None if self._token(first) is None else self._token_names(wanted.starts_after)
+        opens = wanted.free_from and self._token_names(wanted.free_from)
         added = vocabulary.added_ids - vocabulary.eos_token_ids - {vocabulary.token_id(first)}
         between = sorted(each for each in added if each < self._vocab_size)
         is_exact = wanted.kind in {"choice", "regex", "grammar"}
@@ -281,7 +281,7 @@ class GrammarCompiler:
     def _first_piece(self, text: str) -> str:
         return text if self._token(text) else next(filter(None, _MARKS.split(text)))
 
-    def _spelled(self, text: str) -> str:
+    def _token_names(self, text: str) -> str:
         if token := self._token(text):
             return token
         return " ".join(self._token(piece) or json.dumps(piece) for piece in _MARKS.split(text) if piece)
@@ -318,7 +318,7 @@ def _executor() -> ThreadPoolExecutor:
 
 
 @contextlib.contextmanager
-def _told_apart() -> Iterator[None]:
+def _named_faults() -> Iterator[None]:
     """Convert any error of llguidance, also a panic, to `GrammarError`, so that it fails only one request."""
     try:
         yield

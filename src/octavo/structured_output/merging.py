@@ -114,8 +114,8 @@ def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
             if value not in schemas:
                 schemas.append(value)
         if is_whole:
-            own = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
-            required = own if required is None else [name for name in required if name in own]
+            names = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
+            required = names if required is None else [name for name in required if name in names]
         is_closed = is_closed and not is_open(part)
         left += [(merged(option, root), False) for key in _OPTIONS for option in _list(part, key)]
     return {

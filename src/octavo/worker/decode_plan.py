@@ -64,9 +64,9 @@ def kept_bytes(architecture: Architecture, num_seqs: int, num_rows: int, table_w
 
 def _sizes(config: DeviceConfig, device: torch.device, max_num_seqs: int, num_rows: int) -> tuple[int, ...]:
     """Return captured sizes."""
-    asked = config.max_cudagraph_capture_size
-    if config.enforce_eager or (asked is None and device.type != "cuda"):
+    configured = config.max_cudagraph_capture_size
+    if config.enforce_eager or (configured is None and device.type != "cuda"):
         return ()
-    most = min(max_num_seqs, MOST_ROWS // num_rows if asked is None else asked)
+    most = min(max_num_seqs, MOST_ROWS // num_rows if configured is None else configured)
     steps = [1, 2, 4, *range(8, 256, 8), *range(256, most, 16)]
     return (*(size for size in steps if size < most), most) if most else ()

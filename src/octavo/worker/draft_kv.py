@@ -122,8 +122,8 @@ class OwnDraftKV:
         noted = self._num_noted[rows]
         positions = noted[:, None] + np.arange(self._guesses.shape[1])
         known = self._batch.token_ids[rows[:, None], np.minimum(positions, num_known[:, None] - 1)]
-        came_true = (known == self._guesses[rows]) & (positions < num_known[:, None] - 1)
-        ends: NDArray[np.int64] = noted + came_true.cumprod(axis=1).sum(axis=1)
+        is_accepted = (known == self._guesses[rows]) & (positions < num_known[:, None] - 1)
+        ends: NDArray[np.int64] = noted + is_accepted.cumprod(axis=1).sum(axis=1)
         self.note_known(rows, ends)
         for index in np.flatnonzero(num_known - 1 - ends >= self.cache.block_size).tolist():
             ends[index] = self._find(int(rows[index]), int(ends[index]), int(num_known[index]) - 1)

@@ -189,10 +189,10 @@ class DraftRunner:
         )
         hidden = self.forward_pass(token_ids, attention)
         self._note_known(indices, ends)
-        chosen, goes_on = np.full(len(indices), -1, dtype=np.int64), np.zeros(len(indices), dtype=bool)
+        chosen, can_continue = np.full(len(indices), -1, dtype=np.int64), np.zeros(len(indices), dtype=bool)
         if len(hidden):
-            chosen[is_due], goes_on[is_due] = self._choose(indices[is_due], hidden, known_there)
-        return chosen, goes_on
+            chosen[is_due], can_continue[is_due] = self._choose(indices[is_due], hidden, known_there)
+        return chosen, can_continue
 
     def _note_known(self, indices: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         """Record known tokens."""
@@ -224,11 +224,11 @@ class DraftRunner:
         self._batch.token_ids[rows, num_tokens] = np.maximum(chosen, 0)
         self._num_computed[indices] = num_tokens
         self._num_tokens[indices] = num_tokens + 1
-        goes_on = [
+        can_continue = [
             token_id >= 0 and token_id not in request.stop_token_ids
             for token_id, request in zip(chosen.tolist(), requests, strict=True)
         ]
-        return chosen, np.array(goes_on)
+        return chosen, np.array(can_continue)
 
     def end(self) -> None:
         """Record how far drafts were computed, and publish their distributions."""

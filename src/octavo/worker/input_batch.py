@@ -221,7 +221,7 @@ class InputBatch:
         """Return prompt and output, as a view."""
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
-    def write_behind(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
+    def append_unsampled(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
         """Write tokens after the known ones, until one is sampled. Return a view of both."""
         start = int(self.num_tokens[request.row])
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
@@ -341,7 +341,7 @@ class InputBatch:
         num_drafts = np.zeros(len(requests), dtype=np.int64)
         for index, request in enumerate(requests):
             token_ids = drafts.get(request.request_id, [])
-            self.write_behind(request, token_ids)
+            self.append_unsampled(request, token_ids)
             num_drafts[index] = len(token_ids)
         return num_drafts
 
@@ -373,9 +373,11 @@ class InputBatch:
         for row, start, end in zip(rows.tolist(), query_start[:-1].tolist(), query_start[1:].tolist(), strict=True):
             known = self._rotary_positions.get(row)
             if known is not None:
-                own, num_known = positions[start:end], known.shape[1]
-                after = own + int(known.max()) + 1 - num_known
-                rotary[:, start:end] = np.where(own < num_known, known[:, np.minimum(own, num_known - 1)], after)
+                row_positions, num_known = positions[start:end], known.shape[1]
+                after = row_positions + int(known.max()) + 1 - num_known
+                rotary[:, start:end] = np.where(
+                    row_positions < num_known, known[:, np.minimum(row_positions, num_known - 1)], after
+                )
         return rotary
 
     def _attention(self, tensors: Iterator[torch.Tensor], num_groups: int) -> AttentionBatch:

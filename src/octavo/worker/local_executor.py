@@ -8,8 +8,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from octavo.errors import ExecutionError
-from octavo.worker.kv_transfers import NoKVMover
 from octavo.worker.step_modes import ComputesAtOnce
+from octavo.worker.transfer_threads import NoKVMover
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import SchedulerOutput
     from octavo.kv_transfer.tiers import TieredStore
     from octavo.sampling_params import SamplingParams
-    from octavo.worker.kv_transfers import KVMover
     from octavo.worker.step_modes import StepMode
+    from octavo.worker.transfer_threads import KVMover
     from octavo.worker.worker import Worker
 
 TRANSFER_WAIT_S = 0.01  # longest wait for a KV transfer: new requests wait meanwhile

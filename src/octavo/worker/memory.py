@@ -95,9 +95,9 @@ def largest_batch(
     The cache has to hold at least the step's tokens, unless the configuration sets its size.
     """
     most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
-    asked_blocks, asked_bytes = cache_config.num_gpu_blocks, cache_config.kv_cache_memory_bytes
+    configured_blocks, configured_bytes = cache_config.num_gpu_blocks, cache_config.kv_cache_memory_bytes
     free = _free_for_step(device, cache_config, store_bytes)
-    budget = free if cache_config.asks_for_memory else _share(free, device)
+    budget = free if cache_config.sets_memory else _share(free, device)
 
     def is_too_large(num_tokens: int) -> bool:
         plan = KVPlan.of(
@@ -108,10 +108,10 @@ def largest_batch(
             max_num_batched_tokens=num_tokens,
             draft_block_bytes=draft_block_bytes,
         )
-        if asked_blocks is not None:
-            kv_bytes = plan.num_bytes(plan.with_blocks(asked_blocks))
-        elif asked_bytes is not None:
-            kv_bytes = asked_bytes
+        if configured_blocks is not None:
+            kv_bytes = plan.num_bytes(plan.with_blocks(configured_blocks))
+        elif configured_bytes is not None:
+            kv_bytes = configured_bytes
         else:
             kv_bytes = -(-num_tokens // cache_config.block_size) * plan.bytes_of_all
         num_logits_rows = min(num_tokens, least * (1 + num_speculative_tokens))
@@ -165,9 +165,11 @@ def decide_kv_size(
     if cache_config.num_gpu_blocks is not None:
         size, reason = plan.with_blocks(cache_config.num_gpu_blocks), "num_gpu_blocks"
     elif cache_config.kv_cache_memory_bytes is not None:
-        asked = cache_config.kv_cache_memory_bytes
-        most_blocks = asked // plan.block_bytes[0] if plan.block_bytes[0] else plan.num_usable_blocks(asked, longest)
-        size, reason = plan.within(asked, most_blocks), "kv_cache_memory_bytes"
+        configured = cache_config.kv_cache_memory_bytes
+        most_blocks = (
+            configured // plan.block_bytes[0] if plan.block_bytes[0] else plan.num_usable_blocks(configured, longest)
+        )
+        size, reason = plan.within(configured, most_blocks), "kv_cache_memory_bytes"
     else:
         num_tokens = scheduler_config.max_num_batched_tokens
         num_logits_rows = min(num_tokens, scheduler_config.max_num_seqs * (1 + num_speculative_tokens))

@@ -22,12 +22,12 @@ from octavo.worker.drafting import Drafting
 from octavo.worker.forward_pass import ForwardPass
 from octavo.worker.host_copies import create_host_copies
 from octavo.worker.input_batch import InputBatch, ModelInputs
-from octavo.worker.kv_transfers import NoKVMover
 from octavo.worker.launched_step import LaunchedStep
 from octavo.worker.pooler import Pooler
 from octavo.worker.prompt_scores import PromptScorer
 from octavo.worker.sample_tasks import SampleTasks, Trouble
 from octavo.worker.sampler import Sampler
+from octavo.worker.transfer_threads import NoKVMover
 from octavo.worker.verification import DraftedRows, ExactVerification
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.draft_model import DraftModel
     from octavo.worker.kv_cache import PagedKVCache
-    from octavo.worker.kv_transfers import KVMover
     from octavo.worker.sampler import Sampled
+    from octavo.worker.transfer_threads import KVMover
     from octavo.worker.verification import Verification
 
 
@@ -298,7 +298,7 @@ class ModelRunner:
                 continue
             num_good = _num_good(first, token_ids, troubles)
             if not num_good:
-                nothing = ErrorCode.NOTHING_ALLOWED if first in sampled.nothing_left else "the logits are NaN"
+                nothing = ErrorCode.NOTHING_ALLOWED if first in sampled.none_allowed else "the logits are NaN"
                 errors[name] = troubles[first].reason(name) if first in troubles else nothing
                 continue
             tokens[name] = token_ids[:num_good]

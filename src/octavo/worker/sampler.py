@@ -139,11 +139,11 @@ def _is_plain(params: SamplingParams) -> bool:
 class Sampled:
     """The results of all rows.
 
-    token_ids: -1 if a row's logits were NaN or all tokens were excluded (`nothing_left`). faults: of failed tasks.
+    token_ids: -1 if a row's logits were NaN or all tokens were excluded (`none_allowed`). faults: of failed tasks.
     """
 
     token_ids: list[int]
-    nothing_left: set[int]
+    none_allowed: set[int]
     logprobs: dict[int, TokenLogprobs]
     faults: dict[int, BaseException]
 
@@ -155,7 +155,7 @@ class LogprobRows:
     ranks: int64 [n]. values, ids: [n, most]; None if no row asks for any.
     """
 
-    own: Tensor
+    sampled: Tensor
     ranks: Tensor
     values: Tensor | None
     ids: Tensor | None
@@ -168,7 +168,7 @@ class LogprobRows:
         return [
             TokenLogprobs([token_id, *ids[:count]], [value, *values[:count]], rank)
             for token_id, value, rank, ids, values, count in zip(
-                token_ids, self.own.tolist(), self.ranks.tolist(), best_ids, best_values, self.num_best, strict=True
+                token_ids, self.sampled.tolist(), self.ranks.tolist(), best_ids, best_values, self.num_best, strict=True
             )
         ]
 
@@ -193,11 +193,11 @@ class Choices:
         entries: dict[int, TokenLogprobs] = {}
         for rows, logprobs in self.logprobs:
             entries.update(zip(rows, logprobs.read([max(token_ids[row], 0) for row in rows]), strict=True))
-        nothing_left: set[int] = set()
+        none_allowed: set[int] = set()
         if self.are_numbers is not None:
             are_numbers = zip(self.restricted, self.are_numbers.tolist(), strict=True)
-            nothing_left = {row for row, good in are_numbers if good and token_ids[row] < 0}
-        return Sampled(token_ids, nothing_left, entries, self.faults)
+            none_allowed = {row for row, good in are_numbers if good and token_ids[row] < 0}
+        return Sampled(token_ids, none_allowed, entries, self.faults)
 
 
 class Sampler:
@@ -282,12 +282,12 @@ class Sampler:
 
     def token_logprobs(self, logprobs: Tensor, token_ids: Tensor, num_best: Sequence[int]) -> LogprobRows:
         """Return each row's token and its `num_best` best ones, from log probabilities [n, vocab]."""
-        own = logprobs.gather(1, token_ids[:, None])
-        ranks = (logprobs > own).sum(dim=-1) + 1
+        sampled = logprobs.gather(1, token_ids[:, None])
+        ranks = (logprobs > sampled).sum(dim=-1) + 1
         most = min(max(num_best), logprobs.shape[-1])
         to_host = self._copies.to_host
         values, ids = map(to_host, self._kernels.top_tokens(logprobs, most)) if most else (None, None)
-        return LogprobRows(to_host(own[:, 0]), to_host(ranks), values, ids, num_best)
+        return LogprobRows(to_host(sampled[:, 0]), to_host(ranks), values, ids, num_best)
 
 
 def _adjust(row: Tensor, task: SampleTask, to_device: Callable[[NDArray[np.generic]], Tensor]) -> None:

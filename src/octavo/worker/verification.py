@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from octavo.kernels.noise import Stream, uniform_noise
+from octavo.kernels.noise import RandomStream, uniform_noise
 from octavo.kernels.rejection_sampling import draw, filtered_probs, rejection_sampling_batched
 from octavo.sampling_params import MAX_DRAFTS
 
@@ -130,7 +130,7 @@ class RejectionVerification:
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """Draw with a noise stream of its own."""
         probs, ids = torch.empty_like(logits), torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        uniform = uniform_noise(rows.seed, rows.position, rows.sample_index, Stream.DRAFT).to(logits.device)
+        uniform = uniform_noise(rows.seed, rows.position, rows.sample_index, RandomStream.DRAFT).to(logits.device)
         max_rows = max(_SLICE_LOGITS // logits.shape[1], 1)
         for part in (slice(i, i + max_rows) for i in range(0, len(logits), max_rows)):
             probs[part] = filtered_probs(logits[part], rows.take(part))

@@ -26,7 +26,6 @@ from octavo.worker.draft_model import DraftModel
 from octavo.worker.fingerprint import check_tables, take_fingerprint
 from octavo.worker.kv_cache import LAYOUT_VERSION, PagedKVCache
 from octavo.worker.kv_plan import check_kernels_have
-from octavo.worker.kv_transfers import KVTransferThreads
 from octavo.worker.memory import (
     block_bytes,
     decide_kv_size,
@@ -36,6 +35,7 @@ from octavo.worker.memory import (
 )
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.prefault import Prefault
+from octavo.worker.transfer_threads import KVTransferThreads
 from octavo.worker.verification import create_verification
 from octavo.worker.warm_up import warm_up
 
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from octavo.models.weight_source import WeightSource
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.kv_plan import KVSize
-    from octavo.worker.kv_transfers import KVMover
     from octavo.worker.launched_step import LaunchedStep
+    from octavo.worker.transfer_threads import KVMover
 
 logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
@@ -155,7 +155,7 @@ class Worker:
         self.runner = self._make_runner()
         self.kv_cache = self.runner.kv_cache
         self._on_device(lambda: warm_up(self.runner, self.info.num_warm_up_tokens))
-        if self.device.type == "cpu" and self.cache_config.asks_for_memory:
+        if self.device.type == "cpu" and self.cache_config.sets_memory:
             for cache in self.runner.kv_caches:
                 for blocks in cache.memory:
                     weakref.finalize(self, Prefault(blocks).stop)
@@ -260,12 +260,12 @@ class Worker:
             max_model_len=checkpoint.max_model_len,
             quantization=checkpoint.quantization,
         )
-        own_kv_dtype = ROUNDED_KV.get(self.cache_config.kv_cache_dtype, str(model.dtype).removeprefix("torch."))
+        model_kv_dtype = ROUNDED_KV.get(self.cache_config.kv_cache_dtype, str(model.dtype).removeprefix("torch."))
         return DraftModel(
             checkpoint=checkpoint,
             model=model,
             dtype=self._weight_dtype,
-            kv_dtype=self.kv_dtype if checkpoint.shares_kv else own_kv_dtype,
+            kv_dtype=self.kv_dtype if checkpoint.shares_kv else model_kv_dtype,
             block_size=self.cache_config.block_size,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             num_speculative_tokens=self.num_speculative_tokens,

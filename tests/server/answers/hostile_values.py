@@ -23,11 +23,11 @@ NUM_CASES = 120
 
 def hostile(rng: random.Random, form: TaggedFormat) -> str:
     """Return a value of up to six pieces: marks of the format, whole or broken, heads, blanks and words."""
-    closes, heads = form.value_closes.strip(), form.argument_heads(["text", "days", "other"])
+    closes, call_starts = form.value_closes.strip(), form.argument_starts(["text", "days", "other"])
     call = form.write([("now", {})])
     pieces = [
-        closes, closes[:-1], closes[1:], closes[:-1] + "/>", closes[:-1] + " >", *heads, form.opener, form.call_opens,
-        form.call_closes, form.closes, form.opens + "now" + form.named, call, call[: len(call) // 2], "\n", "\n\n", " ",
+        closes, closes[:-1], closes[1:], closes[:-1] + "/>", closes[:-1] + " >", *call_starts, form.opener,
+        form.call_opens, form.call_closes, form.closes, form.opens + "now" + form.named, call, call[: len(call) // 2], "\n", "\n\n", " ",
         "word", "x < y", "now", form.argument_opens,
     ]  # fmt: skip
     return "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 7)))

@@ -123,7 +123,7 @@ def pieces_of(form: ToolFormat) -> list[str]:
     more = list[str]()
     if isinstance(form, TaggedFormat):
         closes = form.value_closes.strip()
-        more = [closes, closes[:-1], closes[1:], closes[:-1] + "/>", *form.argument_heads(["text", "days", "no"])]
+        more = [closes, closes[:-1], closes[1:], closes[:-1] + "/>", *form.argument_starts(["text", "days", "no"])]
         more += [form.call_opens, form.call_closes, form.argument_opens, form.value_closes + form.argument_closes]
     return [
         *marks, *(each[:-1] for each in marks), *(each.strip() for each in marks), *more, named, before, behind,

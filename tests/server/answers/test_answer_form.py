@@ -110,7 +110,7 @@ def test_parser_limits_held_text_only_for_streams() -> None:
 @pytest.mark.parametrize("wanted", [{"json_object": True}, {"json": {"type": "object"}}])
 def test_framed_content_accepts_only_json_object(wanted: dict[str, Any]) -> None:
     grammars = Grammars("plain", [*SolarFormat.markers])
-    form = AnswerForm(frame=SolarFormat(grammars.spell))
+    form = AnswerForm(frame=SolarFormat(grammars.token_name))
     params = form.applied_to(SamplingParams(structured_outputs=StructuredOutputsParams(**wanted)))
     assert params.structured_outputs is not None
     assert grammars.accepts(params.structured_outputs, '<|content|>{"a": 1}<|end|>')

@@ -87,7 +87,7 @@ def test_large_work_runs_outside_event_loop_thread(
 
     for owner, name in functions:
         monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
-    monkeypatch.setattr(EmbeddingReply, "_spell", lambda *_: "")  # this engine has no hidden states
+    monkeypatch.setattr(EmbeddingReply, "_token_name", lambda *_: "")  # this engine has no hidden states
     with shared.http() as http:
         response = http.post(route, json=body)
     assert response.status_code == 200, response.text
@@ -112,11 +112,11 @@ def test_answer_size_counts_tokens_logprobs_and_pooled_numbers(with_prompt: bool
 
 def test_small_work_runs_on_event_loop_thread(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[str] = []
-    spell = completions.completion_logprobs
+    token_name = completions.completion_logprobs
 
     def watched(*args: Any, **options: Any) -> Any:
         places.append(threading.current_thread().name)
-        return spell(*args, **options)
+        return token_name(*args, **options)
 
     monkeypatch.setattr(completions, "completion_logprobs", watched)
     with shared.http() as http:

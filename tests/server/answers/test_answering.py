@@ -17,7 +17,7 @@ from octavo.errors import DeadlineError, RequestFailedError
 from octavo.outputs import CompletionOutput, ErrorCode, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.answers import answering
-from octavo.server.answers.answering import EventStream, answer, answer_whole
+from octavo.server.answers.answering import EventStreamResponse, answer, answer_complete
 from octavo.server.answers.job_outputs import MergedOutputs, error_of, outputs_of
 from octavo.server.answers.jobs import Job, StreamForm
 from octavo.server.answers.usage import UsageCounter
@@ -52,7 +52,7 @@ class Service:
         self.model_info = SimpleNamespace(max_model_len=1000)
         self.engine = SimpleNamespace(text=None)
 
-    async def generate(self, job: Job, index: int, *, check: Any, untold: Any) -> AsyncIterator[RequestOutput]:
+    async def generate(self, job: Job, index: int, *, check: Any, unsent: Any) -> AsyncIterator[RequestOutput]:
         del check
         prompt: Any = job.prompts[index]
         self.asked.append((job.request_ids[index], job.options))
@@ -62,7 +62,7 @@ class Service:
                 if isinstance(each, Exception):
                     raise each
                 if (error := error_of(each)) is not None:
-                    untold(each)
+                    unsent(each)
                     raise error
                 yield replace(each, request_id=job.request_ids[index])
         finally:
@@ -127,7 +127,7 @@ def virtually(monkeypatch: pytest.MonkeyPatch) -> Any:
     async def at_once(_text: Any, _size: int, work: Any, **_: Any) -> Any:
         return work()
 
-    monkeypatch.setattr(answering, "beside", at_once)
+    monkeypatch.setattr(answering, "run_text_work", at_once)
     return run_virtually
 
 
@@ -289,7 +289,7 @@ def test_prefill_request_is_answered_without_stream(virtually: Any) -> None:
         service: Any = Service(a=[(1.0, output("x", finished=True))])
         client: Any = Client(transfer=transfer)
         response = await answer(service, client, job_of("a", stream=True), Reply())  # type: ignore[arg-type]
-        assert not isinstance(response, EventStream)
+        assert not isinstance(response, EventStreamResponse)
         ((_, told),) = service.asked
         assert told.kv_transfer_params == transfer
         service = Service(a=[(1.0, output("x", finished=True))])
@@ -306,7 +306,7 @@ def test_uncounted_completions_give_zero_completion_tokens(virtually: Any) -> No
     async def work(_now: Any) -> None:
         service: Any = Service(a=[(1.0, output("xy", finished=True))])
         client: Any = Client()
-        response = await answer_whole(service, client, job_of("a", counts_completions=False), Reply())  # type: ignore[arg-type]
+        response = await answer_complete(service, client, job_of("a", counts_completions=False), Reply())  # type: ignore[arg-type]
         assert json.loads(response.body) == [["xy"], 0]
 
     virtually(work)
@@ -315,9 +315,9 @@ def test_uncounted_completions_give_zero_completion_tokens(virtually: Any) -> No
 class SlowToEnd(Service):
     """A service whose generators need a second to end."""
 
-    async def generate(self, job: Job, index: int, *, check: Any, untold: Any) -> AsyncIterator[RequestOutput]:
+    async def generate(self, job: Job, index: int, *, check: Any, unsent: Any) -> AsyncIterator[RequestOutput]:
         try:
-            async for each in super().generate(job, index, check=check, untold=untold):
+            async for each in super().generate(job, index, check=check, unsent=unsent):
                 yield each
         finally:
             await asyncio.sleep(1.0)

@@ -10,7 +10,7 @@ from call_grammars import Grammars
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.server.answers.argument_values import json_of, known_keys, takes_others, types_of, value_text
+from octavo.server.answers.argument_values import allows_others, json_of, known_keys, types_of, value_text
 from octavo.server.answers.gemma_calls import GemmaFormat
 from octavo.server.answers.nested_calls import MiniMaxM3Format
 from octavo.server.answers.python_calls import LFM2Format, PythonicFormat
@@ -82,7 +82,7 @@ def test_references_resolve_anywhere_in_parameters(family: Any) -> None:
         "required": ["from"],
         "additionalProperties": False,
     }
-    form = family(grammars.spell)
+    form = family(grammars.token_name)
     structure = StructuredOutputsParams(grammar=form.forced([Function("go", parameters)], only_one=True))
     one = {"x": 1}
     given = {"from": one, "to": one, "way": [{"$ref": "#/a"}, None], "more": [None], "again": [{"from": one}]}
@@ -131,7 +131,7 @@ def test_grammar_enforces_schema_of_bare_string(
     family: Any, kind: str, schema: Any, text: str, others: list[str]
 ) -> None:
     grammars = Grammars(kind, list(family.markers))
-    form = family(grammars.spell)
+    form = family(grammars.token_name)
     parameters = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
     structure = StructuredOutputsParams(grammar=form.forced([Function("now", parameters)], only_one=True))
     assert grammars.accepts(structure, form.write([("now", {"a": text})]))
@@ -152,7 +152,7 @@ def test_grammar_enforces_schema_of_bare_string(
     ],
 )
 def test_object_with_properties_is_closed_by_default(schema: Any, is_open: bool) -> None:
-    assert takes_others(schema, schema) is is_open
+    assert allows_others(schema, schema) is is_open
     assert (known_keys(schema) is None) is is_open
 
 
@@ -162,7 +162,7 @@ CLOSED_FAMILIES = [PythonicFormat, LFM2Format, Qwen3CoderFormat, GLMFormat, Mini
 @pytest.mark.parametrize("family", CLOSED_FAMILIES)
 def test_tool_call_grammar_closes_objects_with_properties(family: Any) -> None:
     grammars = Grammars("plain", [])
-    form = family(grammars.spell)
+    form = family(grammars.token_name)
     for fields, is_open in (({"properties": {}}, False), ({"properties": {}, "additionalProperties": True}, True)):
         function = Function("now", {"type": "object", **fields})
         structure = StructuredOutputsParams(grammar=form.forced([function], only_one=True))
@@ -189,4 +189,4 @@ def test_value_text_keeps_text_if_schema_allows_string(text: str, written: str) 
 )
 def test_names_are_known_unless_an_alternative_takes_any(schema: dict[str, Any], names: set[str] | None) -> None:
     assert known_keys(schema) == names
-    assert takes_others(schema, schema) is (names is None)
+    assert allows_others(schema, schema) is (names is None)

@@ -130,7 +130,7 @@ def test_cut_framed_answer_emits_no_markers(name: str, text: str, expected: list
 def test_framed_json_grammar_accepts_only_schema_content(family: Any, answer: str, wrong: str, kind: str) -> None:
     schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
     grammars = Grammars(kind, [*family.markers])
-    form = family(grammars.spell)
+    form = family(grammars.token_name)
     grammar_of_calls = form.or_content(FUNCTIONS, schema, only_one=False)
     for grammar in (form.content(schema), grammar_of_calls):
         structure = StructuredOutputsParams(grammar=grammar)
@@ -146,7 +146,7 @@ def test_framed_json_grammar_accepts_only_schema_content(family: Any, answer: st
 @pytest.mark.parametrize("kind", ["plain", "special"])
 def test_framed_text_grammar_enforces_strict_tools(kind: str) -> None:
     grammars = Grammars(kind, [*KimiK3Format.markers])
-    form = KimiK3Format(grammars.spell)
+    form = KimiK3Format(grammars.token_name)
     optional = StructuredOutputsParams(grammar=form.optional(FUNCTIONS, only_one=False))
     for good in (f"{RESPONSE}Yes{END}{OVER}", f"{RESPONSE}Yes{END}{TOOLS}{CALL}{TOOLS_END}{OVER}", "Yes"):
         assert grammars.accepts(optional, good), good

@@ -30,7 +30,7 @@ def grammars() -> Grammars:
     ],
 )
 def test_gemma_grammar_enforces_value_schema(grammars: Grammars, schema: Any, value: Any, wrong: Any) -> None:
-    form = GemmaFormat(grammars.spell)
+    form = GemmaFormat(grammars.token_name)
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     structure = StructuredOutputsParams(grammar=form.forced([Function("f", parameters)], only_one=True))
     assert grammars.accepts(structure, form.write([("f", {"a": value})]))

@@ -35,7 +35,7 @@ def test_streamed_update_passes_three_async_generators(prompts: Any) -> None:
     finally:
         threading.setprofile(None)
     assert {name for name, count in resumed.items() if count >= 20} == {
-        "AsyncLLM.generate",
+        "AsyncEngine.generate",
         "Service.generate",
         "_events",
     }

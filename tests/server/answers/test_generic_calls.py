@@ -149,8 +149,8 @@ def test_generic_format_writes_tool_history_as_text() -> None:
     assert told[4]["content"] == f'I look again.\n\n{{"tool_calls": [{written}, {written}]}}'
     assert told[5]["content"] == '{"tool_response": {"content": "rain"}}'
     assert messages[2]["tool_calls"] == calls
-    untold = GenericFormat().messages_with_tools(messages[1:], [], is_required=False, only_one=True)
-    assert untold == told[1:]  # without tools in the request the history is written in the same way
+    unsent = GenericFormat().messages_with_tools(messages[1:], [], is_required=False, only_one=True)
+    assert unsent == told[1:]  # without tools in the request the history is written in the same way
     odd = {"role": "tool", "tool_call_id": ["call_1"], "content": "x"}
     assert GenericFormat().messages_with_tools([odd], [], is_required=False, only_one=True)[0]["role"] == "user"
     assert (

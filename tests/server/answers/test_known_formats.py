@@ -166,7 +166,7 @@ def test_grammars_accept_written_calls_and_enforce_schema(
     grammars_of: Callable[[type[ToolFormat]], Grammars], family: type[ToolFormat]
 ) -> None:
     grammars = grammars_of(family)
-    form = family(grammars.spell)
+    form = family(grammars.token_name)
     one, two = form.write([("get_weather", PLAIN)]), form.write([("get_weather", {"city": "Rome"}), ("now", {})])
     wrongs = [{"city": "Rome", "days": "two"}, {"days": 2}, {"city": "Rome", "unit": "K"}, {"city": "R", "other": "x"}]
     wrong = [form.write([("get_weather", arguments)]) for arguments in wrongs]
@@ -195,7 +195,7 @@ def test_open_parameter_schema_accepts_any_arguments(
     grammars_of: Callable[[type[ToolFormat]], Grammars], family: type[ToolFormat]
 ) -> None:
     grammars = grammars_of(family)
-    form = family(grammars.spell)
+    form = family(grammars.token_name)
     free = [Function("get_weather", {"type": "object"}), Function("now", {"type": "object"})]
     structure = StructuredOutputsParams(grammar=form.optional(free, only_one=False))
     for arguments in (PLAIN, {}, {"other": [1, 2], "x": "y"}):
@@ -207,7 +207,7 @@ def test_forced_call_follows_every_reasoning_form(form: ReasoningForm) -> None:
     family = HarmonyFormat if form.name == "openai_gptoss" else HermesFormat
     marks = [*family.markers, *(mark for mark in re.findall(r"[<\[]\S+?[>\]]", form.opens + form.closes))]
     grammars = Grammars("special", [*dict.fromkeys(marks)])
-    tools = family(grammars.spell)
+    tools = family(grammars.token_name)
     grammar = tools.forced(FUNCTIONS, only_one=True)
     behind = StructuredOutputsParams(grammar=grammar, starts_after=form.closes, free_from=form.opens)
     call = tools.write([("get_weather", {"city": "Rome"})])
@@ -452,7 +452,7 @@ def test_code_naming_tool_is_content(text: str) -> None:
 
 def test_pythonic_grammar_allows_code_naming_tool() -> None:
     grammars = Grammars("plain", [])
-    grammar = PythonicFormat(grammars.spell).optional(SEARCHES, only_one=False)
+    grammar = PythonicFormat(grammars.token_name).optional(SEARCHES, only_one=False)
     structure = StructuredOutputsParams(grammar=grammar)
     for text in CODE[:4] + CODE[5:7]:
         assert grammars.accepts(structure, text), text
@@ -461,7 +461,7 @@ def test_pythonic_grammar_allows_code_naming_tool() -> None:
     for wrong in ("I look: [search(q=1)]", "I look: [search()]", 'I look: [search(r="a")]', "a [f(\n          q=1)]",
                   "I look: [search(), f()]", 'a [f(r=1), ] [f(q="a")]'):  # fmt: skip
         assert not grammars.accepts(structure, wrong), wrong
-    nothing = StructuredOutputsParams(grammar=PythonicFormat(grammars.spell).optional(FUNCTIONS, only_one=False))
+    nothing = StructuredOutputsParams(grammar=PythonicFormat(grammars.token_name).optional(FUNCTIONS, only_one=False))
     for good in ("I look: [now()]", 'I look: [now(), get_weather(city="a", days=2)]'):
         assert grammars.accepts(nothing, good), good
     for wrong in ("I look: [now(a=1)]", "I look: [now(), get_weather(city=2)]", "I look: [get_weather(days=2)]"):
@@ -490,7 +490,7 @@ def test_python_grammars_require_capitalized_booleans() -> None:
     function = Function("f", {"properties": {"a": {"type": "boolean"}}, "required": ["a"]})
     for family in (LFM2Format, PythonicFormat):
         grammars = Grammars("plain", [*family.markers])
-        forced = StructuredOutputsParams(grammar=family(grammars.spell).forced([function], only_one=True))
+        forced = StructuredOutputsParams(grammar=family(grammars.token_name).forced([function], only_one=True))
         assert grammars.accepts(forced, family().write([("f", {"a": True})]))
         assert not grammars.accepts(forced, family().write([("f", {"a": True})]).replace("True", "true"))
 
@@ -498,7 +498,7 @@ def test_python_grammars_require_capitalized_booleans() -> None:
 def test_pythonic_call_in_text_may_omit_optional_arguments() -> None:
     properties = {"a": {"type": "integer"}, "b": {"type": "integer"}}
     grammars = Grammars("plain", [*PythonicFormat.markers])
-    form = PythonicFormat(grammars.spell)
+    form = PythonicFormat(grammars.token_name)
     optional = StructuredOutputsParams(
         grammar=form.optional([Function("f", {"properties": properties})], only_one=True)
     )
@@ -510,7 +510,7 @@ def test_pythonic_call_in_text_may_omit_optional_arguments() -> None:
 def test_tag_grammar_allows_only_declared_arguments() -> None:
     schema = {"properties": {"a": {"type": "string"}}, "additionalProperties": True}
     grammars = Grammars("plain", [*Qwen3CoderFormat.markers])
-    form = Qwen3CoderFormat(grammars.spell)
+    form = Qwen3CoderFormat(grammars.token_name)
     forced = StructuredOutputsParams(grammar=form.forced([Function("f", schema)], only_one=True))
     assert grammars.accepts(forced, form.write([("f", {"a": "x"})]))
     assert not grammars.accepts(forced, form.write([("f", {"a": "x", "b": "y"})]))

@@ -11,7 +11,7 @@ from public_schemas import PUBLIC_SCHEMAS
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.server.answers.argument_values import known_keys, property_of, takes_others, types_of
+from octavo.server.answers.argument_values import allows_others, known_keys, property_of, types_of
 from octavo.server.answers.gemma_calls import GemmaFormat
 from octavo.server.answers.kimi_k3 import KimiK3Format
 from octavo.server.answers.nested_calls import MiniMaxM3Format
@@ -56,7 +56,7 @@ MERGES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any
 
 
 def grammar_of(family: Any, parameters: dict[str, Any], grammars: Grammars) -> StructuredOutputsParams:
-    form = family(grammars.spell)
+    form = family(grammars.token_name)
     return StructuredOutputsParams(
         grammar=form.forced([Function("go", {"type": "object", **parameters})], only_one=True)
     )
@@ -67,7 +67,7 @@ def grammar_of(family: Any, parameters: dict[str, Any], grammars: Grammars) -> S
 def test_tool_call_grammars_enforce_merged_schemas(family: Any, name: str) -> None:
     parameters, right, wrong = MERGES[name]
     grammars = Grammars("added", list(family.markers))
-    structure, form = grammar_of(family, parameters, grammars), family(grammars.spell)
+    structure, form = grammar_of(family, parameters, grammars), family(grammars.token_name)
     assert all(grammars.accepts(structure, form.write([("go", each)])) for each in right)
     assert not any(grammars.accepts(structure, form.write([("go", each)])) for each in wrong)
 
@@ -90,7 +90,7 @@ def test_recursive_schema_has_grammar(family: Any) -> None:
     node = {"properties": {"n": INTEGER, "next": {"$ref": "#/$defs/node"}}, "required": ["n"]}
     parameters = {"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", **node}}}
     grammars = Grammars("added", list(family.markers))
-    structure, form = grammar_of(family, parameters, grammars), family(grammars.spell)
+    structure, form = grammar_of(family, parameters, grammars), family(grammars.token_name)
     assert grammars.accepts(structure, form.write([("go", {"n": 1, "next": {"n": 2}})]))
     assert not grammars.accepts(structure, form.write([("go", {"next": {"n": 2}})]))
     for loop in ({"anyOf": [{"$ref": "#"}, A]}, {"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}):
@@ -107,7 +107,7 @@ def test_too_many_options_merge_into_one_schema() -> None:
     found, *others = alternatives(schema, schema)
     assert not others
     assert found["required"] == []
-    assert not takes_others(schema, schema)
+    assert not allows_others(schema, schema)
     assert known_keys(schema) == {"kind", *(f"p{index}" for index in range(MAX_OPTIONS + 1))}
     assert property_of(schema, "kind", schema) == {"anyOf": [{"const": index} for index in range(MAX_OPTIONS + 1)]}
 
@@ -153,7 +153,7 @@ def test_grammar_enforces_all_patterns_of_string(
     family: Any, kind: str, schema: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
     grammars = Grammars(kind, list(family.markers))
-    form = family(grammars.spell)
+    form = family(grammars.token_name)
     structure = grammar_of(family, {"properties": {"s": schema}, "required": ["s"]}, grammars)
     assert all(grammars.accepts(structure, form.write([("go", {"s": each})])) for each in right)
     assert not any(grammars.accepts(structure, form.write([("go", {"s": each})])) for each in wrong)
@@ -166,7 +166,7 @@ def test_refused_pattern_error_names_field_and_path(family: Any, pattern: str) -
     parameters = {"type": "object", "properties": {"a/b": {"allOf": [{"type": "string", "pattern": pattern}]}}}
     tools = [{"type": "function", "function": {"name": "pick", "parameters": parameters}}]
     with pytest.raises((RequestError, GrammarError)) as refused:
-        grammars.compile(read_chat_tools(tools, "required", None, family(grammars.spell)).structure(None))
+        grammars.compile(read_chat_tools(tools, "required", None, family(grammars.token_name)).structure(None))
     message = str(refused.value)
     assert refused.value.parameter == "tools[0].function.parameters"
     assert message.startswith("tools[0].function.parameters: #/properties/a~1b/allOf/0: ")

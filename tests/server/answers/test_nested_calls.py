@@ -103,7 +103,7 @@ def test_broken_minimax_m3_call_is_content(text: str) -> None:
 def test_minimax_m3_grammar_enforces_nested_schemas(kind: str) -> None:
     form = MiniMaxM3Format
     grammars = Grammars(kind, [*form.markers])
-    forced = StructuredOutputsParams(grammar=form(grammars.spell).forced([FUNCTION], only_one=True))
+    forced = StructuredOutputsParams(grammar=form(grammars.token_name).forced([FUNCTION], only_one=True))
     good = {"text": "a", "places": [{"zip": "1", "rooms": [[], {"b": "c"}]}], "list": [1, 2], "code": "2"}
     assert grammars.accepts(forced, form().write([("save", good)]))
     for wrong in ({"text": ""}, {"list": ["a"]}, {"places": [{"town": "x"}]}, {"code": "3"}, {"other": 1}):
@@ -121,6 +121,6 @@ def test_minimax_m3_grammar_accepts_every_allowed_type(schema: dict[str, Any], v
     form = MiniMaxM3Format
     grammars = Grammars("plain", [*form.markers])
     function = Function("save", {"type": "object", "properties": {"value": schema}, "required": ["value"]})
-    forced = StructuredOutputsParams(grammar=form(grammars.spell).forced([function], only_one=True))
+    forced = StructuredOutputsParams(grammar=form(grammars.token_name).forced([function], only_one=True))
     for value in values:
         assert grammars.accepts(forced, form().write([("save", {"value": value})])), value

@@ -18,7 +18,7 @@ from octavo.server.answers.job_outputs import MergedOutputs
 from octavo.server.answers.kimi_k3 import KimiK3Format
 from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.muse_glimmer import MuseGlimmerFormat
-from octavo.server.answers.parts import Heads, Part, PlainParser, ReasoningParser, joined
+from octavo.server.answers.parts import CallStarts, Part, PlainParser, ReasoningParser, joined
 from octavo.server.answers.reasoning_forms import REASONING_FORMS, find_reasoning_form
 from octavo.server.answers.tagged_calls import Qwen3CoderFormat
 from octavo.server.answers.tool_format import Function
@@ -135,14 +135,14 @@ def test_truncated_reasoning_records_start_offset() -> None:
     ],
 )
 def test_heads_match_with_few_inner_blanks(text: str, expected: bool | None) -> None:
-    assert Heads(["[{", "<a>"]).stand_at("12" + text, 2) is expected
+    assert CallStarts(["[{", "<a>"]).starts_at("12" + text, 2) is expected
 
 
 def test_auto_reasoning_form_is_detected_by_its_marker() -> None:
     assert find_reasoning_form("auto", ["no marks at all"]) is None
     assert find_reasoning_form("auto", []) is None
     for form in REASONING_FORMS:
-        mark = form.opens if form.is_told_by_opens else form.closes
+        mark = form.opens if form.is_found_by_opens else form.closes
         found = find_reasoning_form("auto", ["nothing", f"a {mark} b"])
         assert found is not None
         assert mark in (found.opens, found.closes)

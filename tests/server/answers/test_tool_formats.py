@@ -60,7 +60,7 @@ each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: fam
 def test_forced_grammar_accepts_only_valid_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
     one, two, wrong = FAMILIES[family]
     for only_one in (False, True):
-        structure = StructuredOutputsParams(grammar=family(grammars.spell).forced(FUNCTIONS, only_one=only_one))
+        structure = StructuredOutputsParams(grammar=family(grammars.token_name).forced(FUNCTIONS, only_one=only_one))
         assert grammars.accepts(structure, one)
         assert grammars.accepts(structure, two) is not only_one
         for text in ("", "Hello.", wrong, "x" + one, one[:-1]):
@@ -71,7 +71,7 @@ def test_forced_grammar_accepts_only_valid_calls(grammars: Grammars, family: typ
 def test_optional_grammar_accepts_text_or_valid_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
     one, two, wrong = FAMILIES[family]
     for only_one in (False, True):
-        structure = StructuredOutputsParams(grammar=family(grammars.spell).optional(FUNCTIONS, only_one=only_one))
+        structure = StructuredOutputsParams(grammar=family(grammars.token_name).optional(FUNCTIONS, only_one=only_one))
         for text in (one, "", "Hello.", "a < b [c]\n"):
             assert grammars.accepts(structure, text), text
         assert grammars.accepts(structure, two) is not only_one
@@ -85,7 +85,7 @@ def test_only_strict_tools_are_limited_to_their_schemas(grammars: Grammars) -> N
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     odd = {"type": "object", "properties": {"zone": {"type": "string", "pattern": "(?<=a)b"}}, "required": ["zone"]}
     strict, free = Function("weather", parameters, strict=True), Function("now", odd)
-    tool_format = HermesFormat(grammars.spell)
+    tool_format = HermesFormat(grammars.token_name)
 
     def call(name: str, arguments: str) -> str:
         return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
@@ -103,7 +103,9 @@ def test_only_strict_tools_are_limited_to_their_schemas(grammars: Grammars) -> N
 def test_grammar_accepts_call_or_json_content(grammars: Grammars, family: type[ToolFormat]) -> None:
     one, _, wrong = FAMILIES[family]
     schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
-    structure = StructuredOutputsParams(grammar=family(grammars.spell).or_content(FUNCTIONS, schema, only_one=False))
+    structure = StructuredOutputsParams(
+        grammar=family(grammars.token_name).or_content(FUNCTIONS, schema, only_one=False)
+    )
     assert grammars.accepts(structure, one)
     assert grammars.accepts(structure, '{"a": 1}')
     for text in ("Hello.", wrong, '{"a": "b"}'):
@@ -146,7 +148,7 @@ def test_structure_applies_only_after_starts_after_text(
 def test_grammar_accepts_reasoning_before_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
     """A call within the reasoning is text."""
     one, _, wrong = FAMILIES[family]
-    style = family(grammars.spell)
+    style = family(grammars.token_name)
     thought = "<think>\nI could write " + one[:14].replace("[TOOL_CALLS]", "[TOOL") + " now.\n</think>\n\n"
     for grammar in (style.forced(FUNCTIONS, only_one=False), style.optional(FUNCTIONS, only_one=False)):
         structure = StructuredOutputsParams(grammar=grammar, starts_after="</think>", free_from="<think>")
@@ -160,7 +162,7 @@ def test_grammar_accepts_reasoning_before_calls(grammars: Grammars, family: type
 def test_markers_with_token_are_refused_as_letters(grammars: Grammars, family: type[ToolFormat]) -> None:
     """Parsers read text, so a marker in letters would begin a call that no grammar has checked."""
     one, _, wrong = FAMILIES[family]
-    style = family(grammars.spell)
+    style = family(grammars.token_name)
     has_token = grammars.kind != "plain" and family is not LlamaFormat  # Llama's calls need no marker
     forced = StructuredOutputsParams(grammar=style.forced(FUNCTIONS, only_one=False))
     optional = StructuredOutputsParams(grammar=style.optional(FUNCTIONS, only_one=False))
@@ -176,7 +178,7 @@ def test_markers_with_token_are_refused_as_letters(grammars: Grammars, family: t
 
 
 def test_llama_python_tag_token_may_precede_call(grammars: Grammars) -> None:
-    style = LlamaFormat(grammars.spell)
+    style = LlamaFormat(grammars.token_name)
     for grammar in (style.forced(FUNCTIONS, only_one=True), style.optional(FUNCTIONS, only_one=True)):
         structure = StructuredOutputsParams(grammar=grammar)
         assert grammars.accepts(structure, "<|python_tag|>" + LLAMA_ROME) is (grammars.kind != "plain")
@@ -185,7 +187,7 @@ def test_llama_python_tag_token_may_precede_call(grammars: Grammars) -> None:
 
 
 def test_llama_grammar_accepts_tool_description_objects_as_text(grammars: Grammars) -> None:
-    structure = StructuredOutputsParams(grammar=LlamaFormat(grammars.spell).optional(FUNCTIONS, only_one=False))
+    structure = StructuredOutputsParams(grammar=LlamaFormat(grammars.token_name).optional(FUNCTIONS, only_one=False))
     for text in ('{"name": "weather", "cost": 1}', '{"name": "now", "description": "tells", "parameters": {"a": 1}}'):
         assert grammars.accepts(structure, "They are: " + text), text
     for arguments in ('"parameters": {"city": "Rome"}', '"arguments" :{"city": "Rome"}'):
@@ -248,7 +250,7 @@ def test_structure_without_reasoning_allows_no_surrounding_blanks(grammars: Gram
 
 @each_family
 def test_optional_grammar_limits_leading_blank_lines(grammars: Grammars, family: type[ToolFormat]) -> None:
-    structure = StructuredOutputsParams(grammar=family(grammars.spell).optional(FUNCTIONS, only_one=False))
+    structure = StructuredOutputsParams(grammar=family(grammars.token_name).optional(FUNCTIONS, only_one=False))
     for count in range(1, 7):
         is_accepted = grammars.accepts(structure, "\n" * count + "Hello.\n\n\n\n\n\nYes.")
         assert is_accepted is (count < 5 and family is not LlamaFormat)
@@ -279,7 +281,7 @@ def test_grammar_mask_works_if_vocabulary_and_logit_sizes_differ(grammars: Gramm
 )
 def test_arguments_must_be_object_if_schema_omits_type(grammars: Grammars, parameters: dict[str, Any]) -> None:
     function, _ = read_function({"name": "weather", "parameters": parameters}, "tools[0]")
-    structure = StructuredOutputsParams(grammar=HermesFormat(grammars.spell).forced([function], only_one=True))
+    structure = StructuredOutputsParams(grammar=HermesFormat(grammars.token_name).forced([function], only_one=True))
     call = '<tool_call>\n{"name": "weather", "arguments": ARGUMENTS}\n</tool_call>'
     assert grammars.accepts(structure, call.replace("ARGUMENTS", '{"city": 1}'))
     for wrong in ("[1]", "5", '"x"', "null"):

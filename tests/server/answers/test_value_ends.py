@@ -165,8 +165,8 @@ def ends_of(form: TaggedFormat, text: str, *, is_text: bool = True, closes: str 
     """Return the value, its closing mark ("?" if it stays text), and the number of characters needed to know that."""
 
     def new() -> TagEnd:
-        heads = form.argument_heads(["why"])
-        return TagEnd(form, closes or form.value_closes, heads, is_text=is_text, is_padded=form.is_padded)
+        call_starts = form.argument_starts(["why"])
+        return TagEnd(form, closes or form.value_closes, call_starts, is_text=is_text, is_padded=form.is_padded)
 
     return followed(new, text)
 
@@ -558,7 +558,7 @@ def test_num_certain_counts_characters_that_cannot_be_end(
     family: type[TaggedFormat], text: str, num_certain: int
 ) -> None:
     form = family()
-    ends = TagEnd(form, form.value_closes, form.argument_heads(["why"]), is_text=True, is_padded=False)
+    ends = TagEnd(form, form.value_closes, form.argument_starts(["why"]), is_text=True, is_padded=False)
     assert ends.find(text, is_over=False) is None
     assert ends.num_certain(text) == num_certain
 

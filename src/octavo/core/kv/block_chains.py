@@ -72,8 +72,12 @@ class BlockChains:
         """Return a request's chain. Creates it if necessary."""
         chain = self._chains.get(request.request_id)
         if chain is None:
-            own = {"salt": request.cache_salt, "adapter": request.adapter, "weights": self._weights_epoch or None}
-            keys = *self.extra_keys, *(f"{name}:{value}" for name, value in own.items() if value is not None)
+            seed_fields = {
+                "salt": request.cache_salt,
+                "adapter": request.adapter,
+                "weights": self._weights_epoch or None,
+            }
+            keys = *self.extra_keys, *(f"{name}:{value}" for name, value in seed_fields.items() if value is not None)
             request.block_hashes = []
             chain = self._chains[request.request_id] = BlockChain(
                 keys, request.spans, request.rotary_positions, self._block_size, request.block_hashes

@@ -67,7 +67,7 @@ def paged_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_seqs, num_kv_heads = batch.seq_lens.shape[0], k_cache.shape[1]
     group = num_heads // num_kv_heads
-    out = (q.new_zeros if batch.has_rows_behind else q.new_empty)(num_tokens, num_heads * head_dim)
+    out = (q.new_zeros if batch.has_padding_rows else q.new_empty)(num_tokens, num_heads * head_dim)
     max_partitions = triton.cdiv(batch.block_tables.shape[1] * batch.block_size, PARTITION)
     split_tokens = _split_tokens(num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, max_partitions)
     partials = partial_sums(num_seqs * split_tokens, num_heads, max_partitions if split_tokens else 1, head_dim, q)

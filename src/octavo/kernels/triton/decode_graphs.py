@@ -63,13 +63,13 @@ class DecodeGraphs:
 
         The first over the planned memory is dropped, with all smaller ones.
         """
-        start = told = time.monotonic()
+        start = logged_at = time.monotonic()
         planned = [(num_rows, num_seqs) for num_rows, sizes in plan.sizes.items() for num_seqs in sizes]
         planned.sort(key=lambda size: (size[0] * size[1], size[0]), reverse=True)
         logger.info("capturing decode steps of up to %d rows as %d graphs", planned[0][0] * planned[0][1], len(planned))
         for done, size in enumerate(planned):
-            if time.monotonic() - told > _PROGRESS_S:
-                told = time.monotonic()
+            if time.monotonic() - logged_at > _PROGRESS_S:
+                logged_at = time.monotonic()
                 logger.info("captured %d of %d graphs", done, len(planned))
             try:
                 replay = self._capture_size(size)
@@ -150,16 +150,16 @@ class DecodeInputs:
     @property
     def num_bytes(self) -> int:
         """Bytes of all inputs."""
-        own = self._batch
-        tensors = [self._token_ids, own.query_start, own.seq_lens, own.positions]
-        for group in (own, *own.more_groups):
+        of_graph = self._batch
+        tensors = [self._token_ids, of_graph.query_start, of_graph.seq_lens, of_graph.positions]
+        for group in (of_graph, *of_graph.more_groups):
             tensors += [group.block_tables, group.slot_mapping]
         return sum(each.nbytes for each in tensors)
 
     def of_size(self, size: Size) -> tuple[Tensor, AttentionBatch]:
         """Return a graph's token ids and batch."""
         num_rows, num_seqs = size
-        batch = _first_of(self._batch, num_seqs, num_rows * num_seqs, has_rows_behind=num_rows > 1)
+        batch = _first_of(self._batch, num_seqs, num_rows * num_seqs, has_padding_rows=num_rows > 1)
         return self._token_ids[: num_rows * num_seqs], batch
 
     def fill(self, size: Size, token_ids: Tensor, batch: AttentionBatch) -> None:
@@ -168,17 +168,18 @@ class DecodeInputs:
         width = batch.block_tables.shape[1]
         assert token_ids.is_contiguous()
         groups = zip((batch, *batch.more_groups), (self._batch, *self._batch.more_groups), strict=True)
-        for given, own in groups:  # copying arrays again costs less than a launch
+        for given, of_graph in groups:  # copying arrays again costs less than a launch
             assert given.block_tables.is_contiguous()
             _fill_inputs[num_rows * num_seqs, triton.cdiv(width, _BLOCK)](
                 token_ids, given.positions, given.slot_mapping, given.query_start, given.seq_lens, given.block_tables,
-                self._token_ids, own.positions, own.slot_mapping, own.query_start, own.seq_lens, own.block_tables,
+                self._token_ids, of_graph.positions, of_graph.slot_mapping, of_graph.query_start, of_graph.seq_lens,
+                of_graph.block_tables,
                 token_ids.shape[0], given.seq_lens.shape[0], num_rows * num_seqs, num_seqs, width, self.table_width,
                 BLOCK=_BLOCK,
             )  # fmt: skip
 
 
-def _first_of(batch: AttentionBatch, num_seqs: int, num_rows: int, *, has_rows_behind: bool = False) -> AttentionBatch:
+def _first_of(batch: AttentionBatch, num_seqs: int, num_rows: int, *, has_padding_rows: bool = False) -> AttentionBatch:
     """Return the first sequences and rows."""
     return AttentionBatch(
         query_start=batch.query_start[: num_seqs + 1],
@@ -188,33 +189,34 @@ def _first_of(batch: AttentionBatch, num_seqs: int, num_rows: int, *, has_rows_b
         slot_mapping=batch.slot_mapping[:num_rows],
         block_size=batch.block_size,
         more_groups=tuple(
-            _first_of(each, num_seqs, num_rows, has_rows_behind=has_rows_behind) for each in batch.more_groups
+            _first_of(each, num_seqs, num_rows, has_padding_rows=has_padding_rows) for each in batch.more_groups
         ),
-        has_rows_behind=has_rows_behind,
+        has_padding_rows=has_padding_rows,
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_seqs", "own_num_rows", "own_num_seqs", "width", "own_width"])
+@triton.jit(do_not_specialize=["num_rows", "num_seqs", "graph_num_rows", "graph_num_seqs", "width", "graph_width"])
 def _fill_inputs(
     token_ids_ptr, positions_ptr, slots_ptr, query_start_ptr, seq_lens_ptr, tables_ptr,
-    own_token_ids_ptr, own_positions_ptr, own_slots_ptr, own_query_start_ptr, own_seq_lens_ptr, own_tables_ptr,
-    num_rows, num_seqs, own_num_rows, own_num_seqs, width, own_width, BLOCK: tl.constexpr,
+    graph_token_ids_ptr, graph_positions_ptr, graph_slots_ptr, graph_query_start_ptr, graph_seq_lens_ptr,
+    graph_tables_ptr,
+    num_rows, num_seqs, graph_num_rows, graph_num_seqs, width, graph_width, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy one row and one sequence, or write padding."""
     index = tl.program_id(0)
     is_sequence = index < num_seqs
     if tl.program_id(1) == 0:
         is_row = index < num_rows
-        tl.store(own_token_ids_ptr + index, tl.load(token_ids_ptr + index, mask=is_row, other=0))
-        tl.store(own_positions_ptr + index, tl.load(positions_ptr + index, mask=is_row, other=0))
-        tl.store(own_slots_ptr + index, tl.load(slots_ptr + index, mask=is_row, other=-1))
-        is_own = index < own_num_seqs
+        tl.store(graph_token_ids_ptr + index, tl.load(token_ids_ptr + index, mask=is_row, other=0))
+        tl.store(graph_positions_ptr + index, tl.load(positions_ptr + index, mask=is_row, other=0))
+        tl.store(graph_slots_ptr + index, tl.load(slots_ptr + index, mask=is_row, other=-1))
+        is_of_graph = index < graph_num_seqs
         end = tl.load(query_start_ptr + index + 1, mask=is_sequence, other=0)
-        behind = tl.minimum(num_rows + index + 1 - num_seqs, own_num_rows)
-        tl.store(own_query_start_ptr + index + 1, tl.where(is_sequence, end, behind), mask=is_own)
+        behind = tl.minimum(num_rows + index + 1 - num_seqs, graph_num_rows)
+        tl.store(graph_query_start_ptr + index + 1, tl.where(is_sequence, end, behind), mask=is_of_graph)
         length = tl.load(seq_lens_ptr + index, mask=is_sequence, other=0)
-        tl.store(own_seq_lens_ptr + index, length, mask=is_own)
+        tl.store(graph_seq_lens_ptr + index, length, mask=is_of_graph)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_block = is_sequence & (column < width)
-    source, place = index.to(tl.int64) * width + column, index.to(tl.int64) * own_width + column
-    tl.store(own_tables_ptr + place, tl.load(tables_ptr + source, mask=is_block, other=0), mask=is_block)
+    source, place = index.to(tl.int64) * width + column, index.to(tl.int64) * graph_width + column
+    tl.store(graph_tables_ptr + place, tl.load(tables_ptr + source, mask=is_block, other=0), mask=is_block)

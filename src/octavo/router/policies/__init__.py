@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 from octavo.router.policies.affinity import SessionAffinity
 from octavo.router.policies.cache_aware import CacheAware
-from octavo.router.policies.interface import Policy
+from octavo.router.policies.interface import RoutingPolicy
 from octavo.router.policies.least_loaded import LeastLoaded
 from octavo.router.policies.round_robin import RoundRobin
 
 if TYPE_CHECKING:
     from octavo.config import RouterConfig
 
-__all__ = ["CacheAware", "LeastLoaded", "Policy", "RoundRobin", "SessionAffinity", "create_policy"]
+__all__ = ["CacheAware", "LeastLoaded", "RoundRobin", "RoutingPolicy", "SessionAffinity", "create_policy"]
 
 
-def create_policy(config: RouterConfig) -> Policy:
+def create_policy(config: RouterConfig) -> RoutingPolicy:
     """Make the configured policy."""
     match config.policy:
         case "round_robin":

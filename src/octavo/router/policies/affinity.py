@@ -5,25 +5,25 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from octavo.router.policies.interface import Policy
+from octavo.router.policies.interface import RoutingPolicy
 from octavo.router.policies.least_loaded import least_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.router.asked import Asked
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
+    from octavo.router.request_summary import RequestSummary
 
 
-class SessionAffinity(Policy):
+class SessionAffinity(RoutingPolicy):
     """Keeps a session at one engine; other requests go to the least loaded one.
 
     Rendezvous hashing (Thaler and Ravishankar 1998): a removed engine moves only its own sessions.
     """
 
-    def choose(self, asked: Asked, engines: Sequence[Engine]) -> Engine:
+    def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Return the engine with the largest hash."""
-        if asked.session is None:
+        if summary.session is None:
             return least_loaded(engines)
-        session = hashlib.blake2b(asked.session.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        session = hashlib.blake2b(summary.session.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         return max(engines, key=lambda engine: hashlib.blake2b(engine.url.encode(), key=session).digest())

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.router.policies.interface import Policy
+from octavo.router.policies.interface import RoutingPolicy
 from octavo.router.policies.least_loaded import least_loaded
 from octavo.router.policies.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.router.asked import Asked
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
     from octavo.router.policies.prefix_tree import Expected
+    from octavo.router.request_summary import RequestSummary
 
 _LEAST_SHARE = 0.1  # of a prompt: a smaller prefix does not decide
 _COMMON_SHARE = 0.5  # of a prompt: a smaller shared beginning is soon in every cache
@@ -22,7 +22,7 @@ _MISSED_TOKENS = 64  # fewer may be missing due to rounding and the chat templat
 _REMEMBERED = 64  # times balance_tokens: above it, all work is halved
 
 
-class CacheAware(Policy):
+class CacheAware(RoutingPolicy):
     """Predicts caches from the prompts that each engine got, corrected by the hits that it reports.
 
     A prompt goes to the engine with its longest prefix. If there is none, or other prompts share it, the prompt is new
@@ -36,16 +36,16 @@ class CacheAware(Policy):
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:
         self._balance_tokens, self._balance_ratio = balance_tokens, balance_ratio
         self._tree = PrefixTree(max_entries)
-        self._open: dict[tuple[int, Engine], Expected] = {}  # by the request's id
-        self._work: dict[Engine, float] = {}  # new tokens of each engine; old ones count less
+        self._open: dict[tuple[int, EngineHandle], Expected] = {}  # by the request's id
+        self._work: dict[EngineHandle, float] = {}  # new tokens of each engine; old ones count less
 
-    def choose(self, asked: Asked, engines: Sequence[Engine]) -> Engine:
+    def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Return the engine with the longest prefix that is not overloaded, else that with least load and new work."""
         least = min(engine.load for engine in engines)
         able = [engine for engine in engines if not self._is_more(engine.load, least)]
-        found = self._tree.find(asked, able)
+        found = self._tree.find(summary, able)
         longest = max(found.num_bytes.values())
-        share = longest / asked.num_prompt_bytes if longest else 0.0
+        share = longest / summary.num_prompt_bytes if longest else 0.0
         best = least_loaded([engine for engine in able if found.num_bytes[engine] == longest])
         if share >= _LEAST_SHARE and not found.is_branch:
             return best
@@ -57,30 +57,30 @@ class CacheAware(Policy):
     def _is_more(self, amount: float, least: float) -> bool:
         return amount - least > self._balance_tokens and amount > self._balance_ratio * least
 
-    def _work_of(self, engine: Engine) -> float:
+    def _work_of(self, engine: EngineHandle) -> float:
         """A new engine starts with the smallest amount, so as not to get all prompts."""
         return self._work.setdefault(engine, min(self._work.values(), default=0.0))
 
-    def sent(self, asked: Asked, engine: Engine) -> float:
-        """See `Policy.sent`."""
-        expected = self._open[id(asked), engine] = self._tree.add(asked, engine)
-        known = expected.num_bytes / asked.num_prompt_bytes if asked.num_prompt_bytes else 0.0
-        self._work[engine] = self._work_of(engine) + (1 - known) * asked.num_tokens
+    def sent(self, summary: RequestSummary, engine: EngineHandle) -> float:
+        """See `RoutingPolicy.sent`."""
+        expected = self._open[id(summary), engine] = self._tree.add(summary, engine)
+        known = expected.num_bytes / summary.num_prompt_bytes if summary.num_prompt_bytes else 0.0
+        self._work[engine] = self._work_of(engine) + (1 - known) * summary.num_tokens
         if self._work[engine] > _REMEMBERED * self._balance_tokens:
             self._work = {each: amount / 2 for each, amount in self._work.items()}
         return known
 
-    def ended(self, asked: Asked, engine: Engine, cached_share: float | None) -> None:
+    def ended(self, summary: RequestSummary, engine: EngineHandle, cached_share: float | None) -> None:
         """If the engine evicted this prompt, it also evicted all older ones."""
-        expected = self._open.pop((id(asked), engine))
+        expected = self._open.pop((id(summary), engine))
         self._tree.close(engine, expected)
         if cached_share is None or not expected.num_bytes:
             return
-        share = expected.num_bytes / asked.num_prompt_bytes
-        if cached_share < _MISSED_SHARE * share and (share - cached_share) * asked.num_tokens > _MISSED_TOKENS:
+        share = expected.num_bytes / summary.num_prompt_bytes
+        if cached_share < _MISSED_SHARE * share and (share - cached_share) * summary.num_tokens > _MISSED_TOKENS:
             self._tree.lost(engine, expected.since)
 
-    def forget(self, engine: Engine) -> None:
+    def forget(self, engine: EngineHandle) -> None:
         """Forget an engine."""
         self._tree.forget(engine)
         self._work.pop(engine, None)

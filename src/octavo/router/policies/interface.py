@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.router.asked import Asked
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
+    from octavo.router.request_summary import RequestSummary
 
 
-class Policy(ABC):
+class RoutingPolicy(ABC):
     """Chooses engines, without memory by default. Used in one thread only."""
 
     @abstractmethod
-    def choose(self, asked: Asked, engines: Sequence[Engine]) -> Engine:
+    def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Return one of two or more engines."""
 
-    def sent(self, asked: Asked, engine: Engine) -> float:  # noqa: ARG002 - for policies with memory
+    def sent(self, summary: RequestSummary, engine: EngineHandle) -> float:  # noqa: ARG002 - for policies with memory
         """Note a sent request; return the share of its prompt expected in the cache."""
         return 0.0
 
-    def ended(self, asked: Asked, engine: Engine, cached_share: float | None) -> None:  # noqa: B027 - as above
+    def ended(self, summary: RequestSummary, engine: EngineHandle, cached_share: float | None) -> None:  # noqa: B027 - as above
         """Note a request's end. cached_share: of its prompt; None: not reported."""
 
-    def forget(self, engine: Engine) -> None:  # noqa: B027 - as above
+    def forget(self, engine: EngineHandle) -> None:  # noqa: B027 - as above
         """Forget an engine's cache."""

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.router.policies.interface import Policy
+from octavo.router.policies.interface import RoutingPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.router.asked import Asked
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
+    from octavo.router.request_summary import RequestSummary
 
 
-class LeastLoaded(Policy):
+class LeastLoaded(RoutingPolicy):
     """Chooses the engine with the fewest open, then the fewest sent tokens."""
 
-    def choose(self, _asked: Asked, engines: Sequence[Engine]) -> Engine:
+    def choose(self, _summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Choose an engine."""
         return least_loaded(engines)
 
 
-def least_loaded(engines: Sequence[Engine]) -> Engine:
+def least_loaded(engines: Sequence[EngineHandle]) -> EngineHandle:
     """Return the engine with the smallest load."""
     return min(engines, key=lambda engine: (engine.load, engine.num_sent_tokens, engine.number))

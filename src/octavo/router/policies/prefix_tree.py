@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.router.asked import Asked
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
+    from octavo.router.request_summary import RequestSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Found:
     shared, like a system prompt.
     """
 
-    num_bytes: dict[Engine, int]
+    num_bytes: dict[EngineHandle, int]
     is_branch: bool
 
 
@@ -60,10 +60,10 @@ class PrefixTree:
         self._open: dict[int, set[int]] = {}  # of open requests
         self._now = 0
 
-    def find(self, asked: Asked, engines: Sequence[Engine]) -> Found:
+    def find(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> Found:
         """Return each engine's prefix."""
         num_bytes, left, is_branch = dict.fromkeys(engines, 0), list(engines), False
-        hashes, ends = asked.pieces
+        hashes, ends = summary.pieces
         for digest, end in zip(hashes, ends, strict=True):
             node = self._nodes.get(digest)
             left = [] if node is None else [engine for engine in left if self._has(node, engine.number)]
@@ -77,12 +77,12 @@ class PrefixTree:
     def _has(self, node: _Node, number: int) -> bool:
         return node.times.get(number, 0) > self._lost.get(number, 0)
 
-    def add(self, asked: Asked, engine: Engine) -> Expected:
+    def add(self, summary: RequestSummary, engine: EngineHandle) -> Expected:
         """Record a sent prompt; return the prefix expected there. `close` must follow."""
         self._now += 1
         number, now = engine.number, self._now
-        hashes, _ = asked.pieces
-        num_bytes = self.find(asked, [engine]).num_bytes[engine]
+        hashes, _ = summary.pieces
+        num_bytes = self.find(summary, [engine]).num_bytes[engine]
         since, parent = now, None
         for digest in hashes:
             node = self._nodes.get(digest)
@@ -103,17 +103,17 @@ class PrefixTree:
         opened.add(now)
         return Expected(num_bytes if is_computed else 0, since, now)
 
-    def close(self, engine: Engine, expected: Expected) -> None:
+    def close(self, engine: EngineHandle, expected: Expected) -> None:
         """End a request of `add`."""
         opened = self._open[engine.number]
         opened.remove(expected.now)
         if not opened:
             del self._open[engine.number]
 
-    def lost(self, engine: Engine, time: int) -> None:
+    def lost(self, engine: EngineHandle, time: int) -> None:
         """Assume that an engine evicted all content up to a time."""
         self._lost[engine.number] = max(time, self._lost.get(engine.number, 0))
 
-    def forget(self, engine: Engine) -> None:
+    def forget(self, engine: EngineHandle) -> None:
         """Assume an empty cache."""
         self.lost(engine, self._now)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.router.policies.interface import Policy
+from octavo.router.policies.interface import RoutingPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.router.asked import Asked
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
+    from octavo.router.request_summary import RequestSummary
 
 
-class RoundRobin(Policy):
+class RoundRobin(RoutingPolicy):
     """Chooses engines in turn; removing one changes no other's turn."""
 
     def __init__(self) -> None:
         self._last = -1  # the last engine's number
 
-    def choose(self, _asked: Asked, engines: Sequence[Engine]) -> Engine:
+    def choose(self, _summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Choose an engine."""
         chosen = min(engines, key=lambda engine: (engine.number <= self._last, engine.number))
         self._last = chosen.number

@@ -68,11 +68,11 @@ class AnswerStyle:
         probe = TemplateProbe.of(inputs.chat_text) if inputs.has_chat_template else TemplateProbe()
         reasoning = find_reasoning_form(reasoning_parser, [*templates, *probe.texts])
 
-        def spell(text: str) -> str | None:
+        def token_name(text: str) -> str | None:
             token_id = inputs.tokenizer.token_id(text)
             return None if token_id is None or token_id >= inputs.model_info.vocab_size else by_id(token_id)
 
-        tools = find_tool_format(tool_parser, templates, probe.call, spell)
+        tools = find_tool_format(tool_parser, templates, probe.call, token_name)
         end_id = None if reasoning is None else inputs.tokenizer.token_id(reasoning.closes)
         markers = _markers(tools, reasoning)
         ids = {text: token_id for text in markers if (token_id := inputs.tokenizer.token_id(text)) is not None}
@@ -185,8 +185,8 @@ class AnswerReader:
         for start in range(0, len(text), _PIECE):  # the size of the pieces does not change the parts
             parts += self._parser.feed(text[start : start + _PIECE])
         if completion.finished:
-            is_own_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
-            parts += self._parser.finish(is_cut=not is_own_end)
+            is_regular_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+            parts += self._parser.finish(is_cut=not is_regular_end)
         self._has_reasoning = self._has_reasoning or "reasoning" in [part.kind for part in parts]
         return joined(parts)
 

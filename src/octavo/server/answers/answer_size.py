@@ -41,7 +41,7 @@ class LogprobLimit:
     def __init__(self, limit: int, max_model_len: int, params: SamplingParams, num_prompts: int) -> None:
         """Count n x maximum tokens x (logprobs + 1) for every prompt. Raises `RequestError` above the limit."""
         self._limit = limit
-        self._num_asked_for = 0
+        self._num_requested = 0
         if params.logprobs is not None:
             num_tokens = max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len)
             self._take(num_prompts * params.n * num_tokens * (params.logprobs + 1), "logprobs")
@@ -53,10 +53,10 @@ class LogprobLimit:
             self._take(params.n * num_tokens * (params.prompt_logprobs + 1), "prompt_logprobs")
 
     def _take(self, num_logprobs: int, parameter: str) -> None:
-        self._num_asked_for += num_logprobs
-        if self._num_asked_for > self._limit:
+        self._num_requested += num_logprobs
+        if self._num_requested > self._limit:
             raise RequestError(
-                f"the request may bring {self._num_asked_for} log probabilities or more; the limit is {self._limit}: "
+                f"the request may bring {self._num_requested} log probabilities or more; the limit is {self._limit}: "
                 "n x tokens x (logprobs + 1), over all prompts; lower max_tokens, n or logprobs",
                 parameter=parameter,
             )

@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from octavo.errors import OctavoError
 from octavo.http.errors import note_error, to_http
 from octavo.runtime.faults import error_for, is_fault
-from octavo.runtime.text_work import beside
+from octavo.runtime.text_work import run_text_work
 from octavo.server.answers.answer_size import num_entries
 from octavo.server.answers.job_outputs import outputs_of
 from octavo.server.answers.jobs import ChoiceUpdate, encoder
@@ -49,9 +49,9 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
     if transfer is not None:
         job = replace(job, options=replace(job.options, kv_transfer_params=transfer))
         if transfer.is_prefill:
-            return await answer_whole(service, http_request, prefill_of(job), PrefillReply(job))
+            return await answer_complete(service, http_request, prefill_of(job), PrefillReply(job))
     if not job.stream:
-        return await answer_whole(service, http_request, job, reply)
+        return await answer_complete(service, http_request, job, reply)
     usage, choices = _counter(http_request, job), ChoiceUpdates(job)
     with _failing_alone(job):
         outputs = outputs_of(service, job, usage)
@@ -62,16 +62,16 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
             await outputs.aclose()
             raise
     events = _events(service, first, outputs, choices, http_request.scope["state"], job, reply, usage)
-    return EventStream(events, job.form, first, outputs, job.place, service.config.stream_keep_alive_s)
+    return EventStreamResponse(events, job.form, first, outputs, job.place, service.config.stream_keep_alive_s)
 
 
-async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
+async def answer_complete(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
     """Answer a job after all its outputs are complete; abort the job's requests if the client disconnects."""
     usage = _counter(http_request, job)
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))
         size = sum(num_entries(output, output.outputs, with_prompt=True) for output in outputs)
-        content = await beside(
+        content = await run_text_work(
             service.engine.text,
             size,
             lambda: encoder.encode(reply.whole(outputs, usage.usage())),
@@ -99,7 +99,7 @@ def _counter(http_request: Request, job: Job) -> UsageCounter:
     return usage
 
 
-class EventStream(StreamingResponse):
+class EventStreamResponse(StreamingResponse):
     """A response that streams events.
 
     The end of the stream, even before the first event, aborts the job's open requests and releases the job's place.
@@ -141,7 +141,7 @@ class EventStream(StreamingResponse):
             self._first.cancel()
             await asyncio.gather(keeper, self._first, return_exceptions=True)
             await self._outputs.aclose()
-            self._place.leave()
+            self._place.release()
 
     async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
         """Send keep-alive bytes between events. An event is one ASGI message, so the bytes never split an event."""
@@ -240,10 +240,10 @@ async def _events(
                 for each in updates:
                     completions = [each.completion]
                     counter.add(each.output, completions)
-                    spell = partial(reply.update, each, counter.usage() if job.continuous_usage else None)
+                    encode = partial(reply.update, each, counter.usage() if job.continuous_usage else None)
                     size = num_entries(each.output, completions, with_prompt=each.is_first)
-                    if told := await beside(service.engine.text, size, spell, tenant=job.place.tenant.name):
-                        yield told
+                    if chunk := await run_text_work(service.engine.text, size, encode, tenant=job.place.tenant.name):
+                        yield chunk
                 try:
                     updates = choices.of(await anext(outputs))
                 except StopAsyncIteration:

@@ -55,14 +55,14 @@ def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> 
     return found[0] if len(found) == 1 else {"anyOf": found} if found else {}
 
 
-def takes_others(schema: dict[str, Any], root: dict[str, Any]) -> bool:
+def allows_others(schema: dict[str, Any], root: dict[str, Any]) -> bool:
     """Return True if an object may have properties that its schema does not name; see `is_open`."""
     return any(map(is_open, alternatives(schema, root)))
 
 
 def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
     """Return the names that properties may have; None if any name is allowed."""
-    return None if takes_others(schema, schema) else frozenset(property_names(schema, schema))
+    return None if allows_others(schema, schema) else frozenset(property_names(schema, schema))
 
 
 def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
@@ -74,8 +74,10 @@ def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the part of a schema that describes values of a kind, "object" or "array"; {} if there is none."""
     for part in _parts(schema, root):
-        own = _own_types(part)
-        if kind in own or (part and not own and ("properties" in part or "items" in part or _options(part) is None)):
+        types = _declared_types(part)
+        if kind in types or (
+            part and not types and ("properties" in part or "items" in part or _options(part) is None)
+        ):
             return part
     return {}
 
@@ -84,8 +86,8 @@ def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
     """Return the JSON types that a schema allows; all types if it names none."""
     found = set[str]()
     for part in _parts(schema, root):
-        if own := _own_types(part):
-            found |= own
+        if types := _declared_types(part):
+            found |= types
         elif _options(part) is None:
             return _ALL_TYPES
     return frozenset(found) or _ALL_TYPES
@@ -101,7 +103,7 @@ def _parts(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
         seen[id(part)] = part  # options may refer to each other
         whole = merged(part, root)
         yield whole
-        if not _own_types(whole):
+        if not _declared_types(whole):
             left = [*(_options(whole) or ()), *left]
 
 
@@ -110,7 +112,7 @@ def _options(schema: dict[str, Any]) -> list[Any] | None:
     return options if isinstance(options, list) else None
 
 
-def _own_types(schema: dict[str, Any]) -> set[str]:
+def _declared_types(schema: dict[str, Any]) -> set[str]:
     kinds = schema.get("type")
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(kinds, str | list):
@@ -237,15 +239,15 @@ def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: 
         return [_with_names(each, root, names, left) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    told = {key: each if key in _VALUES else _with_names(each, root, names, left) for key, each in schema.items()}
+    renamed = {key: each if key in _VALUES else _with_names(each, root, names, left) for key, each in schema.items()}
     reference = schema.get("$ref")
     referred = resolve(reference, root) if isinstance(reference, str) and reference.startswith("#") else None
     if isinstance(referred, dict):
         if id(referred) not in names:  # two spellings of a reference share a definition
             names[id(referred)] = f"part{len(names)}"
             left.append(referred)
-        told["$ref"] = f"#/$defs/{names[id(referred)]}"
-    return told
+        renamed["$ref"] = f"#/$defs/{names[id(referred)]}"
+    return renamed
 
 
 def _refuse(word: str) -> NoReturn:

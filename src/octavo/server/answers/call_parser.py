@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
 from octavo.engine.json_recovery import END, SearchBudget, StrictObject, recover_object
 from octavo.engine.stop_strings import num_held_back_chars
 from octavo.server.answers.argument_values import known_keys
-from octavo.server.answers.parts import MAX_BLANKS, Heads, Part, joined, without_space
+from octavo.server.answers.parts import MAX_BLANKS, CallStarts, Part, joined, without_space
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -32,7 +32,7 @@ HELD_CHARS = 1024  # characters of streamed arguments that are held back
 _END_OF_TEXT = r"\Z"
 _MAX_CLOSERS = 8  # surplus brackets that are skipped before a closing mark
 HALF = "\ufffd"  # the detokenizer's text for an incomplete character
-_BEHIND_VALUE = "}]," + _SPACE
+_AFTER_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"  # a regular expression for grammars
 _AFTER_ARGUMENTS = "}],;{[<>`"  # characters that begin a mark
 _STRING_STOPS = re.compile(r'["\\]')
@@ -87,7 +87,7 @@ class ToolParser:
         self._only_one = only_one
         self._num_calls = 0
         self._text = ""  # text that is not yet emitted
-        self._num_told = 0  # characters of the answer before `_text`
+        self._num_reported = 0  # characters of the answer before `_text`
         self._position = 0  # an index of `_text`
         self._is_over = False
         self._is_cut = False  # the model did not end the answer
@@ -133,7 +133,7 @@ class ToolParser:
             is_last = self._is_over and start == len(self._text)
             shown = start if is_last else without_space(self._text[:start])
             self._position = shown
-            self._tell_content()
+            self._report_content()
             if opener:
                 self._position = start - shown + len(opener)
                 return opener
@@ -149,9 +149,9 @@ class ToolParser:
         num_begun = max(num_held_back_chars(end, each) for each in openers)
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
-    def _begins_with(self, start: int, heads: Heads) -> Wait[bool]:
+    def _begins_with(self, start: int, call_starts: CallStarts) -> Wait[bool]:
         """Return whether a head begins at index `start`. If the answer was cut off within a head, drop the text."""
-        while (found := heads.stand_at(self._text, start)) is None and not self._is_over:
+        while (found := call_starts.starts_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
             self._position = len(self._text)
@@ -161,7 +161,7 @@ class ToolParser:
     def _rest_is_content(self) -> Wait[None]:
         while True:
             self._position = len(self._text)
-            self._tell_content()
+            self._report_content()
             if self._is_over:
                 return
             yield
@@ -177,10 +177,10 @@ class ToolParser:
         try:
             yield from steps
         except MalformedError:
-            if not self._tell_cut(call) and self._held is not None:
+            if not self._report_cut(call) and self._held is not None:
                 self._roll_back(call)
                 self._broken = self._text[start : self._position]
-                self._tell_content()
+                self._report_content()
                 return False
         self._commit()
         self._drop()
@@ -189,7 +189,7 @@ class ToolParser:
     def _roll_back(self, call: Call) -> None:
         """Turn the text of a malformed call into content. The parser looks for no other call in this text."""
         before = "".join(self._held_text)
-        self._text, self._num_told = before + self._text, self._num_told - len(before)
+        self._text, self._num_reported = before + self._text, self._num_reported - len(before)
         self._position += len(before)
         self._held, self._held_text = None, []
         if call.index is not None:
@@ -201,14 +201,14 @@ class ToolParser:
             self._parts += self._held
             self._held, self._held_text = None, []
 
-    def _tell_cut(self, call: Call) -> bool:
+    def _report_cut(self, call: Call) -> bool:
         """If the answer was cut off within the call, emit the known part of the call and return True."""
         if not (self._is_cut_here() if call.index is None else self._is_at_cut()):
             return False
         if call.index is None and call.name in self._names:
             self._begin(call)
             if call.arguments is not None and call.arguments.lstrip().startswith("{"):
-                self._tell("arguments", call.arguments, call)
+                self._report("arguments", call.arguments, call)
         self._commit()
         self._position = len(self._text)
         return True
@@ -238,7 +238,7 @@ class ToolParser:
             elif key not in self.arguments_keys or call.index is not None:
                 yield from self._value()
             elif char == "{" and call.name is not None:
-                yield from self._tell_arguments(call)
+                yield from self._report_arguments(call)
             else:
                 call.arguments = (yield from self._string()) if char == '"' else (yield from self._value())
             if (yield from self._skip_space()) != ",":
@@ -246,9 +246,9 @@ class ToolParser:
             self._position += 1
         yield from self._expect("}")
         if call.index is None:
-            self._tell_whole(call)
+            self._report_whole(call)
 
-    def _tell_whole(self, call: Call) -> None:
+    def _report_whole(self, call: Call) -> None:
         """Emit a call without arguments, or with arguments in a string or before the name."""
         arguments = "{}" if call.arguments in {None, "", "null"} else str(call.arguments).strip()
         scanner = StrictObject()
@@ -261,38 +261,38 @@ class ToolParser:
                 raise MalformedError
             arguments, _ = found
         self._begin(call)
-        self._tell("arguments", arguments, call)
+        self._report("arguments", arguments, call)
 
-    def _tell_arguments(self, call: Call) -> Wait[None]:
+    def _report_arguments(self, call: Call) -> Wait[None]:
         self._begin(call)
         self._drop()
-        scanner, told = StrictObject(), list[str]()
+        scanner, reported = StrictObject(), list[str]()
         while True:
             self._position = scanner.scan(self._text, self._position)
-            num_told = self._position if scanner.is_over else scanner.num_safe
-            told.append(self._text[:num_told])
-            self._tell("arguments", told[-1], call)
-            self._position -= num_told
-            self._drop_first(num_told)
-            scanner.num_safe -= num_told
+            num_reported = self._position if scanner.is_over else scanner.num_safe
+            reported.append(self._text[:num_reported])
+            self._report("arguments", reported[-1], call)
+            self._position -= num_reported
+            self._drop_first(num_reported)
+            scanner.num_safe -= num_reported
             if scanner.is_over:
-                yield from self._check_end(call, "".join(told))
+                yield from self._check_end(call, "".join(reported))
                 break
             if scanner.is_broken:
-                yield from self._recover(call, "".join(told))
+                yield from self._recover(call, "".join(reported))
                 break
             if self._is_over:
                 self._position = len(self._text)  # the parser looks for no call within a value
-                self._give_up(call)
+                self._reject(call)
             yield
         self._commit()
 
-    def _check_end(self, call: Call, told: str) -> Wait[None]:
-        """Repair arguments if their final quote and bracket may be text of a string. told: the arguments' text."""
+    def _check_end(self, call: Call, reported: str) -> Wait[None]:
+        """Repair arguments if their final quote and bracket may be text of a string. reported: the arguments' text."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1
-            yield from self._recover(call, told)
+            yield from self._recover(call, reported)
         # at the end of the answer the character is "", which every text contains
         elif char not in _AFTER_ARGUMENTS and not any(each.startswith(char) for each in self._call_openers):
             while not self._is_over:
@@ -300,35 +300,35 @@ class ToolParser:
             found = None
             if not self._is_cut:
                 known = self._known_keys(call)
-                text, opener = told + self._text, self._other_call()
+                text, opener = reported + self._text, self._other_call()
                 found = recover_object(text, self._ends, known, opener=opener, budget=self._budget)
             if found is not None:
-                yield from self._recover(call, told)
+                yield from self._recover(call, reported)
             elif not self._is_cut and self._has_second_end():
                 self._position += 1
-                self._give_up(call)
+                self._reject(call)
 
     def _has_second_end(self) -> bool:
         closers = [place for each in self._call_closers if (place := self._text.find(each, self._position)) >= 0]
         return bool(closers) and '"}' in self._text[self._position : min(closers)]
 
-    def _recover(self, call: Call, told: str) -> Wait[None]:
+    def _recover(self, call: Call, reported: str) -> Wait[None]:
         """Wait for the end of the answer, then repair the arguments or raise `MalformedError`."""
         while not self._is_over:
             yield
-        text, known = told + self._text, self._known_keys(call)
+        text, known = reported + self._text, self._known_keys(call)
         found = recover_object(text, self._ends, known, opener=self._other_call(), budget=self._budget)
-        if found is None or (self._held is None and not found[0].startswith(told)):
+        if found is None or (self._held is None and not found[0].startswith(reported)):
             if self._held is not None:
-                self._position = self._broken_end(text, len(told) + self._position) - len(told)
-            self._give_up(call)
+                self._position = self._broken_end(text, len(reported) + self._position) - len(reported)
+            self._reject(call)
         arguments, end = found
         if self._held is None:
-            arguments = arguments.removeprefix(told)
+            arguments = arguments.removeprefix(reported)
         else:
             self._held, self._num_held_chars = [part for part in self._held if part.kind != "arguments"], 0
-        self._tell("arguments", arguments, call)
-        self._position = end - len(told)
+        self._report("arguments", arguments, call)
+        self._position = end - len(reported)
         self._drop()
 
     def _other_call(self) -> re.Pattern[str]:
@@ -352,11 +352,11 @@ class ToolParser:
         ends = [place + len(each) for each in self._call_closers if (place := text.find(each, opener)) >= 0]
         return max(position, min(ends, default=position))
 
-    def _give_up(self, call: Call) -> NoReturn:
+    def _reject(self, call: Call) -> NoReturn:
         """Raise `MalformedError`; before, emit the remaining arguments if the call was emitted or cut off."""
         if self._is_cut or self._held is None:
             self._position = len(self._text) if self._is_cut else self._position
-            self._tell("arguments", self._text[: self._position], call)
+            self._report("arguments", self._text[: self._position], call)
             self._drop()
         raise MalformedError
 
@@ -368,7 +368,7 @@ class ToolParser:
         if call.name not in self._names:
             raise MalformedError
         call.index, self._num_calls = self._num_calls, self._num_calls + 1
-        self._tell("call", call.name or "", call)
+        self._report("call", call.name or "", call)
 
     def _value(self) -> Wait[str]:
         start, depth = self._position, 0
@@ -382,7 +382,7 @@ class ToolParser:
             elif char and char in "}]" and depth:
                 depth -= 1
                 self._position += 1
-            elif char and (depth or char not in _BEHIND_VALUE):
+            elif char and (depth or char not in _AFTER_VALUE):
                 run = _PLAIN.match(self._text, self._position)
                 assert run is not None
                 self._position = run.end()
@@ -468,19 +468,19 @@ class ToolParser:
 
     # --- emitting parts
 
-    def _tell(self, kind: str, text: str, call: Call) -> None:
+    def _report(self, kind: str, text: str, call: Call) -> None:
         if call.index is None:
             return
         if not (self._only_one and call.index):
-            part = Part("call" if kind == "call" else "arguments", text, call.index, self._num_told)
+            part = Part("call" if kind == "call" else "arguments", text, call.index, self._num_reported)
             (self._parts if self._held is None else self._held).append(part)
         if kind == "arguments":
             self._num_held_chars += len(text)
             if self.num_held_chars is not None and self._num_held_chars > self.num_held_chars:
                 self._commit()
 
-    def _tell_content(self) -> None:
-        self._parts.append(Part("content", self._text[: self._position], start=self._num_told))
+    def _report_content(self) -> None:
+        self._parts.append(Part("content", self._text[: self._position], start=self._num_reported))
         self._drop()
 
     def _drop(self) -> None:
@@ -490,5 +490,5 @@ class ToolParser:
     def _drop_first(self, num_chars: int) -> None:
         if self._held is not None:
             self._held_text.append(self._text[:num_chars])
-        self._num_told += num_chars
+        self._num_reported += num_chars
         self._text = self._text[num_chars:]

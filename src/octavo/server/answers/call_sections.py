@@ -71,7 +71,7 @@ class SectionFormat(ToolFormat):
         several = " | ".join(["head rest", *framed])
         start = f"{text} | {text.removesuffix('TEXT')} head rest" if only_one else f"({several})* TEXT"
         rest = f"rest: {self._literal(self.opens.removeprefix(self.opener))} section {self._frames()}"
-        rules = [f"start: {start}", self._behind_text(self.opener), rest, self._section(functions, only_one=only_one)]
+        rules = [f"start: {start}", self._text_after(self.opener), rest, self._section(functions, only_one=only_one)]
         return "\n".join([*rules, self._frame_rule(), *map(self._text_and, framed, self.frames)])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
@@ -96,7 +96,7 @@ class SectionFormat(ToolFormat):
 
     def _text_and(self, rule: str, mark: str) -> str:
         first, *_ = self._pieces(mark)
-        is_token = first in self.markers and self._spell(first) is not None
+        is_token = first in self.markers and self._token_name(first) is not None
         return f"{rule}{'' if is_token else '[lazy]'}: TEXT {self._literal(mark) if is_token else json_text(mark)}"
 
     def _section(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -129,7 +129,7 @@ class SectionParser(ToolParser):
                 self._drop()
                 continue
             if opener == self._openers[0] and not (yield from self._takes_all(self._opens, self._call_opens)):
-                self._tell_content()
+                self._report_content()
                 continue
             yield from self._calls()
 
@@ -140,7 +140,7 @@ class SectionParser(ToolParser):
             if not is_call and not (self._is_list and (yield from self._skips_broken_member())):
                 return
             self._end_member()
-            if self._one_each or not (yield from self._goes_on()):
+            if self._one_each or not (yield from self._has_next_call()):
                 break
         if is_call:
             yield from self._takes_section_end()
@@ -159,10 +159,10 @@ class SectionParser(ToolParser):
         if num_chars is None or num_chars < len(self._broken):
             return False
         self._position = num_chars - len(self._broken)
-        self._tell_content()
+        self._report_content()
         return True
 
-    def _goes_on(self) -> Wait[bool]:
+    def _has_next_call(self) -> Wait[bool]:
         """Skip the marks before the next call of the section. Returns False if no call follows."""
         yield from self._skip_space()
         if not self._between:

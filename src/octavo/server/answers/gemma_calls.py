@@ -50,11 +50,13 @@ class GemmaFormat(SectionFormat):
         quote = self._marker(QUOTE)
         is_token = not quote.startswith('"')
         text = f"TEXTS: /(.|\\n)*/ {FEW_BLANKS}" + (f" & ~/(.|\\n)*{pattern(QUOTE)}(.|\\n)*/" if is_token else "")
-        behind = f"quoted: {quote} TEXTS {quote}" if is_token else f"quoted: {quote} ended\nended[lazy]: TEXTS {quote}"
+        quoted_rule = (
+            f"quoted: {quote} TEXTS {quote}" if is_token else f"quoted: {quote} ended\nended[lazy]: TEXTS {quote}"
+        )
         rules = [
             choice_of(len(functions)),
             text,
-            behind,
+            quoted_rule,
             'any: quoted | anyobject | "[" (any ("," any)*)? "]" | scalar',
             f'anyobject: "{{" ({_ANY_KEY} ":" any ("," {_ANY_KEY} ":" any)*)? "}}"',
             f"scalar: {lark_json({'type': sorted(_SCALARS)})}",
@@ -215,7 +217,7 @@ class GemmaParser(ValueParser):
         written = json_text(text)[1:-1]
         if call is None:
             return written
-        self._tell("arguments", written, call)
+        self._report("arguments", written, call)
         return ""
 
 

@@ -192,13 +192,13 @@ class _GenericParser(ToolParser):
         self._is_content = True
         with contextlib.suppress(MalformedError):  # a value that was cut off: its text is emitted as content
             yield from self._value()
-        self._tell_content()
+        self._report_content()
         self._is_content = False
 
     def _advance(self) -> list[Part]:
         parts = super()._advance()
         if self._is_content:
-            self._tell_content()
+            self._report_content()
             parts, self._parts = joined([*parts, *self._parts]), []
         return parts
 
@@ -206,22 +206,22 @@ class _GenericParser(ToolParser):
         while True:
             stop = _STOPS.search(self._text)
             self._position = len(self._text) if stop is None else stop.start()
-            self._tell_content()
+            self._report_content()
             if stop is not None and stop.group() == '"':
                 return
             if stop is not None:
                 found = _ESCAPE.match(self._text)
                 may_go_on = len(self._text) < _MAX_ESCAPE_CHARS and (self._is_cut or not self._is_over)
                 if found is not None and not (may_go_on and _is_half(found[0])):
-                    self._tell_escape(found[0])
+                    self._report_escape(found[0])
                     continue
             if self._is_over:
                 return
             yield
 
-    def _tell_escape(self, escape: str) -> None:
+    def _report_escape(self, escape: str) -> None:
         char = json.loads(f'"{escape}"').encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        self._parts.append(Part("content", char, start=self._num_told))
+        self._parts.append(Part("content", char, start=self._num_reported))
         self._position = len(escape)
         self._drop()
 

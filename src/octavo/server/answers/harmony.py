@@ -113,5 +113,5 @@ class HarmonyParser(MessageParser):
     def _call_steps(self, call: Call) -> Wait[None]:
         if (yield from self._skip_space()) != "{":
             raise MalformedError
-        yield from self._tell_arguments(call)
+        yield from self._report_arguments(call)
         yield from self._takes_message_end()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError, RequestFailedError
-from octavo.http.errors import spelling
+from octavo.http.errors import client_field_names
 from octavo.outputs import ErrorCode
 from octavo.runtime.faults import is_fault
 from octavo.server.answers.answer_size import LogprobLimit
@@ -50,7 +50,7 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
     request was refused or its grammar failed, `AuthenticationError` if the client's key was removed, and
     `ServerClosingError` if the server shuts down.
     """
-    with spelling(job.spelled):
+    with client_field_names(job.client_names):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
         logprobs = LogprobLimit(most, longest, job.params, len(job.prompts))
 
@@ -59,10 +59,10 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
             job.check(processed)
         logprobs.check(processed)
 
-    def untold(output: RequestOutput) -> None:
+    def unsent(output: RequestOutput) -> None:
         usage.add(output, output.outputs)
 
-    streams = [service.generate(job, index, check=check, untold=untold) for index in range(len(job.prompts))]
+    streams = [service.generate(job, index, check=check, unsent=unsent) for index in range(len(job.prompts))]
     return streams[0] if len(streams) == 1 else MergedOutputs(streams, at_once=job.place.num_streams // job.params.n)
 
 

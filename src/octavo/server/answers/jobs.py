@@ -45,8 +45,8 @@ class Job:
 
     model: the model's name in the answer. place: the job's place in the limiter, held until the job is answered.
     counts_completions: False to count no generated tokens, if prompts are only scored or computed. deadline: in seconds
-    of the event loop's clock. spelled: the engine's name of a parameter -> the client's name. check: called with each
-    tokenized prompt; raises `RequestError` to refuse the job.
+    of the event loop's clock. client_names: the engine's name of a parameter -> the client's name. check: called with
+    each tokenized prompt; raises `RequestError` to refuse the job.
     """
 
     request_id: str
@@ -62,7 +62,7 @@ class Job:
     counts_completions: bool = True
     options: RequestOptions = NO_OPTIONS
     created: int = field(default_factory=lambda: int(time.time()))
-    spelled: dict[str, str] = field(default_factory=dict)
+    client_names: dict[str, str] = field(default_factory=dict)
     check: Callable[[ProcessedInput], None] | None = None
 
     def __post_init__(self) -> None:
@@ -122,6 +122,6 @@ def line(data: Any) -> bytes:
     return encoder.encode(data) + b"\n"
 
 
-def json_response(told: Any) -> Response:
+def json_response(reply: Any) -> Response:
     """Return a small object, encoded on the event loop."""
-    return Response(encoder.encode(told), media_type="application/json")
+    return Response(encoder.encode(reply), media_type="application/json")

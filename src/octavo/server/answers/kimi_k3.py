@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.server.answers.argument_values import types_of
 from octavo.server.answers.call_parser import MalformedError
-from octavo.server.answers.parts import Heads
+from octavo.server.answers.parts import CallStarts
 from octavo.server.answers.tagged_calls import TaggedFormat
 from octavo.server.answers.tagged_parser import TaggedParser
 from octavo.server.answers.tool_format import choice_of, json_text
@@ -43,13 +43,13 @@ class KimiK3Format(TaggedFormat):
         """Parse these tags."""
         return KimiK3Parser(self, functions, only_one=only_one)
 
-    def argument_heads(self, keys: Sequence[str]) -> list[str]:  # noqa: ARG002 - the seam's
+    def argument_starts(self, keys: Sequence[str]) -> list[str]:  # noqa: ARG002 - the seam's
         """Return no beginnings, because the attributes of a tag may have any order."""
         return []
 
-    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:  # noqa: ARG002 - the seam's
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - the seam's
         """Require the mark of a call, without a name, because attributes may have any order."""
-        return {self.opener: Heads([self.call_opens])}
+        return {self.opener: CallStarts([self.call_opens])}
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
         """Write tags."""

@@ -93,23 +93,23 @@ _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
 
 
 def find_tool_format(
-    wanted: str, templates: Sequence[str], written: str | None, spell: Callable[[str], str | None]
+    wanted: str, templates: Sequence[str], written: str | None, token_name: Callable[[str], str | None]
 ) -> ToolFormat | None:
     """Return the format with the name `wanted`; for "auto" the format that chat templates show, or `GenericFormat`.
 
     written: the call of `octavo.server.answers.template_probe` as the templates write it; None if they refuse it.
-    spell: see `ToolFormat`. If several formats have this name, return the format that the templates show, or the first
-    of them. Returns None for "none", and for "auto" without a chat template.
+    token_name: see `ToolFormat`. If several formats have this name, return the format that the templates show, or the
+    first of them. Returns None for "none", and for "auto" without a chat template.
     """
     if wanted == "none":
         return None
     if wanted == GenericFormat.name:
-        return GenericFormat(spell)
+        return GenericFormat(token_name)
     named = [each for each in FORMATS if wanted in {"auto", each.name}]
     shown = _shown(named, written, "\n".join(templates))
     if shown is not None or wanted != "auto":
-        return (shown or named[0])(spell)
-    return GenericFormat(spell) if templates else None
+        return (shown or named[0])(token_name)
+    return GenericFormat(token_name) if templates else None
 
 
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
@@ -128,8 +128,8 @@ def _is_written(form: ToolFormat, text: str) -> bool:
 
 
 def _is_read(form: ToolFormat, text: str) -> bool:
-    own, _, _ = form.write([_PROBE]).partition(str(template_probe.ARGUMENTS["city"]))
-    if any(mark in own and mark not in text for mark in form.markers):
+    beginning, _, _ = form.write([_PROBE]).partition(str(template_probe.ARGUMENTS["city"]))
+    if any(mark in beginning and mark not in text for mark in form.markers):
         return False
     parser = form.parser([Function(template_probe.NAME, template_probe.PARAMETERS)])
     parts = parser.feed(text) + parser.finish()

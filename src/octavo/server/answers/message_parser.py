@@ -121,7 +121,7 @@ class MessageParser(ToolParser):
                 num_held_back = 0 if is_whole else max(num_held_back_chars(self._text, each) for each in marks)
                 place, end = len(self._text) - num_held_back, ""
             text = self._text[:place]
-            self._parts.append(Part(kind, text, start=self._num_told))
+            self._parts.append(Part(kind, text, start=self._num_reported))
             self._position = place + len(end)
             self._drop()
             if is_ended:

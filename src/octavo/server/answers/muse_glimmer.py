@@ -74,19 +74,24 @@ class MuseGlimmerFormat(TaggedFormat):
 
     def content(self, schema: str) -> str:
         """Return a grammar of JSON for the user."""
-        return f"start: (begun? user)? content end?\ncontent: {lark_json(schema)}\n{self._heads()}"
+        return f"start: (begun? user)? content end?\ncontent: {lark_json(schema)}\n{self._call_starts()}"
 
     def _messages(self, functions: Sequence[Function], *, only_one: bool) -> str:
         more = "" if only_one else f" ({self._literal(f'<|eom|>{_BEGINS}')} message)*"
         opens, closes = self._literal(self.opens), self._literal(self.closes)
         message = " | ".join(f"message{index}" for index in range(len(functions)))
-        rules = [f"messages: message{more} end?", f"message: {message}", self._heads(), self.call_rules(functions)]
+        rules = [
+            f"messages: message{more} end?",
+            f"message: {message}",
+            self._call_starts(),
+            self.call_rules(functions),
+        ]
         for index, function in enumerate(functions):
             head = f"/ ?to={pattern(function.name)}/ {self._literal(_MESSAGE)}"
             rules.append(f"message{index}: {head} {opens} call{index} {closes}")
         return "\n".join(rules)
 
-    def _heads(self) -> str:
+    def _call_starts(self) -> str:
         ends = " | ".join(map(self._literal, _ENDS))
         return f"begun: {self._literal(_BEGINS)}\nuser: / ?to=user/ {self._literal(_MESSAGE)}\nend: {ends}"
 

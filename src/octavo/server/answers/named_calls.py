@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.server.answers.call_parser import Call, MalformedError, ending
 from octavo.server.answers.call_sections import SectionFormat, SectionParser
-from octavo.server.answers.parts import Heads
+from octavo.server.answers.parts import CallStarts
 from octavo.server.answers.tool_format import choice_of, json_text
 from octavo.structured_output.lark import lark_json
 
@@ -45,8 +45,8 @@ class NamedFormat(SectionFormat):
         """Return one rule for each function."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
-            before, _, behind = f"{self.call_opens}{self.head}{self.arguments_open}".partition("{index}")
-            places = [self._literal(each.replace("{name}", function.name)) for each in (before, behind)]
+            before, _, after = f"{self.call_opens}{self.head}{self.arguments_open}".partition("{index}")
+            places = [self._literal(each.replace("{name}", function.name)) for each in (before, after)]
             head = f" {_INDEX_RULE} ".join(each for each in places if each)
             rules.append(f"call{index}: {head} {lark_json(function.parameters)} {self._literal(self.call_closes)}")
         return "\n".join(rules)
@@ -69,7 +69,7 @@ class NamedParser(SectionParser):
         call.name = head.group("name")
         if (yield from self._skip_space()) != "{":
             raise MalformedError
-        yield from self._tell_arguments(call)
+        yield from self._report_arguments(call)
         yield from self._takes_all(self._call_closes)
 
 
@@ -119,11 +119,14 @@ class KimiK2Format(NamedFormat):
     head, head_pattern = "functions.{name}:{index}", re.compile(r"\s*(?:functions\.)?(?P<name>[\w./:-]+?)(?::\d+)?\s*")
     arguments_open, call_closes = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
-    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
         """Require the name of a function after the opener of a call, within a section or without one."""
         names = [f"{prefix}{each.name}" for each in functions for prefix in ("functions.", "")]
-        heads = [f"{name}{end}" for name in names for end in (":", self.arguments_open)]
-        return {self.call_opens: Heads(heads), self.opener: Heads(f"{self.call_opens}{head}" for head in heads)}
+        call_starts = [f"{name}{end}" for name in names for end in (":", self.arguments_open)]
+        return {
+            self.call_opens: CallStarts(call_starts),
+            self.opener: CallStarts(f"{self.call_opens}{head}" for head in call_starts),
+        }
 
 
 class SolarFormat(NamedFormat):

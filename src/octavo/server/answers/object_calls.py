@@ -53,9 +53,9 @@ class ObjectParser(SectionParser):
         yield from self._skip_space()
         yield from self._members(call)
 
-    def _goes_on(self) -> Wait[bool]:
+    def _has_next_call(self) -> Wait[bool]:
         """See `SectionParser`. Without a mark between calls, any object is the next call."""
-        return (yield from super()._goes_on()) if self._between else (yield from self._skip_space()) == "{"
+        return (yield from super()._has_next_call()) if self._between else (yield from self._skip_space()) == "{"
 
 
 class GraniteFormat(ObjectFormat):
@@ -182,5 +182,5 @@ class _KeyedParser(SectionParser):
         call.name = name
         if (yield from self._skip_space()) != "{":
             raise MalformedError
-        yield from self._tell_arguments(call)
+        yield from self._report_arguments(call)
         yield from self._takes_all("}")

@@ -40,13 +40,13 @@ class Part:
 class ReasoningForm:
     """How a family of models marks its reasoning.
 
-    is_told_by_opens: chat templates show this form by `opens`; other families' templates contain `closes` as well.
+    is_found_by_opens: chat templates show this form by `opens`; other families' templates contain `closes` as well.
     """
 
     name: str
     opens: str
     closes: str
-    is_told_by_opens: bool = False
+    is_found_by_opens: bool = False
 
 
 THINK = ReasoningForm("think", "<think>", "</think>")
@@ -88,13 +88,13 @@ def without_space(text: str) -> int:
     return max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
 
 
-class Heads:
+class CallStarts:
     """Texts that begin calls. Up to `MAX_BLANKS` blanks may separate two characters of a head."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = sorted(texts)
 
-    def stand_at(self, text: str, start: int) -> bool | None:
+    def starts_at(self, text: str, start: int) -> bool | None:
         """Return whether one of the texts begins at index `start`; None if more text is needed."""
         seen, num_blanks = "", 0
         for place in range(start, len(text)):
@@ -128,28 +128,28 @@ class PlainParser:
 class ReasoningParser:
     """Splits off the reasoning at the beginning of an answer, and drops white space around its marks.
 
-    behind: the parser of the text after the reasoning. is_open: the prompt ends with the opening mark of the reasoning.
-    interrupts: other marks that end the reasoning if one of the mark's heads follows; `behind` gets these marks.
+    next_parser: the parser of the text after the reasoning. is_open: the prompt ends with the opening mark of reasoning.
+    interrupts: other marks that end the reasoning if one of the mark's heads follows; `next_parser` gets these marks.
     """
 
     def __init__(
         self,
-        behind: AnswerParser,
+        next_parser: AnswerParser,
         *,
         is_open: bool,
         form: ReasoningForm = THINK,
-        interrupts: Mapping[str, Heads] | None = None,
+        interrupts: Mapping[str, CallStarts] | None = None,
     ) -> None:
-        self._behind = behind
+        self._next_parser = next_parser
         self._form = form
         self._interrupts = interrupts or {}
         self._ends = (form.closes, *self._interrupts)
         self._place: Literal["before", "inside", "after", "behind"] = "inside" if is_open else "before"
         self._pending = ""
         self._num_chars = 0  # of the answer so far
-        self._num_chars_before = 0  # characters of the answer before the text for `behind`
+        self._num_chars_before = 0  # characters of the answer before the text for `next_parser`
         self._has_begun = False
-        self._has_text_behind = False
+        self._has_next_text = False
 
     def feed(self, text: str) -> list[Part]:
         """See `AnswerParser`."""
@@ -164,7 +164,7 @@ class ReasoningParser:
             self._pending = self._pending.lstrip()
             self._place = "behind" if self._pending else "after"
         if self._place == "behind":
-            parts += self._feed_behind()
+            parts += self._feed_next()
         return parts
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
@@ -175,7 +175,7 @@ class ReasoningParser:
             self._pending = self._pending[:end]
         if self._place == "inside":
             return [Part("reasoning", self._pending, start=self._start)] if self._pending.strip() else []
-        return joined([*self._feed_behind(), *self._moved(self._behind.finish(is_cut=is_cut))])
+        return joined([*self._feed_next(), *self._moved(self._next_parser.finish(is_cut=is_cut))])
 
     def _look_for_beginning(self) -> None:
         text = self._pending.lstrip()
@@ -206,8 +206,8 @@ class ReasoningParser:
         start = 0
         while found := [(place, each) for each in self._ends if (place := self._pending.find(each, start)) >= 0]:
             place, mark = min(found)
-            heads = self._interrupts.get(mark)
-            is_end = heads is None or heads.stand_at(self._pending, place + len(mark))
+            call_starts = self._interrupts.get(mark)
+            is_end = call_starts is None or call_starts.starts_at(self._pending, place + len(mark))
             if is_end is not False:
                 return place, mark if is_end else None
             start = place + 1
@@ -220,10 +220,10 @@ class ReasoningParser:
     def _start(self) -> int:
         return self._num_chars - len(self._pending)
 
-    def _feed_behind(self) -> list[Part]:
-        if not self._has_text_behind:
-            self._num_chars_before, self._has_text_behind = self._start, bool(self._pending)
-        return self._moved(self._behind.feed(self._take(len(self._pending))))
+    def _feed_next(self) -> list[Part]:
+        if not self._has_next_text:
+            self._num_chars_before, self._has_next_text = self._start, bool(self._pending)
+        return self._moved(self._next_parser.feed(self._take(len(self._pending))))
 
     def _moved(self, parts: list[Part]) -> list[Part]:
         return [replace(part, start=part.start + self._num_chars_before) for part in parts]

@@ -108,8 +108,8 @@ class PythonicFormat(PythonFormat):
         If the answer begins with a bracket, it must be a list of calls. Within text, a list must begin with the call of
         a function. A call is certain after the name of its first argument; without arguments, after its end.
         """
-        heads = [f"\\[{BLANKS_WITHIN}{pattern(each.name)}{BLANKS_WITHIN}\\(" for each in functions]
-        is_call = f"{_BEFORE_LIST}({'|'.join(heads)}){_BLANKS}({_KEY}{_BLANKS}=|\\){_BLANKS}[,\\]])"
+        call_starts = [f"\\[{BLANKS_WITHIN}{pattern(each.name)}{BLANKS_WITHIN}\\(" for each in functions]
+        is_call = f"{_BEFORE_LIST}({'|'.join(call_starts)}){_BLANKS}({_KEY}{_BLANKS}=|\\){_BLANKS}[,\\]])"
         ends = f"{FEW_BLANKS} & ~/{pattern(self.markers[0])}(.|\\n)*/ & ~/{is_call}(.|\\n)*/"
         rules = [
             f"TEXT: /([^\\[ \\t\\r\\n](.|\\n)*)?/ {ends}",
@@ -120,7 +120,7 @@ class PythonicFormat(PythonFormat):
         more, others = ("", "") if only_one else (f" ({comma} call)*", f'call ({comma} call)* "]"')
         uses = []
         for index, function in enumerate(functions):
-            rules.append(f"HEAD{index}: /{heads[index]}{_BLANKS}/")
+            rules.append(f"HEAD{index}: /{call_starts[index]}{_BLANKS}/")
             options = _options_of(index, function)
             first = [each for place, schema in options for each in _beginnings(place, schema)]
             endings = [(f"{key}{_BLANKS}=", f'{rest} ")"{more} "]"') for key, rest in first]

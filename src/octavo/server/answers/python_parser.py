@@ -11,7 +11,7 @@ from octavo.engine.python_literals import NotALiteralError, ValueScanner, litera
 from octavo.server.answers.call_parser import Call, MalformedError
 from octavo.server.answers.call_sections import NAME
 from octavo.server.answers.code_spans import CodeSpans
-from octavo.server.answers.parts import Heads
+from octavo.server.answers.parts import CallStarts
 from octavo.server.answers.value_parser import ValueParser
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ class PythonParser(ValueParser):
         yield from self._arguments(call, self._named_values(call))
         self._commit()
 
-    def _goes_on(self) -> Wait[bool]:
+    def _has_next_call(self) -> Wait[bool]:
         """See `SectionParser`. Calls on lines of their own have no mark between two calls."""
         if self._between:
-            return (yield from super()._goes_on())
+            return (yield from super()._has_next_call())
         char = yield from self._skip_space()
         return bool(char) and not self._closes.startswith(char)
 
     def _named_values(self, call: Call) -> Wait[None]:
-        self._tell("arguments", "{", call)
+        self._report("arguments", "{", call)
         given = set[str]()
         while (yield from self._skip_space()) != ")":
             key = yield from self._key()
@@ -59,7 +59,7 @@ class PythonParser(ValueParser):
                 break
             self._position += 1
         yield from self._expect(")")
-        self._tell("arguments", "}", call)
+        self._report("arguments", "}", call)
 
     def _key(self) -> Wait[str]:
         key = yield from self._run(_KEY)
@@ -110,15 +110,15 @@ class PythonListParser(PythonParser):
         if (yield from self._skip_space()) == "[":
             self._position += 1
             yield from self._list()
-        heads = Heads(f"[{name}(" for name in self._names)
+        call_starts = CallStarts(f"[{name}(" for name in self._names)
         while found := (yield from self._content(_STARTS, "[")):
             start = self._position - (found == "[")
             self._is_tagged = found == _STARTS
-            if (self._is_tagged or self._may_stand_at(start)) and (yield from self._begins_with(start, heads)):
+            if (self._is_tagged or self._may_start_at(start)) and (yield from self._begins_with(start, call_starts)):
                 self._position = self._text.index("[", start) + 1
                 yield from self._list()
             else:
-                self._tell_content()
+                self._report_content()
 
     def _list(self) -> Wait[None]:
         """Read the calls of a list. A list without marks may be code, so a malformed member ends such a list."""
@@ -157,14 +157,14 @@ class PythonListParser(PythonParser):
                 raise MalformedError
         self._position = start
 
-    def _may_stand_at(self, start: int) -> bool:
+    def _may_start_at(self, start: int) -> bool:
         before = copy(self._before)
         before.feed(self._text[:start])
         return before.is_outside and not _SUBSCRIPTED.match(before.last)
 
-    def _tell_content(self) -> None:
+    def _report_content(self) -> None:
         self._before.feed(self._text[: self._position])
-        super()._tell_content()
+        super()._report_content()
 
     def _is_cut_here(self) -> bool:
         """See `ToolParser`. If the list has no marks, the text must also begin like a list of calls."""

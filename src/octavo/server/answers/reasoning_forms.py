@@ -19,10 +19,10 @@ REASONING_FORMS = (
     ReasoningForm("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
     ReasoningForm("granite", "Here is my thought process:", "Here is my response:"),
     ReasoningForm("gemma4", "<|channel>thought", "<channel|>"),
-    ReasoningForm("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>", is_told_by_opens=True),
-    ReasoningForm("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>", is_told_by_opens=True),
-    ReasoningForm("muse_glimmer", "to=self<|message|>", "<|eom|>", is_told_by_opens=True),
-    ReasoningForm("solar_open", "<|think|>", "<|end|>", is_told_by_opens=True),
+    ReasoningForm("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>", is_found_by_opens=True),
+    ReasoningForm("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>", is_found_by_opens=True),
+    ReasoningForm("muse_glimmer", "to=self<|message|>", "<|eom|>", is_found_by_opens=True),
+    ReasoningForm("solar_open", "<|think|>", "<|end|>", is_found_by_opens=True),
     ReasoningForm("apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
 
@@ -35,5 +35,5 @@ def find_reasoning_form(wanted: str, templates: Sequence[str]) -> ReasoningForm 
 
 
 def _is_shown(form: ReasoningForm, templates: Sequence[str]) -> bool:
-    mark = form.opens if form.is_told_by_opens else form.closes
+    mark = form.opens if form.is_found_by_opens else form.closes
     return any(mark in text for text in templates)

@@ -92,7 +92,7 @@ class RecipientsParser(ToolParser):
             yield from self._skip_space()
             self._drop()
         else:
-            self._tell_content()
+            self._report_content()
 
     def _recipient(self) -> Wait[str]:
         """Skip a line with a known recipient and return the recipient; "" if no such line follows."""
@@ -113,4 +113,4 @@ class RecipientsParser(ToolParser):
     def _call_steps(self, call: Call) -> Wait[None]:
         if (yield from self._skip_space()) != "{":
             raise MalformedError
-        yield from self._tell_arguments(call)
+        yield from self._report_arguments(call)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.server.answers.argument_values import is_text, json_of, schema_comment, text_lexeme, types_of
 from octavo.server.answers.call_sections import NAME, SectionFormat
-from octavo.server.answers.parts import Heads
+from octavo.server.answers.parts import CallStarts
 from octavo.server.answers.tagged_parser import TaggedParser
 from octavo.server.answers.tool_format import choice_of, json_text
 from octavo.structured_output.lark import FEW_BLANKS, pattern
@@ -48,7 +48,7 @@ class TaggedFormat(SectionFormat):
         """Parse tags."""
         return TaggedParser(self, functions, only_one=only_one)
 
-    def argument_heads(self, keys: Sequence[str]) -> list[str]:
+    def argument_starts(self, keys: Sequence[str]) -> list[str]:
         """Return the texts with which arguments of these names begin."""
         ends, *_ = self.argument_named.split("\n")
         marks = [self.text_mark, self.json_mark] if self.text_mark else [""]
@@ -120,10 +120,10 @@ class TaggedFormat(SectionFormat):
         end = ("\n" if self.is_padded else "") + self.value_closes
         upper = name.upper()
         first, *_ = self._pieces(self.value_closes)
-        if first in self.markers and self._spell(first):
-            spelled_out = pattern(first)
+        if first in self.markers and self._token_name(first):
+            text_pattern = pattern(first)
             text = text_lexeme(schema, "\\n" if self.is_padded else "")
-            rules = [f"{upper}: {text} {FEW_BLANKS} & ~/(.|\\n)*{spelled_out}(.|\\n)*/"]
+            rules = [f"{upper}: {text} {FEW_BLANKS} & ~/(.|\\n)*{text_pattern}(.|\\n)*/"]
             return f"{pad}{upper} {self._literal(self.value_closes)}", rules
         mark = json.dumps(end, ensure_ascii=False)
         return f"{pad}value_{name}", [
@@ -169,9 +169,9 @@ class MiniMaxM2Format(TaggedFormat):
     argument_opens, argument_named, value_closes, argument_closes = '<parameter name="', '">', "</parameter>", "\n"
 
 
-def _named_behind(form: TaggedFormat, functions: Sequence[Function]) -> dict[str, Heads]:
+def _named_after(form: TaggedFormat, functions: Sequence[Function]) -> dict[str, CallStarts]:
     ends = (form.argument_opens, form.closes)
-    return {form.opener: Heads(f"{each.name}{end}" for each in functions for end in ends)}
+    return {form.opener: CallStarts(f"{each.name}{end}" for each in functions for end in ends)}
 
 
 class GLMFormat(TaggedFormat):
@@ -184,9 +184,9 @@ class GLMFormat(TaggedFormat):
     argument_opens, argument_named = "<arg_key>", "</arg_key>\n<arg_value>"
     value_closes, argument_closes = "</arg_value>", "\n"
 
-    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
         """Require the name of a function after the opener of a call."""
-        return _named_behind(self, functions)
+        return _named_after(self, functions)
 
 
 class GLM47Format(TaggedFormat):
@@ -197,9 +197,9 @@ class GLM47Format(TaggedFormat):
     opener, opens, closes, one_each = "<tool_call>", "<tool_call>", "</tool_call>", True
     named, argument_opens, argument_named, value_closes = "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>"
 
-    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
         """Require the name of a function after the opener of a call."""
-        return _named_behind(self, functions)
+        return _named_after(self, functions)
 
 
 class DeepSeekV32Format(TaggedFormat):

@@ -52,7 +52,7 @@ class TaggedParser(ValueParser):
         num_open = 1
         while num_open and (mark := (yield from self._content(opens, closes))):
             num_open += 1 if mark == opens else -1
-            self._tell_content()
+            self._report_content()
 
     def _call_steps(self, call: Call) -> Wait[None]:
         form = self._form
@@ -65,14 +65,14 @@ class TaggedParser(ValueParser):
             raise MalformedError
         self._begin(call)
         self._drop()
-        told = ""
+        reported = ""
         while (yield from self._takes_all(form.argument_opens)):
-            told = yield from self._argument(call, ", " if told else "{")
+            reported = yield from self._argument(call, ", " if reported else "{")
             yield from self._takes_all(form.argument_closes)
         if not (yield from self._takes_end(call)):
             raise MalformedError
         self._given = set()
-        self._tell("arguments", "}" if told else "{}", call)
+        self._report("arguments", "}" if reported else "{}", call)
 
     def _takes_named(self) -> Wait[bool]:
         """Skip the mark after the name. Returns whether an argument or the end of the call follows the mark."""
@@ -135,7 +135,7 @@ class TaggedParser(ValueParser):
         if may_be_string:
             yield from self._refuse_doubled(key)
         if is_string:
-            self._tell("arguments", f'{head}"', call)
+            self._report("arguments", f'{head}"', call)
             yield from self._text_value(call, ends, is_padded=is_padded)
             yield from self._takes_tag_end(closes)
             return head
@@ -144,18 +144,18 @@ class TaggedParser(ValueParser):
         written = self._read_value(text, schema if is_marked_text is None else _NO_STRING, parameters)
         if written is None:
             return "" if separator == "{" else separator
-        self._tell("arguments", head + written, call)
+        self._report("arguments", head + written, call)
         return head
 
     def _ends_of(self, closes: str, parameters: dict[str, Any], *, is_text: bool, is_padded: bool) -> TagEnd:
         left = [key for key in property_names(parameters, parameters) if key not in self._given]
-        heads = self._form.argument_heads(left)
-        return TagEnd(self._form, closes, heads, is_text=is_text, is_padded=is_padded)
+        call_starts = self._form.argument_starts(left)
+        return TagEnd(self._form, closes, call_starts, is_text=is_text, is_padded=is_padded)
 
     def _refuse_doubled(self, key: str) -> Wait[None]:
         """Raise `MalformedError` if a value begins with the mark before the value: the mark may be written twice."""
         *_, mark = self._form.argument_named.split("\n")
-        for each in (mark if mark.startswith("<") else "", *self._form.argument_heads([key])):
+        for each in (mark if mark.startswith("<") else "", *self._form.argument_starts([key])):
             if each and (yield from self._takes(each)):
                 raise MalformedError
 

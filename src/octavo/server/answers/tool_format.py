@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from octavo.server.answers.call_parser import ToolParser
-    from octavo.server.answers.parts import Heads
+    from octavo.server.answers.parts import CallStarts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class ToolFormat:
     without tools. reads_reasoning: the parser separates the reasoning as well. reserved_names: names that mean no tool.
     needs_grammar: the models write no calls without a grammar. describes_tools: the chat templates cannot show tools,
     so `messages_with_tools` writes the tools as text. markers: the marks that separate calls from text; the detokenizer
-    keeps these marks even if they are special tokens. spell: returns the name in a grammar (`<[123]>`) of a text that
-    is one token; None for any other text.
+    keeps these marks even if they are special tokens. token_name: returns the name in a grammar (`<[123]>`) of a text
+    that is one token; None for any other text.
     """
 
     name: ClassVar[str]
@@ -52,14 +52,14 @@ class ToolFormat:
     describes_tools: ClassVar[bool] = False
     reserved_names: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, spell: Callable[[str], str | None] = lambda _: None) -> None:
-        self._spell = spell
+    def __init__(self, token_name: Callable[[str], str | None] = lambda _: None) -> None:
+        self._token_name = token_name
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
         """Return a parser of one answer. only_one: drop all calls after the first."""
         raise NotImplementedError
 
-    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:  # noqa: ARG002 - the seam's
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - the seam's
         """Return the marks that begin a call within unclosed reasoning, each with the heads that must follow."""
         return {}
 
@@ -104,7 +104,7 @@ class ToolFormat:
         return f"start: calls | content\ncontent: {lark_json(schema)}\n{forced}"
 
     def _marker(self, text: str) -> str:
-        return (self._spell(text) if text in self.markers else None) or json.dumps(text, ensure_ascii=False)
+        return (self._token_name(text) if text in self.markers else None) or json.dumps(text, ensure_ascii=False)
 
     def _pieces(self, text: str) -> list[str]:
         """Split a text before and after each marker."""
@@ -114,10 +114,10 @@ class ToolFormat:
     def _literal(self, text: str) -> str:
         return " ".join(map(self._marker, self._pieces(text)))
 
-    def _behind_text(self, opener: str) -> str:
+    def _text_after(self, opener: str) -> str:
         """Return the rules of text up to the opener of a call. The opener consists of marks and words."""
         first, *more = self._pieces(opener)
-        tokens = [self._spell(each) if each in self.markers else None for each in (first, *more)]
+        tokens = [self._token_name(each) if each in self.markers else None for each in (first, *more)]
         if tokens[0] is not None:
             return text_up_to(first, " ".join(map(self._marker, (first, *more))))
         if more and (token := tokens[1]) is not None:

@@ -41,7 +41,7 @@ class HermesFormat(ToolFormat):
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """Return a grammar of text and calls."""
         start = "start: TEXT | head rest" if only_one else "start: (head rest)* TEXT"
-        return f"{start}\n{self._behind_text(HermesParser.opener)}\n{self._rest(functions)}"
+        return f"{start}\n{self._text_after(HermesParser.opener)}\n{self._rest(functions)}"
 
     def _rest(self, functions: Sequence[Function]) -> str:
         closer = self._marker(HermesParser.closer)
@@ -86,7 +86,7 @@ class LlamaFormat(ToolFormat):
         return "\n".join([f"start: TEXT | {self._all(only_one)} | later{more}", f"later: {later}", *rules])
 
     def _all(self, only_one: bool) -> str:
-        tag = self._spell(LlamaParser.opener)
+        tag = self._token_name(LlamaParser.opener)
         calls = "call" if only_one else 'call ("; " call)*'
         return f"{tag}? {calls}" if tag else calls
 
@@ -116,7 +116,7 @@ class MistralFormat(ToolFormat):
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """Return a grammar of text, which may end with calls."""
-        head = self._behind_text(MistralParser.opener)
+        head = self._text_after(MistralParser.opener)
         return f"start: TEXT | head rest\n{head}\n{self._rest(functions, only_one)}"
 
     def _rest(self, functions: Sequence[Function], only_one: bool) -> str:

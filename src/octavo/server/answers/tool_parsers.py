@@ -6,14 +6,14 @@ import re
 from typing import TYPE_CHECKING
 
 from octavo.server.answers.call_parser import Call, MalformedError, ToolParser, ending
-from octavo.server.answers.parts import Heads
+from octavo.server.answers.parts import CallStarts
 
 if TYPE_CHECKING:
     from octavo.server.answers.call_parser import Wait
 
-_NAMED_HEAD = re.compile(r"\s*([^\s\[]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\])?\s*")
+_NAMED_START = re.compile(r"\s*([^\s\[]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\])?\s*")
 _MAX_HEAD_CHARS = 256
-_LLAMA_HEADS = ('{"name":"', '{"type":"function","name":"')  # without white space
+_LLAMA_STARTS = ('{"name":"', '{"type":"function","name":"')  # without white space
 
 
 class HermesParser(ToolParser):
@@ -50,15 +50,15 @@ class LlamaParser(ToolParser):
             pass
         if self._is_tagged and self._is_cut_here():
             self._drop()
-        names = [f'{head}{name}"' for head in _LLAMA_HEADS for name in self._names]
-        heads = Heads(f'{name},"{key}":{{' for name in names for key in self.arguments_keys)
+        names = [f'{head}{name}"' for head in _LLAMA_STARTS for name in self._names]
+        call_starts = CallStarts(f'{name},"{key}":{{' for name in names for key in self.arguments_keys)
         while found := (yield from self._content(self.opener, "{")):
             start = self._position - (found == "{")
-            if (yield from self._begins_with(start, heads)):
+            if (yield from self._begins_with(start, call_starts)):
                 self._position, self._is_tagged = start, found == self.opener
                 yield from self._object()
             else:
-                self._tell_content()
+                self._report_content()
 
     def _object(self) -> Wait[bool]:
         """Read a call and the semicolon after it. Returns False if no object follows or the call is malformed.
@@ -78,7 +78,7 @@ class LlamaParser(ToolParser):
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
-        calls = (head + name for head in _LLAMA_HEADS for name in self._names)
+        calls = (head + name for head in _LLAMA_STARTS for name in self._names)
         return self._is_tagged or any(call.startswith(begun) or begun.startswith(call + '"') for call in calls)
 
 
@@ -123,10 +123,10 @@ class MistralParser(ToolParser):
         end = start + _MAX_HEAD_CHARS
         while (brace := self._text.find("{", start, end)) < 0 and len(self._text) < end and not self._is_over:
             yield
-        head = None if brace < 0 else _NAMED_HEAD.fullmatch(self._text, start, brace)
+        head = None if brace < 0 else _NAMED_START.fullmatch(self._text, start, brace)
         call.name = None if head is None else head.group(1)
         self._read_head(call, head, brace)
-        yield from self._tell_arguments(call)
+        yield from self._report_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
         """Skip a name and its marks. If the answer was cut off within them, skip that text; raise `MalformedError`."""
@@ -135,7 +135,7 @@ class MistralParser(ToolParser):
             return
         rest = self._text[self._position :]
         if self._is_cut and len(rest.split()) < 2 and "{" not in rest:
-            cut = _NAMED_HEAD.fullmatch(rest) if rest.rstrip().endswith(self.arguments_marker) else None
+            cut = _NAMED_START.fullmatch(rest) if rest.rstrip().endswith(self.arguments_marker) else None
             call.name = None if cut is None else cut.group(1)
             self._position = len(self._text)
         raise MalformedError

@@ -86,17 +86,17 @@ class TagEnd:
     tag the value ends before a known argument that was not given yet, and before the end of the call. The methods raise
     `MalformedError` if another reading is equally likely, and return None if more text is needed.
 
-    closes: the closing tag. heads: the beginnings of known arguments that may follow. is_text: False if the value is
-    JSON, which contains no tag. is_padded: see `TaggedFormat`.
+    closes: the closing tag. call_starts: the beginnings of known arguments that may follow. is_text: False if the value
+    is JSON, which contains no tag. is_padded: see `TaggedFormat`.
     """
 
     def __init__(
-        self, form: TaggedFormat, closes: str, heads: Iterable[str], *, is_text: bool, is_padded: bool
+        self, form: TaggedFormat, closes: str, call_starts: Iterable[str], *, is_text: bool, is_padded: bool
     ) -> None:
         self._closes, self._is_text, self._is_padded = closes, is_text, is_padded
         self._closer = re.compile(slips_of(closes))
         self._begun = re.compile(rf"{re.escape(closes[:-1])}\s*/?")
-        self._heads = tuple(heads)
+        self._call_starts = tuple(call_starts)
         self._breaks = tuple(mark for each in (form.call_closes, form.closes) if (mark := each.strip()))
         self._openers = tuple(mark for each in (form.opener, form.call_opens) if (mark := each.strip()))
         opens = form.argument_opens.strip()
@@ -106,7 +106,7 @@ class TagEnd:
         self._end = (*inner, *self._breaks)
         self._is_loose = form.argument_closes.startswith("\n")
         self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
-        self._marks = (self._start, *self._heads, *self._breaks, *self._openers)
+        self._marks = (self._start, *self._call_starts, *self._breaks, *self._openers)
         self._any = re.compile("|".join(map(re.escape, self._marks)))
         starts = range(1, max(2, len(closes) - 2))
         self._remnants = (*(closes[start:] for start in starts), *(closes[:-start] for start in starts))
@@ -152,7 +152,7 @@ class TagEnd:
 
     def _judged(self, text: str, place: int, *, is_over: bool) -> _Verdict:
         closer = self._closer.match(text, place)
-        head = next((each for each in self._heads if text.startswith(each, place)), None)
+        head = next((each for each in self._call_starts if text.startswith(each, place)), None)
         if (closer or head) and (is_inner := self._is_inner(text, place, is_over=is_over)) is not False:
             return None if is_inner is None else False
         if closer:
@@ -215,7 +215,7 @@ class TagEnd:
             self._num_open -= 1
             return False
         # The closing mark of a section alone is text, because two tags would be missing.
-        is_placed = self._is_own_line(text, place) and text.startswith(self._breaks[0], place)
+        is_placed = self._is_alone_on_line(text, place) and text.startswith(self._breaks[0], place)
         is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
             return is_end
@@ -270,7 +270,7 @@ class TagEnd:
         """
         if follows == "head":
             return True
-        is_regular: bool | None = self._is_own_line(text, closer.start())
+        is_regular: bool | None = self._is_alone_on_line(text, closer.start())
         if is_regular and follows == "end":
             is_whole = closer.group() == self._closes
             is_regular = is_whole and self._is_regular_end(text, closer.end(), is_over=is_over)
@@ -295,9 +295,9 @@ class TagEnd:
             is_next = text.startswith(self._end[0], place)
         else:
             is_next = not self._is_loose or "\n" in text[closer.end() : place]
-        return is_next and self._is_own_line(text, closer.start())
+        return is_next and self._is_alone_on_line(text, closer.start())
 
-    def _is_own_line(self, text: str, place: int) -> bool:
+    def _is_alone_on_line(self, text: str, place: int) -> bool:
         return not self._is_padded or self._written(text, place)[-1:] in {"\n", ""}
 
     def _written(self, text: str, place: int) -> str:
@@ -311,10 +311,10 @@ class TagEnd:
         """
         place = _after_blanks(text, place)
         rest = text[place : place + _MAX_MARK_CHARS]
-        marks = (*self._heads, *self._follows, self._closes)
+        marks = (*self._call_starts, *self._follows, self._closes)
         if any(each.startswith(rest) and each != rest for each in marks):
             return "head" if is_over else None
-        if any(rest.startswith(each) for each in self._heads):
+        if any(rest.startswith(each) for each in self._call_starts):
             return "head"
         if rest.startswith((self._follows[0], self._closes)):
             return "argument"  # a tag that is doubled breaks the call

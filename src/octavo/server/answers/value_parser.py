@@ -34,7 +34,7 @@ class ValueParser(SectionParser):
         self._drop()
 
     def _say(self, text: str, call: Call) -> None:
-        self._tell("arguments", self._held_piece + text, call)
+        self._report("arguments", self._held_piece + text, call)
         self._held_piece = ""
 
     def _say_opened(self, opener: str, closer: str, call: Call) -> None:
@@ -43,7 +43,7 @@ class ValueParser(SectionParser):
 
     def _say_closed(self, call: Call) -> None:
         closer, self._open, self._held_piece = self._open[0], self._open[1:], ""
-        self._tell("arguments", closer, call)
+        self._report("arguments", closer, call)
 
     def _run(self, letters: re.Pattern[str]) -> Wait[str]:
         """Skip and return what `letters` matches. Raises `MalformedError` above `_MAX_WORD_CHARS` characters."""
@@ -71,12 +71,12 @@ class ValueParser(SectionParser):
         """Emit a string piece by piece, and its closing quote; the caller has emitted the opening quote."""
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
             self._position = len(_unpadded(self._text[: ends.num_certain(self._text)], is_padded))
-            self._tell("arguments", _escaped(self._text[: self._position]), call)
+            self._report("arguments", _escaped(self._text[: self._position]), call)
             ends.drop(self._text[: self._position])
             self._drop()
             yield
         end, self._position = found
-        self._tell("arguments", _escaped(_unpadded(self._text[:end], is_padded)) + '"', call)
+        self._report("arguments", _escaped(_unpadded(self._text[:end], is_padded)) + '"', call)
         self._drop()
 
     def _end_or_cut(self, ends: ValueEnd, call: Call, *, is_padded: bool) -> tuple[int, int] | None:
@@ -90,7 +90,7 @@ class ValueParser(SectionParser):
             if self._is_cut:
                 text = _unpadded(self._text[: ends.num_certain(self._text)], is_padded)
                 self._position = len(self._text)
-                self._tell("arguments", _escaped(text), call)
+                self._report("arguments", _escaped(text), call)
                 self._drop()
             else:
                 self._position = ends.looked_at

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.engine.call_arguments import read_arguments
 from octavo.errors import PromptTooLongError, RequestError
-from octavo.http.errors import spelling
+from octavo.http.errors import client_field_names
 from octavo.runtime.ids import new_id
 from octavo.server.answers.answer_form import AnswerForm
 from octavo.server.answers.answering import answer
@@ -207,7 +207,7 @@ async def render(
             prompt["predicted_token_ids"] = _encode_prediction(inputs, conversation.prediction)
         return prompt
 
-    with spelling({"prompt": conversation.field, "messages": conversation.field}):
+    with client_field_names({"prompt": conversation.field, "messages": conversation.field}):
         return await service.read(http_request, place, work)
 
 
@@ -245,10 +245,10 @@ async def answer_conversation(
 
 
 async def count_prompt(
-    service: Service, http_request: Request, read: Callable[[], Conversation], spell: Callable[[int], Any]
+    service: Service, http_request: Request, read: Callable[[], Conversation], token_name: Callable[[int], Any]
 ) -> Response:
     """Count the tokens of a conversation's prompt, without checking options of the answer."""
     conversation = await look_at(http_request, read)
     with service.enter(http_request, 1) as place:
         prompt = await render(service, http_request, place, conversation, is_prompt=False)
-    return json_response(spell(len(prompt["prompt_token_ids"])))
+    return json_response(token_name(len(prompt["prompt_token_ids"])))

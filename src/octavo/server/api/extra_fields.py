@@ -61,9 +61,9 @@ _FULL = "chooses what to drop if the context is full: this server ends the answe
 _LOADED = "time to keep a model loaded: it always stays loaded"
 
 
-def each(told: T, *names: str) -> dict[str, T]:
+def each(value: T, *names: str) -> dict[str, T]:
     """Return a table with one entry for all names."""
-    return dict.fromkeys(names, told)
+    return dict.fromkeys(names, value)
 
 
 def _of(switch: str, *names: str) -> Table:
@@ -213,7 +213,7 @@ _OTHERS: tuple[Table, ...] = (VLLM, LLAMA_CPP, SGLANG, TGI, OLLAMA, GATEWAYS, SA
 
 
 def _joined(kind: type[Any], *tables: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: told for table in tables for name, told in table.items() if isinstance(told, kind)}
+    return {name: value for table in tables for name, value in table.items() if isinstance(value, kind)}
 
 
 ALIASES: dict[str, As] = _joined(As, *_OTHERS)
@@ -229,7 +229,7 @@ UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
     **_TOKEN_FIELDS,
     **PENALTY_RANGE,
-    **{name: Off(*told.nothing) for name, told in ALIASES.items()},
+    **{name: Off(*value.nothing) for name, value in ALIASES.items()},
 }
 HARMLESS: dict[str, str] = _joined(str, OPENAI, *_OTHERS)
 # For routes that only read a prompt.
@@ -272,7 +272,7 @@ class ExtraFields:
             last = "; further ones are not logged" if len(self._named) == _MAX_NAMED else ""
             logger.log(level, "unknown fields of a request are ignored: %r%s", ", ".join(new), last)
 
-    def tell_once(self, name: str, message: str) -> None:
+    def warn_once(self, name: str, message: str) -> None:
         """Log a warning about a field once."""
         if name not in self._named and len(self._named) < _MAX_NAMED:
             self._named.add(name)

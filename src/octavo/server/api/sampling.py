@@ -19,10 +19,10 @@ _ANY_SEED = -1  # vLLM's, llama.cpp's and Ollama's
 _NAMES = [field.name for field in fields(SamplingParams)]
 
 
-def sampling_params(request: BaseModel, defaults: SamplingParams, **own: Any) -> SamplingParams:
+def sampling_params(request: BaseModel, defaults: SamplingParams, **given: Any) -> SamplingParams:
     """Build sampling parameters from fields with the same names.
 
-    defaults: for missing and null fields. own: fields that the API names or reads differently.
+    defaults: for missing and null fields. given: fields that the API names or reads differently.
     """
     known = type(request).model_fields
     given = {name: value for name in _NAMES if name in known and (value := getattr(request, name)) is not None}
@@ -30,7 +30,7 @@ def sampling_params(request: BaseModel, defaults: SamplingParams, **own: Any) ->
         del given["seed"]
     if "logit_bias" in given:
         given["logit_bias"] = read_logit_bias(given["logit_bias"])
-    return replace(defaults, **{**given, **own})
+    return replace(defaults, **{**given, **given})
 
 
 def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from octavo import __version__
 from octavo.errors import RequestError
 from octavo.http.apis import TGI
-from octavo.http.errors import spelling
+from octavo.http.errors import client_field_names
 from octavo.runtime.ids import new_id
 from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
 from octavo.server.answers.answering import answer
@@ -43,7 +43,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "best_of": O
 # Next to `inputs`, `options` belongs to Hugging Face's service, not to Ollama.
 _UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
 _HARMLESS_BESIDE = {*HARMLESS, "options"}
-_SPELLED = {
+_CLIENT_NAMES = {
     "prompt": "inputs",
     "structured_outputs": "grammar",
     "max_tokens": "max_new_tokens",
@@ -154,7 +154,7 @@ async def _generate(
     wanted = request.parameters or GenerateParameters()
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BESIDE, _HARMLESS_BESIDE)
     service.extra_fields.check(wanted.model_extra, _UNSUPPORTED, HARMLESS)
-    with spelling(_SPELLED, in_text=True):
+    with client_field_names(_CLIENT_NAMES, in_text=True):
         params = await look_at(http_request, lambda: _params(wanted, stream=stream))
     with service.enter(http_request, 1) as place:
         prompt: Any = request.inputs
@@ -169,7 +169,7 @@ async def _generate(
             place=place,
             deadline=http_request.state.deadline,
             stream=stream,
-            spelled=_SPELLED,
+            client_names=_CLIENT_NAMES,
             check=partial(_check_total, num_new_tokens=wanted.max_new_tokens or 0, max_total_tokens=limit),
         )
         return await answer(service, http_request, job, GenerateReply(service, wanted, request.inputs, in_list=in_list))
@@ -274,7 +274,7 @@ class GenerateReply:
         self._wanted = wanted
         self._prefix = inputs if wanted.return_full_text else ""
         self._text = ""
-        self._own_texts: TokenTexts | None = None
+        self._token_texts: TokenTexts | None = None
         self._num_tokens = 0
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
@@ -298,12 +298,12 @@ class GenerateReply:
         return b"".join(map(event, events))
 
     def _share_text(self, tokens: list[Token], output: RequestOutput, *, whole: str | None) -> str:
-        if self._own_texts is None:
+        if self._token_texts is None:
             detokenizer = self._texts.tokenizer.incremental_detokenizer(
                 output.prompt_token_ids, skip_special_tokens=True
             )
-            self._own_texts = TokenTexts(detokenizer)
-        return self._own_texts.share(tokens, whole)
+            self._token_texts = TokenTexts(detokenizer)
+        return self._token_texts.share(tokens, whole)
 
     def _finish(self, last: StreamEvent, update: ChoiceUpdate) -> None:
         last.generated_text = self._prefix + self._text

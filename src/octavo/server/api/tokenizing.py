@@ -104,7 +104,7 @@ def _tokenized(service: Service, request: TokenizeRequest) -> Tokenized | Tokeni
     if request.content is not None:
         ids = inputs.encode(request.content, add_special_tokens=request.add_special is True)
         piece = service.engine.output_processor.piece
-        return TokenizedContent([_told(each, piece(each)) for each in ids] if request.with_pieces else [*ids])
+        return TokenizedContent([_piece(each, piece(each)) for each in ids] if request.with_pieces else [*ids])
     if request.prompt is not None:
         token_ids = inputs.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     else:
@@ -113,12 +113,12 @@ def _tokenized(service: Service, request: TokenizeRequest) -> Tokenized | Tokeni
         messages, given = toolbox.template_input(read_messages(request.messages), tool_format)
         options = effort_options(request.reasoning_effort, "reasoning_effort") | template_options(request)
         token_ids = inputs.chat_prompt(messages, tools=given, **options)["prompt_token_ids"]
-    spell = inputs.tokenizer.token
-    texts = [spell(token_id) for token_id in token_ids] if request.return_token_strs else UNSET
+    token_name = inputs.tokenizer.token
+    texts = [token_name(token_id) for token_id in token_ids] if request.return_token_strs else UNSET
     return Tokenized(len(token_ids), service.model_info.max_model_len, token_ids, texts)
 
 
-def _told(token_id: int, piece: str | bytes) -> TokenPiece:
+def _piece(token_id: int, piece: str | bytes) -> TokenPiece:
     if isinstance(piece, str):
         return TokenPiece(token_id, piece)
     try:

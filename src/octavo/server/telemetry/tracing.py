@@ -39,7 +39,7 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("octavo")
 
-    def tell(
+    def record_span(
         self, scope: Scope, request_id: str, status: int, seconds: float, reason: str | None, details: dict[str, Any]
     ) -> None:
         """Make the spans of a request that is over.

@@ -103,7 +103,7 @@ def test_hit_window_blocks_gain_reference_and_count_as_free_if_unheld(made):
     assert made.windows.num_needed(made.blocks(first), 12, 4) == 1
     made.windows.clear(first)
     claim = made.windows.claim(other, made.blocks(first), 12, 4, 4)
-    assert (claim.num_new, claim.num_unheld, claim.is_own, claim.is_found_own) == (1, 3, False, False)
+    assert (claim.num_new, claim.num_unheld, claim.is_private, claim.is_found_private) == (1, 3, False, False)
     assert made.windows.num_needed(made.blocks(first), 12, 4) == 3
     made.windows.hold(claim)
     other.block_tables[0] += [*first.block_table, 11]
@@ -215,11 +215,11 @@ def test_protected_request_makes_unheld_hits_private_without_spare_blocks():
     made.cache(first)
     blocks = made.blocks(first)
     shared = made.windows.claim(other, blocks, 12, 4, 9)
-    assert (shared.num_new, shared.num_unheld, shared.is_own) == (5, 5, True)
+    assert (shared.num_new, shared.num_unheld, shared.is_private) == (5, 5, True)
     assert made.windows.num_needed(blocks, 12, 9) == 5
     made.windows.clear(first)
     alone = made.windows.claim(other, blocks, 12, 4, 9)
-    assert (alone.num_new, alone.num_unheld, alone.is_own) == (3, 5, True)
+    assert (alone.num_new, alone.num_unheld, alone.is_private) == (3, 5, True)
     assert made.windows.num_needed(blocks, 12, 9) == 5
     assert made.windows.claim(other, blocks, 12, 4, 5).num_new == 2
     made.windows.hold(alone)
@@ -230,7 +230,7 @@ def test_protected_request_makes_unheld_hits_private_without_spare_blocks():
     made.windows.release_unread(other, 16)
     assert len(other.block_tables[1]) == 7
     more = made.windows.claim(other, [], 16, 8, 9)
-    assert (more.num_new, more.num_unheld, more.is_own) == (1, 1, True)
+    assert (more.num_new, more.num_unheld, more.is_private) == (1, 1, True)
     assert made.windows.claim(other, [], 16, 5, 9).num_new == 0
 
 
@@ -290,7 +290,7 @@ def test_quarantined_private_window_block_is_not_replaced():
     made = Windows(num_blocks=6)
     made.start(1, num_all_blocks=9)
     made.windows.quarantine(0)
-    assert made.windows._own == {1, 2, 3, 4}
+    assert made.windows._private == {1, 2, 3, 4}
     assert made.windows._release([0]) == 0
 
 
@@ -343,21 +343,21 @@ def test_eviction_callback_gets_block_with_its_window_part():
     assert len(told) == 1
 
 
-@pytest.mark.parametrize(("num_window_blocks", "is_found_own", "num_new"), [(6, True, 3), (7, False, 5)])
-def test_protected_request_shares_hits_if_spare_window_blocks_suffice(num_window_blocks, is_found_own, num_new):
+@pytest.mark.parametrize(("num_window_blocks", "is_found_private", "num_new"), [(6, True, 3), (7, False, 5)])
+def test_protected_request_shares_hits_if_spare_window_blocks_suffice(num_window_blocks, is_found_private, num_new):
     made = Windows(num_blocks=num_window_blocks)
     first, other = made.start(3), make_sequence([0] * 40, 40)
     made.cache(first)
     blocks = made.blocks(first)
     made.windows.clear(first)
     claim = made.windows.claim(other, blocks, 12, 4, 9)
-    assert (claim.is_own, claim.is_found_own) == (True, is_found_own)
+    assert (claim.is_private, claim.is_found_private) == (True, is_found_private)
     assert (claim.num_new, claim.num_unheld) == (num_new, num_new + 2)
     assert made.windows.num_needed(blocks, 12, 9) == 5  # admission needs the smaller number
     made.windows.hold(claim)
     other.block_tables[0] += [*first.block_table, *range(6, 12)]
     made.windows.extend(other, claim)
-    assert (made.windows.id_of(blocks[1]) is None) is is_found_own
+    assert (made.windows.id_of(blocks[1]) is None) is is_found_private
     made.windows.release_unread(other, 20)  # all that it found
     assert len(other.block_tables[1]) == 8
     for num_tokens in range(21, 37):

@@ -63,7 +63,7 @@ class BoundedGroup:
         self._id_of: dict[int, int] = {}  # by id of the first group's block
         self._block_of: list[int | None] = [None] * spec.num_blocks
         self._num_holders = [0] * spec.num_blocks
-        self._own: set[int] = set()
+        self._private: set[int] = set()
 
     @property
     def num_free_blocks(self) -> int:
@@ -84,7 +84,7 @@ class BoundedGroup:
     def id_of(self, block: Block) -> int | None:
         """Return the id of a block's part; None if the part was evicted or is a request's own."""
         block_id = self._id_of.get(block.block_id)
-        return None if block_id in self._own else block_id
+        return None if block_id in self._private else block_id
 
     def id_at(self, sequence: TokenSequence, index: int) -> int | None:
         """Return the id of the part of a sequence's block at `index`; None if the part was evicted."""
@@ -121,17 +121,17 @@ class BoundedGroup:
         """See `KVGroup`."""
         first, table = self.first_read(num_read), sequence.block_tables[self.index]
         found_ids, num_unheld = self._read(found[first:])
-        is_own = num_all_blocks > num_step_blocks
-        if is_own and not table:
+        is_private = num_all_blocks > num_step_blocks
+        if is_private and not table:
             num_ahead = num_all_blocks - max(first, len(found))
             num_new = min(self._most_held, num_ahead)
-            is_found_own = num_new + num_unheld > self.num_free_blocks
-            if is_found_own:
+            is_found_private = num_new + num_unheld > self.num_free_blocks
+            if is_found_private:
                 num_new = self._num_new(num_unheld, num_ahead)
         else:
             num_held = len(table) or max(first, len(found))
-            num_new, is_found_own = max(num_step_blocks - num_held, 0), False
-        return Claim(first, found_ids, num_new, num_new + num_unheld, is_own, is_found_own)
+            num_new, is_found_private = max(num_step_blocks - num_held, 0), False
+        return Claim(first, found_ids, num_new, num_new + num_unheld, is_private, is_found_private)
 
     def _read(self, found: Sequence[Block]) -> tuple[list[int], int]:
         """Return the ids of found blocks' parts, and how many of these parts are unheld."""
@@ -173,20 +173,20 @@ class BoundedGroup:
         num_usable = self.num_blocks - len(self.quarantined)
         return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
 
-    def num_beside(self, max_num_seqs: int, num_all_blocks: int, num_step_blocks: int) -> int:
+    def num_spare_blocks(self, max_num_seqs: int, num_all_blocks: int, num_step_blocks: int) -> int:
         """Return how many blocks `max_num_seqs` requests and a step of `num_step_blocks` do not need."""
         return self.num_blocks - max_num_seqs * self.num_reserved(num_all_blocks) - num_step_blocks
 
     def hold(self, claim: Claim) -> None:
         """See `KVGroup`."""
-        self._hold(claim.found, is_own=claim.is_found_own)
+        self._hold(claim.found, is_private=claim.is_found_private)
 
-    def _hold(self, block_ids: Iterable[int], *, is_own: bool) -> None:
+    def _hold(self, block_ids: Iterable[int], *, is_private: bool) -> None:
         for block_id in block_ids:
             if not self._num_holders[block_id]:
                 del self._place(block_id)[block_id]
-                if is_own:
-                    self._own.add(block_id)
+                if is_private:
+                    self._private.add(block_id)
             self._num_holders[block_id] += 1
 
     def extend(self, sequence: TokenSequence, claim: Claim) -> None:
@@ -195,17 +195,17 @@ class BoundedGroup:
         if not table:
             table += [NO_BLOCK] * claim.first + claim.found
             sequence.first_held[self.index] = claim.first
-        self._append(sequence, claim.num_new, is_own=claim.is_own)
+        self._append(sequence, claim.num_new, is_private=claim.is_private)
 
-    def _append(self, sequence: TokenSequence, count: int, *, is_own: bool) -> None:
+    def _append(self, sequence: TokenSequence, count: int, *, is_private: bool) -> None:
         table = sequence.block_tables[self.index]
         start = len(table)
         for first_group_id in sequence.block_table[start : start + count]:
             block_id = self._free.pop() if self._free else self._evict()
             self._id_of[first_group_id], self._block_of[block_id] = block_id, first_group_id
             self._num_holders[block_id] = 1
-            if is_own:
-                self._own.add(block_id)
+            if is_private:
+                self._private.add(block_id)
             table.append(block_id)
 
     def _place(self, block_id: int) -> OrderedDict[int, None]:
@@ -241,7 +241,7 @@ class BoundedGroup:
         if last <= first:
             return
         block_ids, num_found = table[first:last], sequence.num_cached_tokens // self._block_size
-        num_own = self._release(block_ids)
+        num_private = self._release(block_ids)
         num_full_tokens = num_tokens // self._block_size * self._block_size
         for block_id in block_ids[max(num_found - first, 0) : self.first_read(num_full_tokens) - first]:
             if block_id in self._cached:
@@ -249,7 +249,7 @@ class BoundedGroup:
                 self._left[block_id] = None
         table[first:last] = [NO_BLOCK] * (last - first)
         sequence.first_held[self.index] = last
-        self._append(sequence, num_own, is_own=True)
+        self._append(sequence, num_private, is_private=True)
 
     def clear(self, sequence: TokenSequence) -> None:
         """See `KVGroup`."""
@@ -261,7 +261,7 @@ class BoundedGroup:
 
     def pin(self, block_ids: Iterable[int]) -> None:
         """See `KVGroup`. Skips `NO_BLOCK`."""
-        self._hold((block_id for block_id in block_ids if block_id != NO_BLOCK), is_own=False)
+        self._hold((block_id for block_id in block_ids if block_id != NO_BLOCK), is_private=False)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """See `KVGroup`. Skips `NO_BLOCK`."""
@@ -269,22 +269,22 @@ class BoundedGroup:
 
     def _release(self, block_ids: Iterable[int]) -> int:
         """Release blocks. Returns how many of them were a request's own and are now unheld."""
-        num_own = 0
+        num_private = 0
         for block_id in block_ids:
             if self._num_holders[block_id] <= 0:
                 raise AssertionError(f"double free of block {block_id} of group {self.index}")
             self._num_holders[block_id] -= 1
             if self._num_holders[block_id] or block_id in self.quarantined:
                 continue
-            num_own += block_id in self._own
-            self._own.discard(block_id)
+            num_private += block_id in self._private
+            self._private.discard(block_id)
             first_group_id = self._block_of[block_id]
             if first_group_id is not None and self._blocks[first_group_id].hash is not None:
                 self._cached[block_id] = None
             else:
                 self._separate(block_id)
                 self._free.append(block_id)
-        return num_own
+        return num_private
 
     # --- changes in the first group -----------------------------------------------------------------------------------
 
@@ -318,7 +318,7 @@ class BoundedGroup:
         self._id_of = {first_group_id: other for first_group_id, other in self._id_of.items() if other != block_id}
         self._block_of[block_id] = None
         self._place(block_id).pop(block_id, None)
-        self._own.discard(block_id)
+        self._private.discard(block_id)
         self._free = [other for other in self._free if other != block_id]
         self.quarantined.add(block_id)
 

@@ -151,8 +151,8 @@ def _read_texts(content: Any, place: str, types: BlockTypes) -> str | list[dict[
 def _read_text(kind: str, block: dict[str, Any], place: str) -> str:
     match kind:
         case "document":
-            told = [name for name in ("title", "context") if block.get(name) is not None]
-            about = [_tagged(name, text_field(block, name, place)) for name in told]
+            ignored = [name for name in ("title", "context") if block.get(name) is not None]
+            about = [_tagged(name, text_field(block, name, place)) for name in ignored]
             return _tagged("document", "\n".join([*about, _read_source(block.get("source"), f"{place}.source")]))
         case "search_result":
             about = [_tagged(name, text_field(block, name, place)) for name in ("source", "title")]

@@ -11,7 +11,7 @@ from octavo.data.request_options import RequestOptions
 from octavo.engine.call_arguments import UNREADABLE_KEY, begun_arguments, parse_arguments
 from octavo.errors import RequestError
 from octavo.http.apis import ANTHROPIC
-from octavo.http.errors import spelling
+from octavo.http.errors import client_field_names
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.jobs import event
 from octavo.server.answers.tools import Choice, Toolbox, check_tool_type, read_function
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_SPELLED = {"prompt": "messages", "structured_outputs": "tools", "stop": "stop_sequences"}
+_CLIENT_NAMES = {"prompt": "messages", "structured_outputs": "tools", "stop": "stop_sequences"}
 _FORMAT = "output_config.format"
 _OUTPUT_CONFIG = {"effort", "format"}
 _THOUGHTS = {
@@ -148,7 +148,9 @@ async def create_message(service: Service, http_request: Request, request: Messa
     options: dict[str, Any] = {
         "stream": bool(request.stream),
         "options": RequestOptions(cache_salt=request.cache_salt),
-        "spelled": _SPELLED if params.structured_outputs is None else {**_SPELLED, "structured_outputs": _FORMAT},
+        "spelled": _CLIENT_NAMES
+        if params.structured_outputs is None
+        else {**_CLIENT_NAMES, "structured_outputs": _FORMAT},
     }
     return await answer_conversation(
         service, http_request, conversation, params, MessageReply, id_prefix="msg_", model=model, **options
@@ -174,7 +176,7 @@ def _check_fields(service: Service, request: CountTokensRequest) -> None:
 
 
 def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
-    with spelling(_SPELLED):
+    with client_field_names(_CLIENT_NAMES):
         return sampling_params(
             request,
             defaults,
@@ -257,12 +259,12 @@ class MessageReply:
             num_cached = update.output.num_cached_tokens
             usage = MessageUsage(len(update.output.prompt_token_ids) - num_cached, 0, num_cached)
             message = Message(self._job.request_id, self._job.model, [], None, None, usage)
-            begun = self._tell("message_start", message=message)
+            begun = self._emit("message_start", message=message)
         return begun + self._take(update.completion)
 
     def end(self, usage: Usage) -> bytes:
         """Return the last events."""
-        return self._tell("message_delta", delta=self._end, usage=_usage_of(usage)) + self._tell("message_stop")
+        return self._emit("message_delta", delta=self._end, usage=_usage_of(usage)) + self._emit("message_stop")
 
     def error(self, error: HttpError) -> bytes:
         """Return the event of an error."""
@@ -274,7 +276,7 @@ class MessageReply:
         self._take(completion)
         return Message(self._job.request_id, self._job.model, self._blocks, **self._end, usage=_usage_of(usage))
 
-    def _tell(self, kind: str, **fields: Any) -> bytes:
+    def _emit(self, kind: str, **fields: Any) -> bytes:
         return event({"type": kind, **fields}, kind) if self._job.stream else b""
 
     def _take(self, completion: CompletionOutput) -> bytes:
@@ -284,7 +286,7 @@ class MessageReply:
                 events += self._stop_block()
                 self._blocks.append(self._new_block(part))
                 self._arguments, self._is_open = "", True
-                events += self._tell("content_block_start", index=len(self._blocks) - 1, content_block=self._blocks[-1])
+                events += self._emit("content_block_start", index=len(self._blocks) - 1, content_block=self._blocks[-1])
             if part.kind != "call":
                 events += self._grow(self._blocks[-1], part.text)
         if completion.finished:
@@ -306,12 +308,12 @@ class MessageReply:
         kind = block["type"]
         if kind == "tool_use":
             self._arguments += text
-            return self._tell_delta("input_json_delta", partial_json=text)
+            return self._emit_delta("input_json_delta", partial_json=text)
         block[kind] += text
-        return self._tell_delta(f"{kind}_delta", **{kind: text})
+        return self._emit_delta(f"{kind}_delta", **{kind: text})
 
-    def _tell_delta(self, kind: str, **fields: str) -> bytes:
-        return self._tell("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, **fields})
+    def _emit_delta(self, kind: str, **fields: str) -> bytes:
+        return self._emit("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, **fields})
 
     def _input(self) -> dict[str, Any]:
         if self._is_cut:
@@ -325,10 +327,10 @@ class MessageReply:
         self._is_open, block, events = False, self._blocks[-1], b""
         if block["type"] == "thinking":
             block["signature"] = _signature(block["thinking"])
-            events = self._tell_delta("signature_delta", signature=block["signature"])
+            events = self._emit_delta("signature_delta", signature=block["signature"])
         elif block["type"] == "tool_use" and self._arguments:
             block["input"] = self._input()
-        return events + self._tell("content_block_stop", index=len(self._blocks) - 1)
+        return events + self._emit("content_block_stop", index=len(self._blocks) - 1)
 
 
 def _signature(thoughts: str) -> str:

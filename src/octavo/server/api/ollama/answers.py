@@ -70,7 +70,7 @@ async def generate(service: Service, http_request: Request, request: PromptReque
     if request.raw and (request.system or request.think):
         raise RequestError("raw uses the prompt as it is: leave system and think out", parameter="raw")
     params = await look_at(http_request, partial(request.params, service))
-    reply, told = partial(OllamaReply, service, request, is_chat=False), request.template_options(service)
+    reply, options = partial(OllamaReply, service, request, is_chat=False), request.template_options(service)
     if request.raw or not (request.system or service.engine.input_processor.has_chat_template):
         with service.enter(http_request, 1) as place:
             job = Job(
@@ -84,28 +84,28 @@ async def generate(service: Service, http_request: Request, request: PromptReque
             return await answer(service, http_request, job, reply(job, AnswerForm()))
     messages = [{"role": "system", "content": request.system}] if request.system else []
     messages.append({"role": "user", "content": request.prompt})
-    conversation = Conversation(messages, NO_TOOLS, told, field="prompt")
+    conversation = Conversation(messages, NO_TOOLS, options, field="prompt")
     return await answer_conversation(service, http_request, conversation, params, reply, id_prefix="gen-", **options)
 
 
 def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
     """Check a request's fields; return the fields of its job, except prompt and parameters."""
     name, is_stream = request.settle(service), request.stream is not False
-    spelled = {"structured_outputs": "tools" if request.format in (None, "") else "format"}
+    client_names = {"structured_outputs": "tools" if request.format in (None, "") else "format"}
     return {
         "model": name,
         "stream": is_stream,
         "form": LINES,
         "options": RequestOptions(cache_salt=request.cache_salt),
-        "spelled": spelled,
+        "spelled": client_names,
     }
 
 
-def _loaded(service: Service, request: AnswerRequest, told: Answer) -> Response:
+def _loaded(service: Service, request: AnswerRequest, body: Answer) -> Response:
     """Answer an empty request, by which Ollama loads or unloads a model. Here the model stays loaded in both cases."""
     service.check_ready()
-    told.done, told.done_reason = True, "unload" if request.is_unloading else "load"
-    return json_response(told)
+    body.done, body.done_reason = True, "unload" if request.is_unloading else "load"
+    return json_response(body)
 
 
 class OllamaReply:
@@ -121,13 +121,13 @@ class OllamaReply:
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
         """Return a line, unless a parser waits for more."""
-        told = self._take(update.completion, update.output)
-        has_message = told.message is not UNSET and told.message != AnswerMessage()
-        return line(told) if has_message or told.response or told.thinking or told.logprobs else b""
+        body = self._take(update.completion, update.output)
+        has_message = body.message is not UNSET and body.message != AnswerMessage()
+        return line(body) if has_message or body.response or body.thinking or body.logprobs else b""
 
     def end(self, usage: Usage) -> bytes:
         """Return the last line."""
-        return line(self._ended(self._spelled(AnswerMessage()), usage))
+        return line(self._ended(self._with_message(AnswerMessage()), usage))
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Answer:
         """Return the whole answer."""
@@ -158,11 +158,11 @@ class OllamaReply:
             self._reason = "length" if completion.finish_reason == "length" else "stop"
             self._metrics = output.metrics
         message.thinking, message.tool_calls = thinking or UNSET, calls or UNSET
-        told = self._spelled(message)
+        body = self._with_message(message)
         logprobs = chat_logprobs(completion.logprobs, self._request.top_logprobs or 0, self._piece)
         if logprobs is not None:
-            told.logprobs = logprobs.content
-        return told
+            body.logprobs = logprobs.content
+        return body
 
     def _end_call(self, message: AnswerMessage) -> list[Call]:
         """Return the call that has ended, if any.
@@ -182,19 +182,19 @@ class OllamaReply:
         self._num_calls += 1
         return [Call(self._form.toolbox.format.new_call_id(), function)]
 
-    def _spelled(self, message: AnswerMessage) -> Answer:
+    def _with_message(self, message: AnswerMessage) -> Answer:
         if self._is_chat:
             return Answer(self._request.model, message=message)
         return Answer(self._request.model, response=message.content, thinking=message.thinking)
 
-    def _ended(self, told: Answer, usage: Usage) -> Answer:
-        told.done, told.done_reason = True, self._reason
+    def _ended(self, body: Answer, usage: Usage) -> Answer:
+        body.done, body.done_reason = True, self._reason
         times = durations([] if self._metrics is None else [self._metrics])
-        told.total_duration, told.prompt_eval_duration, told.eval_duration = times
-        told.load_duration = 0
-        told.prompt_eval_count, told.eval_count = usage.prompt_tokens, usage.completion_tokens
-        told.cached_tokens, told.receipt = usage.prompt_tokens_details.cached_tokens, usage.receipt
-        return told
+        body.total_duration, body.prompt_eval_duration, body.eval_duration = times
+        body.load_duration = 0
+        body.prompt_eval_count, body.eval_count = usage.prompt_tokens, usage.completion_tokens
+        body.cached_tokens, body.receipt = usage.prompt_tokens_details.cached_tokens, usage.receipt
+        return body
 
 
 def durations(metrics: Sequence[RequestMetrics]) -> tuple[int, int, int]:

@@ -45,7 +45,7 @@ async def embed(service: Service, http_request: Request, request: EmbedRequest) 
         truncation=WHOLE if request.truncate is False else beginning,
         dimensions=request.dimensions or None,
         model=model,
-        spelled={"prompt": "input"},
+        client_names={"prompt": "input"},
     )
 
 
@@ -58,10 +58,10 @@ async def embed_one(service: Service, http_request: Request, request: Embeddings
     return await embed_prompts(service, http_request, [request.prompt], lambda _: EmbeddingReply(), model=model)
 
 
-def _none(service: Service, told: Struct) -> Response:
+def _none(service: Service, reply: Struct) -> Response:
     """Answer an empty request, which asks whether the model is ready."""
     service.check_ready()
-    return json_response(told)
+    return json_response(reply)
 
 
 class EmbedReply:

@@ -15,10 +15,10 @@ def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
     Some templates require ids of calls, which this API lacks. Ids made from positions stay the same in every turn.
     """
     open_calls: dict[Any, Any] = {}
-    return read_messages([_spelled(message, index, open_calls) for index, message in enumerate(messages)])
+    return read_messages([_openai_message(message, index, open_calls) for index, message in enumerate(messages)])
 
 
-def _spelled(message: Any, index: int, open_calls: dict[Any, Any]) -> Any:
+def _openai_message(message: Any, index: int, open_calls: dict[Any, Any]) -> Any:
     """open_calls: call id -> tool name, for calls without a result so far; mutated."""
     if not isinstance(message, dict):
         return message
@@ -35,16 +35,16 @@ def _spelled(message: Any, index: int, open_calls: dict[Any, Any]) -> Any:
         open_calls.update(_tools_by_id(result["tool_calls"]))
     if role == "tool":
         name = message.get("tool_name") or message.get("name")
-        own = [call_id for call_id, called in open_calls.items() if called == name]
-        call_id = message.get("tool_call_id") or next(iter([*own, *open_calls]), None)
+        candidates = [call_id for call_id, called in open_calls.items() if called == name]
+        call_id = message.get("tool_call_id") or next(iter([*candidates, *open_calls]), None)
         result["name"], result["tool_call_id"] = name, call_id
         if isinstance(call_id, str):
             open_calls.pop(call_id, None)
     return result
 
 
-def _with_id(call: Any, own: str) -> Any:
-    return {**call, "id": call.get("id") or own} if isinstance(call, dict) else call
+def _with_id(call: Any, candidates: str) -> Any:
+    return {**call, "id": call.get("id") or candidates} if isinstance(call, dict) else call
 
 
 def _tools_by_id(calls: list[Any]) -> dict[str, Any]:

@@ -47,17 +47,17 @@ async def tags(service: Service, http_request: Request) -> Response:
 @endpoint(answer=OllamaModels)
 async def loaded(service: Service, _http_request: Request) -> Response:
     """List the models that are loaded."""
-    room = {"size_vram": 0, "context_length": service.model_info.max_model_len, "expires_at": _NEVER}
-    return json_response({"models": [{**_card(service, name), **room} for name in service.model_names]})
+    memory = {"size_vram": 0, "context_length": service.model_info.max_model_len, "expires_at": _NEVER}
+    return json_response({"models": [{**_card(service, name), **memory} for name in service.model_names]})
 
 
 @endpoint(body=ShowRequest, answer=dict[str, Any])
 async def show(service: Service, http_request: Request, request: ShowRequest) -> Response:
     """Describe a model."""
-    asked = request.model or request.name
-    if not asked:
+    name = request.model or request.name
+    if not name:
         raise RequestError("model is required", parameter="model")
-    name, info, style = served_name(service, asked), service.model_info, service.answer_style
+    name, info, style = served_name(service, name), service.model_info, service.answer_style
     family = info.model_type or "unknown"
     able = {
         "completion": info.has_head,

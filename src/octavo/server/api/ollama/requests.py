@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from octavo.errors import RequestError
 from octavo.http.apis import OLLAMA_TAG
-from octavo.http.errors import ModelNotFoundError, spelling
+from octavo.http.errors import ModelNotFoundError, client_field_names
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.api import request_types as types
 from octavo.server.api.extra_fields import (
@@ -60,7 +60,7 @@ _NO_LIMIT = (-2, 0)  # no limit, like -1: a full context ends an answer
 _ZERO_TIME = re.compile(
     r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)"
 )  # zero, as a duration of Go
-_SPELLED = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
+_CLIENT_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 
 
 _WHOLE = {"min_tokens", "num_ctx", "num_predict", "repeat_last_n", "seed", "top_k"}
@@ -114,7 +114,7 @@ class AnswerRequest(Body):
         service.extra_fields.check(options.model_extra, _UNSUPPORTED_OPTIONS, _HARMLESS_OPTIONS, level=logging.WARNING)
         longest = service.model_info.max_model_len
         if options.num_ctx is not None and options.num_ctx > longest:
-            service.extra_fields.tell_once("num_ctx", f"num_ctx {options.num_ctx} is more than max_model_len {longest}")
+            service.extra_fields.warn_once("num_ctx", f"num_ctx {options.num_ctx} is more than max_model_len {longest}")
         return name
 
     def params(self, service: Service) -> SamplingParams:
@@ -126,12 +126,12 @@ class AnswerRequest(Body):
         if options.presence_penalty or options.frequency_penalty or penalty not in (None, 1):
             refuse({"repeat_last_n": options.repeat_last_n}, _PENALTY_RANGE)
             if options.repeat_last_n == _LAST_N:
-                told = f"penalties cover all tokens, not only the last {_LAST_N} (repeat_last_n)"
-                service.extra_fields.tell_once("repeat_last_n", told)
+                message = f"penalties cover all tokens, not only the last {_LAST_N} (repeat_last_n)"
+                service.extra_fields.warn_once("repeat_last_n", message)
         repetition = {"repetition_penalty": defaults.repetition_penalty if penalty is None else penalty}
         limit = self.num_predict if options.num_predict is None else options.num_predict
         default_limit = service.model_info.generation_defaults.get("max_tokens")
-        with spelling(_SPELLED, in_text=True):
+        with client_field_names(_CLIENT_NAMES, in_text=True):
             return sampling_params(
                 options,
                 defaults,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import UNSET
 
 from octavo.errors import RequestError
-from octavo.http.errors import spelling
+from octavo.http.errors import client_field_names
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.tools import read_chat_tools
 from octavo.server.answers.usage import CompletionTokensDetails
@@ -96,7 +96,7 @@ def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_ma
     given, names = request.max_tokens, {"logprobs": "top_logprobs"}
     if request.max_completion_tokens is not None:
         given, names["max_tokens"] = request.max_completion_tokens, "max_completion_tokens"
-    with spelling(names, in_text=True):
+    with client_field_names(names, in_text=True):
         return sampling_params(
             request,
             defaults,

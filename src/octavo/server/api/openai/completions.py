@@ -74,7 +74,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
             **openai_options(request, "prompt"),
         )
         if request.prompt_logprobs is None:  # only an echo sets them
-            job.spelled["prompt_logprobs"] = job.spelled.get("logprobs", "logprobs")
+            job.client_names["prompt_logprobs"] = job.client_names.get("logprobs", "logprobs")
         return await answer(service, http_request, job, CompletionReply(job, echo, request))
 
 
@@ -164,7 +164,7 @@ class Echo:
             self.places[output.request_id] = found
         return self.places[output.request_id]
 
-    def places_behind(self, output: RequestOutput) -> TokenPlaces:
+    def places_after(self, output: RequestOutput) -> TokenPlaces:
         """Return a finder of the places of a choice's tokens."""
         offset, skip = len(self.prompt_text(output)), self.skip_special_tokens
         return TokenPlaces(self.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=skip)
@@ -205,8 +205,8 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
 
     def _whole_choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> CompletionChoice:
         choice = _with_reason(self._choice(index, completion, output, with_prompt=True), completion)
-        told = None if self._request.prompt_logprobs is None else output.prompt_logprobs
-        choice.prompt_logprobs = None if told is None else prompt_logprobs(told)
+        entries = None if self._request.prompt_logprobs is None else output.prompt_logprobs
+        choice.prompt_logprobs = None if entries is None else prompt_logprobs(entries)
         return choice
 
     def _choice(
@@ -232,7 +232,7 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
             places += self._echo.prompt_places(output)
         if not self._echo.is_alone:
             if index not in self._scored:
-                self._scored[index] = PlacedLogprobs(self._echo.places_behind(output))
+                self._scored[index] = PlacedLogprobs(self._echo.places_after(output))
             more = self._scored[index].add(completion.token_ids, completion.logprobs, is_over=completion.finished)
             positions += [position for _, position in more]
             places = places + [place for place, _ in more]

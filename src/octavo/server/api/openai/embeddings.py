@@ -14,7 +14,7 @@ from octavo.engine.embedding import embedding
 from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.sampling_params import SamplingParams
-from octavo.server.answers.answering import answer_whole
+from octavo.server.answers.answering import answer_complete
 from octavo.server.answers.jobs import Job
 from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
 from octavo.server.api.extra_fields import OF_ANSWERS, OF_PROMPTS, UNSUPPORTED, Off, each
@@ -114,7 +114,7 @@ async def create_embeddings(service: Service, http_request: Request, request: Em
         dimensions=request.dimensions,
         model=model,
         options=RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),
-        spelled={"prompt": "input"},
+        client_names={"prompt": "input"},
     )
 
 
@@ -146,7 +146,7 @@ async def embed_prompts(
             deadline=http_request.state.deadline,
             **options,
         )
-        return await answer_whole(service, http_request, job, make_reply(job))
+        return await answer_complete(service, http_request, job, make_reply(job))
 
 
 class EmbeddingReply:
@@ -158,11 +158,11 @@ class EmbeddingReply:
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> EmbeddingList:
         """Return all vectors."""
-        data = [Embedding(index, self._spell(output)) for index, output in enumerate(outputs)]
+        data = [Embedding(index, self._encode(output)) for index, output in enumerate(outputs)]
         counts = EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens, usage.prompt_tokens_details, usage.receipt)
         return EmbeddingList(data, self._job.model, counts)
 
-    def _spell(self, output: RequestOutput) -> list[float] | str:
+    def _encode(self, output: RequestOutput) -> list[float] | str:
         vector = embedding(output, num_dimensions=self._request.dimensions)
         if self._request.encoding_format == "base64":
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.engine.output_processor import TokenTexts
 from octavo.server.api.openai import replies
-from octavo.server.api.openai.token_places import BYTES, spelled
+from octavo.server.api.openai.token_places import BYTES, client_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -72,7 +72,7 @@ class ContentLogprobs:
         self._piece = piece
         self._hides_end = hides_end
         self._tokens: deque[PlacedPosition] = deque()
-        self._is_told = False  # the last content ended within the first token
+        self._is_returned = False  # the last content ended within the first token
 
     def add(self, completion: CompletionOutput) -> None:
         """Add tokens."""
@@ -87,22 +87,22 @@ class ContentLogprobs:
         """Return the tokens that begin in the answer's next part; none if it is not content."""
         while self._tokens and self._tokens[0][0].end <= part.start:
             self._tokens.popleft()
-            self._is_told = False
+            self._is_returned = False
         if part.kind != "content":
-            self._is_told = False
+            self._is_returned = False
             return []
         end = part.start + len(part.text)
         taken: list[Position] = []
         while self._tokens and self._tokens[0][0].offset < end:
             place, position = self._tokens[0]
-            if place.num_chars and not self._is_told:
+            if place.num_chars and not self._is_returned:
                 taken.append(position)
-            self._is_told = place.end > end
-            if self._is_told:
+            self._is_returned = place.end > end
+            if self._is_returned:
                 break
             self._tokens.popleft()
-        told = chat_logprobs(taken, self._num_top, self._piece)
-        return [] if told is None else told.content
+        entries = chat_logprobs(taken, self._num_top, self._piece)
+        return [] if entries is None else entries.content
 
 
 def completion_logprobs(
@@ -113,7 +113,7 @@ def completion_logprobs(
     A prompt's positions are `TokenLogprobs`: objects for up to 40,000 alternatives would take too long.
     """
     result = replies.CompletionLogprobs([], [], [], [])
-    texts = TokenTexts(lambda token_id: spelled(piece(token_id)))
+    texts = TokenTexts(lambda token_id: client_names(piece(token_id)))
     for position, place in zip(positions, places, strict=True):
         result.text_offset.append(place.offset)
         result.tokens.append(_id_name(place.token_id) if as_ids else place.text)
@@ -158,10 +158,10 @@ def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
     result: replies.PromptLogprobs = [None]
     for entry in positions.entries:
         ranks = [entry.rank, *range(1, len(entry.token_ids))]
-        told = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
+        entries = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
         names = list(map(str, entry.token_ids))
-        by_id = dict(zip(names, told, strict=True))
-        by_id[names[0]] = told[0]  # its rank among the best may differ: ties
+        by_id = dict(zip(names, entries, strict=True))
+        by_id[names[0]] = entries[0]  # its rank among the best may differ: ties
         result.append(by_id)
     return result
 
@@ -181,7 +181,7 @@ def _all_finite(entry: TokenLogprobs) -> list[float]:
 
 def _chat_token(token_id: int, entry: Logprob, piece: Piece, as_ids: bool) -> tuple[str, float, list[int]]:
     r"""Part of a character is `\xf0\x9f`, as in OpenAI's API."""
-    own = piece(token_id)
-    text = own if isinstance(own, str) else spelled(own).removeprefix(BYTES)
-    data = own.encode() if isinstance(own, str) else own
+    written = piece(token_id)
+    text = written if isinstance(written, str) else client_names(written).removeprefix(BYTES)
+    data = written.encode() if isinstance(written, str) else written
     return _id_name(token_id) if as_ids else text, _finite(entry), list(data)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from octavo.errors import RequestError
-from octavo.http.errors import spelling
+from octavo.http.errors import client_field_names
 from octavo.server.api import request_types as types
 from octavo.server.api.extra_fields import ALIASES, HARMLESS, PENALTY_RANGE, UNSUPPORTED, As, Off, each, refuse
 from octavo.server.api.request_types import Shown, within
@@ -91,15 +91,15 @@ class Aliased(BaseModel):
 
     def take_aliases(self) -> None:
         """Write each alias into its field. Raises `RequestError` if the field has another value."""
-        for name, told in self.aliases.items():
+        for name, alias in self.aliases.items():
             value = getattr(self, name, None)
-            if value in (None, *told.nothing):
+            if value in (None, *alias.nothing):
                 continue
-            field, _, part = told.name.partition(".")
+            field, _, part = alias.name.partition(".")
             current = getattr(self, field)
             held = (current or {}).get(part) if part else current
             if held is not None and held != value:
-                raise RequestError(f"{name} and {told.name} have different values", parameter=name)
+                raise RequestError(f"{name} and {alias.name} have different values", parameter=name)
             setattr(self, field, {**(current or {}), part: value} if part else value)
             self._sent_as[field] = name
 
@@ -160,11 +160,11 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
 
     def named_as_sent(self) -> AbstractContextManager[None]:
         """Return a context in which errors name fields as the client sent them."""
-        return spelling(self._sent_as, in_text=True)
+        return client_field_names(self._sent_as, in_text=True)
 
-    def spelled(self, **names: str) -> dict[str, str]:
+    def client_names(self, **names: str) -> dict[str, str]:
         """Return engine's name -> the client's. names: engine's name -> the route's."""
-        return {**self._sent_as, **{own: self._sent_as.get(name, name) for own, name in names.items()}}
+        return {**self._sent_as, **{engine_name: self._sent_as.get(name, name) for engine_name, name in names.items()}}
 
 
 class ChatFields(BaseModel):

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from octavo.data.request_options import RequestOptions
-from octavo.http.errors import spelling
+from octavo.http.errors import client_field_names
 from octavo.runtime.ids import new_id
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.jobs import event
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 _LOGPROBS = "message.output_text.logprobs"
-_SPELLED = {
+_CLIENT_NAMES = {
     "prompt": "input",
     "structured_outputs": "text.format",
     "max_tokens": "max_output_tokens",
@@ -130,7 +130,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
     options: dict[str, Any] = {
         "stream": bool(request.stream),
         "options": RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),
-        "spelled": {**_SPELLED, "structured_outputs": "text.format" if is_plain else "tools"},
+        "spelled": {**_CLIENT_NAMES, "structured_outputs": "text.format" if is_plain else "tools"},
     }
     return await answer_conversation(
         service, http_request, conversation, params, reply, id_prefix="resp_", model=model, **options
@@ -159,14 +159,14 @@ def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tok
     wanted = (request.text or {}).get("format")
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         wanted = {"type": "json_schema", "json_schema": wanted}
-    asks_for_logprobs = request.top_logprobs or _LOGPROBS in (request.include or ())
-    with spelling(_SPELLED, in_text=True):
+    wants_logprobs = request.top_logprobs or _LOGPROBS in (request.include or ())
+    with client_field_names(_CLIENT_NAMES, in_text=True):
         return sampling_params(
             request,
             defaults,
             max_tokens=default_max_tokens if request.max_output_tokens is None else request.max_output_tokens,
             structured_outputs=read_response_format(wanted, "text.format"),
-            logprobs=(request.top_logprobs or 0) if asks_for_logprobs else None,
+            logprobs=(request.top_logprobs or 0) if wants_logprobs else None,
         )
 
 
@@ -203,7 +203,7 @@ class ResponseReply:
         )
         hides_end = not params.include_stop_str_in_output
         self._logprobs = ContentLogprobs(places, request.top_logprobs or 0, outputs.piece, hides_end=hides_end)
-        self._tells = job.stream
+        self._emits = job.stream
         self._num_events = 0
         self._events = b""
         self._is_open = False
@@ -229,25 +229,25 @@ class ResponseReply:
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
         """Return the events of an update."""
         if update.is_first:
-            self._tell("response.created", response=self._response)
-            self._tell("response.in_progress", response=self._response)
+            self._emit("response.created", response=self._response)
+            self._emit("response.in_progress", response=self._response)
         self._take(update.completion)
-        return self._told()
+        return self._take_events()
 
     def end(self, usage: Usage) -> bytes:
         """Return the last event: the whole answer."""
         self._finish(usage)
-        self._tell(f"response.{self._response.status}", response=self._response)
-        return self._told()
+        self._emit(f"response.{self._response.status}", response=self._response)
+        return self._take_events()
 
     def error(self, error: HttpError) -> bytes:
         """Return the answer with status "failed" as an event."""
         if not self._num_events:
-            self._tell("response.created", response=self._response)
+            self._emit("response.created", response=self._response)
         self._response.status = "failed"
         self._response.error = {"code": error.code or error.type, "message": error.message}
-        self._tell("response.failed", response=self._response)
-        return self._told()
+        self._emit("response.failed", response=self._response)
+        return self._take_events()
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ResponseObject:
         """Return the whole answer."""
@@ -290,10 +290,10 @@ class ResponseReply:
         item = self._new_item(part)
         self._response.output.append(item)
         self._is_open = True
-        self._tell_item("response.output_item.added", item=item)
+        self._emit_item("response.output_item.added", item=item)
         if part.kind != "call":
             item["content"] = [_text_part(part.kind)]
-            self._tell_part("response.content_part.added", part=item["content"][0])
+            self._emit_part("response.content_part.added", part=item["content"][0])
 
     def _new_item(self, part: Part) -> dict[str, Any]:
         if part.kind == "reasoning":
@@ -310,14 +310,14 @@ class ResponseReply:
         item, logprobs = self._item, self._logprobs.take(part)
         if part.kind == "arguments":
             item["arguments"] += part.text
-            self._tell_item("response.function_call_arguments.delta", item_id=item["id"], delta=part.text)
+            self._emit_item("response.function_call_arguments.delta", item_id=item["id"], delta=part.text)
         elif part.kind != "call":
             item["content"][0]["text"] += part.text
             more = {}
             if part.kind == "content":
                 item["content"][0]["logprobs"] += logprobs
                 more["logprobs"] = logprobs
-            self._tell_part(f"response.{_text_kind(item)}.delta", delta=part.text, **more)
+            self._emit_part(f"response.{_text_kind(item)}.delta", delta=part.text, **more)
 
     def _end_item(self, status: str) -> None:
         if not self._is_open:
@@ -326,29 +326,29 @@ class ResponseReply:
         item["status"] = status
         if item["type"] == "function_call":
             fields = {"name": item["name"], "arguments": item["arguments"]}
-            self._tell_item("response.function_call_arguments.done", item_id=item["id"], **fields)
+            self._emit_item("response.function_call_arguments.done", item_id=item["id"], **fields)
         else:
             text = item["content"][0]["text"]
             more = {"logprobs": item["content"][0]["logprobs"]} if item["type"] == "message" else {}
-            self._tell_part(f"response.{_text_kind(item)}.done", text=text, **more)
-            self._tell_part("response.content_part.done", part=item["content"][0])
-        self._tell_item("response.output_item.done", item=item)
+            self._emit_part(f"response.{_text_kind(item)}.done", text=text, **more)
+            self._emit_part("response.content_part.done", part=item["content"][0])
+        self._emit_item("response.output_item.done", item=item)
         self._is_open = False
 
-    def _tell(self, kind: str, **fields: Any) -> None:
-        if not self._tells:
+    def _emit(self, kind: str, **fields: Any) -> None:
+        if not self._emits:
             return
         data = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         self._events += event(data, kind)
 
-    def _tell_item(self, kind: str, **fields: Any) -> None:
-        self._tell(kind, output_index=len(self._response.output) - 1, **fields)
+    def _emit_item(self, kind: str, **fields: Any) -> None:
+        self._emit(kind, output_index=len(self._response.output) - 1, **fields)
 
-    def _tell_part(self, kind: str, **fields: Any) -> None:
-        self._tell_item(kind, item_id=self._item["id"], content_index=0, **fields)
+    def _emit_part(self, kind: str, **fields: Any) -> None:
+        self._emit_item(kind, item_id=self._item["id"], content_index=0, **fields)
 
-    def _told(self) -> bytes:
+    def _take_events(self) -> bytes:
         events, self._events = self._events, b""
         return events
 

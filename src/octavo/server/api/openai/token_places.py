@@ -32,17 +32,17 @@ class TokenPlace(NamedTuple):
         return self.offset + self.num_chars
 
 
-def spelled(piece: str | bytes) -> str:
+def client_names(piece: str | bytes) -> str:
     r"""Return a token as text, or as `bytes:\xf0\x9f`, OpenAI's form of a part of a character."""
     if isinstance(piece, str):
         return piece
     try:
         return piece.decode()
     except UnicodeDecodeError:
-        return _spelled_bytes(piece)
+        return _bytes_text(piece)
 
 
-def _spelled_bytes(data: bytes) -> str:
+def _bytes_text(data: bytes) -> str:
     return BYTES + repr(data)[2:-1]
 
 
@@ -75,7 +75,7 @@ class TokenPlaces:
             elif piece:
                 places += self._place_text(token_id, piece)
             else:
-                name = spelled(self._tokenizer.piece(token_id, skip_special_tokens=False))
+                name = client_names(self._tokenizer.piece(token_id, skip_special_tokens=False))
                 places.append(TokenPlace(self._offset, name, token_id, 0))  # hidden
         return places
 
@@ -97,7 +97,7 @@ class TokenPlaces:
         num_chars = len((held + piece).decode(errors="replace")) - index
         if index and self._detokenizer.num_prompt_bytes:
             index -= 1  # an unfinished character of the prompt is not in this text
-        place = TokenPlace(self._offset + index, _spelled_bytes(piece), token_id, num_chars)
+        place = TokenPlace(self._offset + index, _bytes_text(piece), token_id, num_chars)
         self._offset += len(self._detokenizer.add([token_id]))
         return place
 
@@ -124,20 +124,20 @@ class TokenPlaces:
         for token_id, position in waiting:
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
             # A part of a character has the character's offset.
-            index = num_before[position] - (is_text and _goes_on(run, position))
+            index = num_before[position] - (is_text and _continues(run, position))
             offset = start + max(index - num_stripped, 0)
             if not isinstance(piece, bytes):
-                text = spelled(self._tokenizer.piece(token_id, skip_special_tokens=False))
+                text = client_names(self._tokenizer.piece(token_id, skip_special_tokens=False))
             elif index < num_stripped:
                 text = ""
             else:
-                text = spelled(piece) if is_text else _spelled_bytes(piece)
+                text = client_names(piece) if is_text else _bytes_text(piece)
             num_chars = int(isinstance(piece, bytes) and index >= num_stripped)
             places.append(TokenPlace(offset, text, token_id, num_chars))
         return places
 
 
-def _goes_on(data: bytes, position: int) -> bool:
+def _continues(data: bytes, position: int) -> bool:
     return position < len(data) and data[position] in _CONTINUING
 
 
@@ -151,13 +151,13 @@ def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iter
     for token_id in token_ids:
         piece = tokenizer.piece(token_id, skip_special_tokens=False)
         raw = piece if isinstance(piece, bytes) else piece.encode()
-        text = spelled(piece)
+        text = client_names(piece)
         if raw.startswith(b" ") and not data.startswith(raw, position) and data.startswith(raw[1:], position):
             raw, text = raw[1:], text[1:]
         found = data.find(raw, position, position + len(raw) + (_MOST_SKIPPED_BYTES if raw.strip() else 0))
         if found < 0:
             found, raw = position, b""
-        offset = num_chars[found] - _goes_on(data, found)
+        offset = num_chars[found] - _continues(data, found)
         places.append(TokenPlace(offset, text, token_id, num_chars[found + len(raw)] - offset))
         position = found + len(raw)
     return places

@@ -49,7 +49,7 @@ class Dashboard:
             raise QueueFullError(f"{MAX_WATCHERS} dashboard pages are open, which is the limit; close one")
         self._num_watchers += 1
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """Release a viewer's place."""
         self._num_watchers -= 1
         if not self._num_watchers and self._closing is None:
@@ -75,16 +75,16 @@ class Dashboard:
             raise NotFoundError("requests are recorded only while a dashboard is open: open /dashboard first")
         log, now = view.recent.since(0), view.clock()
         try:
-            told = await asyncio.to_thread(explain, log, request_id, now)
+            explanation = await asyncio.to_thread(explain, log, request_id, now)
         except ConfigError:
             raise NotFoundError("no request with this id is recorded; it may be too old") from None
         return {
             "id": request_id,
-            "ending": told.ending,
-            "seconds": round(told.wall_s, 4),
-            "phases": [{"phase": each.phase, "start": each.start, "end": each.end} for each in told.intervals],
-            "sums": [{"phase": phase, "seconds": round(seconds, 4)} for phase, seconds in told.seconds.items()],
-            "reasons": told.reasons,
+            "ending": explanation.ending,
+            "seconds": round(explanation.wall_s, 4),
+            "phases": [{"phase": each.phase, "start": each.start, "end": each.end} for each in explanation.intervals],
+            "sums": [{"phase": phase, "seconds": round(seconds, 4)} for phase, seconds in explanation.seconds.items()],
+            "reasons": explanation.reasons,
         }
 
     def _hello(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class _Frames(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._frames.aclose()
-            self._dashboard.leave()
+            self._dashboard.exit()
 
 
 def dashboard_routes(service: Service) -> dict[str, Handler]:

@@ -57,7 +57,7 @@ class _Lookup:
     deadline: float
 
 
-class KVTransfers:
+class KVTransferScheduler:
     """The only user of the connector, and of pins in the KV cache.
 
     Transfer ids are never reused, so a late or double completion finds no transfer.
@@ -95,7 +95,7 @@ class KVTransfers:
         self._next_id = 0
         self._orders: list[KVTransfer] = []
         self._cancels: list[int] = []
-        self._gave_up: set[str] = set()
+        self._abandoned: set[str] = set()
         self._most_loaded: dict[str, int] = {}  # limit in tokens of a second load
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class KVTransfers:
     @property
     def num_records(self) -> int:
         """Number of records about requests; 0 without requests."""
-        kept = self._load_of, self._gave_up, self._lookups, self._num_offered, self._most_loaded
+        kept = self._load_of, self._abandoned, self._lookups, self._num_offered, self._most_loaded
         return sum(map(len, kept))
 
     def requests(self) -> list[Request]:
@@ -135,7 +135,7 @@ class KVTransfers:
         False, or after a timeout, a missing answer counts as 0.
         """
         size = self._manager.block_size
-        may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._gave_up
+        may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._abandoned
         is_whole = not computed.is_saved and computed.num_tokens == computed.num_blocks * size
         most_known = self._most_loaded.get(request.request_id, request.num_tokens // size * size)
         most = most_known - computed.num_tokens
@@ -161,7 +161,7 @@ class KVTransfers:
             self._lookups[name] = _Lookup(num_computed_tokens, deadline)
             return None
         self._lookups.pop(name, None)
-        self._gave_up.add(name)
+        self._abandoned.add(name)
         self._connector.lookup_given_up(request)
         return 0
 
@@ -232,19 +232,19 @@ class KVTransfers:
         first, end = self._num_offered.get(name, 0), self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
             return
-        if not request.hands_kv_over and not self._num_with_room([False]):
+        if not request.hands_kv_over and not self._num_fitting([False]):
             return
         wanted = self._connector.keys_to_save(block_hashes[first:end]) - self._saving
         if not request.hands_kv_over:
             wanted -= self._saving_in_part
         chosen = [index for index in range(first, end) if block_hashes[index] in wanted]
         chosen, block_ids = blocks_to_save(self._manager, request, chosen, self._connector)
-        count = len(chosen) if request.hands_kv_over else self._num_with_room(are_whole(block_ids))
+        count = len(chosen) if request.hands_kv_over else self._num_fitting(are_whole(block_ids))
         self._num_offered[name] = end if count == len(chosen) else chosen[count]
         if count:
             self._save([block_hashes[index] for index in chosen[:count]], [ids[:count] for ids in block_ids])
 
-    def _tell_dropped(self, request: Request) -> None:
+    def _report_dropped_saves(self, request: Request) -> None:
         first = self._num_offered.get(request.request_id, 0)
         end = self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
@@ -253,11 +253,11 @@ class KVTransfers:
         if wanted:
             self._emitter.emit(events.KVSavesDropped, request.request_id, len(wanted))
 
-    def _num_with_room(self, is_whole: list[bool]) -> int:
-        room = min(len(is_whole), max(self._most_pinned - len(self._saving) - len(self._saving_in_part), 0))
-        room_for_whole = max(self.most_saved_blocks - len(self._saving), 0)
-        whole = [index for index in range(room) if is_whole[index]]
-        return whole[room_for_whole] if len(whole) > room_for_whole else room
+    def _num_fitting(self, is_whole: list[bool]) -> int:
+        num_free = min(len(is_whole), max(self._most_pinned - len(self._saving) - len(self._saving_in_part), 0))
+        num_free_whole = max(self.most_saved_blocks - len(self._saving), 0)
+        whole = [index for index in range(num_free) if is_whole[index]]
+        return whole[num_free_whole] if len(whole) > num_free_whole else num_free
 
     def _save(self, keys: list[bytes], block_ids: list[list[int]]) -> None:
         order = self._order(TransferDirection.SAVE, keys, block_ids)
@@ -305,12 +305,12 @@ class KVTransfers:
         self._drop(pending, num_blocks, "done" if num_blocks == len(order.keys) else "failed", moves)
         if pending.request is None:
             return None
-        name, was_asked_again = pending.request.request_id, pending.request.request_id in self._most_loaded
+        name, was_repeated = pending.request.request_id, pending.request.request_id in self._most_loaded
         self._most_loaded.pop(name, None)
         if num_blocks == len(order.keys):
             self._learn_load(pending, self._emitter.now)
-        elif was_asked_again or pending.request.expects_kv or self.num_computed_tokens(pending, num_blocks):
-            self._gave_up.add(name)
+        elif was_repeated or pending.request.expects_kv or self.num_computed_tokens(pending, num_blocks):
+            self._abandoned.add(name)
         else:
             self._most_loaded[name] = (pending.num_present + num_blocks) * self._manager.block_size
         return pending
@@ -348,7 +348,7 @@ class KVTransfers:
 
         If the worker has the order, the blocks stay pinned until it has received the cancellation.
         """
-        self._gave_up.add(request.request_id)
+        self._abandoned.add(request.request_id)
         self._cancel(self._pending[self._load_of[request.request_id]], outcome)
 
     def _cancel(self, pending: PendingTransfer, outcome: str) -> None:
@@ -375,8 +375,8 @@ class KVTransfers:
             del self._load_of[pending.request.request_id]
             name, num_tokens = pending.request.request_id, (num_blocks or 0) * self._manager.block_size
             seconds, resumed = self._emitter.now - pending.started, pending.request.num_preemptions > 0
-            told = outcome, num_tokens, seconds, self.computing_s(num_tokens), self.store_name, moves, resumed
-            self._emitter.emit(events.KVLoadEnded, name, order.transfer_id, *told)
+            fields = outcome, num_tokens, seconds, self.computing_s(num_tokens), self.store_name, moves, resumed
+            self._emitter.emit(events.KVLoadEnded, name, order.transfer_id, *fields)
 
     # --- with the worker ----------------------------------------------------------------------------------------------
 
@@ -415,8 +415,8 @@ class KVTransfers:
         if self.has_store:
             self._offer_all(request)
             if self.reports_dropped_saves:
-                self._tell_dropped(request)
-        self._gave_up.discard(request.request_id)
+                self._report_dropped_saves(request)
+        self._abandoned.discard(request.request_id)
         self._lookups.pop(request.request_id, None)
         self._num_offered.pop(request.request_id, None)
         self._most_loaded.pop(request.request_id, None)

@@ -46,7 +46,7 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestSummary:
     """What a request asks for.
 
     prompt: parts of the body, not copied. A prompt that continues another one begins with the same bytes.
@@ -105,21 +105,21 @@ def _bounds(num_bytes: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def read_asked(
+def read_request_summary(
     body: bytes, *, tenant: str, headers: Mapping[str, str], session_header: str, is_answered: bool = True
-) -> Asked:
+) -> RequestSummary:
     """Read a request. An invalid body gives the defaults."""
     session = headers.get(session_header)
     try:
         read = _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return Asked(session=session, is_answered=is_answered)
+        return RequestSummary(session=session, is_answered=is_answered)
     model = read.model if isinstance(read.model, str) else None
     salt = read.cache_salt if isinstance(read.cache_salt, str) else ""
     prompt = _prompt(read)
     given = (read.user, read.prompt_cache_key, read.cache_salt)
     num_choices = min(read.n, _MAX_STREAMS) if _is_count(read.n) else 1
-    return Asked(
+    return RequestSummary(
         prompt=prompt,
         owner=msgspec.json.encode((model, salt, tenant)),
         model=model,

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
     from octavo.http.tenants import Tenant
     from octavo.http.timeouts import TimeoutQueue
-    from octavo.router.asked import Asked
-    from octavo.router.engines import Engine
+    from octavo.router.engines import EngineHandle
+    from octavo.router.request_summary import RequestSummary
 
 
-class Flight:
+class RoutedRequest:
     """A client's request, which other tasks can end.
 
     is_begun: the client has received something.
     """
 
-    __slots__ = ("_task", "_why", "asked", "is_begun", "tenant")
+    __slots__ = ("_task", "_why", "is_begun", "summary", "tenant")
 
-    def __init__(self, asked: Asked, tenant: Tenant) -> None:
-        self.asked, self.tenant = asked, tenant
+    def __init__(self, summary: RequestSummary, tenant: Tenant) -> None:
+        self.summary, self.tenant = summary, tenant
         self.is_begun = False
         self._task: asyncio.Task[object] | None = None
         self._why: Exception | None = None
@@ -94,24 +94,24 @@ class Flight:
 class Share:
     """A request's part of an engine's load."""
 
-    __slots__ = ("_flight", "_num_left", "_num_prompt", "engine")
+    __slots__ = ("_num_left", "_num_prompt", "_routed", "engine")
 
-    def __init__(self, flight: Flight, engine: Engine) -> None:
-        self._flight, self.engine = flight, engine
-        asked = flight.asked
-        self._num_prompt, self._num_left = asked.num_tokens, asked.max_tokens * asked.num_streams
+    def __init__(self, routed: RoutedRequest, engine: EngineHandle) -> None:
+        self._routed, self.engine = routed, engine
+        summary = routed.summary
+        self._num_prompt, self._num_left = summary.num_tokens, summary.max_tokens * summary.num_streams
 
     def __enter__(self) -> Self:
         engine = self.engine
         num_tokens = self._num_prompt + self._num_left
-        engine.flights.add(self._flight)
+        engine.routed_requests.add(self._routed)
         engine.open_tokens += num_tokens
         engine.num_sent_tokens += num_tokens
         engine.num_sent_prompt_tokens += self._num_prompt
         engine.num_requests += 1
         return self
 
-    def came_back(self, num_events: int) -> None:
+    def note_returned(self, num_events: int) -> None:
         """Count events as tokens. The first one shows that the prompt was computed."""
         done = min(num_events, self._num_left)
         self._num_left -= done
@@ -120,4 +120,4 @@ class Share:
 
     def __exit__(self, *_: object) -> None:
         self.engine.open_tokens -= self._num_prompt + self._num_left
-        self.engine.flights.discard(self._flight)
+        self.engine.routed_requests.discard(self._routed)

@@ -10,7 +10,7 @@ from octavo.core.event_emitter import EventEmitter
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks
 from octavo.core.kv_connector import NullConnector
-from octavo.core.kv_transfers import KVTransfers
+from octavo.core.transfer_scheduler import KVTransferScheduler
 from octavo.data import events
 from octavo.data.kv_groups import KVGroupSpec, SlidingWindow
 from octavo.data.kv_tiers import EndedTransfer, TierMove
@@ -29,7 +29,7 @@ class Transfers:
         self.log, self.store = events.EventLog(), Store(wants=True)
         self.emitter = EventEmitter(self.log)
         self.manager = KVCacheManager(num_blocks, 4)
-        self.transfers = KVTransfers(self.store, self.manager, CONFIG, self.emitter)
+        self.transfers = KVTransferScheduler(self.store, self.manager, CONFIG, self.emitter)
 
     def start(self, name, now=0.0, params=None):
         """Begin a load of 8 tokens into 2 blocks; return the request and the order."""
@@ -80,7 +80,7 @@ def made():
 
 def test_null_connector_counts_as_no_store(made):
     assert made.transfers.has_store is True
-    without = KVTransfers(NullConnector(), made.manager, CONFIG, made.emitter)
+    without = KVTransferScheduler(NullConnector(), made.manager, CONFIG, made.emitter)
     assert without.has_store is False
     request = Request("a", list(range(12)), SamplingParams())
     assert without.num_external_tokens(request, NO_COMPUTED_BLOCKS, may_wait=True) == 0
@@ -96,7 +96,7 @@ def test_load_has_whole_blocks_and_saves_at_least_min_tokens_to_cache(made, num_
 
 
 def test_store_hit_below_min_tokens_to_cache_is_not_loaded(made):
-    transfers = KVTransfers(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=8), made.emitter)
+    transfers = KVTransferScheduler(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=8), made.emitter)
     for num_tokens, expected in ((4, 0), (8, 8)):
         made.store.num_tokens = num_tokens
         request = Request(f"a{num_tokens}", list(range(13)), SamplingParams())
@@ -119,14 +119,16 @@ def test_tokens_in_device_cache_are_not_loaded(made):
 
 
 def test_prompt_shorter_than_block_is_not_looked_up(made):
-    transfers = KVTransfers(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=0), made.emitter)
+    transfers = KVTransferScheduler(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=0), made.emitter)
     request = Request("a", [1, 2, 3], SamplingParams())
     assert transfers.num_external_tokens(request, NO_COMPUTED_BLOCKS, may_wait=True) == 0
     assert made.store.told == []
 
 
 def test_block_is_loaded_even_if_it_saves_one_token(made):
-    transfers = KVTransfers(made.store, KVCacheManager(16, 2), SchedulerConfig(min_tokens_to_cache=0), made.emitter)
+    transfers = KVTransferScheduler(
+        made.store, KVCacheManager(16, 2), SchedulerConfig(min_tokens_to_cache=0), made.emitter
+    )
     request = Request("a", [1, 2], SamplingParams())
     assert transfers.num_external_tokens(request, NO_COMPUTED_BLOCKS, may_wait=True) == 2
 
@@ -358,7 +360,7 @@ def test_uncomputed_blocks_are_not_offered(made):
 
 
 def test_null_connector_keeps_no_records(made):
-    without = KVTransfers(NullConnector(), made.manager, CONFIG, made.emitter)
+    without = KVTransferScheduler(NullConnector(), made.manager, CONFIG, made.emitter)
     without.offer(made.commit("a", 10))
     assert (without.num_records, without.take_orders()) == (0, [])
 
@@ -366,7 +368,7 @@ def test_null_connector_keeps_no_records(made):
 @pytest.mark.parametrize(("num_blocks", "num_saved"), [(56, 7), (15, 1), (4, 1)])
 def test_save_pins_at_most_one_eighth_of_cache(made, num_blocks, num_saved):
     manager = KVCacheManager(num_blocks, 4)
-    transfers = KVTransfers(made.store, manager, CONFIG, made.emitter)
+    transfers = KVTransferScheduler(made.store, manager, CONFIG, made.emitter)
     num_tokens = min(4 * num_blocks, 40)
     request = Request("a", list(range(num_tokens)), SamplingParams())
     manager.allocate_slots(request, num_tokens)
@@ -382,7 +384,7 @@ def test_unwanted_or_too_few_blocks_are_not_saved(made):
     made.transfers.offer(made.commit("a", 10))
     made.store.wants = True
     made.transfers.offer(made.commit("b", 4))
-    short = KVTransfers(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=9), made.emitter)
+    short = KVTransferScheduler(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=9), made.emitter)
     request = made.commit("c", 10)
     short.offer(request)
     assert short.num_records == 0
@@ -486,7 +488,7 @@ def test_unwanted_or_too_few_blocks_are_not_counted_as_dropped(made):
     made.transfers.request_finished(made.commit("c", 3))
     made.store.wants = False
     made.transfers.request_finished(made.commit("b", 10))
-    short = KVTransfers(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=9), made.emitter)
+    short = KVTransferScheduler(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=9), made.emitter)
     made.store.wants = True
     short.request_finished(made.commit("d", 8))
     assert dropped(made) == []
@@ -612,7 +614,7 @@ def test_store_evictions_are_reported_even_for_unknown_transfer(made):
 )
 def test_step_cost_is_learned_only_with_store_or_host_memory(made, store, num_host_blocks, learns):
     manager = KVCacheManager(16, 4, num_host_blocks=num_host_blocks)
-    assert KVTransfers(store or NullConnector(), manager, CONFIG, made.emitter).learns_steps is learns
+    assert KVTransferScheduler(store or NullConnector(), manager, CONFIG, made.emitter).learns_steps is learns
 
 
 def test_cancelled_load_reports_zero_tokens(made):
@@ -745,7 +747,7 @@ def test_handover_without_windows_uses_hit_without_store_lookup(made):
 
 def test_handover_with_windows_queries_store_only_for_hit_blocks(made):
     made.manager = KVCacheManager(16, 4, bounded_groups=[KVGroupSpec(SlidingWindow(6), 8)], max_step_tokens=16)
-    made.transfers = KVTransfers(made.store, made.manager, CONFIG, made.emitter)
+    made.transfers = KVTransferScheduler(made.store, made.manager, CONFIG, made.emitter)
     first = made.commit("a", 12)
     tokens = [*first.sequence.token_ids[:8], *range(8)]
     request = Request("b", tokens, SamplingParams(), kv_transfer_params=HANDS_OVER)

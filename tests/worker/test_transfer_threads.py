@@ -15,9 +15,9 @@ from octavo.data.scheduler_output import CachedRequestData, KVTransfer, Schedule
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.kv_transfer.tiers import TieredStore
 from octavo.models.kv_layout import KVLayout, KVShape
-from octavo.worker import kv_transfers
+from octavo.worker import transfer_threads
 from octavo.worker.kv_cache import PagedKVCache
-from octavo.worker.kv_transfers import KVTransferThreads
+from octavo.worker.transfer_threads import KVTransferThreads
 
 NUM_BLOCKS = 48
 NUM_KEYS = 60
@@ -83,8 +83,8 @@ def keys_of(count, first=0):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Two blocks a piece, so that transfers have several pieces."""
-    monkeypatch.setattr(kv_transfers, "_PIECE_BYTES", 1)
-    monkeypatch.setattr(kv_transfers, "piece_blocks", lambda _: 2)
+    monkeypatch.setattr(transfer_threads, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(transfer_threads, "piece_blocks", lambda _: 2)
 
 
 def memory(block_bytes):
@@ -176,7 +176,7 @@ def test_cancelled_transfer_writes_no_block_and_reports_nothing(direction):
 
 
 def test_hanging_save_blocks_neither_loads_nor_shutdown(monkeypatch):
-    monkeypatch.setattr(kv_transfers, "_SHUTDOWN_S", 0.2)
+    monkeypatch.setattr(transfer_threads, "_SHUTDOWN_S", 0.2)
     stores = []
 
     def make(block_bytes):

@@ -11,21 +11,21 @@ from octavo.errors import DeadlineError
 from octavo.http.errors import EngineLostError
 from octavo.http.tenants import EVERYBODY
 from octavo.http.timeouts import TimeoutQueue
-from octavo.router.asked import Asked
-from octavo.router.flight import Flight
+from octavo.router.request_summary import RequestSummary
+from octavo.router.routed_request import RoutedRequest
 
 
 def test_end_between_guarded_blocks_raises_once_at_next_block():
     async def work(_now):
-        flight = Flight(Asked(), EVERYBODY)
-        async with flight.guarded():
+        routed = RoutedRequest(RequestSummary(), EVERYBODY)
+        async with routed.guarded():
             pass
-        flight.end(EngineLostError())
-        flight.end(DeadlineError("later"))
+        routed.end(EngineLostError())
+        routed.end(DeadlineError("later"))
         with pytest.raises(EngineLostError):
-            async with flight.guarded():
+            async with routed.guarded():
                 pytest.fail("the block is not entered")
-        async with flight.guarded():
+        async with routed.guarded():
             pass  # the reason is reported only once
 
     run_virtually(work)
@@ -33,11 +33,11 @@ def test_end_between_guarded_blocks_raises_once_at_next_block():
 
 def test_ended_task_can_be_cancelled_again():
     async def work(_now):
-        flight = Flight(Asked(), EVERYBODY)
+        routed = RoutedRequest(RequestSummary(), EVERYBODY)
         task = asyncio.current_task()
-        asyncio.get_running_loop().call_later(1.0, flight.end, EngineLostError())
+        asyncio.get_running_loop().call_later(1.0, routed.end, EngineLostError())
         with pytest.raises(EngineLostError):
-            async with flight.guarded():
+            async with routed.guarded():
                 await asyncio.sleep(10.0)
         assert task.cancelling() == 0
         with pytest.raises(TimeoutError):
@@ -49,10 +49,10 @@ def test_ended_task_can_be_cancelled_again():
 
 def test_outside_cancellation_propagates_through_guarded_block():
     async def work(_now):
-        flight = Flight(Asked(), EVERYBODY)
+        routed = RoutedRequest(RequestSummary(), EVERYBODY)
 
         async def wait():
-            async with flight.guarded():
+            async with routed.guarded():
                 await asyncio.sleep(10.0)
 
         task = asyncio.ensure_future(wait())
@@ -67,12 +67,12 @@ def test_outside_cancellation_propagates_through_guarded_block():
 
 def test_time_limit_ends_with_block():
     async def work(_now):
-        flight = Flight(Asked(), EVERYBODY)
-        with flight.limited(TimeoutQueue(), 1.0):
+        routed = RoutedRequest(RequestSummary(), EVERYBODY)
+        with routed.limited(TimeoutQueue(), 1.0):
             pass
-        with flight.limited(TimeoutQueue(), None):
+        with routed.limited(TimeoutQueue(), None):
             await asyncio.sleep(100.0)
-        async with flight.guarded():
+        async with routed.guarded():
             await asyncio.sleep(5.0)
 
     run_virtually(work)
