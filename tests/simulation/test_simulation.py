@@ -153,12 +153,12 @@ FAULTS = [
 
 
 FAULTS_AHEAD = [
-    ("steps_in_flight", "StepsInFlight.leave", "step.left.add(request_id)", "pass"),
+    ("steps_in_flight", "StepsInFlight.leave", "step.ended_ids.add(request_id)", "pass"),
     ("steps_in_flight", "StepsInFlight.forget", "request.sequence.token_ids.pop()", "pass"),
     ("steps_in_flight", "StepsInFlight.expect", "token_ids.append(UNKNOWN_TOKEN)", "pass"),
     ("steps_in_flight", "StepsInFlight.expect", "ending.add(request.request_id)", "pass"),
     ("steps_in_flight", "StepInFlight.is_foreseeable", "if request.awaits_results or request.spec_token_ids:", "if request.spec_token_ids:"),
-    ("result_processor", "ResultProcessor.fail", "self._give_back(each)", "pass"),
+    ("result_processor", "ResultProcessor.fail", "self._preempt_all(each)", "pass"),
 ]  # fmt: skip
 
 FAULTS_OF_SPANS = [

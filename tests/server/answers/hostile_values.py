@@ -27,8 +27,8 @@ def hostile(rng: random.Random, form: TaggedFormat) -> str:
     call = form.write([("now", {})])
     pieces = [
         closes, closes[:-1], closes[1:], closes[:-1] + "/>", closes[:-1] + " >", *call_starts, form.opener,
-        form.call_opens, form.call_closes, form.closes, form.opens + "now" + form.named, call, call[: len(call) // 2], "\n", "\n\n", " ",
-        "word", "x < y", "now", form.argument_opens,
+        form.call_opens, form.call_closes, form.closes, form.opens + "now" + form.named, call, call[: len(call) // 2],
+        "\n", "\n\n", " ", "word", "x < y", "now", form.argument_opens,
     ]  # fmt: skip
     return "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 7)))
 

@@ -128,7 +128,7 @@ class PlainParser:
 class ReasoningParser:
     """Splits off the reasoning at the beginning of an answer, and drops white space around its marks.
 
-    next_parser: the parser of the text after the reasoning. is_open: the prompt ends with the opening mark of reasoning.
+    next_parser: the parser of the text after the reasoning. is_open: the prompt ends with an opening mark.
     interrupts: other marks that end the reasoning if one of the mark's heads follows; `next_parser` gets these marks.
     """
 

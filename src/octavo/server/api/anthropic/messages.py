@@ -148,7 +148,7 @@ async def create_message(service: Service, http_request: Request, request: Messa
     options: dict[str, Any] = {
         "stream": bool(request.stream),
         "options": RequestOptions(cache_salt=request.cache_salt),
-        "spelled": _CLIENT_NAMES
+        "client_names": _CLIENT_NAMES
         if params.structured_outputs is None
         else {**_CLIENT_NAMES, "structured_outputs": _FORMAT},
     }

@@ -97,7 +97,7 @@ def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
         "stream": is_stream,
         "form": LINES,
         "options": RequestOptions(cache_salt=request.cache_salt),
-        "spelled": client_names,
+        "client_names": client_names,
     }
 
 

@@ -77,9 +77,9 @@ async def create_chat_completion(service: Service, http_request: Request, reques
 
     params, conversation = await look_at(http_request, read)
     options = openai_options(request, "messages")
-    options["spelled"]["logprobs"] = options["spelled"].get("top_logprobs", "top_logprobs")
+    options["client_names"]["logprobs"] = options["client_names"].get("top_logprobs", "top_logprobs")
     if conversation.toolbox.format is not None and params.structured_outputs is None:
-        options["spelled"]["structured_outputs"] = "tools"
+        options["client_names"]["structured_outputs"] = "tools"
     reply = partial(ChatReply, service, request)
     return await answer_conversation(
         service, http_request, conversation, params, reply, id_prefix="chatcmpl-", model=model, **options

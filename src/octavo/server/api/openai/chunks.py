@@ -28,7 +28,7 @@ def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]
         "include_usage": bool(options and options.include_usage),
         "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
         "options": RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),
-        "spelled": request.client_names(
+        "client_names": request.client_names(
             prompt=prompt_field,
             structured_outputs="structured_outputs" if request.response_format is None else "response_format",
         ),

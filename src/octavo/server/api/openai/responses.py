@@ -130,7 +130,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
     options: dict[str, Any] = {
         "stream": bool(request.stream),
         "options": RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),
-        "spelled": {**_CLIENT_NAMES, "structured_outputs": "text.format" if is_plain else "tools"},
+        "client_names": {**_CLIENT_NAMES, "structured_outputs": "text.format" if is_plain else "tools"},
     }
     return await answer_conversation(
         service, http_request, conversation, params, reply, id_prefix="resp_", model=model, **options
