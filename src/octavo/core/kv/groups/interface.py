@@ -17,8 +17,8 @@ class Claim(NamedTuple):
 
     first: table index of the first block that the request needs. found: ids of the found blocks from there on.
     num_new: number of blocks after them. num_unheld: number of new blocks and of unheld found ones.
-    is_private: the new blocks are hidden from other requests until they are released. is_found_private: so are the found
-    blocks that were unheld.
+    is_private: the new blocks are hidden from other requests until they are released. is_found_private: so are the
+    found blocks that were unheld.
     """
 
     first: int
