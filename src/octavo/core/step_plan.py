@@ -16,8 +16,8 @@ class StepPlan:
 
     prompt_budget: prompt tokens that the step may still have (`max_batch_prefill_tokens`). of_prompts: ids of requests
     that used it. surcharge: budget that a prompt used beyond its tokens. is_short: whether the budget cut a request's
-    tokens. num_mixed_prompt_tokens: budget that prompts used in a step with decodes. held_up: why no further request may
-    be admitted. has_admitted: if True, the step may preempt no request.
+    tokens. num_mixed_prompt_tokens: budget that prompts used in a step with decodes. held_up: why no further request
+    may be admitted. has_admitted: if True, the step may preempt no request.
     """
 
     initial_budget: int
