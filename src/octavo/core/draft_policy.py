@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     Candidate = tuple[float, int, int]  # a draft token: minus its probability, its request's index, its place
 
 _FIRST_RATE = 0.7  # before any draft was verified
-_CREDIT_S = 0.01  # seconds that lookups may take before they gain time
-_OLDER_GUESSES = 0.95  # weight of earlier lookups
-_SMALL_SHARE = 0.005  # of the steps' time, which lookups may always lose
-_STEPS_OF_A_TRIAL = 16  # lookups that do not pay are tried in one step of so many
+_CREDIT_S = 0.01  # seconds that lookups count as having gained at the start
+_OLDER_GUESSES = 0.95  # each step with lookups multiplies the earlier sums by this
+_SMALL_SHARE = 0.005  # lookups may cost this share of the steps' time more than they gain
+_STEPS_OF_A_TRIAL = 16  # if lookups do not pay, one step in this many tries them
 _REQUESTS_OF_A_TRIAL = 8  # requests that get lookups in such a step
 
 

@@ -61,7 +61,7 @@ class ServiceCounters:
 
 
 class FairRequestQueue:
-    """Serves the tenant with the smallest counter first. O(log n).
+    """Serves the tenant with the smallest counter in `counters` first. Adding and removing take amortized O(log n).
 
     rank: the order of one tenant's requests; None: as in `PriorityRequestQueue`.
     """

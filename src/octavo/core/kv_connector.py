@@ -51,7 +51,8 @@ class KVConnector(Protocol):
     def transfer_ordered(self, transfer: KVTransfer) -> None:
         """Report that the scheduler ordered a transfer.
 
-        The next step starts the transfer, unless it ends before (`transfer_ended`).
+        The worker receives the order with the next step. If the scheduler cancels the transfer before that step, the
+        worker never receives the order, and `transfer_ended` is called.
         """
         ...
 

@@ -24,7 +24,7 @@ class StepCost:
     """
 
     _WEIGHT = 0.2  # weight of the newest step of a size
-    _LARGEST = 2.0  # times the average at most: a step may be slow for other reasons
+    _LARGEST = 2.0  # averages; a longer step counts as this long, because its size may not be the cause
     _NUM_STEPS_KEPT = 1000
 
     def __init__(self) -> None:

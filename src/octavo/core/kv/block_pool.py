@@ -27,9 +27,9 @@ class Block:
     generation: grows by one with each new content.
     token_ids, extra_keys, parent: a lookup by hash is a hit only if these are equal, too. `parent` is the name of the
     content before this block.
-    name: identifies findable content. It is the link of the first block that was registered with this content, and
+    name: identifies findable content. It is the `link` of the first block that was registered with this content, and
     stays the same while the device or host memory has the content.
-    canonical: set in a private block only: the link of the indexed block with the same content.
+    canonical: set if another block was registered with this content before this block: the `link` of that other block.
     """
 
     block_id: int

@@ -270,7 +270,7 @@ class KVCacheManager:
             for group in self.bounded:
                 group.release_unread(request.sequence, request.num_computed_tokens)
             self._count_slots(request.sequence)
-            self.grown.add(request.request_id)  # a block for a later position may replace a released one
+            self.grown.add(request.request_id)  # a group may take a block for a later position when it releases one
 
     # --- release ------------------------------------------------------------------------------------------------------
 
@@ -308,7 +308,8 @@ class KVCacheManager:
     def _evicted(self, block: Block) -> None:
         """Keep an evicted block in host memory, if lookups can use it.
 
-        A block that lacks a part is only useful if host memory has the same content, or a block after it.
+        A bounded group may have evicted its part of the block. Lookups can then use the block only if host memory has
+        the same content or the block directly after it.
         """
         self._emit(events.BlockEvicted, block.block_id)
         if all(group.id_of(block) is not None for group in self.bounded) or self._is_used_in_host(block):

@@ -137,7 +137,10 @@ class PrefixCache:
     def _find_from(
         self, request: Request, first: int, name: BlockLink | None, find: Callable[..., _Found | None]
     ) -> list[_Found]:
-        """Return a pool's blocks from index `first` to the first miss. name: of the content before these blocks."""
+        """Look up a request's blocks with `find`, from block `first` of the request to the first miss.
+
+        name: the name of the block before block `first`; None if there is none.
+        """
         if not self.reads_cache(request):
             return []
         chain, token_ids, size = self.chains.extended(request), request.sequence.token_ids, self._block_size
