@@ -185,7 +185,7 @@ def test_each_request_records_one_span(lines: list[Any], caplog: pytest.LogCaptu
         if fails:
             raise RuntimeError("a fault of the tracing")
 
-    done = Audited(answers(404, audit={"a": 1}), tracing=SimpleNamespace(tell=tell))
+    done = Audited(answers(404, audit={"a": 1}), tracing=SimpleNamespace(record_span=tell))
     ((path, request_id, status, seconds, reason, details),) = told
     assert (path, request_id, status, details) == ("/x", done.request_id, 404, {"a": 1})
     assert 0 <= seconds < 60

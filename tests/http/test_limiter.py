@@ -45,8 +45,8 @@ def test_limiter_refuses_streams_over_limit_and_frees_permits(clock: Clock) -> N
         limiter.enter(EVERYBODY, 2)
     assert limiter.streams.num_held == 3
     limiter.enter(EVERYBODY, 1)
-    first.leave()
-    first.leave()  # a second call changes nothing
+    first.release()
+    first.release()  # a second call changes nothing
     assert limiter.streams.num_held == 1
     with limiter.enter(EVERYBODY, 3), pytest.raises(QueueFullError):
         limiter.enter(EVERYBODY, 1)
@@ -58,7 +58,7 @@ def test_kept_permit_outlives_its_with_block(clock: Clock) -> None:
     with limiter.enter(EVERYBODY, 1) as place:
         place.is_kept = True
     assert limiter.streams.num_held == 1
-    place.leave()
+    place.release()
     assert limiter.streams.num_held == 0
 
 
@@ -71,7 +71,7 @@ def test_retry_after_follows_drain_rate_of_queue(clock: Clock) -> None:
     for place in places[:4]:
         clock.now += 2.0
         place.is_in = True
-        place.leave()
+        place.release()
         limiter.enter(EVERYBODY, 1)
     with pytest.raises(QueueFullError) as error:
         limiter.enter(EVERYBODY, 1)
@@ -99,16 +99,16 @@ def test_only_admitted_streams_count_for_drain_rate(clock: Clock) -> None:
 
     for _ in range(20):
         clock.now += 0.1
-        limiter.enter(EVERYBODY, 1).leave()
+        limiter.enter(EVERYBODY, 1).release()
     assert wait() == 1  # no rate is known yet
-    first.leave()
+    first.release()
     clock.now += 4.0
     assert wait() == 60  # all endings so far have the same time, so no rate is known
-    second.leave()
+    second.release()
     places = [limiter.enter(EVERYBODY, 1) for _ in range(5)]
     assert wait() == 5  # five are open, and four have ended in four seconds
     for place in places:
-        place.leave()
+        place.release()
 
 
 def test_tenant_over_its_limits_is_refused(clock: Clock) -> None:
@@ -120,7 +120,7 @@ def test_tenant_over_its_limits_is_refused(clock: Clock) -> None:
         limiter.enter(tenant, 1)
     limiter.enter(EVERYBODY, 100)  # another tenant is not affected
     for place in places:
-        place.leave()
+        place.release()
     for _ in range(6):
         limiter.begin(tenant)
     with pytest.raises(RateLimitError, match="6 requests per minute") as error:
@@ -129,12 +129,12 @@ def test_tenant_over_its_limits_is_refused(clock: Clock) -> None:
     clock.now += 60
     place = limiter.enter(tenant, 1)
     place.charge(150)
-    place.leave()
+    place.release()
     with pytest.raises(RateLimitError, match="100 tokens per minute") as error:
         limiter.enter(tenant, 1)
     assert error.value.retry_after_s == pytest.approx(30.0)
     clock.now += 30
-    limiter.enter(tenant, 1).leave()
+    limiter.enter(tenant, 1).release()
 
 
 def test_reload_of_unchanged_keys_keeps_rate_debt(clock: Clock) -> None:
@@ -231,7 +231,7 @@ def test_batch_of_prompts_takes_at_most_half_of_free_streams(clock: Clock) -> No
     assert limiter.enter(EVERYBODY, 3, at_least=2).num_streams == 2  # half would be one, so at_least applies
     with pytest.raises(QueueFullError):
         limiter.enter(EVERYBODY, 10, at_least=1)
-    batch.leave()
+    batch.release()
     limiter.change((few, Tenant(name="b"), heavy := Tenant(name="heavy", weight=3.0)))
     assert limiter.enter(heavy, 1000, at_least=1).num_streams == 37  # three times the 13 that remain
     with pytest.raises(QueueFullError):
@@ -466,7 +466,7 @@ def test_limiter_counts_equal_open_permits(clock: Clock, seed: int) -> None:
     for _ in range(500):
         clock.now += rng.random()
         if places and rng.random() < 0.45:
-            places.pop(rng.randrange(len(places))).leave()
+            places.pop(rng.randrange(len(places))).release()
             continue
         before = limiter.streams.num_held
         try:
@@ -482,7 +482,7 @@ def test_limiter_counts_equal_open_permits(clock: Clock, seed: int) -> None:
     assert refusals
     assert all(is_unchanged and 0 < seconds <= 60 for is_unchanged, seconds in refusals)
     for place in places:
-        place.leave()
+        place.release()
     assert limiter.streams.num_held == 0
 
 
@@ -514,7 +514,7 @@ def test_begin_charges_request_rate_only_if_stream_is_free(clock: Clock) -> None
     held = limiter.enter(EVERYBODY, 2)
     with pytest.raises(QueueFullError, match="2 answers are open, and this request asks for 1"):
         limiter.begin(tenant)  # and no rate is charged
-    held.leave()
+    held.release()
     limiter.begin(tenant)
     limiter.begin(tenant)
     with pytest.raises(RateLimitError) as error:
@@ -584,7 +584,7 @@ def test_retry_after_uses_endings_of_last_minute(
         clock.now = now + moment
         place = limiter.enter(EVERYBODY, num_streams)
         place.is_in = True
-        place.leave()
+        place.release()
     assert limiter._soon(now, num_ahead) == seconds
 
 
@@ -594,7 +594,7 @@ def test_drain_rate_uses_only_last_64_endings(clock: Clock) -> None:
         clock.now += 0.5
         place = limiter.enter(EVERYBODY, 1)
         place.is_in = True
-        place.leave()
+        place.release()
     assert len(limiter._endings) == 64
     assert limiter._soon(clock.now, 10) == 5.0
 

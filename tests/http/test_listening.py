@@ -97,7 +97,7 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
 
 def test_signal_handlers_are_restored_after_block(handlers: dict[int, Any]) -> None:
     with contextlib.suppress(ZeroDivisionError), hearing_signals():
-        assert handlers == {signal.SIGTERM: listening._leave, signal.SIGHUP: signal.SIG_IGN}
+        assert handlers == {signal.SIGTERM: listening._exit_now, signal.SIGHUP: signal.SIG_IGN}
         raise ZeroDivisionError
     assert handlers == {signal.SIGTERM: "first", signal.SIGHUP: "second"}
 
@@ -122,7 +122,7 @@ def test_platform_without_sighup_handles_only_sigterm(
     monkeypatch.setattr(listening, "signal", SimpleNamespace(SIGTERM=signal.SIGTERM, signal=listening.signal.signal))
     assert not handles_sighup()
     with hearing_signals():
-        assert handlers == {signal.SIGTERM: listening._leave, signal.SIGHUP: "second"}
+        assert handlers == {signal.SIGTERM: listening._exit_now, signal.SIGHUP: "second"}
 
 
 def test_sigterm_forces_exit_after_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_sigterm_forces_exit_after_ten_seconds(monkeypatch: pytest.MonkeyPatch) 
     made: list[Any] = []
     monkeypatch.setattr(listening.threading, "Timer", Timer)
     with pytest.raises(SystemExit) as leaving:
-        listening._leave(signal.SIGTERM, None)
+        listening._exit_now(signal.SIGTERM, None)
     assert leaving.value.code == 0
     (timer, arguments), started = made
     assert (timer is started, arguments) == (True, (10.0, os._exit, [0]))

@@ -159,9 +159,9 @@ def rewritten(old: str, new: str) -> Callable:
 MUTANTS = {
     "resampled from p": ("(target - draft_probs[at].double()).clamp(min=0.0)", "target"),
     "resampled from q": ("(target - draft_probs[at].double()).clamp(min=0.0)", "draft_probs[at]"),
-    "accepted by the numbers of the draft": ("sample_index, Stream.ACCEPTANCE", "sample_index, Stream.DRAFT"),
-    "resampled by the numbers of the draft": ("Stream.RESAMPLING)", "Stream.DRAFT)"),
-    "resampled by the numbers of acceptance": ("Stream.RESAMPLING)", "Stream.ACCEPTANCE)"),
+    "accepted by the numbers of the draft": ("sample_index, RandomStream.ACCEPTANCE", "sample_index, RandomStream.DRAFT"),
+    "resampled by the numbers of the draft": ("RandomStream.RESAMPLING)", "RandomStream.DRAFT)"),
+    "resampled by the numbers of acceptance": ("RandomStream.RESAMPLING)", "RandomStream.ACCEPTANCE)"),
     "accepted at another position": ("uniform_noise(seed, position, ", "uniform_noise(seed, position * 0, "),
     "accepted the other way round": ("* q < p", "* p < q"),
     "accepted where it is likelier": ("* q < p", "* 0 + q < p"),

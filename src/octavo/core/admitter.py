@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 class Admitter:
-    """Admits requests from the queue. num_busy_steps: steps that compute tokens; the scheduler counts them."""
+    """Admits requests from the queue.
+
+    num_busy_steps: number of steps that computed tokens. The scheduler counts them. They limit how long a request is
+    deferred.
+    """
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
         self.num_busy_steps = 0

@@ -339,8 +339,8 @@ class Scheduler:
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
         """End every request of the oldest step in flight, which failed, with an error.
 
-        The next step reports the failed step's ended requests and cancels again, because the worker may have missed
-        them. Requests that are only in a later step in flight start again.
+        The worker may have missed the ended requests and cancelled transfers that the failed step reported. So the next
+        step reports them again. Requests that are only in a later step in flight are preempted.
         """
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step)

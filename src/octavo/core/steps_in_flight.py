@@ -3,9 +3,9 @@
 The worker computes steps in order. So a later step reads and writes a block after an earlier step, even if the block
 changed its owner.
 
-With `async_scheduling`, the next step is decided before the previous step has a result, with placeholders for tokens.
-This requires that no request loses blocks, and that each request that is due gets exactly one token. If a request ends
-by an unpredicted stop, one row is wasted.
+With `async_scheduling`, the next step is decided before the previous step has a result. A placeholder stands for each
+unknown token. This requires that the next step preempts no request, and that each request whose known tokens are all
+computed gets exactly one token. If a request ends by an unpredicted stop, its row in the next step is wasted.
 """
 
 from __future__ import annotations

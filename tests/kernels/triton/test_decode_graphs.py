@@ -279,7 +279,7 @@ def test_decode_inputs_are_copied_and_padded(kernels, generator, monkeypatch):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("index.to(tl.int64) * own_width", "index.to(tl.int64) * width"),
+        ("index.to(tl.int64) * graph_width", "index.to(tl.int64) * width"),
         ("column = tl.program_id(1) * BLOCK + ", "column = "),
         ("tl.load(slots_ptr + index, mask=is_row, other=-1)", "tl.load(slots_ptr + index, mask=is_row, other=0)"),
         ("token_ids, given.positions, given.slot_mapping,", "token_ids, given.positions, batch.slot_mapping,"),

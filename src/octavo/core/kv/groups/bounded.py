@@ -159,9 +159,9 @@ class BoundedGroup:
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return the number of blocks that a row reads, plus one for the next position.
+        """Return the largest number of blocks that a row (token) reads, plus one for the next row; at most all blocks.
 
-        `can_reserve` adds the blocks that a longer step needs.
+        If a step computes many tokens, it needs more blocks. `can_reserve` adds them once for all requests.
         """
         return min(num_all_blocks, self._most_read + 1)
 

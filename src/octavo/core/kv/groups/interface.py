@@ -89,9 +89,9 @@ class KVGroup(Protocol):
         ...
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """Return whether `num_blocks` can be set aside for all requests together.
+        """Return whether `num_blocks` blocks, the sum of all requests' reservations, can be set aside.
 
-        num_saved: further blocks that saves may pin. is_only: whether there is only one request.
+        num_saved: number of blocks that saves may pin in addition. is_only: whether only one request has a reservation.
         """
         ...
 
