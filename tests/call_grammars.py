@@ -41,7 +41,7 @@ class Grammars:
         vocabulary = Vocabulary(self.tokenizer.to_str(), self.size, eos_ids, self.tokenizer.token_to_id, added_ids)
         return GrammarCompiler(lambda: vocabulary, num_rows)
 
-    def spell(self, text: str) -> str | None:
+    def token_name(self, text: str) -> str | None:
         token_id = self.tokenizer.token_to_id(text)
         return None if token_id is None else f"<[{token_id}]>"
 

@@ -800,7 +800,7 @@ def test_failed_source_ends_all_requests_waiting_for_area(monkeypatch, end):
 
 
 def reset_once(donor, monkeypatch):
-    hear, calls = donor._hear, []
+    hear, calls = donor._receive, []
 
     def reset(channel):
         calls.append(hear(channel))
@@ -808,7 +808,7 @@ def reset_once(donor, monkeypatch):
             raise ConnectionResetError("a switch restarts")
         return calls[-1]
 
-    monkeypatch.setattr(donor, "_hear", reset)
+    monkeypatch.setattr(donor, "_receive", reset)
 
 
 def full(_donor, monkeypatch):

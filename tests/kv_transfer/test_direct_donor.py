@@ -361,7 +361,7 @@ def serve(donor, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(direct_donor, "Channel", lambda _: channel)
-    monkeypatch.setattr(donor, "_hear", hear)
+    monkeypatch.setattr(donor, "_receive", hear)
     donor._connections.add(ours)
     donor._serve(ours)
     assert donor._connections == set()
@@ -414,11 +414,11 @@ def notice_of(ready, secret="s"):
 
 def test_transfer_request_is_accepted_only_with_valid_proof(donor):
     ready = ready_for(KEYS[:2])
-    assert donor._hear(Channel(hello(), notice_of(ready))) == ready
+    assert donor._receive(Channel(hello(), notice_of(ready))) == ready
     with pytest.raises(ConnectionError, match=r"^a decode engine with another OCTAVO_KV_SECRET$"):
-        donor._hear(Channel(hello(), notice_of(ready, "another")))
+        donor._receive(Channel(hello(), notice_of(ready, "another")))
     with pytest.raises(ConnectionError, match=r"^invalid request: "):
-        donor._hear(Channel(hello(), notice_of(b"\xc1")))
+        donor._receive(Channel(hello(), notice_of(b"\xc1")))
 
 
 @pytest.mark.parametrize(
@@ -437,7 +437,7 @@ def test_transfer_request_is_accepted_only_with_valid_proof(donor):
 )
 def test_mismatched_protocol_version_or_kv_format_is_refused(donor, messages, reason):
     with pytest.raises(RefusalError, match=f"^{reason}$"):
-        donor._hear(Channel(*messages))
+        donor._receive(Channel(*messages))
 
 
 # --- to decode engines ------------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ _REQUESTS_OF_A_TRIAL = 8  # requests that get lookups in such a step
 class DraftPolicy:
     """Allots drafts to requests, and learns the costs and acceptance rates of drafts.
 
-    The only writer of `Request.acceptance` and `Request.computed_acceptance`. Taking the most probable drafts first is
-    optimal if all rows cost the same.
+    Only this class writes `Request.acceptance` and `Request.computed_acceptance`. It takes the most probable drafts
+    first. This is optimal if all rows (tokens) of a step cost the same.
     """
 
     def __init__(self) -> None:

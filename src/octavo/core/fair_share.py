@@ -54,7 +54,8 @@ class ServiceCounters:
         """Return the largest possible difference between two waiting tenants' counters.
 
         Admissions go to the smallest counter, so the difference is at most one prompt and the tokens that running
-        requests still generate. longest_prompt, longest_output: in tokens. least_weight: a tenant's smallest weight.
+        requests still generate. longest_prompt, longest_output: in tokens. least_weight: the smallest weight of any
+        tenant.
         """
         longest = self.input_weight * longest_prompt + self.output_weight * longest_output * max_num_seqs
         return longest / least_weight

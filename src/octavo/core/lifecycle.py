@@ -82,7 +82,7 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
-        """Take the first request of the queue, which waits for a load and counts as running."""
+        """Admit the first request of the queue. It joins the running list after its load (`end_loading`)."""
         self._waiting_requests.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens

@@ -179,7 +179,8 @@ class Scheduler:
     def may_look_ahead(self) -> bool:
         """Return whether the next step can be decided before the step in flight has a result.
 
-        All blocks that running requests may take must be free, because such a step preempts no request.
+        A step that is decided so early must not preempt a request. So every group must have enough free blocks for the
+        running requests.
         """
         is_allowed = self.config.async_scheduling and not self.faults.to_preempt
         if not (is_allowed and self._state.in_flight.is_foreseeable(self.requests)):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.core.request_queue import RequestQueue
     from octavo.data.request import Request
 
-MAX_DEFERRED_STEPS = 16  # steps that compute tokens; then a deferred request waits no longer
+MAX_DEFERRED_STEPS = 16  # a request stays deferred for at most this many steps that compute tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class WaitingRequests:
         self._never_deferred.discard(request.request_id)
 
     def may_defer(self, request: Request) -> bool:
-        """Return False if a request was deferred in vain before."""
+        """Return False if the request was deferred before and what it waited for did not come in time."""
         return request.request_id not in self._never_deferred
 
     def defer(self, is_pending: Callable[[], bool], step: int) -> Request:

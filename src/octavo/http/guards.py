@@ -56,7 +56,7 @@ def _add_error_handlers(app: Starlette) -> None:
         http_error = to_http(error)
         if http_error.status == 500 and not isinstance(error, RequestFailedError):  # logged already
             logger.error("a request failed: %s", error, exc_info=error)
-        format_error: Callable[[HttpError], Response] | None = getattr(request.state, "spell_error", None)
+        format_error: Callable[[HttpError], Response] | None = getattr(request.state, "format_error", None)
         return error_response(http_error, request.url.path) if format_error is None else format_error(http_error)
 
     async def routing_error(request: Request, error: Exception) -> Response:

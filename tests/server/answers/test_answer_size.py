@@ -87,7 +87,7 @@ def test_large_work_runs_outside_event_loop_thread(
 
     for owner, name in functions:
         monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
-    monkeypatch.setattr(EmbeddingReply, "_token_name", lambda *_: "")  # this engine has no hidden states
+    monkeypatch.setattr(EmbeddingReply, "_encode", lambda *_: "")  # this engine has no hidden states
     with shared.http() as http:
         response = http.post(route, json=body)
     assert response.status_code == 200, response.text

@@ -92,7 +92,7 @@ class Place:
     num_left = 0
     tenant = SimpleNamespace(name="t")
 
-    def leave(self) -> None:
+    def release(self) -> None:
         self.num_left += 1
 
 

@@ -16,7 +16,7 @@ from test_tokenizer import BACKENDS, CONFIG
 from octavo.engine.tokenizer import Tokenizer
 from octavo.outputs import Logprob
 from octavo.server.api.openai.logprobs import chat_logprobs, completion_logprobs
-from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces, client_names, places_in_prompt
+from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces, piece_text, places_in_prompt
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -151,4 +151,4 @@ def test_top_logprobs_keep_alternatives_with_equal_text() -> None:
     ("piece", "text"), [("a", "a"), (b"a", "a"), (b"\xf0", r"bytes:\xf0"), (b" it's\xe2\x80", r"bytes: it's\xe2\x80")]
 )
 def test_invalid_utf8_token_text_is_escaped(piece: str | bytes, text: str) -> None:
-    assert client_names(piece) == text
+    assert piece_text(piece) == text

@@ -90,35 +90,35 @@ def describe(service: Service, routes: Routes) -> _Object:
 
 
 def _operation(route: Route, path: str, schemas: dict[Any, _Object]) -> _Object:
-    endpoint = find_endpoint(route)
+    declared = find_endpoint(route)
     parameter = {"in": "path", "required": True, "schema": {"type": "string"}}
     name = re.sub(r"[/.]", "_", re.sub(r"[{}]", "", _CONVERTOR.sub("}", path)).strip("/")) or "root"
-    summary = endpoint.summary if path == route.path else _OLDER
+    summary = declared.summary if path == route.path else _OLDER
     operation: _Object = {"operationId": name, "summary": summary, "tags": [route.api.name]}
     if names := _PARAMETER.findall(path):
         operation["parameters"] = [{"name": each, **parameter} for each in names]
-    if endpoint.body is not None:
-        operation["requestBody"] = {"required": True, **_content("application/json", schemas[endpoint.body])}
+    if declared.body is not None:
+        operation["requestBody"] = {"required": True, **_content("application/json", schemas[declared.body])}
     answers: _Object = {}
-    if endpoint.answer is not None:
-        answers["text/plain" if endpoint.answer is str else "application/json"] = {"schema": schemas[endpoint.answer]}
-    if endpoint.is_streamed and route.api.lines:
+    if declared.answer is not None:
+        answers["text/plain" if declared.answer is str else "application/json"] = {"schema": schemas[declared.answer]}
+    if declared.is_streamed and route.api.lines:
         answers["application/x-ndjson"] = answers["application/json"]
-    elif endpoint.is_streamed:
+    elif declared.is_streamed:
         answers["text/event-stream"] = {"schema": schemas[Event]}
     success: _Object = {"description": "The answer."}
     operation["responses"] = {"200": {**success, "content": answers} if answers else success}
-    operation["responses"] |= _errors(route, endpoint, schemas)
+    operation["responses"] |= _errors(route, declared, schemas)
     if path in OPEN_PATHS:
         operation["security"] = []
     return operation
 
 
-def _errors(route: Route, endpoint: Endpoint, schemas: dict[Any, _Object]) -> _Object:
+def _errors(route: Route, declared: Endpoint, schemas: dict[Any, _Object]) -> _Object:
     # Before a request reaches its route, an error has OpenAI's form.
     kinds = dict.fromkeys((_ERRORS.get(route.api, Error), Error))
     either = [schemas[kind] for kind in kinds]
-    statuses = {status for status in _STATUSES if endpoint.body is not None or status not in _POST_ONLY}
+    statuses = {status for status in _STATUSES if declared.body is not None or status not in _POST_ONLY}
     if route.api is not TGI:
         statuses -= {_TGI_ONLY}
     if route.path in OPEN_PATHS:
@@ -133,10 +133,10 @@ def _content(media_type: str, schema: _Object) -> _Object:
 
 @functools.cache  # slow, and it runs on the event loop
 def _schemas(routes: Routes) -> tuple[dict[Any, _Object], _Object]:
-    endpoint = [find_endpoint(route) for route in routes if route.is_described]
-    bodies = sorted({each.body for each in endpoint if each.body is not None}, key=lambda body: body.__name__)
+    endpoints = [find_endpoint(route) for route in routes if route.is_described]
+    bodies = sorted({each.body for each in endpoints if each.body is not None}, key=lambda body: body.__name__)
     inputs, requests = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
-    answers = list(dict.fromkeys([*(each.answer for each in endpoint if each.answer), *_ERRORS.values(), Error, Event]))
+    answers = list(dict.fromkeys([*(each.answer for each in endpoints if each.answer), *_ERRORS.values(), Error, Event]))
     outputs, described = msgspec.json.schema_components(answers, ref_template=_REF + "{name}")
     assert not requests["$defs"].keys() & described.keys(), "two types have the same name"
     of_bodies = {body: inputs[body, "validation"] for body in bodies}

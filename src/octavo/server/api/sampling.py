@@ -25,12 +25,12 @@ def sampling_params(request: BaseModel, defaults: SamplingParams, **given: Any) 
     defaults: for missing and null fields. given: fields that the API names or reads differently.
     """
     known = type(request).model_fields
-    given = {name: value for name in _NAMES if name in known and (value := getattr(request, name)) is not None}
-    if given.get("seed") == _ANY_SEED:
-        del given["seed"]
-    if "logit_bias" in given:
-        given["logit_bias"] = read_logit_bias(given["logit_bias"])
-    return replace(defaults, **{**given, **given})
+    named = {name: value for name in _NAMES if name in known and (value := getattr(request, name)) is not None}
+    if named.get("seed") == _ANY_SEED:
+        del named["seed"]
+    if "logit_bias" in named:
+        named["logit_bias"] = read_logit_bias(named["logit_bias"])
+    return replace(defaults, **{**named, **given})
 
 
 def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:

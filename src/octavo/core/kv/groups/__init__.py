@@ -20,10 +20,10 @@ __all__ = ["BoundedGroup", "Claim", "FullAttentionGroup", "KVGroup", "longest_hi
 def longest_hit(
     groups: Sequence[BoundedGroup], blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int
 ) -> int:
-    """Return the largest number of leading blocks after which a request can continue in every group.
+    """Return the largest number of leading blocks after which every group has all that a request's next row reads.
 
-    host_blocks: the found blocks after `blocks`. A hit that one group shortened may be no hit in another group, so all
-    groups are asked until none shortens the hit.
+    host_blocks: the found blocks after `blocks`. num_tokens: of the request. If one group shortens the hit, another
+    group may lack a block for the shorter hit. So all groups are asked until none shortens the hit.
     """
     count, is_shortened = len(blocks) + len(host_blocks), True
     while is_shortened:

@@ -32,7 +32,8 @@ class BoundedGroup:
     """A `KVGroup` whose kind limits how many positions a row (token) reads, such as a sliding window.
 
     blocks: the blocks of the first group, by id. max_step_tokens: the most tokens of one request in a step.
-    on_evict: called before a part is evicted, with the first group's block that loses the part.
+    A part is this group's block for the positions of one block of the first group. on_evict: called with the first
+    group's block before its part is evicted.
     """
 
     def __init__(

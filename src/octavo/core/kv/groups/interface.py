@@ -81,7 +81,10 @@ class KVGroup(Protocol):
         ...
 
     def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
-        """Return whether a new request of `num_all_blocks` blocks fits and `num_spare_blocks` stay free."""
+        """Return whether a new request of `num_all_blocks` blocks fits and `num_spare_blocks` stay free.
+
+        found, num_read: as in `claim`.
+        """
         ...
 
     def num_reserved(self, num_all_blocks: int) -> int:

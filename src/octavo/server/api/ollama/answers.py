@@ -70,7 +70,7 @@ async def generate(service: Service, http_request: Request, request: PromptReque
     if request.raw and (request.system or request.think):
         raise RequestError("raw uses the prompt as it is: leave system and think out", parameter="raw")
     params = await look_at(http_request, partial(request.params, service))
-    reply, options = partial(OllamaReply, service, request, is_chat=False), request.template_options(service)
+    reply = partial(OllamaReply, service, request, is_chat=False)
     if request.raw or not (request.system or service.engine.input_processor.has_chat_template):
         with service.enter(http_request, 1) as place:
             job = Job(
@@ -84,7 +84,7 @@ async def generate(service: Service, http_request: Request, request: PromptReque
             return await answer(service, http_request, job, reply(job, AnswerForm()))
     messages = [{"role": "system", "content": request.system}] if request.system else []
     messages.append({"role": "user", "content": request.prompt})
-    conversation = Conversation(messages, NO_TOOLS, options, field="prompt")
+    conversation = Conversation(messages, NO_TOOLS, request.template_options(service), field="prompt")
     return await answer_conversation(service, http_request, conversation, params, reply, id_prefix="gen-", **options)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.engine.output_processor import TokenTexts
 from octavo.server.api.openai import replies
-from octavo.server.api.openai.token_places import BYTES, client_names
+from octavo.server.api.openai.token_places import BYTES, piece_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -113,7 +113,7 @@ def completion_logprobs(
     A prompt's positions are `TokenLogprobs`: objects for up to 40,000 alternatives would take too long.
     """
     result = replies.CompletionLogprobs([], [], [], [])
-    texts = TokenTexts(lambda token_id: client_names(piece(token_id)))
+    texts = TokenTexts(lambda token_id: piece_text(piece(token_id)))
     for position, place in zip(positions, places, strict=True):
         result.text_offset.append(place.offset)
         result.tokens.append(_id_name(place.token_id) if as_ids else place.text)
@@ -182,6 +182,6 @@ def _all_finite(entry: TokenLogprobs) -> list[float]:
 def _chat_token(token_id: int, entry: Logprob, piece: Piece, as_ids: bool) -> tuple[str, float, list[int]]:
     r"""Part of a character is `\xf0\x9f`, as in OpenAI's API."""
     written = piece(token_id)
-    text = written if isinstance(written, str) else client_names(written).removeprefix(BYTES)
+    text = written if isinstance(written, str) else piece_text(written).removeprefix(BYTES)
     data = written.encode() if isinstance(written, str) else written
     return _id_name(token_id) if as_ids else text, _finite(entry), list(data)

@@ -32,7 +32,7 @@ class TokenPlace(NamedTuple):
         return self.offset + self.num_chars
 
 
-def client_names(piece: str | bytes) -> str:
+def piece_text(piece: str | bytes) -> str:
     r"""Return a token as text, or as `bytes:\xf0\x9f`, OpenAI's form of a part of a character."""
     if isinstance(piece, str):
         return piece
@@ -75,7 +75,7 @@ class TokenPlaces:
             elif piece:
                 places += self._place_text(token_id, piece)
             else:
-                name = client_names(self._tokenizer.piece(token_id, skip_special_tokens=False))
+                name = piece_text(self._tokenizer.piece(token_id, skip_special_tokens=False))
                 places.append(TokenPlace(self._offset, name, token_id, 0))  # hidden
         return places
 
@@ -127,11 +127,11 @@ class TokenPlaces:
             index = num_before[position] - (is_text and _continues(run, position))
             offset = start + max(index - num_stripped, 0)
             if not isinstance(piece, bytes):
-                text = client_names(self._tokenizer.piece(token_id, skip_special_tokens=False))
+                text = piece_text(self._tokenizer.piece(token_id, skip_special_tokens=False))
             elif index < num_stripped:
                 text = ""
             else:
-                text = client_names(piece) if is_text else _bytes_text(piece)
+                text = piece_text(piece) if is_text else _bytes_text(piece)
             num_chars = int(isinstance(piece, bytes) and index >= num_stripped)
             places.append(TokenPlace(offset, text, token_id, num_chars))
         return places
@@ -151,7 +151,7 @@ def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iter
     for token_id in token_ids:
         piece = tokenizer.piece(token_id, skip_special_tokens=False)
         raw = piece if isinstance(piece, bytes) else piece.encode()
-        text = client_names(piece)
+        text = piece_text(piece)
         if raw.startswith(b" ") and not data.startswith(raw, position) and data.startswith(raw[1:], position):
             raw, text = raw[1:], text[1:]
         found = data.find(raw, position, position + len(raw) + (_MOST_SKIPPED_BYTES if raw.strip() else 0))
