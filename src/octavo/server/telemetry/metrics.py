@@ -142,7 +142,7 @@ class EngineCollector(Collector):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics of the engine, each as one metric family."""
+        """Yield one family for each metric."""
         engine, model = self._service.engine, [self._service.model_names[0]]
         stats = engine.client.stats
         for family, figures in ((gauge, _GAUGES), (counter, _COUNTERS)):
@@ -168,7 +168,7 @@ class EngineCollector(Collector):
 
 
 def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
-    """Yield the capacities of the engine. As in vLLM, the sizes of the KV cache are also labels of one metric."""
+    """Yield the capacities. As in vLLM, sizes of the KV cache are also labels of one metric."""
     for attribute, name, text in _CAPACITY:
         yield gauge(name, text, _MODEL, [(model, getattr(capacity, attribute))])
     config = [*model, *(str(getattr(capacity, name)) for name in _CACHE_CONFIG)]
@@ -183,8 +183,7 @@ def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
 def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
     """Yield the counters of each KV cache tier.
 
-    A tier's bandwidth is its bytes / its seconds. The time that a tier saved is its computing time minus its waiting
-    time.
+    A tier's bandwidth is bytes / seconds. The time that a tier saved is computing time minus waiting time.
     """
     for attribute, name, text in _TIER_COUNTERS:
         yield counter(name, text, [*_MODEL, "tier"], _each(stats.tiers, attribute, model))

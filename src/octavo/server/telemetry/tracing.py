@@ -1,7 +1,7 @@
 """Reports requests as OpenTelemetry spans. A name that vLLM has as well is vLLM's.
 
 Each admitted request becomes a span `llm_request`, even if the request fails later. The span's parent is the client's
-`traceparent`, and its children are the phases `queue`, `prefill` and `decode`. Spans contain no text of the request.
+`traceparent`, and its children are the phases `queue`, `prefill` and `decode`. Spans contain no text.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Tracing:
     ) -> None:
         """Make the spans of a request that has ended.
 
-        seconds: the request's duration. reason: why the request was refused or cut off; None if it was not. details:
-        the fields of the request's audit line; a request without the field "usage" was not admitted and gets no span.
+        reason: why the request was refused or cut off, or None. details: the fields of the request's audit line. A
+        request without the field "usage" was not admitted and gets no span.
         """
         usage: UsageCounter | None = details.get("usage")
         if usage is None:
@@ -110,8 +110,7 @@ def _attributes(
 def _phases(metrics: list[RequestMetrics]) -> Iterator[tuple[str, float, float]]:
     """Yield (name, start, end) of each phase, in seconds of the engine's clock.
 
-    metrics: of each prompt. With several prompts, a phase starts when the first prompt reaches it, and `decode` ends
-    when the last prompt finishes.
+    With several prompts, a phase starts when the first prompt reaches it, and `decode` ends when the last prompt ends.
     """
     if not metrics:
         return

@@ -26,10 +26,9 @@ class Cursor:
         self._epoch = self._view.epoch
 
     def frame(self) -> dict[str, Any]:
-        """Return the next frame: the changes since the previous frame, and the current figures.
+        """Return the changes since the previous frame, and the current figures.
 
-        Its field is_first is True if the page must drop its state. Its field steps_left_out counts new steps that are
-        missing because the view no longer keeps them.
+        is_first: True if the page must drop its state. steps_left_out: number of new steps that the view dropped.
         """
         view = self._view
         if self._epoch != view.epoch:

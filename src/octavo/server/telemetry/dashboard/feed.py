@@ -44,13 +44,13 @@ class Dashboard:
         self._closing: asyncio.TimerHandle | None = None
 
     def enter(self) -> None:
-        """Take one of the `MAX_WATCHERS` places for viewers. Raises `QueueFullError` if all are taken."""
+        """Take a viewer's place. Raises `QueueFullError` if all `MAX_WATCHERS` places are taken."""
         if self._num_watchers >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} dashboard pages are open, which is the limit; close one")
         self._num_watchers += 1
 
     def leave(self) -> None:
-        """Release the place of a viewer that has disconnected."""
+        """Release a viewer's place."""
         self._num_watchers -= 1
         if not self._num_watchers and self._closing is None:
             self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)
@@ -69,7 +69,7 @@ class Dashboard:
         yield _event("bye", {})
 
     async def explain(self, request_id: str) -> dict[str, Any]:
-        """Return how long a request spent in which phase, and why. Raises `NotFoundError` if it was not recorded."""
+        """Return how long a request spent in which phase, and why. Raises `NotFoundError`."""
         view = self._view
         if view is None:
             raise NotFoundError("requests are recorded only while a dashboard is open: open /dashboard first")

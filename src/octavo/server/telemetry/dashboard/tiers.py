@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def tier_rows(stats: EngineStats, capacity: EngineCapacity) -> list[dict[str, Any]]:
-    """Return one row of figures for each tier. A figure is None if it is unknown or has no meaning for the tier.
+    """Return a row for each tier. A figure is None if it is unknown or has no meaning for the tier.
 
-    hit_rate: share of the looked-up prompt tokens whose KV was in the tier. loads_per_s, saves_per_s: bytes per second.
-    spared: seconds of computing that loads saved, minus the seconds that requests waited for the loads.
+    hit_rate: share of the looked-up prompt tokens. loads_per_s, saves_per_s: bytes per second. spared: seconds of
+    computing that loads saved, minus the seconds of waiting for the loads.
     """
     return [
         {

@@ -53,9 +53,8 @@ class Times:
 class Second:
     """The figures of one second of the engine's clock.
 
-    revision: the view's revision when this second last changed. prefill, generated: numbers of tokens. running,
-    waiting: numbers of requests at the last step; usage: share of the KV cache, 0 to 1, at the last step. loaded_bytes,
-    saved_bytes: KV that was moved from and to other tiers. ttft, itl: time to first token and inter-token latency.
+    prefill, generated: numbers of tokens. running, waiting, usage: as of the second's last step. loaded_bytes,
+    saved_bytes: KV moved from and to other tiers. ttft, itl: time to first token, inter-token latency.
     """
 
     revision: int
@@ -71,12 +70,12 @@ class Second:
     percentiles: tuple[float | None, ...] = ()
 
     def settle(self) -> None:
-        """Replace `ttft` and `itl` by their percentiles, to save memory."""
+        """Replace `ttft` and `itl` by their percentiles."""
         if self.ttft is not None:
             self.percentiles, self.ttft, self.itl = self._percentiles(), None, None
 
     def row(self, second: int) -> list[float | None]:
-        """Return the second's row for the page: its number and the values of the chart's lines."""
+        """Return the second's row for the page's chart."""
         times, moved = self._percentiles(), (self.loaded_bytes, self.saved_bytes)
         return [second, self.prefill, self.generated, self.running, self.waiting, round(self.usage, 4), *times, *moved]
 
@@ -90,9 +89,8 @@ class Second:
 class Step:
     """A step that has ended.
 
-    start: on the engine's clock, in seconds. parts: for each request, in the order of the batch, its number, its number
-    of tokens, and True if these are prompt tokens. drafts: for each draft, the request's number, the number of draft
-    tokens, and the number of accepted draft tokens.
+    start: on the engine's clock, in seconds. parts: (request's number, number of tokens, True if they are prompt
+    tokens), in the order of the batch. drafts: (request's number, number of draft tokens, number of accepted ones).
     """
 
     number: int
@@ -108,7 +106,7 @@ class Step:
 
 @dataclass(slots=True)
 class Shown:
-    """A request on the page. num_left: tokens to compute before the request generates; at most 0 afterwards."""
+    """A request on the page. num_left: tokens to compute before the request generates."""
 
     number: int
     request_id: str
@@ -263,7 +261,7 @@ class LiveView:
         return round(1 - (states.count(BlockState.FREE) + states.count(BlockState.CACHED)) / len(states), 4)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of the page's request list: live requests, then recently ended ones."""
+        """Return rows of live requests, then of recently ended ones."""
         now = self.clock()
         live = [shown for shown in self._shown.values() if shown.ended is None]
         live.sort(key=lambda shown: (_LIVE_ORDER[shown.state], shown.number))
@@ -375,7 +373,7 @@ class LiveView:
 
     def _take_tokens(self, event: events.StepCompleted) -> None:
         second, now = self._second(event.time), event.time
-        ttft, itl = second.ttft or Times(), second.itl or Times()  # None: too old to get events
+        ttft, itl = second.ttft or Times(), second.itl or Times()  # only old seconds have None
         for request_id, count in event.num_new_tokens.items():
             second.generated += count
             shown = self._shown.get(request_id)
