@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from octavo.server.api.openai.requests import SamplingFields
 
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
-_SCHEMA_KEYS = ("schema", "value")  # llama.cpp's in a json_object, and huggingface_hub's
-_ANY_SEED = -1  # vLLM's, llama.cpp's and Ollama's
+_SCHEMA_KEYS = ("schema", "value")  # the schema's key in a json_object: llama.cpp's and huggingface_hub's
+_ANY_SEED = -1  # in vLLM, llama.cpp and Ollama
 _NAMES = [field.name for field in fields(SamplingParams)]
 
 
 def sampling_params(request: BaseModel, defaults: SamplingParams, **own: Any) -> SamplingParams:
-    """Build sampling parameters from fields with the same names.
+    """Build sampling parameters from those fields of a request that have the names of parameters.
 
-    defaults: for missing and null fields. own: fields that the API names or reads differently.
+    defaults: replace missing and null fields. own: parameters that the API names or reads differently; they replace the
+    request's fields.
     """
     known = type(request).model_fields
     given = {name: value for name in _NAMES if name in known and (value := getattr(request, name)) is not None}
@@ -49,7 +50,7 @@ def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
 def token_limit(given: int | None, default: int | None) -> int | None:
     """Return the maximum number of tokens of an answer; None if only the context limits it.
 
-    given: the client's limit; -1 means none, None means `default`.
+    given: the client's limit; -1 means no limit, None means `default`.
     """
     if given == -1:
         return None
@@ -85,7 +86,7 @@ def read_response_format(given: Any, parameter: str = "response_format") -> Stru
 
 
 def read_logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
-    """Convert a logit bias's keys to token ids."""
+    """Convert the keys of a logit bias to token ids."""
     if not biases:
         return None
     for key in biases:

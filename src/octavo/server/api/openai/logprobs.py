@@ -18,19 +18,20 @@ if TYPE_CHECKING:
     from octavo.server.answers.parts import Part
     from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces
 
-    Piece: TypeAlias = Callable[[int], str | bytes]  # special tokens have text, too
+    Piece: TypeAlias = Callable[[int], str | bytes]  # by token id; special tokens have text as well
     PlacedPosition: TypeAlias = tuple[TokenPlace, "Position"]
 
-Position = dict[int, "Logprob"]  # the token itself first
-_LOWEST = -9999.0  # for -infinity, which JSON lacks, as in vLLM
+Position = dict[int, "Logprob"]  # by token id; the token at the position is first
+_LOWEST = -9999.0  # instead of -infinity, which JSON lacks; as in vLLM
 
 
 def chat_logprobs(
     positions: Sequence[Position] | None, num_top: int, piece: Piece, *, as_ids: bool = False
 ) -> replies.ChatLogprobs | None:
-    """Convert the positions of a chat choice.
+    """Convert the log probabilities of a chat choice, if any.
 
-    num_top: alternatives at each position. as_ids: write tokens as vLLM's token_id:123.
+    num_top: number of most probable tokens to show at each position. as_ids: write each token as token_id:123, as in
+    vLLM.
     """
     if positions is None:
         return None
@@ -44,14 +45,14 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """Pairs log probabilities with the places of their tokens, once these are certain."""
+    """Pairs the log probabilities of tokens with the places of the tokens, once the places are certain."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Add tokens; return those with certain places."""
+        """Add tokens. Return the pairs that became certain, earlier tokens included. is_over: no tokens follow."""
         self._waiting += positions
         places = self._places.add(token_ids)
         if is_over:
@@ -60,22 +61,22 @@ class PlacedLogprobs:
 
 
 class ContentLogprobs:
-    """Finds the tokens of an answer's content by their places.
+    """Finds the log probabilities of an answer's content by the places of the tokens.
 
-    A token belongs to it if it has at least a part of one of the content's characters.
+    A token belongs to the content if the token has at least a part of one of the content's characters.
     """
 
     def __init__(self, places: TokenPlaces, num_top: int, piece: Piece, *, hides_end: bool) -> None:
-        """hides_end: the token that ends the answer has no text."""
+        """hides_end: the token that ends the answer has no text in the answer."""
         self._places = PlacedLogprobs(places)
         self._num_top = num_top
         self._piece = piece
         self._hides_end = hides_end
         self._tokens: deque[PlacedPosition] = deque()
-        self._is_told = False  # the last content ended within the first token
+        self._is_told = False  # the last content ended within the first of `_tokens`
 
     def add(self, completion: CompletionOutput) -> None:
-        """Add tokens."""
+        """Add the tokens of an output."""
         if completion.logprobs is None:
             return
         is_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
@@ -84,7 +85,7 @@ class ContentLogprobs:
         self._tokens += self._places.add(token_ids, positions, is_over=completion.finished)
 
     def take(self, part: Part) -> list[replies.TokenLogprob]:
-        """Return the tokens that begin in the answer's next part; none if it is not content."""
+        """Return the tokens of the answer's next part that no earlier call returned; none for parts without content."""
         while self._tokens and self._tokens[0][0].end <= part.start:
             self._tokens.popleft()
             self._is_told = False
@@ -112,9 +113,10 @@ def completion_logprobs(
     *,
     as_ids: bool = False,
 ) -> replies.CompletionLogprobs:
-    """Convert the positions of a completion choice; an echoed prompt's first position is None.
+    """Convert the log probabilities of a completion choice.
 
-    A prompt's positions are `TokenLogprobs`: objects for up to 40,000 alternatives would take too long.
+    positions: None for the first token of an echoed prompt. The prompt's other positions are `TokenLogprobs`, because
+    making objects for up to 40,000 alternatives would take too long.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: spelled(piece(token_id)))
@@ -143,7 +145,7 @@ def _scores(position: Position | TokenLogprobs) -> dict[int, float]:
 def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenTexts[str]) -> dict[str, float]:
     """Return text -> score; if two tokens have the same text, the key of the second is its id."""
     texts = list(map(texts_by_id.__getitem__, scores))
-    is_start = texts[0] == " " + place.text  # a space at the start of a text is stripped
+    is_start = texts[0] == " " + place.text  # the tokenizer strips a space at the start of a text
     texts[0] = place.text
     if is_start:
         texts = [text.removeprefix(" ") for text in texts]
@@ -157,7 +159,7 @@ def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenText
 
 
 def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
-    """Convert to vLLM's prompt_logprobs."""
+    """Convert a prompt's log probabilities to vLLM's form."""
     text_of = positions.texts.__getitem__
     result: replies.PromptLogprobs = [None]
     for entry in positions.entries:
@@ -165,7 +167,7 @@ def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
         told = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
         names = list(map(str, entry.token_ids))
         by_id = dict(zip(names, told, strict=True))
-        by_id[names[0]] = told[0]  # its rank among the best may differ: ties
+        by_id[names[0]] = told[0]  # with ties, the token's own rank may differ from its rank in the list
         result.append(by_id)
     return result
 
@@ -184,7 +186,7 @@ def _all_finite(entry: TokenLogprobs) -> list[float]:
 
 
 def _chat_token(token_id: int, entry: Logprob, piece: Piece, as_ids: bool) -> tuple[str, float, list[int]]:
-    r"""Part of a character is `\xf0\x9f`, as in OpenAI's API."""
+    r"""Return (text, log probability, bytes). Text of a part of a character is `\xf0\x9f`, as in OpenAI's API."""
     own = piece(token_id)
     text = own if isinstance(own, str) else spelled(own).removeprefix(BYTES)
     data = own.encode() if isinstance(own, str) else own
