@@ -34,9 +34,9 @@ async def read_body(
 ) -> Schema:
     """Read a request's body and check it against `schema`.
 
-    is_count: the request only counts tokens, so no model runs. any_type: accept any Content-Type, except from
-    browsers. Sets `deadline` (on the event loop's clock), `is_count`, `num_body_bytes` and `kv_transfer` in
-    `request.state`. Raises `RequestError` and the errors of `received`.
+    is_count: the route only counts tokens. any_type: accept any Content-Type, except from browsers. Sets `deadline` (on
+    the event loop's clock), `is_count`, `num_body_bytes` and `kv_transfer` in `request.state`. Raises `RequestError`
+    and the errors of `received`.
     """
     service: Service = request.app.state.service
     config, state = service.config, request.state
@@ -105,7 +105,7 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 
 def _not_finite(body: bytes) -> str | None:
-    """Return the name of the first field that contains NaN, Infinity or 1e999; Python's own parser accepts them."""
+    """Return the first field with NaN, Infinity or 1e999. Python's own parser accepts these values."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):

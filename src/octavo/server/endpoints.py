@@ -22,9 +22,9 @@ _ROOM = "octavo.server.api"
 class Endpoint:
     """A route's handler and its description in the OpenAPI document.
 
-    handler: called with the service, the HTTP request and, unless `body` is None, the checked body. body: the type of
-    the request's body; None if the handler reads no body. answer: the type of the answer's body; None if the document
-    shows no type. is_streamed: the answer may be a stream of events.
+    handler: called with the service, the HTTP request and, unless `body` is None, the checked body. body: type of the
+    request's body; None if the handler reads none. answer: type of the answer's body; None if the document shows none.
+    is_streamed: the answer may be a stream of events.
     """
 
     handler: Handler

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_SMALL_BYTES = 1 << 18  # a text of this size is parsed within milliseconds
+_SMALL_BYTES = 1 << 18  # parsed within milliseconds
 _BLOCK_BYTES = 1 << 18
 # A text at these limits is parsed in about 0.1 s. By default prompts of a million tokens may wait at the server.
 MAX_LISTS_AND_OBJECTS, MAX_NAMES, MAX_VALUES = 1 << 17, 1 << 18, (1 << 20) + (1 << 18)
@@ -39,7 +39,7 @@ def _count_outside_strings(body: bytes) -> list[int]:
     tables = [np.isin(np.arange(256), list(marks)) for marks in _MARKS]
     counts, is_inside = [0] * len(tables), 0
     for block in _blocks(body):
-        inside = (np.cumsum(block == _QUOTE, dtype=np.uint8) + np.uint8(is_inside)) & 1  # uint8 keeps the parity
+        inside = (np.cumsum(block == _QUOTE, dtype=np.uint8) + np.uint8(is_inside)) & 1  # a wrap at 256 keeps parity
         is_inside = int(inside[-1])
         outside = block[inside == 0]
         for index, table in enumerate(tables):

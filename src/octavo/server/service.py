@@ -52,7 +52,7 @@ _BODIES = 16  # request bodies of the largest size that may arrive at the same t
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is being served. cut_off: the error to raise when it is aborted; None while it is not aborted."""
+    """An open request. cut_off: the error to raise if the request is aborted."""
 
     tenant: Tenant
     cut_off: OctavoError | None = None
@@ -135,15 +135,15 @@ class Service(HttpService):
         ending.add_done_callback(self._endings.discard)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take places for the output streams of a request, before any work is done for the request.
+        """Take the places of a request's streams before any work is done for the request (`RequestLimiter.enter`).
 
-        See `RequestLimiter.enter`. Raises `QueueFullError`, `RequestError`, or the errors of `check_ready`.
+        Raises `QueueFullError`, `RequestError`, or the errors of `check_ready`.
         """
         self.check_ready()
         return self.limiter.enter(request.state.tenant, num_streams, at_least=at_least)
 
     async def read(self, http_request: Request, place: Permit, work: Callable[[], T]) -> T:
-        """Run `work` on a request's texts; see `TextWork.do`. The request's deadline or a disconnected client stops it.
+        """Run `work` on a request's texts; see `TextWork.do`. The request's deadline or a disconnect stops `work`.
 
         The tokens that the work reads are charged to the tenant, even if the request fails.
         """
@@ -159,7 +159,7 @@ class Service(HttpService):
         return await unless_disconnected(http_request, reading)
 
     async def _read_prompt(self, job: Job, index: int) -> Any:
-        """Tokenize a prompt that is a text, and charge its tokens to the tenant. Return any other prompt unchanged."""
+        """If the prompt is a text, tokenize it and charge the tokens to the tenant."""
         prompt = job.prompts[index]
         if not isinstance(prompt, str):
             return prompt
@@ -183,10 +183,9 @@ class Service(HttpService):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs for one prompt of a job. Closing the generator aborts the prompt's request.
 
-        index: of the prompt in the job. check: called with the tokenized prompt; it may raise an error to refuse the
-        request. untold: called with the last output of a request that failed or was cut off; this output is not
-        yielded. Raises the request's error, `AuthenticationError` if the tenant's key was removed, or
-        `ServerClosingError` if the server shuts down.
+        check: called with the tokenized prompt; it may raise an error to refuse the request. untold: called with the
+        last output of a request that failed or was cut off; this output is not yielded. Raises the request's error,
+        `AuthenticationError` if the tenant's key was removed, or `ServerClosingError` if the server shuts down.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0
@@ -244,7 +243,7 @@ class Service(HttpService):
 
     @staticmethod
     def _options(job: Job) -> RequestOptions:
-        """Return a job's options with its tenant and its remaining time. Raises `DeadlineError` if no time remains."""
+        """Return a job's options with the remaining time. Raises `DeadlineError` if no time remains."""
         tenant, timeout_s = job.place.tenant, job.deadline - asyncio.get_running_loop().time()
         if timeout_s <= 0:
             raise DeadlineError(ErrorCode.DEADLINE_PASSED.text)
