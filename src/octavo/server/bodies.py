@@ -34,9 +34,9 @@ async def read_body(
 ) -> Schema:
     """Read a request's body and check it against `schema`.
 
-    is_count: no model runs. any_type: accept any Content-Type, except from browsers. Sets `deadline` (on the event
-    loop's clock), `is_count`, `num_body_bytes` and `kv_transfer` in `request.state`. Raises `RequestError` and the
-    errors of `received`.
+    is_count: the route only counts tokens. any_type: accept any Content-Type, except from browsers. Sets `deadline` (on
+    the event loop's clock), `is_count`, `num_body_bytes` and `kv_transfer` in `request.state`. Raises `RequestError`
+    and the errors of `received`.
     """
     service: Service = request.app.state.service
     config, state = service.config, request.state
@@ -58,9 +58,10 @@ def _joined(chunks: list[bytes]) -> bytes:
 
 
 def _check_media_type(given: str | None) -> None:
-    """Raise `MediaTypeError` for a type other than JSON.
+    """Raise `MediaTypeError` unless the Content-Type is application/json.
 
-    For any page, a browser sends forms, plain text and bytes without a type, and does not ask the server first (CORS).
+    A browser sends forms, plain text and untyped bytes on behalf of any web page, without asking this server first
+    (CORS).
     """
     if given is None or given.partition(";")[0].strip().lower() != "application/json":
         said = "no Content-Type" if given is None else f"Content-Type {given[:60]!r}"
@@ -68,7 +69,7 @@ def _check_media_type(given: str | None) -> None:
 
 
 async def look_at(request: Request, work: Callable[[], T]) -> T:
-    """Run work whose time grows with the request's body, on a thread if the body is large."""
+    """Run `work`, whose time grows with the size of the request's body. If the body is large, run it on a thread."""
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
     return await run_text_work(
@@ -82,7 +83,7 @@ async def look_at(request: Request, work: Callable[[], T]) -> T:
 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:
-    """Parse JSON, without NaN and Infinity, and check it. Raises `RequestError` with the first bad field."""
+    """Parse a JSON object without NaN and Infinity, and check it. Raises `RequestError` for the first invalid field."""
     check_structure(body)
     try:
         values = msgspec.json.decode(body)
@@ -104,7 +105,7 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 
 def _not_finite(body: bytes) -> str | None:
-    """Return the first field with NaN, Infinity or 1e999, which Python's parser accepts."""
+    """Return the first field with NaN, Infinity or 1e999. Python's own parser accepts these values."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):
@@ -123,7 +124,7 @@ def _not_finite(body: bytes) -> str | None:
 
 
 def field_name(location: tuple[int | str, ...]) -> str:
-    """Spell a place like messages[0].content, without the names of a union's alternatives."""
+    """Write pydantic's location as a path like messages[0].content, without the names of a union's alternatives."""
     name = str(location[0])
     for part in location[1:]:
         if isinstance(part, int):

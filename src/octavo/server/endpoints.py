@@ -1,4 +1,4 @@
-"""The declaration of a route's handler and types."""
+"""Endpoints: a route's handler with the types of its request body and its answer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _ROOM = "octavo.server.api"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A handler and its types.
+    """A route's handler and its description in the OpenAPI document.
 
-    handler: takes the service, the HTTP request, and the checked body unless `body` is None. answer: None if it has no
-    body. is_streamed: the answer may be a stream of events.
+    handler: called with the service, the HTTP request and, unless `body` is None, the checked body. body: type of the
+    request's body; None if the handler reads none. answer: type of the answer's body; None if the document shows none.
+    is_streamed: the answer may be a stream of events.
     """
 
     handler: Handler
@@ -41,7 +42,7 @@ class Endpoint:
 def endpoint(
     *, body: type[BaseModel] | None = None, answer: Any = None, is_streamed: bool = False
 ) -> Callable[[Handler], Endpoint]:
-    """Declare a handler as an endpoint; the first line of its docstring is the summary."""
+    """Declare a handler as an `Endpoint`. The first line of the handler's docstring becomes the summary."""
 
     def declare(handler: Handler) -> Endpoint:
         summary = (handler.__doc__ or "").partition("\n")[0]
@@ -51,6 +52,6 @@ def endpoint(
 
 
 def find_endpoint(route: Route) -> Endpoint:
-    """Import a route's endpoint. Raises `ImportError` or `AttributeError` if there is none."""
+    """Import a route's endpoint. Raises `ImportError` or `AttributeError` if it does not exist."""
     found: Endpoint = pkgutil.resolve_name(f"{_ROOM}.{route.endpoint}")
     return found

@@ -1,6 +1,7 @@
-"""Limits the structure of a JSON text before it is parsed, because no other thread runs while a parser does.
+"""Limits the number of values in a JSON text before the text is parsed, because a parser blocks all other threads.
 
-Strings cost almost nothing, but millions of empty lists in as many bytes take seconds.
+Long strings are parsed almost for free. But a text of a few megabytes can hold millions of empty lists, and parsing
+them takes seconds.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES = 1 << 18  # parsed within milliseconds
 _BLOCK_BYTES = 1 << 18
-# Parsed in about 0.1 s. By default a million tokens may wait at the server.
+# A text at these limits is parsed in about 0.1 s. By default prompts of a million tokens may wait at the server.
 MAX_LISTS_AND_OBJECTS, MAX_NAMES, MAX_VALUES = 1 << 17, 1 << 18, (1 << 20) + (1 << 18)
 _QUOTE, _MARKS = ord('"'), (b"[{", b":", b",")
 
 
 def check_structure(body: bytes) -> None:
-    """Raise `RequestError` for a text that would take long to parse."""
+    """Raise `RequestError` if a JSON text has too many values to be parsed quickly."""
     if len(body) <= _SMALL_BYTES:
         return
     counts = _count_outside_strings(body)
@@ -47,7 +48,7 @@ def _count_outside_strings(body: bytes) -> list[int]:
 
 
 def _blocks(body: bytes) -> Iterator[NDArray[np.uint8]]:
-    """Yield pieces of a text, uint8 [num_bytes], without escaped quotes."""
+    """Yield a text in pieces, each uint8 [num_bytes], without its escaped backslashes and quotes."""
     start = 0
     while start < len(body):
         end = start + _BLOCK_BYTES

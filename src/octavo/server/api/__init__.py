@@ -1,1 +1,1 @@
-"""The APIs. Functions that read a request's fields raise `RequestError` with the field's place."""
+"""The HTTP APIs. Functions that read a request's fields raise `RequestError`, which names the field's path."""

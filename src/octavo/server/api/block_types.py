@@ -1,4 +1,4 @@
-"""Types of the objects in a conversation."""
+"""Types of the objects in a conversation, and the fields of each type."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ MEDIA = "this server reads text only, no images, sound or files"
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields of an object.
+    """The fields of one type of object.
 
-    harmless: field -> why it changes nothing. unsupported: field -> the only values that are not refused.
+    read: the fields that this server reads. harmless: field -> why it changes nothing. unsupported: field -> the only
+    values that are not refused.
     """
 
     read: frozenset[str]
@@ -32,7 +33,7 @@ class Fields:
     unsupported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def check(self, given: Mapping[str, Any], place: str) -> None:
-        """Raise `RequestError` for an unsupported value; ignore unknown fields."""
+        """Raise `RequestError` for an unsupported value; ignore unknown fields. place: the object's path."""
         further = given.keys() - self.read - self.harmless.keys()
         for name in further & self.unsupported.keys():
             if not any(given[name] == neutral for neutral in self.unsupported[name]):
@@ -44,16 +45,16 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class BlockTypes:
-    """The types that one place of a conversation accepts.
+    """The types of objects that one place of a conversation accepts.
 
-    taken: accepted type -> its fields. refused: type -> the reason.
+    taken: accepted type -> the type's fields. refused: refused type -> the reason.
     """
 
     taken: Mapping[str, Fields]
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, block: Any, place: str, default: str | None = None) -> str:
-        """Check a block and return its type. default: the type of a block that names none."""
+        """Check an object and return its type. default: the type of an object without the field `type`."""
         kind = block.get("type", default) if isinstance(block, dict) else None
         fields = self.taken.get(kind) if isinstance(kind, str) else None
         if isinstance(kind, str) and fields is not None:
@@ -68,7 +69,7 @@ class BlockTypes:
 
 
 def fields(*read: str, harmless: Mapping[str, str] | None = None, **unsupported: tuple[Any, ...]) -> Fields:
-    """Make `Fields`; the field `type` is always read."""
+    """Make `Fields`. `read` always includes the field `type`."""
     return Fields(frozenset({"type", *read}), harmless or {}, unsupported)
 
 

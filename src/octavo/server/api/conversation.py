@@ -48,7 +48,8 @@ CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "
 class Conversation:
     """A conversation to be answered.
 
-    options: arguments of the chat template. field: the API's name of the messages. prediction: the expected answer.
+    options: arguments of the chat template. field: the API's name of the messages, for errors. prediction: the answer
+    that the client expects, or "".
     """
 
     messages: list[dict[str, Any]]
@@ -60,7 +61,7 @@ class Conversation:
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """Check messages; content stays a string or a list of text parts."""
+    """Check messages of chat completions and return them for the chat template, with content as in `read_content`."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -97,7 +98,7 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
 
 
 def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict[str, str]]:
-    """Return content as a string or as text parts, which the chat template joins."""
+    """Check a message's content; return a string, or a list of text parts, which the chat template joins."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -135,16 +136,16 @@ def _read_tool_call(call: Any, place: str) -> dict[str, Any]:
 
 
 def read_call_arguments(text: Any, place: str) -> dict[str, Any]:
-    """Return a call's arguments, sent as a JSON string or an object."""
+    """Return a tool call's arguments as an object. text: a JSON string, an object, or None."""
     if text is not None and not isinstance(text, str | dict):
         raise RequestError(f"{place} must be a JSON object in a string", parameter=place)
     return text if isinstance(text, dict) else read_arguments(text or "")
 
 
 def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
-    """Return template options for a reasoning effort.
+    """Return the chat template's options for a reasoning effort.
 
-    Some templates have only `enable_thinking`.
+    `enable_thinking` is set as well, because some templates know only this option.
     """
     if effort is None:
         return {}
@@ -154,13 +155,13 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
 
 
 def continuing(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return template options that continue an assistant's last message, or else begin an answer."""
+    """Return the chat template's options: continue the last message if it is the assistant's, or else begin one."""
     begun = messages[-1]["role"] == "assistant"
     return {"add_generation_prompt": not begun, "continue_final_message": begun}
 
 
 def template_options(request: ChatFields) -> dict[str, Any]:
-    """Return a request's options of the chat template."""
+    """Return the options that a request gives to the chat template."""
     options = template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
     options |= {name: wanted for name in _GENERATION if (wanted := getattr(request, name)) is not None}
     options.setdefault("add_generation_prompt", True)
@@ -177,7 +178,7 @@ def template_arguments(
 ) -> dict[str, Any]:
     """Return the options in vLLM's chat_template_kwargs.
 
-    reserved: forbidden names. In most APIs the messages decide where the answer begins.
+    reserved: names that are refused. In most APIs the messages decide whether the answer continues the last one.
     """
     arguments = arguments or {}
     if refused := arguments.keys() & reserved:
@@ -188,10 +189,10 @@ def template_arguments(
 async def render(
     service: Service, http_request: Request, place: Permit, conversation: Conversation, *, is_prompt: bool = True
 ) -> dict[str, Any]:
-    """Render a conversation and tokenize it, on a thread instead of the event loop.
+    """Render a conversation and tokenize the text, on a thread unless the request is tiny.
 
-    is_prompt: refuse a prompt that leaves no room for an answer. Returns a prompt, with a prediction's ids if the
-    engine speculates.
+    is_prompt: refuse a prompt that leaves no room for an answer. Returns the prompt's text and token ids, and also the
+    prediction's token ids if the engine speculates.
     """
     inputs, truncation = service.engine.input_processor, conversation.truncation
 
@@ -228,7 +229,10 @@ async def answer_conversation(
     id_prefix: str,
     **options: Any,
 ) -> Response:
-    """Answer a conversation. options: further fields of its `Job`."""
+    """Answer a conversation.
+
+    make_reply: returns the writer of the answer. options: further fields of the `Job`.
+    """
     with service.enter(http_request, params.n) as place:
         prompt = await render(service, http_request, place, conversation)
         is_whole = not options.get("stream", False)
@@ -247,7 +251,10 @@ async def answer_conversation(
 async def count_prompt(
     service: Service, http_request: Request, read: Callable[[], Conversation], token_name: Callable[[int], Any]
 ) -> Response:
-    """Count the tokens of a conversation's prompt, without checking options of the answer."""
+    """Answer with the number of tokens of a conversation's prompt. Options of the answer are not checked.
+
+    spell: makes the response's body from the number of tokens.
+    """
     conversation = await look_at(http_request, read)
     with service.enter(http_request, 1) as place:
         prompt = await render(service, http_request, place, conversation, is_prompt=False)

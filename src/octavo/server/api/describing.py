@@ -1,4 +1,4 @@
-"""Descriptions of the server, for people and, as in SGLang, for gateways. They never show paths of files."""
+"""Routes that describe the server to people and, with SGLang's fields, to gateways. No answer has a file's path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of other servers' clients, by API."""
+"""Tables of the fields that clients of other servers send."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_MAX_NAMED = 100  # unknown fields; clients choose the names
+_MAX_NAMED = 100  # unknown fields that are logged; clients choose the names
 _MAX_NAME_CHARS = 40
-_MAX_LOOKED_AT = 1000  # the event loop waits meanwhile
+_MAX_LOOKED_AT = 1000  # fields of a request; the event loop waits meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class As:
-    """An alias of a field or of a part of one.
+    """An alias of the field `name`. `a.b` is the part b of the field a.
 
-    nothing: values that request nothing, in addition to null.
+    nothing: values of the alias that, like null, request nothing.
     """
 
     name: str
@@ -32,7 +32,7 @@ class As:
 
 
 class Off(tuple[Any, ...]):
-    """A field that changes the answer unless it is null or has one of these values."""
+    """An unsupported field: it would change the answer unless it is null or has one of these values."""
 
     __slots__ = ()
 
@@ -67,7 +67,7 @@ def each(value: T, *names: str) -> dict[str, T]:
 
 
 def _of(switch: str, *names: str) -> Table:
-    """Return harmless fields that take effect only with `switch`."""
+    """Return a table of fields that are harmless because they need the field `switch`, which is refused."""
     return each(f"belongs to {switch}, which is refused unless it is off", *names)
 
 
@@ -79,7 +79,7 @@ OPENAI: Table = {
     "max_tool_calls": "limit of calls to the server's own tools: this server has none",
 }
 VLLM: Table = {
-    "guided_choice": As("structured_outputs.choice"),  # up to 0.11
+    "guided_choice": As("structured_outputs.choice"),  # guided_*: vLLM up to 0.11
     "guided_grammar": As("structured_outputs.grammar"),
     "guided_json": As("structured_outputs.json"),
     "guided_regex": As("structured_outputs.regex"),
@@ -100,7 +100,7 @@ VLLM: Table = {
 _SAMPLERS = "penalties dry top_n_sigma top_k typ_p top_p min_p xtc temperature"
 LLAMA_CPP: Table = {
     "grammar": As("structured_outputs.grammar", ("",)),
-    "json_schema": As("structured_outputs.json"),  # SGLang's, too
+    "json_schema": As("structured_outputs.json"),  # SGLang has this field as well
     "n_cmpl": As("n"),
     "n_predict": As("max_tokens"),
     "n_probs": As("logprobs", (0,)),
@@ -130,7 +130,7 @@ LLAMA_CPP: Table = {
     "backend_sampling": "chooses the device that samples tokens",
     "sse_ping_interval": "interval of comments in a silent stream: an option of the server sets it",
 }
-# llama.cpp's penalties may cover only the last tokens, those here cover all.
+# llama.cpp's penalties may cover only the last tokens; octavo's penalties cover all tokens.
 PENALTY_RANGE: dict[str, Off] = {"repeat_last_n": Off(-1), "penalize_nl": Off(True)}
 SGLANG: Table = {
     "ebnf": As("structured_outputs.grammar"),
@@ -170,7 +170,7 @@ OLLAMA: Table = {
     **each(_LOADED, "keep_alive"),
     "num_ctx": "context length: --max-model-len sets it",
 }
-# Also LM Studio, mlx-lm and DashScope.
+# Fields of gateways, LM Studio, mlx-lm and DashScope.
 GATEWAYS: Table = {
     "enable_thinking": As("chat_template_kwargs.enable_thinking"),
     **each(Off(), "adapters", "repetition_context_size"),
@@ -218,13 +218,13 @@ def _joined(kind: type[Any], *tables: Mapping[str, Any]) -> dict[str, Any]:
 
 ALIASES: dict[str, As] = _joined(As, *_OTHERS)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = _joined(Off, *_OTHERS)
-# vLLM's, for answers only.
+# vLLM's fields that most routes do not support.
 _TOKEN_FIELDS = {
     **each(Off(False), "return_token_ids", "return_tokens_as_token_ids"),
     "truncate_prompt_tokens": OffPrompt(),
     "truncation_side": OffPrompt("left", "right"),
 }
-# For routes without aliases.
+# The fields that routes without aliases refuse.
 UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
     **_TOKEN_FIELDS,
@@ -232,14 +232,14 @@ UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **{name: Off(*value.nothing) for name, value in ALIASES.items()},
 }
 HARMLESS: dict[str, str] = _joined(str, OPENAI, *_OTHERS)
-# For routes that only read a prompt.
+# Refused and ignored fields of routes that generate no answer.
 OF_PROMPTS: dict[str, tuple[Any, ...]] = _joined(OffPrompt, UNSUPPORTED_OR_ALIAS)
 OF_ANSWERS = HARMLESS.keys() | (UNSUPPORTED_OR_ALIAS.keys() - OF_PROMPTS.keys())
 ANTHROPIC_HARMLESS: dict[str, str] = _joined(str, ANTHROPIC)
 
 
 class ExtraFields:
-    """Checks the fields that routes do not know."""
+    """Checks those fields of requests that a route does not declare."""
 
     def __init__(self) -> None:
         self._named: set[str] = set()
@@ -254,8 +254,8 @@ class ExtraFields:
     ) -> None:
         """Raise `RequestError` for an unsupported field that would change the answer.
 
-        unsupported: name -> the values that change nothing, in addition to null. Fields in no table are logged once per
-        process.
+        unsupported: name -> the values that, like null, change nothing. A field in neither table is ignored, and is
+        logged once per process, at `level`.
         """
         if not extra:
             return

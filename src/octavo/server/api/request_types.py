@@ -1,4 +1,4 @@
-"""Types for the OpenAPI document. The routes check values, so that errors name the place."""
+"""Types that the OpenAPI document shows. The routes check the values themselves, so that errors name a field's path."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shown:
 
 
 def within(name: str, *more: int) -> Shown:
-    """Show the limits of a field of `SamplingParams`. more: further allowed numbers."""
+    """Show the limits of the field `name` of `SamplingParams`. more: allowed numbers outside the limits."""
     limits = LIMITS[name]
     low = Field(gt=limits.low) if limits.is_open else Field(ge=limits.low)
     number = Annotated[int if limits.is_whole else float, low, Field(le=limits.high)]  # type: ignore[valid-type]
@@ -47,7 +47,7 @@ StopText = Annotated[str, Field(max_length=MAX_STOP_STRING_CHARS)]
 StopTexts = Annotated[list[Annotated[StopText, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)]
 LogitBias = Annotated[
     dict[str, float],
-    BeforeValidator(lambda given: {} if given == [] else given),  # llama.cpp's spelling of none
+    BeforeValidator(lambda given: {} if given == [] else given),  # llama.cpp writes an empty bias as []
     WithJsonSchema({
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NEW_TOKENS = 100
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "best_of": Off(1)}
-# Next to `inputs`, `options` belongs to Hugging Face's service, not to Ollama.
+# A field `options` next to `inputs` is for Hugging Face's service, not for Ollama.
 _UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
 _HARMLESS_BESIDE = {*HARMLESS, "options"}
 _CLIENT_NAMES = {
@@ -83,7 +83,7 @@ class GenerateParameters(Body):
 
 
 class GenerateRequest(Body):
-    """One prompt."""
+    """A prompt to continue."""
 
     inputs: str
     parameters: GenerateParameters | None = None
@@ -120,7 +120,7 @@ class StreamDetails(Struct):
 
 
 class StreamEvent(Struct):
-    """POST /generate_stream: an event for one token; the last event has the whole text."""
+    """POST /generate_stream: the event for one token. The last event also has the whole text."""
 
     index: int
     token: Token
@@ -225,7 +225,7 @@ def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
 
 
 def _check_total(processed: ProcessedInput, *, num_new_tokens: int, max_total_tokens: int) -> None:
-    """Raise `RequestError`, with TGI's text, if prompt and `max_new_tokens` exceed the context."""
+    """Raise `RequestError`, with TGI's message, if prompt and `max_new_tokens` together exceed the context."""
     num_tokens = len(processed.prompt_token_ids)
     if num_new_tokens and num_tokens + num_new_tokens > max_total_tokens:
         raise RequestError(
@@ -278,7 +278,7 @@ class GenerateReply:
         self._num_tokens = 0
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return an event for each token."""
+        """Return an event for each new token, but at least one event."""
         completion = update.completion
         self._text += completion.text
         tokens = self._tokens(completion)
@@ -364,7 +364,7 @@ class GenerateReply:
         ]
 
     def _prefill_token(self, token_id: int, logprob: Logprob | None) -> PrefillToken:
-        if logprob is None:  # the first token
+        if logprob is None:  # the prompt's first token
             return PrefillToken(token_id, self._texts.tokenizer.decode_token(token_id) or "", None)
         return PrefillToken(token_id, logprob.decoded_token or "", logprob.logprob)
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class PrefillToken(Struct):
-    """A token of the prompt; the first has no log probability."""
+    """A token of the prompt. The first token has no log probability."""
 
     id: int
     text: str
@@ -19,28 +19,30 @@ class PrefillToken(Struct):
 
 
 class Token(PrefillToken):
-    """A token with the text that it adds: "" if it completes no character.
+    """A token with the text that the token adds to the answer; "" if the token completes no character.
 
-    A special token has its name in a whole answer. In a stream it has "", because clients join the texts of all events.
+    The text of a special token is the token's name in a whole answer, but "" in a stream, because clients join the
+    texts of all events.
     """
 
     special: bool
 
 
 class TokenTexts:
-    """Gives each token the text that it adds. Joined, the visible tokens' texts are the answer."""
+    """Gives each token the text that it adds. The texts of the visible (not special) tokens, joined, are the answer."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
-        """detokenizer: begins after the prompt, and hides special tokens."""
+        """detokenizer: starts after the prompt and skips special tokens."""
         self._detokenizer = detokenizer
-        self._held = ""  # for the next visible token
+        self._held = ""  # text for the next visible token
         self._num_chars = 0
 
     def share(self, tokens: list[Token], whole: str | None) -> str:
-        """Set the texts of the next tokens, except special ones.
+        """Set the texts of the next tokens, except special tokens.
 
-        whole: the answer if these are its last tokens, otherwise None. A stop string may end it within a token; bytes
-        that never became a character go to the last visible token, or are returned if no token is visible.
+        whole: the answer's text if these are the answer's last tokens, otherwise None. A stop string may end the answer
+        within a token. The text of bytes that never became a character goes to the last visible token, or is returned
+        if no token is visible.
         """
         visible = None
         for token in tokens:

@@ -1,4 +1,4 @@
-"""Tokenizing, as in vLLM and llama.cpp's server."""
+"""POST /tokenize and /detokenize, as in vLLM and llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _UNSUPPORTED_BACK: dict[str, tuple[Any, ...]] = {
 class TokenizeRequest(ChatFields, Aliased, Body):
     """A text, or a conversation to be rendered by the chat template.
 
-    prompt: a text, which gets the tokenizer's special tokens by default. content: llama.cpp's name of the text, which
-    gets special tokens only with add_special. Of the fields of a chat, only those that its prompt depends on are read.
+    prompt: a text, which gets the tokenizer's special tokens by default. content: llama.cpp's field for the text,
+    which gets special tokens only with add_special. Of a chat's fields, only those that change the prompt are read.
     """
 
     model: str | None = None
@@ -122,7 +122,7 @@ def _piece(token_id: int, piece: str | bytes) -> TokenPiece:
     if isinstance(piece, str):
         return TokenPiece(token_id, piece)
     try:
-        return TokenPiece(token_id, piece.decode())  # some vocabularies have a line's end as a byte
+        return TokenPiece(token_id, piece.decode())  # some vocabularies have a line break as a byte
     except UnicodeDecodeError:
         return TokenPiece(token_id, list(piece))
 

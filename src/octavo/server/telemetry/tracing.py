@@ -1,7 +1,7 @@
-"""Requests as OpenTelemetry spans, with vLLM's names if vLLM has them.
+"""Reports requests as OpenTelemetry spans. A name that vLLM has as well is vLLM's.
 
-Each admitted request, also one that then fails, is a span `llm_request`: a child of the client's `traceparent`, with a
-child for each phase: `queue`, `prefill`, `decode`. Spans contain no text.
+Each admitted request becomes a span `llm_request`, even if the request fails later. The span's parent is the client's
+`traceparent`, and its children are the phases `queue`, `prefill` and `decode`. Spans contain no text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONTEXT = frozenset({b"traceparent", b"tracestate"})
 
 
 class Tracing:
-    """Sends spans from its own thread. An unreachable collector only loses spans.
+    """Sends spans from its own thread. If the collector is unreachable, spans are lost, but requests are not affected.
 
     endpoint: the collector's URL for OTLP over HTTP, like http://localhost:4318/v1/traces.
     """
@@ -42,10 +42,10 @@ class Tracing:
     def record_span(
         self, scope: Scope, request_id: str, status: int, seconds: float, reason: str | None, details: dict[str, Any]
     ) -> None:
-        """Make the spans of a request that is over.
+        """Make the spans of a request that has ended.
 
-        reason: why it was refused or cut off, or None. details: the fields of its audit line; without "usage" the
-        request was not admitted and has no span.
+        reason: why the request was refused or cut off, or None. details: the fields of the request's audit line. A
+        request without the field "usage" was not admitted and gets no span.
         """
         usage: UsageCounter | None = details.get("usage")
         if usage is None:
@@ -110,7 +110,7 @@ def _attributes(
 def _phases(metrics: list[RequestMetrics]) -> Iterator[tuple[str, float, float]]:
     """Yield (name, start, end) of each phase, in seconds of the engine's clock.
 
-    With several prompts, the phases span from the first to the last of them.
+    With several prompts, a phase starts when the first prompt reaches it, and `decode` ends when the last prompt ends.
     """
     if not metrics:
         return

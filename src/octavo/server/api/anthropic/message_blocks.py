@@ -13,7 +13,7 @@ from octavo.server.api.extra_fields import each
 
 if TYPE_CHECKING:
     Message = dict[str, Any]
-    Placed = tuple[Any, str]  # a block and its position in the request
+    Placed = tuple[Any, str]  # a block and its path in the request
 
 _ACCOUNTING = "x-anthropic-billing-header"
 _ROLES = {"user", "assistant", "system"}
@@ -63,7 +63,7 @@ SEARCH_BLOCKS = BlockTypes({"text": TEXT})
 
 
 def read_conversation(system: Any, messages: Any) -> list[Message]:
-    """Convert to messages; consecutive turns of one role are joined."""
+    """Convert an Anthropic conversation to messages. Consecutive turns of one role are joined."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     turns = [_read_blocks(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -77,7 +77,7 @@ def read_conversation(system: Any, messages: Any) -> list[Message]:
 def _read_system(system: Any) -> list[Message]:
     """Return the system message without Claude Code's note for Anthropic's accounting.
 
-    That note differs in every request, so the conversation would never hit the prefix cache.
+    The note differs in every request. With the note, a conversation would never hit the prefix cache.
     """
     blocks = system
     if isinstance(system, list):
@@ -127,7 +127,7 @@ def _read_answer(blocks: list[Placed]) -> Message:
 
 
 def _read_turn(role: str, blocks: list[Placed]) -> list[Message]:
-    """Read a turn. Each tool result becomes a message, as chat templates need it."""
+    """Return the messages of a turn. Each tool result becomes its own message, because chat templates need this."""
     types = USER_BLOCKS if role == "user" else SYSTEM_BLOCKS
     kinds = [(types.check(block, place), block, place) for block, place in blocks]
     messages: list[Message] = []
@@ -159,7 +159,7 @@ def _read_text(kind: str, block: dict[str, Any], place: str) -> str:
             text = text_of(_read_texts(block.get("content"), f"{place}.content", SEARCH_BLOCKS))
             return _tagged("search_result", "\n".join([*about, text]))
         case "tool_reference":
-            return text_field(block, "tool_name", place)  # the template gets deferred tools, too
+            return text_field(block, "tool_name", place)  # the chat template also gets deferred tools
     return text_field(block, "text", place)
 
 
@@ -182,7 +182,7 @@ def _read_result(block: dict[str, Any], place: str) -> Message:
         raise RequestError(f"{place}.is_error must be true or false", parameter=f"{place}.is_error")
     text = "" if content is None else _read_texts(content, f"{place}.content", RESULT_BLOCKS)
     if is_error and not text:
-        text = "error"  # templates have no field for errors
+        text = "error"  # chat templates have no field for errors
     return {"role": "tool", "tool_call_id": call_id, "content": text or ""}
 
 

@@ -72,9 +72,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class ThreadsUnsupportedError(RequestError):
-    """A request asks the server to store its conversation.
+    """A request asks the server to store the conversation.
 
-    Anthropic's SDK reads `details` and then sends the whole conversation.
+    Anthropic's SDK reads `details` of this error, and then sends the whole conversation.
     """
 
     details: ClassVar[Mapping[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -87,7 +87,7 @@ class ThreadsUnsupportedError(RequestError):
 class CountTokensRequest(Body):
     """POST /v1/messages/count_tokens.
 
-    An unlisted field is refused if it would change the answer (`_UNSUPPORTED`), otherwise ignored.
+    An undeclared field is refused if it would change the answer (`_UNSUPPORTED`), otherwise ignored.
     """
 
     model: str
@@ -124,7 +124,7 @@ class MessageUsage(Struct):
 
 
 class Message(Struct):
-    """An answer."""
+    """The answer of POST /v1/messages."""
 
     id: str
     model: str
@@ -236,7 +236,7 @@ def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> 
     return Toolbox.make(described, tool_format, choice, parallel=parallel)
 
 
-_BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}  # by the kind of part
+_BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}  # by the kind of a `Part`
 
 
 class MessageReply:
@@ -334,7 +334,7 @@ class MessageReply:
 
 
 def _signature(thoughts: str) -> str:
-    """Return a signature: clients send back only signed thoughts. No code reads it."""
+    """Return a signature: clients send back only signed thoughts. This server never reads the signature."""
     return hashlib.sha256(thoughts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -62,7 +62,7 @@ async def chat(service: Service, http_request: Request, request: ChatRequest) ->
 async def generate(service: Service, http_request: Request, request: PromptRequest) -> Response:
     """Answer a prompt.
 
-    With raw, or if the model has no chat template, the prompt is continued as it is.
+    With raw, the prompt is continued as it is; so is a prompt without system if the model has no chat template.
     """
     options = _job_options(service, request)
     if not request.prompt:
@@ -89,7 +89,7 @@ async def generate(service: Service, http_request: Request, request: PromptReque
 
 
 def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
-    """Check a request's fields; return the fields of its job, except prompt and parameters."""
+    """Check a request's fields. Return the fields of the request's `Job`, except prompts and parameters."""
     name, is_stream = request.settle(service), request.stream is not False
     client_names = {"structured_outputs": "tools" if request.format in (None, "") else "format"}
     return {
@@ -109,13 +109,13 @@ def _loaded(service: Service, request: AnswerRequest, body: Answer) -> Response:
 
 
 class OllamaReply:
-    """Converts outputs to lines; the last line has the counts. Each call is sent as a whole."""
+    """Converts outputs to lines of JSON. The last line has the token counts. Each tool call is sent as a whole."""
 
     def __init__(self, service: Service, request: AnswerRequest, _job: Job, form: AnswerForm, *, is_chat: bool) -> None:
         self._piece = service.engine.output_processor.piece
         self._request, self._form, self._is_chat = request, form, is_chat
         self._reader = AnswerReader(replace(form, is_whole=True))
-        self._called, self._arguments, self._num_calls = "", "", 0  # of the call that is being written
+        self._called, self._arguments, self._num_calls = "", "", 0  # of the tool call that the model is writing
         self._reason = ""
         self._metrics: RequestMetrics | None = None
 
@@ -165,10 +165,10 @@ class OllamaReply:
         return body
 
     def _end_call(self, message: AnswerMessage) -> list[Call]:
-        """Return the call that has ended, if any.
+        """Return a list with the tool call that has ended, if any.
 
-        A call that was cut off or has invalid arguments is added to the message's content instead: clients run every
-        call that they receive, and would run this one without its arguments.
+        A call that was cut off or has invalid arguments is added to the message's content instead. Clients run every
+        call that they receive, and would run such a call without its arguments.
         """
         name, text, self._called, self._arguments = self._called, self._arguments, "", ""
         if not name:
@@ -198,10 +198,10 @@ class OllamaReply:
 
 
 def durations(metrics: Sequence[RequestMetrics]) -> tuple[int, int, int]:
-    """Return the durations of requests in nanoseconds: in total, until the first token, and after it.
+    """Return (total, from the first step to the first token, from the first token to the end), in nanoseconds.
 
-    Several requests count as one, from the earliest to the latest time. All are 0 if no request has both started and
-    finished.
+    Several requests count as one, from the earliest to the latest time. All durations are 0 if no request has both
+    started and finished.
     """
     begun = [each for each in metrics if each.first_scheduled_time is not None and each.finished_time is not None]
     if not begun:

@@ -10,9 +10,10 @@ from octavo.server.api.conversation import read_messages
 
 
 def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
-    """Check and convert messages.
+    """Check messages and convert them to those of chat completions.
 
-    Some templates require ids of calls, which this API lacks. Ids made from positions stay the same in every turn.
+    Some chat templates require ids of tool calls, which clients of this API may omit. A missing id is made from the
+    call's position, so it is the same in every turn.
     """
     open_calls: dict[Any, Any] = {}
     return read_messages([_openai_message(message, index, open_calls) for index, message in enumerate(messages)])
@@ -48,7 +49,7 @@ def _with_id(call: Any, candidates: str) -> Any:
 
 
 def _tools_by_id(calls: list[Any]) -> dict[str, Any]:
-    """Malformed calls are reported by `read_messages`."""
+    """Return call id -> tool name. `read_messages` reports malformed calls."""
     named = [call for call in calls if isinstance(call, dict) and isinstance(call["id"], str)]
     functions = [call.get("function") for call in named]
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from octavo.server.service import Service
 
-API_VERSION = "0.12.11"  # of Ollama: clients require a minimum
+API_VERSION = "0.12.11"  # Ollama's version: clients require a minimum
 _NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # Ollama's value for never
 _SUFFIXES = {10**9: "B", 10**6: "M", 10**3: "K"}
 
@@ -85,7 +85,7 @@ async def show(service: Service, http_request: Request, request: ShowRequest) ->
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
-    """Describe a served name; clients identify models by the digest."""
+    """Describe a served name. Clients identify a model by its digest."""
     tagged = name if ":" in name.rpartition("/")[2] else name + OLLAMA_TAG
     digest = hashlib.sha256(name.encode()).hexdigest()
     size = service.model_info.weight_bytes

@@ -42,9 +42,9 @@ class AnswerMessage(Struct):
 class Answer(Struct):
     """A whole answer, or a line of a stream.
 
-    message: in an answer to a chat. response, thinking: in an answer to a prompt. cached_tokens, receipt: octavo's own
-    fields; cached_tokens counts the prompt's tokens that were found in the prefix cache. The counts are the last
-    fields: a router reads them from the end, so text of the model cannot be mistaken for them.
+    message: set by /api/chat. response, thinking: set by /api/generate. cached_tokens, receipt: octavo's own fields;
+    cached_tokens counts the prompt's tokens that were found in the prefix cache. The counts are the last fields: a
+    router reads them from the end, so text of the model cannot be mistaken for them.
     """
 
     model: str

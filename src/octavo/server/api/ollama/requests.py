@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 _LOADING = "configures the loading of a model: it is already loaded"
-# Fields in neither table are unknown to Ollama, too.
+# Options in neither of these two tables are unknown to Ollama as well.
 _HARMLESS_OPTIONS = {
     **each(HARMLESS["mirostat_eta"], "mirostat_eta", "mirostat_tau"),
     **each(_LOADING, "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu"),
@@ -45,7 +45,7 @@ _UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED_OR_ALIAS,
-    **each(Off(False, True), "shift", "truncate"),  # no value helps: a long prompt is refused
+    **each(Off(False, True), "shift", "truncate"),  # with any value, a prompt that is too long is refused
     "_debug_render_only": Off(False),
     "chat_template": Off(),
     "chat_template_kwargs": Off({}),
@@ -53,10 +53,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off([]), "messages", "tools"),
     **each(Off(""), "prompt", "suffix"),
 }
-_LAST_N = 64  # Ollama's default
+_LAST_N = 64  # tokens; Ollama's default
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-_NO_LIMIT = (-2, 0)  # no limit, like -1: a full context ends an answer
+_NO_LIMIT = (-2, 0)  # they mean no limit, like -1: a full context ends an answer
 _ZERO_TIME = re.compile(
     r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)"
 )  # zero, as a duration of Go
@@ -100,7 +100,7 @@ class AnswerRequest(Body):
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: types.NumLogprobs | None = None
-    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None  # Open WebUI sends it here
+    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None  # Open WebUI sends num_predict here
     keep_alive: Annotated[Any, Shown(float | str | None)] = None
     cache_salt: types.CacheSalt | None = None  # vLLM's
 
@@ -118,7 +118,7 @@ class AnswerRequest(Body):
         return name
 
     def params(self, service: Service) -> SamplingParams:
-        """Return the sampling parameters. Without num_predict the checkpoint's limit applies, if it has one."""
+        """Return the sampling parameters. Without num_predict, the checkpoint's token limit applies, if any."""
         options, defaults = self.options or Options(), service.default_params
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
@@ -150,7 +150,7 @@ class AnswerRequest(Body):
         return isinstance(given, (int, float)) and not isinstance(given, bool) and given == 0
 
     def template_options(self, service: Service) -> dict[str, Any]:
-        """Return the template's options."""
+        """Return the chat template's options for `think`."""
         if self.think is None or self.think == "":
             return {}
         if self.think and not service.answer_style.has_reasoning:
@@ -175,7 +175,7 @@ class PromptRequest(AnswerRequest):
 
 
 class _VectorsRequest(Body):
-    """Fields that both routes of embeddings share. options: ignored, as they choose tokens, and none is chosen."""
+    """Fields that both routes for embeddings share. options: ignored, because no token is sampled."""
 
     model: str
     options: dict[str, Any] | None = None
@@ -191,7 +191,7 @@ class EmbedRequest(_VectorsRequest):
 
     input: Annotated[Any, Shown(str | list[str])] = None
     truncate: bool | None = None
-    dimensions: Annotated[int, Shown(Annotated[int, Field(ge=0)])] | None = None  # 0, from Ollama's own clients: all
+    dimensions: Annotated[int, Shown(Annotated[int, Field(ge=0)])] | None = None  # 0: all; Ollama's own clients send it
 
 
 class EmbeddingsRequest(_VectorsRequest):
@@ -208,7 +208,7 @@ class ShowRequest(Body):
 
 
 def served_name(service: Service, name: str) -> str:
-    """Return the served name for a name with or without Ollama's tag. Raises `ModelNotFoundError`."""
+    """Return the served name for a name with or without Ollama's tag `:latest`. Raises `ModelNotFoundError`."""
     try:
         return service.check_model(name if name in service.model_names else name.removesuffix(OLLAMA_TAG), aliases=())
     except ModelNotFoundError:

@@ -87,9 +87,9 @@ async def create_chat_completion(service: Service, http_request: Request, reques
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
-    """Read the parameters.
+    """Return the sampling parameters.
 
-    Without max_tokens (newer: max_completion_tokens) the checkpoint's limit applies, if it has one.
+    The newer field max_completion_tokens replaces max_tokens. Without both, the checkpoint's limit applies, if any.
     """
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
@@ -118,9 +118,9 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         self._answers: dict[int, _Answer] = {}
 
     def _grown(self, update: ChoiceUpdate) -> ChatChunkChoice | None:
-        """Return the next delta, if any.
+        """Return the choice's next chunk, or None while all text is held back.
 
-        Plain content has a chunk for each step, so that a client sees when tokens arrive.
+        If all text is content, each step has a chunk even without text, so that a client sees when tokens arrive.
         """
         completion = update.completion
         if update.choice not in self._answers:
@@ -223,7 +223,7 @@ class _Answer:
                     delta.reasoning_content = (delta.reasoning_content or "") + part.text
                 case _:
                     delta.tool_calls = delta.tool_calls or []
-                    if part.kind == "arguments" and delta.tool_calls:  # one entry of a call in each chunk
+                    if part.kind == "arguments" and delta.tool_calls:  # a chunk has one entry for each call
                         delta.tool_calls[-1].function.arguments += part.text
                         continue
                     call = ToolCall(FunctionCall(part.text)) if part.kind == "arguments" else self._call(part)
@@ -241,7 +241,7 @@ class _Answer:
         return parts if self._reasoning_field else [part for part in parts if part.kind != "reasoning"]
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        """Return "tool_calls" if a call ended the answer, unless the client named the function."""
+        """Return "tool_calls" if a complete answer has calls, unless tool_choice names the function to call."""
         is_call = self._has_calls and self._toolbox.named is None
         return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
 

@@ -44,9 +44,9 @@ class OpenAIReply(Generic[Choice, Chunk]):
         self._job = job
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the chunks of an update. usage: the counts so far, for each chunk.
+        """Return the chunks of an update. usage: the token counts so far, for each chunk, or None.
 
-        The finish reason has its own chunk: a client that stops reading at it has received everything.
+        The finish reason comes in a chunk after all text, so a client may stop reading at the finish reason.
         """
         choices = [self._grown(update)]
         if update.completion.finished:
@@ -65,7 +65,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
         return OPENAI.event(error)
 
     def _grown(self, update: ChoiceUpdate) -> Choice | None:
-        """Return the next piece of a choice, if any."""
+        """Return the next piece of a choice, or None."""
         raise NotImplementedError
 
     def _ended(self, update: ChoiceUpdate) -> Choice:
@@ -75,8 +75,8 @@ class OpenAIReply(Generic[Choice, Chunk]):
         raise NotImplementedError
 
     def _begin(self, event: Chunk, update: ChoiceUpdate) -> None:
-        """Add the fields of a choice's first chunk."""
+        """Add the fields that only a choice's first chunk has."""
 
     def _counted(self, usage: Usage) -> Usage:
-        """Add details to the counts."""
+        """Add details to the token counts."""
         return usage

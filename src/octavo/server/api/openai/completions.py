@@ -81,7 +81,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
 async def truncated(
     service: Service, http_request: Request, place: Permit, prompts: list[Any], truncation: Truncation
 ) -> list[Any]:
-    """Truncate prompts on a thread."""
+    """Return the truncated prompts."""
     if truncation.num_tokens is None:
         return prompts
     inputs = service.engine.input_processor
@@ -91,9 +91,9 @@ async def truncated(
 
 
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """Read the parameters.
+    """Return the sampling parameters.
 
-    An echo with logprobs also needs those of the prompt. With an echo, max_tokens 0 only scores the prompt.
+    An echo with logprobs also needs the prompt's log probabilities. An echo with max_tokens 0 only scores the prompt.
     """
     if request.best_of not in (None, request.n or 1):
         raise RequestError(f"best_of must equal n ({request.n or 1}) or be left out", parameter="best_of")
@@ -107,7 +107,7 @@ def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingPar
 
 
 def read_prompts(prompt: Any, name: str = "prompt", limit: int = MAX_CHOICES) -> list[Any]:
-    """Return a field's prompts: a text, texts, token ids, or lists of token ids."""
+    """Return the prompts in the field `name`: a text, texts, token ids, or lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -131,7 +131,7 @@ def _is_token_ids(items: list[Any]) -> bool:
 class Echo:
     """The echo of prompts, computed once for all choices of a prompt.
 
-    is_alone: only the prompt is returned.
+    is_wanted: the client requests an echo. is_alone: the answer is only the echo.
     """
 
     is_wanted: bool
@@ -142,7 +142,7 @@ class Echo:
     places: dict[str, list[TokenPlace]] = field(default_factory=dict)
 
     def prompt_text(self, output: RequestOutput) -> str:
-        """Return the echoed text, or ""."""
+        """Return the prompt's text to echo; "" without an echo."""
         if not self.is_wanted:
             return ""
         if output.prompt is not None:
@@ -194,7 +194,7 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         return Completion(self._job.request_id, self._job.created, self._job.model, choices, usage=shown)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
-        """Return n choices for each prompt, in order."""
+        """Return n choices for each prompt, in the order of the prompts."""
         choices = [
             self._whole_choice(index * self._job.params.n + completion.index, completion, output)
             for index, output in enumerate(outputs)

@@ -18,19 +18,20 @@ if TYPE_CHECKING:
     from octavo.server.answers.parts import Part
     from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces
 
-    Piece: TypeAlias = Callable[[int], str | bytes]  # special tokens have text, too
+    Piece: TypeAlias = Callable[[int], str | bytes]  # by token id; special tokens have text as well
     PlacedPosition: TypeAlias = tuple[TokenPlace, "Position"]
 
-Position = dict[int, "Logprob"]  # the token itself first
-_LOWEST = -9999.0  # for -infinity, which JSON lacks, as in vLLM
+Position = dict[int, "Logprob"]  # by token id; the token at the position is first
+_LOWEST = -9999.0  # instead of -infinity, which JSON lacks; as in vLLM
 
 
 def chat_logprobs(
     positions: Sequence[Position] | None, num_top: int, piece: Piece, *, as_ids: bool = False
 ) -> replies.ChatLogprobs | None:
-    """Convert the positions of a chat choice.
+    """Convert the log probabilities of a chat choice, if any.
 
-    num_top: alternatives at each position. as_ids: write tokens as vLLM's token_id:123.
+    num_top: number of most probable tokens to show at each position. as_ids: write each token as token_id:123, as in
+    vLLM.
     """
     if positions is None:
         return None
@@ -44,14 +45,14 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """Pairs log probabilities with the places of their tokens, once these are certain."""
+    """Pairs the log probabilities of tokens with the places of the tokens, once the places are certain."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Add tokens; return those with certain places."""
+        """Add tokens. Return the pairs that became certain, earlier tokens included. is_over: no tokens follow."""
         self._waiting += positions
         places = self._places.add(token_ids)
         if is_over:
@@ -60,13 +61,13 @@ class PlacedLogprobs:
 
 
 class ContentLogprobs:
-    """Finds the tokens of an answer's content by their places.
+    """Finds the log probabilities of an answer's content by the places of the tokens.
 
-    A token belongs to it if it has at least a part of one of the content's characters.
+    A token belongs to the content if the token has at least a part of one of the content's characters.
     """
 
     def __init__(self, places: TokenPlaces, num_top: int, piece: Piece, *, hides_end: bool) -> None:
-        """hides_end: the token that ends the answer has no text."""
+        """hides_end: the token that ends the answer has no text in the answer."""
         self._places = PlacedLogprobs(places)
         self._num_top = num_top
         self._piece = piece
@@ -75,7 +76,7 @@ class ContentLogprobs:
         self._is_returned = False  # the last content ended within the first token
 
     def add(self, completion: CompletionOutput) -> None:
-        """Add tokens."""
+        """Add the tokens of an output."""
         if completion.logprobs is None:
             return
         is_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
@@ -84,7 +85,7 @@ class ContentLogprobs:
         self._tokens += self._places.add(token_ids, positions, is_over=completion.finished)
 
     def take(self, part: Part) -> list[replies.TokenLogprob]:
-        """Return the tokens that begin in the answer's next part; none if it is not content."""
+        """Return the tokens of the answer's next part that no earlier call returned; none for parts without content."""
         while self._tokens and self._tokens[0][0].end <= part.start:
             self._tokens.popleft()
             self._is_returned = False
@@ -108,9 +109,10 @@ class ContentLogprobs:
 def completion_logprobs(
     positions: Iterable[Position | TokenLogprobs | None], places: Iterable[TokenPlace], piece: Piece, *, as_ids: bool
 ) -> replies.CompletionLogprobs:
-    """Convert the positions of a completion choice; an echoed prompt's first position is None.
+    """Convert the log probabilities of a completion choice.
 
-    A prompt's positions are `TokenLogprobs`: objects for up to 40,000 alternatives would take too long.
+    positions: None for the first token of an echoed prompt. The prompt's other positions are `TokenLogprobs`, because
+    making objects for up to 40,000 alternatives would take too long.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: piece_text(piece(token_id)))
@@ -139,7 +141,7 @@ def _scores(position: Position | TokenLogprobs) -> dict[int, float]:
 def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenTexts[str]) -> dict[str, float]:
     """Return text -> score; if two tokens have the same text, the key of the second is its id."""
     texts = list(map(texts_by_id.__getitem__, scores))
-    is_start = texts[0] == " " + place.text  # a space at the start of a text is stripped
+    is_start = texts[0] == " " + place.text  # the tokenizer strips a space at the start of a text
     texts[0] = place.text
     if is_start:
         texts = [text.removeprefix(" ") for text in texts]
@@ -153,7 +155,7 @@ def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenText
 
 
 def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
-    """Convert to vLLM's prompt_logprobs."""
+    """Convert a prompt's log probabilities to vLLM's form."""
     text_of = positions.texts.__getitem__
     result: replies.PromptLogprobs = [None]
     for entry in positions.entries:

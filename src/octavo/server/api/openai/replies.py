@@ -1,4 +1,4 @@
-"""Answers of OpenAI's API. They are structs, because encoding one takes a tenth of pydantic's time."""
+"""Answers of OpenAI's API. They are structs, because pydantic takes ten times as long to encode a model."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class FunctionCall(Struct):
-    """The called function. arguments: JSON as the model wrote it. In a stream: their next piece, and the name once."""
+    """The called function. arguments: the JSON that the model wrote; in a stream, its next piece."""
 
     arguments: str = ""
     name: str | UnsetType = UNSET
 
 
 class ToolCall(Struct):
-    """A call of a tool. In a stream, index identifies the call, and only its first piece has id, type and name."""
+    """A call of a tool. In a stream, index identifies the call; only the call's first piece has id, type and name."""
 
     function: FunctionCall
     id: str | UnsetType = UNSET
@@ -64,7 +64,7 @@ class ToolCall(Struct):
 class ChatMessage(Struct):
     """The answer. content is null if there are only calls. Clients of vLLM read the fields that are always null.
 
-    The server's option decides which of the two fields has the reasoning; the other is absent.
+    An option of the server decides whether reasoning_content or reasoning is used; the other field is absent.
     """
 
     content: str | None
@@ -169,7 +169,7 @@ class TokenizedContent(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """Log probabilities of a completion choice: parallel lists. A prompt's first token has none."""
+    """Log probabilities of a completion choice, as parallel lists. A prompt's first token has null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from octavo.server.api.extra_fields import ExtraFields
 
-# The check of a list stops at its first bad element: millions of them must not become millions of errors.
+# The check of a list stops at the first bad element, so that millions of them do not become millions of errors.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -30,7 +30,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Information that a stream has in addition to text."""
+    """Whether a stream has token counts: at its end, or in each event."""
 
     model_config = ConfigDict(strict=True)
 
@@ -39,7 +39,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingControls(Body):
-    """Fields that choose tokens. On every route, each means the same as the field of `SamplingParams` with its name."""
+    """Fields that control sampling. On every route, a field means the same as that field of `SamplingParams`."""
 
     seed: Annotated[int, within("seed")] | None = None
     stop: Annotated[str | Strings, Shown(types.StopText | types.StopTexts)] | None = None
@@ -105,7 +105,7 @@ class Aliased(BaseModel):
 
 
 class TruncationFields(BaseModel):
-    """vLLM's fields that cut a prompt."""
+    """vLLM's fields that truncate a prompt."""
 
     truncate_prompt_tokens: Annotated[int, Shown(Annotated[int, Field(ge=1)] | Literal[-1])] | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -119,7 +119,7 @@ class TruncationFields(BaseModel):
 
 
 class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
-    """Fields of chat completions and completions. A field named like one of `SamplingParams` means the same."""
+    """Fields of chat completions and completions. A field with a name of `SamplingParams` means the same."""
 
     model: str | None = None
     stream: bool | None = None
@@ -139,7 +139,7 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
 
     def settle(self, extra_fields: ExtraFields) -> None:
-        """Check the fields, after applying aliases."""
+        """Apply aliases and check the fields. Raises `RequestError`."""
         extra_fields.check(self.model_extra, self.unsupported, HARMLESS)
         self.take_aliases()
         self._check_penalties()
@@ -150,7 +150,7 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
         self.check_truncation()
 
     def _check_penalties(self) -> None:
-        """Refuse penalties of the last tokens: here they cover all tokens."""
+        """Refuse penalties that cover only the last tokens, because octavo's penalties cover all tokens."""
         if self.repeat_penalty not in (None, 1) and self.repeat_last_n != -1:
             message = "repeat_penalty needs repeat_last_n: -1, because penalties cover all tokens"
             raise RequestError(message, parameter="repeat_penalty")
@@ -204,7 +204,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     top_logprobs: types.NumLogprobs | None = None
     parallel_tool_calls: bool | None = None
     prediction: Annotated[Any, Shown(types.Prediction | None)] = None
-    include_reasoning: bool | None = None  # vLLM's: false omits it from the answer
+    include_reasoning: bool | None = None  # vLLM's: false omits the reasoning from the answer
 
     aliases: ClassVar[dict[str, As]] = {**SamplingFields.aliases, "n_probs": As("top_logprobs", (0,))}
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -218,7 +218,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     }
 
     def settle(self, extra_fields: ExtraFields) -> None:
-        """Check the fields. n_probs also sets logprobs, which it needs."""
+        """Check the fields. n_probs also sets logprobs, because top_logprobs needs logprobs."""
         super().settle(extra_fields)
         if self.n_probs:
             self.logprobs = True

@@ -52,9 +52,9 @@ SUMMARIES = BlockTypes({"summary_text": fields("text")})
 
 
 def read_items(instructions: str | None, given: Any) -> list[dict[str, Any]]:
-    """Return the messages. given: a text or a list of items.
+    """Convert items to messages. instructions: a system message, or None. given: a text or a list of items.
 
-    Consecutive items of the assistant or of the system become one message.
+    Consecutive items of the assistant, or of the system, become one message.
     """
     turns: list[_Turn] = []
     if instructions is not None:
@@ -134,7 +134,7 @@ def _texts(content: str | list[dict[str, str]]) -> list[str]:
 
 
 def _read_thoughts(item: dict[str, Any], place: str) -> list[str]:
-    """Return a reasoning item's thoughts, or its summary, as other servers send it."""
+    """Return the texts of a reasoning item's content, or else of its summary, which other servers send instead."""
     for name, types in (("content", THOUGHTS), ("summary", SUMMARIES)):
         parts = item.get(name)
         texts = []

@@ -73,7 +73,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _NESTED = {
     "prompt_cache_options": fields(
         harmless=each(CACHE, "comparison_response_id", "mode", "ttl"),
-        prewarm=(None, False),  # true asks for no answer
+        prewarm=(None, False),  # true requests no answer
     ),
     "reasoning": fields(
         "effort",
@@ -90,7 +90,7 @@ _NESTED = {
 class ResponsesRequest(SamplingControls):
     """POST /v1/responses, with vLLM's extra fields.
 
-    An unlisted field is refused if it would change the answer (`_UNSUPPORTED`), otherwise ignored.
+    An undeclared field is refused if it would change the answer (`_UNSUPPORTED`), otherwise ignored.
     """
 
     model: str | None = None
@@ -102,7 +102,7 @@ class ResponsesRequest(SamplingControls):
     parallel_tool_calls: bool | None = None
     reasoning: Annotated[dict[str, Any], Shown(types.Reasoning)] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None  # about padding only, which is never sent
+    stream_options: dict[str, Any] | None = None  # only about padding, which this server never sends
     text: Annotated[dict[str, Any], Shown(types.TextConfig)] | None = None
     tool_choice: Annotated[Any, Shown(types.ResponsesChoice | None)] = None
     tools: Annotated[list[Any], Shown(types.Tools[types.ResponsesTool])] | None = None
@@ -183,12 +183,12 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
         place = f"tools[{index}]"
         check_tool_type(tool, place, "function", '{"type": "function", "name": ...}')
         described.append(read_function(tool, place))
-    has_tools = request.tools is not None or request.tool_choice == "auto"  # even answers without tools have "auto"
+    has_tools = request.tools is not None or request.tool_choice == "auto"  # answers without tools have "auto"
     choice = read_choice(request.tool_choice, lambda wanted: wanted.get("name"), has_tools=has_tools)
     return Toolbox.make(described, tool_format, choice, parallel=request.parallel_tool_calls)
 
 
-_ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}  # by the kind of part
+_ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}  # by the kind of a `Part`
 
 
 class ResponseReply:

@@ -10,15 +10,16 @@ if TYPE_CHECKING:
 
     from octavo.engine.tokenizer_interface import DetokenizerFactory
 
-BYTES = "bytes:"  # of bytes that are not text
-_MOST_SKIPPED_BYTES = 32  # of a prompt, without a token: for example white space next to a special token
-_CONTINUING = frozenset(range(0x80, 0xC0))  # of UTF-8
+BYTES = "bytes:"  # begins the spelling of bytes that are not text
+_MOST_SKIPPED_BYTES = 32  # of a prompt that belong to no token, such as white space next to a special token
+_CONTINUING = frozenset(range(0x80, 0xC0))  # UTF-8 bytes that continue a character
 
 
 class TokenPlace(NamedTuple):
-    """A token's place in a text. offset: in characters. text: its text, or a hidden token's name.
+    """The place of a token in a text.
 
-    num_chars: characters that the token has, or has a part of; 0 for a hidden token.
+    offset: number of characters before the token. text: the token's text, or a hidden token's name.
+    num_chars: number of characters of which the token has at least a part; 0 for a hidden token.
     """
 
     offset: int
@@ -28,7 +29,7 @@ class TokenPlace(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The end of its text."""
+        """The end of the token's text, in characters."""
         return self.offset + self.num_chars
 
 
@@ -47,24 +48,24 @@ def _bytes_text(data: bytes) -> str:
 
 
 class TokenPlaces:
-    """Finds the places of tokens as a text grows.
+    """Finds the places of tokens while their text grows.
 
-    Places in a run of bytes (`octavo.engine.detokenizer`) are certain only after the run.
+    The places of tokens in a run of byte tokens (`octavo.engine.detokenizer`) are certain only after the run.
     """
 
     def __init__(
         self, tokenizer: DetokenizerFactory, prompt_token_ids: list[int], offset: int, *, skip_special_tokens: bool
     ) -> None:
-        """offset: of the first token."""
+        """offset: of the first token, in characters."""
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._detokenizer = tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
         self._offset = offset  # the end of all text that is certain
-        self._run = b""  # includes the prompt's bytes
+        self._run = b""  # bytes of the run, including the prompt's
         self._num_prompt_bytes = 0
         self._waiting: list[tuple[int, int]] = []  # tokens of the run, and the number of bytes before each
 
     def add(self, token_ids: Iterable[int]) -> list[TokenPlace]:
-        """Add tokens; return the places that are certain now."""
+        """Add tokens. Return the places that became certain by this call, including those of earlier tokens."""
         places: list[TokenPlace] = []
         for token_id in token_ids:
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
@@ -80,7 +81,7 @@ class TokenPlaces:
         return places
 
     def finish(self) -> list[TokenPlace]:
-        """Return the remaining places."""
+        """Return the places of all tokens that have none yet."""
         return self._end_run(self._detokenizer.finish())
 
     def _place_text(self, token_id: int, piece: str) -> list[TokenPlace]:
@@ -142,9 +143,9 @@ def _continues(data: bytes, position: int) -> bool:
 
 
 def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[TokenPlace]:
-    """Find the places of a prompt's tokens. A token that is not found has no characters.
+    """Find the places of a prompt's tokens in the prompt. A token that is not found gets 0 characters.
 
-    The tokens' text may differ from the prompt: a tokenizer may add a space, for example.
+    The tokens' joined text may differ from the prompt. For example, a tokenizer may add a space.
     """
     data, places, position = prompt.encode(), [], 0
     num_chars = [0, *accumulate(byte not in _CONTINUING for byte in data)]

@@ -1,4 +1,4 @@
-"""The dashboard's frames for one viewer."""
+"""Makes the dashboard's frames for one viewer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Cursor:
-    """A viewer's position in a `LiveView`."""
+    """Remembers which part of a `LiveView` one viewer has received."""
 
     def __init__(self, view: LiveView) -> None:
         self._view = view
@@ -26,9 +26,9 @@ class Cursor:
         self._epoch = self._view.epoch
 
     def frame(self) -> dict[str, Any]:
-        """Return the changes since the previous frame, and the current state.
+        """Return the changes since the previous frame, and the current figures.
 
-        is_first: the page must drop its state. steps_left_out: new steps that are no longer kept.
+        is_first: True if the page must drop its state. steps_left_out: number of new steps that the view dropped.
         """
         view = self._view
         if self._epoch != view.epoch:
@@ -83,7 +83,7 @@ _DIGITS = bytes.maketrans(bytes(range(10)), b"0123456789")
 
 
 def _changes(old: bytes, new: bytes) -> Iterator[list[int]]:
-    """Yield [index, new value] for each difference of two texts of equal length."""
+    """Yield [index, new byte] for each byte that differs; `old` and `new` have equal lengths."""
     for start in range(0, len(new), _PIECE):
         piece = new[start : start + _PIECE]
         if old[start : start + _PIECE] != piece:

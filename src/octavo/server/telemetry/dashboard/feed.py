@@ -1,4 +1,4 @@
-"""The dashboard's feed."""
+"""The stream of data that the dashboard's page shows."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Dashboard:
-    """One view of one engine, shared by all viewers. Used on the server's event loop only.
+    """The live view of one engine, which all viewers share. Used on the server's event loop only.
 
-    The engine sends snapshots only while a viewer is connected, and `LINGER_S` longer.
+    The engine sends snapshots while a viewer is connected, and for `LINGER_S` after the last viewer disconnected.
     """
 
     def __init__(self, service: Service) -> None:
@@ -44,7 +44,7 @@ class Dashboard:
         self._closing: asyncio.TimerHandle | None = None
 
     def enter(self) -> None:
-        """Take a viewer's place. Raises `QueueFullError` if none is free."""
+        """Take a viewer's place. Raises `QueueFullError` if all `MAX_WATCHERS` places are taken."""
         if self._num_watchers >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} dashboard pages are open, which is the limit; close one")
         self._num_watchers += 1
@@ -56,10 +56,10 @@ class Dashboard:
             self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)
 
     async def frames(self, tenant: Tenant) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events: `hello`, then a `frame` a few times a second, at last `bye`.
+        """Yield server-sent events: first a `hello`, then a `frame` a few times a second, and finally a `bye`.
 
-        It ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. Frames never
-        accumulate for a slow reader.
+        The stream ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. A frame is
+        made only after the previous frame was sent, so frames do not accumulate for a slow viewer.
         """
         cursor = Cursor(await self._open())
         yield _event("hello", self._hello())
@@ -69,7 +69,7 @@ class Dashboard:
         yield _event("bye", {})
 
     async def explain(self, request_id: str) -> dict[str, Any]:
-        """Return how a request spent its time. Raises `NotFoundError`."""
+        """Return how long a request spent in which phase, and why. Raises `NotFoundError`."""
         view = self._view
         if view is None:
             raise NotFoundError("requests are recorded only while a dashboard is open: open /dashboard first")
@@ -119,7 +119,7 @@ class Dashboard:
                     with contextlib.suppress(RuntimeError):  # the event loop is closed: no viewers remain
                         loop.call_soon_threadsafe(view.take, snapshot)
 
-                with contextlib.suppress(EngineDeadError):  # the page shows it
+                with contextlib.suppress(EngineDeadError):  # the page shows that the engine is dead
                     await self._service.engine.watch(listen)
             return self._view
 
@@ -137,7 +137,7 @@ class Dashboard:
 
 
 def read_static() -> dict[str, tuple[bytes, str]]:
-    """Return each file's content and media type."""
+    """Return the dashboard's static files: name -> (content, media type)."""
     types = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
     folder = Path(__file__).parent / "static"
     return {

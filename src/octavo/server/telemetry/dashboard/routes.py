@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class _Frames(StreamingResponse):
-    """A stream of frames for one viewer, whose place it releases. Raises `QueueFullError`."""
+    """A stream of frames for one viewer.
+
+    The constructor takes a viewer's place or raises `QueueFullError`. The end of the response releases the place.
+    """
 
     def __init__(self, dashboard: Dashboard, tenant: Tenant) -> None:
         dashboard.enter()
@@ -40,7 +43,7 @@ class _Frames(StreamingResponse):
 
 
 def dashboard_routes(service: Service) -> dict[str, Handler]:
-    """Return the GET handler of each path. The feed shows requests of all keys, so it needs `read_metrics`."""
+    """Return path -> GET handler. Requests of all API keys are shown, so a viewer's key needs `read_metrics`."""
     dashboard = Dashboard(service)
     files = read_static()
 

@@ -1,4 +1,4 @@
-"""The dashboard's rows of the KV cache's tiers."""
+"""The dashboard's table of the KV cache's tiers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def tier_rows(stats: EngineStats, capacity: EngineCapacity) -> list[dict[str, Any]]:
-    """Return the figures of each tier; None if unknown or without meaning.
+    """Return a row for each tier. A figure is None if it is unknown or has no meaning for the tier.
 
-    hit_rate: share of the prompts' tokens. loads_per_s, saves_per_s: in bytes. spared: seconds of computing saved, less
-    the waiting time.
+    hit_rate: share of the looked-up prompt tokens. loads_per_s, saves_per_s: bytes per second. spared: seconds of
+    computing that loads saved, minus the seconds of waiting for the loads.
     """
     return [
         {

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from octavo.data.snapshot import BlockMap, Snapshot
 
 HISTORY_S = 600
-_RECENT_S = 10  # for current percentiles
+_RECENT_S = 10  # the time that current percentiles cover
 _MOST_OPEN_STEPS = 2
 _NUM_STEPS = 240
 _NUM_ENDED = 200
 _NUM_ROWS = 100
 _NUM_ROWS_ENDED = 30
-_MAX_TIMES = 512  # in one second
+_MAX_TIMES = 512  # kept for one second
 WAITING, PROMPT, GENERATING, PREEMPTED = "waiting", "prompt", "generating", "preempted"
 _LIVE_ORDER = {GENERATING: 0, PROMPT: 1, PREEMPTED: 2, WAITING: 3}
 
 
 class Times:
-    """Durations in seconds, for percentiles: above `_MAX_TIMES` an even selection."""
+    """Durations in seconds, for percentiles. Beyond `_MAX_TIMES` durations, only every n-th one is kept."""
 
     __slots__ = ("_every", "_num_seen", "values")
 
@@ -51,10 +51,10 @@ class Times:
 
 @dataclass(slots=True)
 class Second:
-    """One second of the engine's clock.
+    """The figures of one second of the engine's clock.
 
-    prefill, generated: tokens. running, waiting, usage: as of its last step. loaded_bytes, saved_bytes: of KV outside
-    the device. ttft, itl: in seconds.
+    prefill, generated: numbers of tokens. running, waiting, usage: as of the second's last step. loaded_bytes,
+    saved_bytes: KV moved from and to other tiers. ttft, itl: time to first token, inter-token latency.
     """
 
     revision: int
@@ -70,12 +70,12 @@ class Second:
     percentiles: tuple[float | None, ...] = ()
 
     def settle(self) -> None:
-        """Replace the times by their percentiles."""
+        """Replace `ttft` and `itl` by their percentiles."""
         if self.ttft is not None:
             self.percentiles, self.ttft, self.itl = self._percentiles(), None, None
 
     def row(self, second: int) -> list[float | None]:
-        """Return the values of the chart's lines."""
+        """Return the second's row for the page's chart."""
         times, moved = self._percentiles(), (self.loaded_bytes, self.saved_bytes)
         return [second, self.prefill, self.generated, self.running, self.waiting, round(self.usage, 4), *times, *moved]
 
@@ -87,10 +87,10 @@ class Second:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that ended.
+    """A step that has ended.
 
-    parts: (request's number, tokens, True if they are of its prompt), in the order of the batch. drafts: (request's
-    number, draft tokens, accepted ones).
+    start: on the engine's clock, in seconds. parts: (request's number, number of tokens, True if they are prompt
+    tokens), in the order of the batch. drafts: (request's number, number of draft tokens, number of accepted ones).
     """
 
     number: int
@@ -100,13 +100,13 @@ class Step:
     drafts: list[tuple[int, int, int]]
 
     def row(self) -> list[Any]:
-        """Return the page's row."""
+        """Return the step's row for the page."""
         return [self.number, round(self.start, 4), round(self.seconds, 5), self.parts, self.drafts]
 
 
 @dataclass(slots=True)
 class Shown:
-    """A request on the page. num_left: tokens to compute before it generates."""
+    """A request on the page. num_left: tokens to compute before the request generates."""
 
     number: int
     request_id: str
@@ -123,7 +123,7 @@ class Shown:
     ended: float | None = None
 
     def row(self, now: float) -> dict[str, Any]:
-        """Return the page's row; times in seconds."""
+        """Return the request's row for the page. Durations are in seconds."""
         return {
             "number": self.number,
             "id": self.request_id,
@@ -139,7 +139,7 @@ class Shown:
 
 
 class LiveView:
-    """Follows an engine by its snapshots, in bounded memory. Used in one thread only."""
+    """Builds the dashboard's state from an engine's snapshots, in bounded memory. Used in one thread only."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -166,7 +166,7 @@ class LiveView:
         self._draft_stats = DraftStats()
 
     def take(self, snapshot: Snapshot) -> None:
-        """Update the state; the first snapshot of an engine drops all earlier state."""
+        """Update the state from a snapshot. If the snapshot `is_first`, all earlier state is dropped before."""
         if snapshot.is_first:
             self._forget()
         self.revision += 1
@@ -182,11 +182,11 @@ class LiveView:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def numbers(self) -> dict[str, int]:
-        """Return id -> number of all known requests."""
+        """Return request id -> number, for all known requests."""
         return {name: shown.number for name, shown in self._shown.items()}
 
     def names_since(self, number: int) -> list[tuple[int, str]]:
-        """Return the requests above `number`."""
+        """Return (number, request id) of each request with a number above `number`."""
         return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
 
     def live_numbers(self) -> list[int]:
@@ -194,9 +194,10 @@ class LiveView:
         return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
 
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
-        """Return rows before `now` that changed after a revision or are not before `second`.
+        """Return the rows of all seconds before `now` that changed after `revision` or are not before `second`.
 
-        Past seconds can change: a long step is reported when it ends, but counts in the second in which it began.
+        A past second can change: a long step is reported when it ends, but its prompt tokens count in the second in
+        which the step began.
         """
         self._fill(now)
         return [
@@ -213,12 +214,12 @@ class LiveView:
             self._seconds[second] = Second(0, 0, 0, self.num_running, self.num_waiting, usage)
 
     def steps_since(self, number: int) -> list[Step]:
-        """Return the kept steps from the `number`-th seen one on."""
+        """Return those kept steps that were not among the first `number` steps that the view saw."""
         first = self.num_steps - len(self.steps)
         return list(islice(self.steps, max(number - first, 0), None))
 
     def moment(self) -> dict[str, Any]:
-        """Return the figures of the last seconds, computed once for all viewers."""
+        """Return the figures of the last seconds. All viewers share one computation."""
         now = int(self.clock())
         if self._moment[0] != (now, self.revision):
             self._moment = ((now, self.revision), self._make_moment(now))
@@ -260,12 +261,12 @@ class LiveView:
         return round(1 - (states.count(BlockState.FREE) + states.count(BlockState.CACHED)) / len(states), 4)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the listed requests."""
+        """Return rows of live requests, then of recently ended ones."""
         now = self.clock()
         live = [shown for shown in self._shown.values() if shown.ended is None]
         live.sort(key=lambda shown: (_LIVE_ORDER[shown.state], shown.number))
         names = islice(dict.fromkeys(reversed(self._ended)), _NUM_ROWS_ENDED)
-        ended = [shown for name in names if (shown := self._shown[name]).ended is not None]  # else the id was reused
+        ended = [shown for name in names if (shown := self._shown[name]).ended is not None]  # None: the id was reused
         return [shown.row(now) for shown in [*live[: _NUM_ROWS - len(ended)], *ended]]
 
     # --- following ----------------------------------------------------------------------------------------------------
@@ -312,7 +313,7 @@ class LiveView:
                 self._second(event.time).loaded_bytes += sum(move.num_bytes for move in event.moves)
             case events.RequestEvent():
                 shown = self._shown.get(event.request_id)
-                if shown is not None:  # else it began before the first snapshot
+                if shown is not None:  # None: the request began before the first snapshot
                     self._follow_one(shown, event)
 
     def _follow_one(self, shown: Shown, event: events.RequestEvent) -> None:
@@ -352,7 +353,7 @@ class LiveView:
             shown.num_left -= count
             parts.append((shown.number, count, is_prompt))
         self._open_steps[event.step] = event, parts
-        if len(self._open_steps) > _MOST_OPEN_STEPS:  # its end was missed
+        if len(self._open_steps) > _MOST_OPEN_STEPS:  # the end of the oldest step was missed
             del self._open_steps[min(self._open_steps)]
         self.num_running, self.num_waiting = event.num_running, event.num_waiting
         second = self._second(event.time)
@@ -360,7 +361,7 @@ class LiveView:
         second.running, second.waiting, second.usage = event.num_running, event.num_waiting, event.kv_cache_usage
 
     def _close_step(self, end: events.StepCompleted | events.StepFailed) -> None:
-        """A step that was scheduled ahead begins when the previous step ends."""
+        """Record a step that has ended. If it was scheduled ahead, it began when the previous step ended."""
         opened = self._open_steps.pop(end.step, None)
         if opened is not None:
             event, parts = opened
@@ -372,7 +373,7 @@ class LiveView:
 
     def _take_tokens(self, event: events.StepCompleted) -> None:
         second, now = self._second(event.time), event.time
-        ttft, itl = second.ttft or Times(), second.itl or Times()  # no event is old enough for None
+        ttft, itl = second.ttft or Times(), second.itl or Times()  # only old seconds have None
         for request_id, count in event.num_new_tokens.items():
             second.generated += count
             shown = self._shown.get(request_id)
@@ -384,7 +385,7 @@ class LiveView:
             else:
                 itl.add(now - shown.last_token)
             shown.last_token = now
-            if shown.ended is None:  # else its end has reported the total
+            if shown.ended is None:  # after the end, num_generated is the total
                 shown.num_generated += count
                 if shown.state == PROMPT:
                     self._move(shown, GENERATING)
@@ -400,7 +401,7 @@ class LiveView:
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """Return the smallest value that at least `share` of all values do not exceed; None for no values."""
+    """Return the smallest of `values` that at least a `share` (0 to 1) of them do not exceed; None without values."""
     if not values:
         return None
     return round(sorted(values)[max(ceil(share * len(values)) - 1, 0)], 5)
