@@ -159,7 +159,7 @@ def rewritten(old: str, new: str) -> Callable:
 MUTANTS = {
     "resampled from p": ("(target - draft_probs[at].double()).clamp(min=0.0)", "target"),
     "resampled from q": ("(target - draft_probs[at].double()).clamp(min=0.0)", "draft_probs[at]"),
-    "accepted by the numbers of the draft": ("sample_index, RandomStream.ACCEPTANCE", "sample_index, RandomStream.DRAFT"),
+    "accepted by the numbers of the draft": ("index, RandomStream.ACCEPTANCE", "index, RandomStream.DRAFT"),
     "resampled by the numbers of the draft": ("RandomStream.RESAMPLING)", "RandomStream.DRAFT)"),
     "resampled by the numbers of acceptance": ("RandomStream.RESAMPLING)", "RandomStream.ACCEPTANCE)"),
     "accepted at another position": ("uniform_noise(seed, position, ", "uniform_noise(seed, position * 0, "),

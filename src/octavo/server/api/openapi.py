@@ -136,7 +136,8 @@ def _schemas(routes: Routes) -> tuple[dict[Any, _Object], _Object]:
     endpoints = [find_endpoint(route) for route in routes if route.is_described]
     bodies = sorted({each.body for each in endpoints if each.body is not None}, key=lambda body: body.__name__)
     inputs, requests = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
-    answers = list(dict.fromkeys([*(each.answer for each in endpoints if each.answer), *_ERRORS.values(), Error, Event]))
+    of_endpoints = (each.answer for each in endpoints if each.answer)
+    answers = list(dict.fromkeys([*of_endpoints, *_ERRORS.values(), Error, Event]))
     outputs, described = msgspec.json.schema_components(answers, ref_template=_REF + "{name}")
     assert not requests["$defs"].keys() & described.keys(), "two types have the same name"
     of_bodies = {body: inputs[body, "validation"] for body in bodies}
