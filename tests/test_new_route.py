@@ -29,7 +29,7 @@ SHOUT = '''"""POST /v1/shout."""
 from msgspec import Struct
 from octavo.runtime.ids import new_id
 from octavo.sampling_params import SamplingParams
-from octavo.server.answers.answering import answer_whole
+from octavo.server.answers.answering import answer_complete
 from octavo.server.answers.jobs import Job
 from octavo.server.answers.usage import Usage
 from octavo.server.api.openai.requests import Body
@@ -69,7 +69,7 @@ async def shout(service, http_request, request):
             place=place,
             deadline=http_request.state.deadline,
         )
-        return await answer_whole(service, http_request, job, ShoutReply())
+        return await answer_complete(service, http_request, job, ShoutReply())
 '''
 PATH = "/v1/shout"
 # The one line.

@@ -389,7 +389,7 @@ def test_unexpected_failure_is_logged(donor, monkeypatch, caplog):
 
 
 def test_repeated_refusal_reason_is_logged_once(donor, monkeypatch, caplog):
-    monkeypatch.setattr(direct_donor, "_MAX_TOLD", 2)
+    monkeypatch.setattr(direct_donor, "_MAX_LOGGED", 2)
     for reason in "aabcba":
         donor._refuse(Channel(), reason)
     assert [record.getMessage()[-1] for record in caplog.records] == ["a", "b", "c", "b", "a"]

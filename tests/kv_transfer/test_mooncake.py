@@ -78,7 +78,7 @@ def test_blocks_above_area_size_are_moved_in_parts(pool, monkeypatch):
 
 
 def test_lookup_above_key_limit_is_split(store, monkeypatch):
-    monkeypatch.setattr("octavo.kv_transfer.mooncake._MAX_ASKED", 2)
+    monkeypatch.setattr("octavo.kv_transfer.mooncake._MAX_QUERIED", 2)
     store.save(KEYS, BLOCKS)
     assert store.num_matched(KEYS) == len(KEYS)
     store.forget(KEYS[3:])

@@ -339,7 +339,7 @@ def test_invalid_fp8_scales_or_values_are_refused_by_name(tmp_path, monkeypatch)
     tensors = load_file(tmp_path / "model.safetensors")
     name = f"{MODULE}.weight_scale_inv"
     scales = tensors[name]
-    refused(tmp_path, {key: value for key, value in tensors.items() if key != name}, name, "missing")
+    refused(tmp_path, {key: value for key, value in tensors.items() if key != name}, name, "lack")
     refused(tmp_path, tensors | {name: scales[1:].contiguous()}, name, "[1, 5]", "[2, 5]")
     for broken in (torch.nan, torch.inf):
         changed = scales.clone()

@@ -146,7 +146,7 @@ def make_core():
 
 def test_replay_of_old_journal_reports_no_dropped_saves(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(KVTransferScheduler, "_tell_dropped", lambda _self, request: asked.append(request))
+    monkeypatch.setattr(KVTransferScheduler, "_report_dropped_saves", lambda _self, request: asked.append(request))
     convert_journal.convert(RECORDED / "store.journal.gz", tmp_path / "new")
     replay(tmp_path / "new")
     assert asked == []

@@ -12,6 +12,7 @@ from stores import Store
 
 from octavo.config import CacheConfig
 from octavo.data.capacity import EngineCapacity
+from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.metrics import EngineMetrics
 from octavo.data.model_output import ModelOutput
 from octavo.data.recent_events import RecentEvents
@@ -60,7 +61,7 @@ def test_finished_kv_load_wakes_waiting_step(monkeypatch):
 
     def move():
         computed.wait()
-        loading.executor.ended_transfers.put((0, 2))
+        loading.executor.ended_transfers.put(EndedTransfer(0, 2))
 
     loading.worker.execute = execute
     mover = threading.Thread(target=move)
@@ -74,7 +75,7 @@ def test_finished_kv_load_wakes_waiting_step(monkeypatch):
 
 def test_failed_kv_load_is_reported_in_next_step_and_recomputed(monkeypatch):
     loading = Loading(monkeypatch, 600.0)
-    for ended in [(0, 0), (99, 2)]:
+    for ended in (EndedTransfer(0, 0), EndedTransfer(99, 2)):
         loading.executor.ended_transfers.put(ended)
     loading.engine.step()
     assert loading.executor.ended_transfers.empty()
@@ -96,7 +97,7 @@ def test_transfer_finished_during_failed_step_is_reported_next(monkeypatch):
     loading = Loading(monkeypatch, 600.0)
     execute = loading.worker.execute
     monkeypatch.setattr(loading.worker, "execute", lambda _scheduled: 1 // 0)
-    loading.executor.ended_transfers.put((0, 2))
+    loading.executor.ended_transfers.put(EndedTransfer(0, 2))
     loading.engine.step()
     assert loading.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     monkeypatch.setattr(loading.worker, "execute", execute)
