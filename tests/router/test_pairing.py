@@ -103,6 +103,7 @@ def test_prefill_and_decode_get_same_request_on_every_route(paired, port, path, 
     prefill, decode, _, http = paired(decode_does="follow", port=port)
     answer = http.post(path, json=body, headers={"X-Request-Id": "mine", "Authorization": "Bearer k"})
     assert answer.json()["from"] == "decode"
+    wait_until(lambda: prefill.params, "the prefill engine has read its request, which a direct pair may do last")
     assert len(prefill.summary) == 1
     (path_of_prefill, first, first_body), (_, second, second_body) = prefill.summary[0], decode.summary[0]
     assert (path_of_prefill, first_body) == (path.partition("?")[0], second_body)
