@@ -162,6 +162,7 @@ def test_scheduler_resends_finished_ids_after_failed_step(make_core):
     assert not core.scheduler.has_work()  # no step only for the notice: it would fail again if the worker is broken
     core.add("b", 4, max_tokens=1)
     assert core.step().finished_req_ids == {"a"}
+    assert core.scheduler.has_work()  # the step with tokens has succeeded: notices justify a step again
     assert core.step().finished_req_ids == {"b"}
     assert core.scheduler.schedule().is_empty
     assert not core.scheduler.has_work()
@@ -176,3 +177,25 @@ def test_step_without_tokens_only_waits_for_transfers(make_core):
     assert (scheduled.num_scheduled_tokens, scheduled.num_pending_transfers) == ({"runs": 1}, 1)
     assert not scheduled.only_waits_for_transfers
     assert core.step().only_waits_for_transfers
+
+
+def test_notices_of_aborted_request_are_due_before_any_step(make_core):
+    core = make_core()
+    core.add("a", 4)
+    core.scheduler.abort_request("a")
+    assert core.scheduler.has_work()
+    assert core.step().finished_req_ids == {"a"}
+    assert not core.scheduler.has_work()
+
+
+def test_pending_save_needs_steps_after_step_without_tokens_failed(make_core):
+    """Only a step reports the end of a transfer: without one the pinned blocks would never be released."""
+    core = make_core(connector=Store(0, wants=True))
+    core.add("a", 12, max_tokens=1)
+    core.step()
+    assert core.step().kv_transfers
+    scheduled = core.scheduler.schedule()
+    assert (scheduled.num_scheduled_tokens, scheduled.num_pending_transfers) == ({}, 1)
+    core.scheduler.fail_step(scheduled, "broken")
+    assert core.scheduler.get_num_transfers() == 1
+    assert core.scheduler.has_work()

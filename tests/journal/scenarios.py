@@ -52,14 +52,15 @@ SCENARIOS = [
             "waiting_served_ratio": 1.2,
             "max_waiting_tokens": 6,
         },
-        shows=OFTEN | {"preempted": 2, "blocked: it waits for others to start with": 5},  # only when forced
+        shows=OFTEN
+        | {"preempted": 2, "blocked: it waits so that several requests start together": 5},  # only when forced
     ),
     Scenario(
         "reservation_windows",
         {"admission": "reservation", "policy": "priority"},
         **WINDOWS,
         num_blocks=60,
-        shows=OFTEN | {"copied": 0, "hits": 10, "parked": 1, "blocked: too few tokens left to reserve": 10},
+        shows=OFTEN | {"copied": 0, "hits": 10, "parked": 1, "blocked: too few tokens are free to reserve": 10},
     ),
     Scenario("prefill_first", {"batching": "prefill_first", "enable_chunked_prefill": False}, shows={"preempted": 10}),
     Scenario("mixed_step", {"mixed_step_ms": 60.0, "attention_cost_tokens": 60.0}, shows=OFTEN),

@@ -403,7 +403,7 @@ def test_explain_names_long_prompt_that_delayed_request(make_core):
     core.run()
     text = explained(core, "short")
     assert "queued after 1 other request" in text
-    assert "the step's tokens were given away" in text
+    assert "the step's token budget is used up" in text
     assert "of 80 computed tokens went to long" in text
 
 
@@ -555,7 +555,7 @@ def test_explain_reports_too_few_blocks_or_tokens_to_reserve(make_core):
     core.add("a", 12, max_tokens=8)
     core.add("b", 12, max_tokens=8)
     core.run()
-    assert "too few tokens left to reserve" in explained(core, "b")
+    assert "too few tokens are free to reserve" in explained(core, "b")
 
 
 def test_explain_reports_tokens_given_to_other_tenants(make_core):

@@ -69,7 +69,8 @@ class ResultProcessor:
             if errors and request_id in errors:
                 outputs.append(lifecycle.fail(request, errors[request_id]))
                 continue
-            sampled, num_drafts = result.sampled_token_ids.get(request_id, []), len(drafts.get(request_id, ()))
+            sampled = result.sampled_token_ids.get(request_id, [])
+            num_drafts = len(drafts.get(request_id, ())) if drafts else 0
             output = self._update(request, count, num_drafts, sampled, result)
             if output is not None:
                 new_tokens[request_id] = num_new = len(output.new_token_ids)

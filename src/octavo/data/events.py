@@ -21,11 +21,11 @@ class WaitReason(StrEnum):
     """Why the head of the queue could not start."""
 
     NO_SEAT = "max_num_seqs requests run already"
-    NO_BUDGET = "the step's tokens were given away"
+    NO_BUDGET = "the step's token budget is used up"
     NO_BLOCKS = "too few free blocks"
-    NO_RESERVATION = "too few tokens left to reserve"
-    GATHERING = "it waits for others to start with"
-    PREEMPTING = "somebody was preempted in this step"
+    NO_RESERVATION = "too few tokens are free to reserve"
+    GATHERING = "it waits so that several requests start together"
+    PREEMPTING = "a request was preempted in this step"
 
 
 @dataclass(frozen=True, slots=True)

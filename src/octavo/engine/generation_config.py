@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-_OWN_NAMES = {"max_new_tokens": "max_tokens"}  # of keys that octavo names differently
+_PARAMETER_NAMES = {"max_new_tokens": "max_tokens"}  # of keys that octavo names differently
 _WHOLE_KEYS = frozenset({"top_k", "max_new_tokens"})
 
 
@@ -34,7 +34,7 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
     path = directory / "generation_config.json"
     values = read_json_object(path)
     given = [key for key in _SAMPLING_KEYS if values.get(key) is not None]
-    sampling = {_OWN_NAMES.get(key, key): _number(path, key, values[key]) for key in given}
+    sampling = {_PARAMETER_NAMES.get(key, key): _number(path, key, values[key]) for key in given}
     eos = _token_ids(path, values.get("eos_token_id"))
     config_path = directory / "config.json"
     return GenerationDefaults(

@@ -11,7 +11,7 @@ _OF_CONNECTION = frozenset(
         *(b"transfer-encoding", b"upgrade"),
     }
 )
-_OWN = frozenset({b"x-request-id", b"date", b"server"})  # this server sets them itself
+_OF_ROUTER = frozenset({b"x-request-id", b"date", b"server"})  # this server sets them itself
 _MAX_DIGITS = 9  # of seconds: 31 years
 _MAX_DATE_BYTES = 64
 
@@ -30,7 +30,7 @@ def headers_for_client(
     headers: names in lower case. has_length: keep `Content-Length`. An invalid `Retry-After` is dropped.
     """
     origin = engine_url.encode()
-    dropped = of_connection(headers) | _OWN | (set() if has_length else {b"content-length"})
+    dropped = of_connection(headers) | _OF_ROUTER | (set() if has_length else {b"content-length"})
     return [
         (name, value.removeprefix(origin) if name == b"location" else value)
         for name, value in headers

@@ -325,7 +325,7 @@ class SlowToEnd(Service):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_request_has_ended_before_the_client_that_left_is_forgotten(virtually: Any, is_stream: bool) -> None:
+def test_request_ends_before_disconnected_client_is_released(virtually: Any, is_stream: bool) -> None:
     async def work(now: Any) -> None:
         service: Any = SlowToEnd(a=[(9.0, output("x", finished=True))])
         client: Any = Client(leaves_after_s=3.0)
@@ -337,9 +337,7 @@ def test_request_has_ended_before_the_client_that_left_is_forgotten(virtually: A
     virtually(work)
 
 
-def test_client_that_takes_the_end_slowly_gets_no_signs_of_life(
-    virtually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_reader_of_last_event_gets_no_keep_alive(virtually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(_now: Any) -> None:
         service = Service(a=[(1.0, output("x", finished=True))])
         client, job = Client(), job_of("a", stream=True, form=StreamForm("text/x", ALIVE))
@@ -365,7 +363,7 @@ def test_client_that_takes_the_end_slowly_gets_no_signs_of_life(
     virtually(work)
 
 
-def test_one_prompt_has_its_own_stream_and_several_share_one(virtually: Any) -> None:
+def test_single_prompt_keeps_its_stream_and_several_are_merged(virtually: Any) -> None:
     async def work(_now: Any) -> None:
         service: Any = Service(a=[(1.0, output("x", finished=True))], b=[(1.0, output("y", finished=True))])
         one = outputs_of(service, job_of("a"), UsageCounter())
@@ -378,7 +376,7 @@ def test_one_prompt_has_its_own_stream_and_several_share_one(virtually: Any) -> 
     virtually(work)
 
 
-def test_request_whose_client_fails_before_the_first_output_ends_at_once(virtually: Any) -> None:
+def test_client_failure_before_first_output_ends_request(virtually: Any) -> None:
     async def work(now: Any) -> None:
         service = Service(a=[(1000.0, output("x", finished=True))])
         client, job = Client(), job_of("a", stream=True)
@@ -395,6 +393,6 @@ def test_request_whose_client_fails_before_the_first_output_ends_at_once(virtual
     virtually(work)
 
 
-def test_one_prompt_has_the_id_of_its_request_and_several_have_numbers() -> None:
+def test_single_prompt_keeps_request_id_and_several_are_numbered() -> None:
     assert job_of("a").request_ids == ["r"]
     assert job_of("a", "b").request_ids == ["r-0", "r-1"]

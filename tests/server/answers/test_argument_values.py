@@ -187,6 +187,8 @@ def test_value_text_keeps_text_if_schema_allows_string(text: str, written: str) 
         ({"oneOf": [{"properties": {"a": {}}, "additionalProperties": {"type": "null"}}, {"properties": {}}]}, None),
     ],
 )
-def test_names_are_known_unless_an_alternative_takes_any(schema: dict[str, Any], names: set[str] | None) -> None:
+def test_property_names_are_known_unless_an_alternative_allows_any(
+    schema: dict[str, Any], names: set[str] | None
+) -> None:
     assert known_keys(schema) == names
     assert allows_others(schema, schema) is (names is None)

@@ -82,7 +82,7 @@ def objects_in(text: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("blank", [" ", "\r\n\t "])
 @pytest.mark.parametrize("family", IN_JSON, ids=by_name)
-def test_blanks_within_json_change_no_call(family: type[ToolFormat], blank: str) -> None:
+def test_blanks_within_json_do_not_change_calls(family: type[ToolFormat], blank: str) -> None:
     form = family()
     text = form.write(CALLS)
     places = [
@@ -101,7 +101,7 @@ def test_blanks_within_json_change_no_call(family: type[ToolFormat], blank: str)
 
 
 @pytest.mark.parametrize("family", FORMATS, ids=by_name)
-def test_as_many_blanks_before_a_call_are_dropped_as_are_held_back(family: type[ToolFormat]) -> None:
+def test_blanks_before_call_are_dropped_up_to_held_limit(family: type[ToolFormat]) -> None:
     form = family()
     written = form.write(CALLS)
     for num_blanks in (1, HELD_SPACE - 1, HELD_SPACE, HELD_SPACE + 1, HELD_SPACE + 7):
@@ -114,7 +114,7 @@ def test_as_many_blanks_before_a_call_are_dropped_as_are_held_back(family: type[
 
 @pytest.mark.parametrize("family", [each for each in FORMATS if not each.reads_reasoning], ids=by_name)
 @pytest.mark.parametrize("blank", ["", " ", "\n", "\n\n", " \t\r\n" * 9])
-def test_blanks_behind_a_call_are_no_content(family: type[ToolFormat], blank: str) -> None:
+def test_blanks_after_call_are_dropped(family: type[ToolFormat], blank: str) -> None:
     form = family()
     for pieces in ([form.write(CALLS) + blank], [form.write(CALLS), *blank], list(form.write(CALLS) + blank)):
         parts = read(form, pieces)
@@ -126,7 +126,7 @@ def test_blanks_behind_a_call_are_no_content(family: type[ToolFormat], blank: st
 
 
 @pytest.mark.parametrize("family", IN_JSON, ids=by_name)
-def test_a_call_is_told_before_its_end_once_more_characters_come_than_are_held_back(
+def test_long_call_is_emitted_before_its_end(
     family: type[ToolFormat],
 ) -> None:
     form = family()
@@ -151,7 +151,7 @@ def test_a_call_is_told_before_its_end_once_more_characters_come_than_are_held_b
 
 
 @pytest.mark.parametrize("family", IN_JSON, ids=by_name)
-def test_a_second_call_is_held_back_like_the_first(family: type[ToolFormat]) -> None:
+def test_second_call_is_held_back_like_first(family: type[ToolFormat]) -> None:
     form = family()
     text = form.write([("save", {"path": "x" * 600}), ("save", {"path": "z" * 600})])
     parser = form.parser(FUNCTIONS)
@@ -165,7 +165,7 @@ def test_a_second_call_is_held_back_like_the_first(family: type[ToolFormat]) -> 
 
 
 @pytest.mark.parametrize("family", TAGGED, ids=by_name)
-def test_a_value_never_ends_with_the_rest_of_its_closing_tag(family: type[TaggedFormat]) -> None:
+def test_value_never_ends_with_rest_of_closing_tag(family: type[TaggedFormat]) -> None:
     """A tag that lost its beginning or its end is no text of the value; a rest of one or two characters may be."""
     form = family()
     closes = form.value_closes
@@ -186,7 +186,7 @@ def test_a_value_never_ends_with_the_rest_of_its_closing_tag(family: type[Tagged
 
 
 @pytest.mark.parametrize("family", [each for each in TAGGED if each.raw_marks], ids=by_name)
-def test_a_mark_around_a_value_is_no_text_of_it_wherever_the_answer_is_cut_off(family: type[TaggedFormat]) -> None:
+def test_mark_around_value_is_never_text_of_truncated_value(family: type[TaggedFormat]) -> None:
     form = family()
     assert form.raw_marks is not None
     opens, closes = form.raw_marks
@@ -203,12 +203,12 @@ def test_a_mark_around_a_value_is_no_text_of_it_wherever_the_answer_is_cut_off(f
             assert content_of(parts) == ""
 
 
-def test_formats_with_marks_around_values_are_known() -> None:
+def test_formats_with_marks_around_values_are_listed() -> None:
     assert [each for each in TAGGED if each.raw_marks] == [MiniCPM5Format]
 
 
 @pytest.mark.parametrize("tags", ["<>a</>", "</path>", "<path>a</days>", "<path>a</path></save>", "<any></item></any>"])
-def test_a_nested_tag_without_a_name_or_with_another_end_breaks_the_call(tags: str) -> None:
+def test_malformed_nested_tag_breaks_call(tags: str) -> None:
     form = MiniMaxM3Format()
     text = form.write([("save", {"path": "@"})])
     start = text.index(f"{MARK}<path>")
@@ -220,7 +220,7 @@ def test_a_nested_tag_without_a_name_or_with_another_end_breaks_the_call(tags: s
 
 
 @pytest.mark.parametrize("attributes", ['type="string"', "", 'name="path" type="string"'])
-def test_an_argument_of_kimi_k3_needs_a_key(attributes: str) -> None:
+def test_kimi_k3_argument_needs_key(attributes: str) -> None:
     text = KimiK3Format().write([("save", {"path": "a"})])
     assert ' key="path" type="string"' in text
     text = text.replace(' key="path" type="string"', f" {attributes}".rstrip())
@@ -233,7 +233,7 @@ def test_an_argument_of_kimi_k3_needs_a_key(attributes: str) -> None:
 
 @pytest.mark.parametrize("family", [GemmaFormat, MiniMaxM3Format], ids=by_name)
 @pytest.mark.parametrize("is_list", [False, True])
-def test_values_may_be_nested_to_a_limit(family: type[ToolFormat], is_list: bool) -> None:
+def test_call_with_values_nested_above_limit_is_text(family: type[ToolFormat], is_list: bool) -> None:
     """The arguments are at depth 0, and values down to depth 64 are read."""
 
     def nested(depth: int) -> Any:
@@ -254,7 +254,7 @@ def test_values_may_be_nested_to_a_limit(family: type[ToolFormat], is_list: bool
 
 
 @pytest.mark.parametrize("family", [LFM2Format, GemmaFormat], ids=by_name)
-def test_a_name_of_an_argument_has_a_limit(family: type[ToolFormat]) -> None:
+def test_call_with_argument_name_above_limit_is_text(family: type[ToolFormat]) -> None:
     form = family()
     for length, is_read in ((511, True), (512, True), (513, False), (2000, False)):
         text = form.write([("save", {"k" * length: 1})])
@@ -263,7 +263,7 @@ def test_a_name_of_an_argument_has_a_limit(family: type[ToolFormat]) -> None:
 
 
 @pytest.mark.parametrize("family", [each for each in FORMATS if issubclass(each, NamedFormat)], ids=by_name)
-def test_a_head_has_a_limit(family: type[NamedFormat]) -> None:
+def test_head_longer_than_limit_is_text(family: type[NamedFormat]) -> None:
     form = family()
     before, _, behind = form.write([("save", {"path": "a"})]).partition("save")
     head = before[len(form.opens) + len(form.call_opens) :] + "save"
@@ -280,7 +280,7 @@ def test_a_head_has_a_limit(family: type[NamedFormat]) -> None:
 
 
 @pytest.mark.parametrize("family", [HarmonyFormat, MuseGlimmerFormat], ids=by_name)
-def test_blanks_may_end_the_head_of_a_message(family: type[ToolFormat]) -> None:
+def test_blanks_may_end_message_head(family: type[ToolFormat]) -> None:
     form = family()
     text = form.write([("save", {"path": "a"})])
     for blank in (" ", "\n", "\r\n  "):
@@ -289,7 +289,7 @@ def test_blanks_may_end_the_head_of_a_message(family: type[ToolFormat]) -> None:
         assert valued(read(form, list(spread))) == [("save", {"path": "a"})]
 
 
-def test_a_head_that_is_too_long_is_text_even_if_the_answer_was_cut_off_in_it() -> None:
+def test_head_longer_than_limit_is_text_in_truncated_answer() -> None:
     for num_chars in (200, 300):
         text = "<|channel|>commentary to=functions.save" + " " * (num_chars - 39)
         assert content_of(read(HarmonyFormat(), [text], is_cut=True)).strip() == (
@@ -300,7 +300,7 @@ def test_a_head_that_is_too_long_is_text_even_if_the_answer_was_cut_off_in_it() 
 # --- the ends of calls ------------------------------------------------------------------------------------------------
 
 
-def test_the_first_mark_that_ends_a_message_decides_where_its_arguments_end() -> None:
+def test_first_message_end_mark_ends_arguments() -> None:
     call = HarmonyFormat().write([("save", {"path": "a"})])
     later = '<|start|>assistant<|channel|>final<|message|>x "} y<|end|>'
     text = call.replace("<|call|>", " and so<|call|>") + later
@@ -313,7 +313,7 @@ def test_the_first_mark_that_ends_a_message_decides_where_its_arguments_end() ->
 
 @pytest.mark.parametrize("blank", [" ", "\n", " \r\n\t"])
 @pytest.mark.parametrize("family", [HarmonyFormat, MuseGlimmerFormat], ids=by_name)
-def test_blanks_before_the_end_of_a_message_are_no_content(family: type[ToolFormat], blank: str) -> None:
+def test_blanks_before_message_end_are_dropped(family: type[ToolFormat], blank: str) -> None:
     text = family().write([("save", {"path": "a"})])
     end = text.rindex("<|")
     for pieces in ([text[:end] + blank + text[end:]], [*text[:end], *blank, text[end:]]):
@@ -326,14 +326,14 @@ def test_blanks_before_the_end_of_a_message_are_no_content(family: type[ToolForm
     [("sa", True), ("save", True), ("save[AR", True), ("save[ARGS]", True), ("sa[ve{", False), ("sa ve", False),
      ('sa[ve{"path"', False), ("save so it", False)],
 )  # fmt: skip
-def test_a_name_that_was_cut_off_is_dropped_only_if_it_may_be_one(rest: str, is_call: bool) -> None:
+def test_truncated_name_is_dropped_only_if_it_may_be_function(rest: str, is_call: bool) -> None:
     text = f"[TOOL_CALLS]{rest}"
     for pieces in ([text], list(text)):
         assert content_of(read(NamedMistralFormat(), pieces, is_cut=True)) == ("" if is_call else text)
 
 
 @pytest.mark.parametrize("blank", ["", " ", "\n\n"])
-def test_blanks_around_the_last_mark_of_a_list_are_no_content(blank: str) -> None:
+def test_blanks_around_last_list_mark_are_dropped(blank: str) -> None:
     text = blank.join(["<|python_start|>", "[", "now", "(", ")", "]", "<|python_end|>", ""])
     for pieces in ([text], list(text)):
         assert read(PythonicFormat(), pieces) == [Part("call", "now"), Part("arguments", "{}")]
@@ -349,7 +349,7 @@ def test_blanks_around_the_last_mark_of_a_list_are_no_content(blank: str) -> Non
         ("[other(", False), ("[1, 2", False), ("[save.x(", False), ("[now(), sa", True),
     ],
 )  # fmt: skip
-def test_a_list_that_was_cut_off_is_dropped_only_if_it_may_become_calls(text: str, is_call: bool) -> None:
+def test_truncated_list_is_dropped_only_if_it_may_become_calls(text: str, is_call: bool) -> None:
     for pieces in ([text], list(text)):
         assert content_of(read(PythonicFormat(), pieces, is_cut=True)) == ("" if is_call else text)
 
@@ -357,7 +357,7 @@ def test_a_list_that_was_cut_off_is_dropped_only_if_it_may_become_calls(text: st
 # --- grammars ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_longest_mark_is_found_in_a_text() -> None:
+def test_longest_mark_is_matched() -> None:
     class Marked(ToolFormat):
         markers = ("<a", "<a>", "<a>b", "c")
 
@@ -372,7 +372,7 @@ def test_the_longest_mark_is_found_in_a_text() -> None:
 
 @pytest.mark.parametrize("rest", ["", " ", " x", "}", ' {"days": 3}', ", 1"])
 @pytest.mark.parametrize("is_first", [False, True])
-def test_arguments_in_a_string_or_before_the_name_are_one_object(rest: str, is_first: bool) -> None:
+def test_arguments_in_string_or_before_name_become_one_object(rest: str, is_first: bool) -> None:
     """Anything behind the object in the string is a slip, and what is told is JSON in any case."""
     members = ['"name": "save"', '"arguments": ' + json.dumps('{"path": 1}' + rest)]
     text = f"<tool_call>{{{', '.join(members[::-1] if is_first else members)}}}</tool_call>"
@@ -382,7 +382,7 @@ def test_arguments_in_a_string_or_before_the_name_are_one_object(rest: str, is_f
         assert content_of(parts) == (text if rest.strip() else "")
 
 
-def test_the_names_of_arguments_decide_what_a_quote_ends() -> None:
+def test_argument_names_decide_which_quote_ends_value() -> None:
     """A quote that is not escaped ends a string only before the name of an argument."""
     text = '<tool_call>{"name": "save", "arguments": {"path": "a "b" c", "other": "d"}}</tool_call>'
     free = Function("save", {"type": "object", "additionalProperties": True, "properties": PROPERTIES})

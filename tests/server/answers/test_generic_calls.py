@@ -160,7 +160,7 @@ def test_generic_format_writes_tool_history_as_text() -> None:
 
 @pytest.mark.parametrize("only_one", [False, True])
 @pytest.mark.parametrize("is_required", [False, True])
-def test_the_system_message_names_the_forms_that_are_allowed(only_one: bool, is_required: bool) -> None:
+def test_system_message_names_allowed_forms(only_one: bool, is_required: bool) -> None:
     options = {"is_required": is_required, "only_one": only_one}
     (about, _) = GenericFormat().messages_with_tools([{"role": "user", "content": "x"}], TOOLS, **options)
     call = '{"name": "the name of a tool", "arguments": {...}}'
@@ -179,7 +179,7 @@ def test_the_system_message_names_the_forms_that_are_allowed(only_one: bool, is_
     assert lines[4] == f"Answer with one JSON object and nothing else: {', or '.join(forms)}."
 
 
-def test_json_for_the_user_is_told_as_it_comes() -> None:
+def test_json_content_is_streamed() -> None:
     parser = GenericFormat().parser(FUNCTIONS)
     text = ' { "response" : {"a": [1, "}\\n"], "b": null} } '
     told = ["".join(part.text for part in parser.feed(char)) for char in text]
@@ -189,7 +189,7 @@ def test_json_for_the_user_is_told_as_it_comes() -> None:
 
 
 @pytest.mark.parametrize("num_chars", [1, 5, 6, 7, 11, 12])
-def test_an_escape_waits_for_its_end(num_chars: int) -> None:
+def test_incomplete_escape_is_held_back(num_chars: int) -> None:
     """A pair of surrogates has twelve characters; the first half alone waits for the second."""
     parser = GenericFormat().parser(FUNCTIONS)
     escape = "\\ud83d\\ude42"

@@ -16,13 +16,13 @@ RECORDED = dict(line.split(": ") for line in (Path(__file__).parent / "events.tx
 
 @pytest.mark.parametrize("kind", recorded_events.KINDS)
 @pytest.mark.parametrize("name", recorded_events.FORMS)
-def test_events_are_those_that_were_recorded(name: str, kind: str) -> None:
+def test_events_equal_recorded_events(name: str, kind: str) -> None:
     """After a change on purpose, compare the events and record anew: see `recorded_events`."""
     assert recorded_events.checksum(name, kind) == RECORDED[f"{name} {kind}"]
 
 
 @pytest.mark.parametrize("name", recorded_events.FORMS)
-def test_text_stands_in_the_answer_where_its_part_starts(name: str) -> None:
+def test_part_start_is_index_of_its_text_in_answer(name: str) -> None:
     for pieces, _, told in recorded_events.readings(name, "marks"):
         text, last = "".join(pieces), 0
         for index, kind, part, _, start in told:
@@ -33,6 +33,6 @@ def test_text_stands_in_the_answer_where_its_part_starts(name: str) -> None:
             last = start
 
 
-def test_each_format_is_recorded_with_each_kind_of_answer() -> None:
+def test_recorded_events_cover_every_format_and_kind_of_answer() -> None:
     assert [*RECORDED] == [f"{name} {kind}" for name in recorded_events.FORMS for kind in recorded_events.KINDS]
     assert len({*RECORDED.values()}) == len(RECORDED)

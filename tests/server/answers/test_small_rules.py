@@ -192,7 +192,7 @@ def test_template_input_without_tools_copies_messages() -> None:
     assert shown is not messages
 
 
-def test_tools_are_shown_to_templates_that_can_show_them() -> None:
+def test_tools_are_passed_to_templates_that_show_tools() -> None:
     messages = [{"role": "user", "content": "x"}]
     toolbox = read_chat_tools(TOOLS, "auto", None, HermesFormat())
     given = [{"type": "function", "function": {"description": "", **tool["function"]}} for tool in TOOLS]
@@ -203,7 +203,7 @@ def test_tools_are_shown_to_templates_that_can_show_them() -> None:
     assert NO_TOOLS.template_input(messages, HermesFormat()) == (messages, None)
 
 
-def test_the_first_of_several_reserved_names_is_told() -> None:
+def test_error_names_first_reserved_name() -> None:
     reserved = sorted(MuseGlimmerFormat.reserved_names)
     assert len(reserved) > 1
     tools = [{"type": "function", "function": {"name": name}} for name in reversed(reserved)]
@@ -211,7 +211,7 @@ def test_the_first_of_several_reserved_names_is_told() -> None:
         read_chat_tools(tools, "auto", None, MuseGlimmerFormat())
 
 
-def test_ids_of_calls_have_the_length_that_clients_know() -> None:
+def test_call_ids_have_expected_length() -> None:
     ids = [HermesFormat().new_call_id() for _ in range(9)]
     assert {len(each) for each in ids} == {29}
     assert all(each.startswith("call_") and each[5:].isalnum() for each in ids)
@@ -278,7 +278,7 @@ def test_formats_that_frame_content_are_listed() -> None:
     assert framing == {"functionary_v3_2", "kimi_k3", "muse_glimmer", "openai", "solar_open"}
 
 
-def test_formats_of_one_call_are_those_whose_templates_refuse_several() -> None:
+def test_takes_one_is_set_for_formats_whose_templates_refuse_several_calls() -> None:
     assert {each.name for each in FORMATS if each.takes_one} == {"llama3_json", "openai"}
     assert generic_calls.GenericFormat.takes_one
 

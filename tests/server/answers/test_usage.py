@@ -71,7 +71,7 @@ def test_usage_details_default_to_zero() -> None:
     assert (Receipt().computed_tokens, Receipt().recomputed_tokens, Receipt().wasted_tokens) == (0, 0, 0)
 
 
-def test_nothing_is_counted_before_the_first_output() -> None:
+def test_usage_is_zero_before_first_output() -> None:
     usage = UsageCounter().usage()
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (0, 0, 0)
     assert PromptTokensDetails().cached_tokens == CompletionTokensDetails().reasoning_tokens == 0
