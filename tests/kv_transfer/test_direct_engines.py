@@ -18,6 +18,7 @@ from octavo import CacheConfig, DeviceConfig, ModelConfig, SamplingParams, Sched
 from octavo.config import EngineConfig, KVTransferConfig
 from octavo.data import events
 from octavo.data.events import EventLog
+from octavo.data.request_options import RequestOptions
 from octavo.engine.async_llm import AsyncEngine
 from octavo.startup.launch import launch_engine
 
@@ -239,5 +240,5 @@ class _Adding:
         self.engine = engine
 
     def add_request(self, request_id, prompt, params, **options):
-        processed = self.engine.input_processor.process(request_id, prompt, params, **options)
+        processed = self.engine.input_processor.process(request_id, prompt, params, options=RequestOptions(**options))
         self.engine.submit(processed, lambda error: None)
