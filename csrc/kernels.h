@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "divide.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear_int4_tiles.h"  // linear, over all of its parts
 #include "packing.h"
 #include "rounding.h"
@@ -17,20 +18,25 @@
 #include "thread_pool.h"
 
 // KERNEL(name of the function, type of its arguments)
-#define OCTAVO_KERNELS(KERNEL)             \
-  KERNEL(round_weight, RoundArgs)          \
-  KERNEL(pack_weight, PackArgs)            \
-  KERNEL(linear, LinearArgs)               \
-  KERNEL(embedding, EmbeddingArgs)         \
-  KERNEL(take_rows, TakeArgs)              \
-  KERNEL(rms_norm, NormArgs)               \
-  KERNEL(gate, GateArgs)                   \
-  KERNEL(add, AddArgs)                     \
-  KERNEL(soft_cap, SoftCapArgs)            \
-  KERNEL(divide, DivideArgs)               \
-  KERNEL(rope_and_write_kv, RopeArgs)      \
-  KERNEL(paged_attention, AttentionArgs)   \
-  KERNEL(sample, SampleArgs)               \
+#define OCTAVO_KERNELS(KERNEL)              \
+  KERNEL(round_weight, RoundArgs)           \
+  KERNEL(pack_weight, PackArgs)             \
+  KERNEL(linear, LinearArgs)                \
+  KERNEL(grouped_linear, GroupedLinearArgs) \
+  KERNEL(choose_experts, ChooseExpertsArgs) \
+  KERNEL(sort_by_expert, SortByExpertArgs)  \
+  KERNEL(gather_rows, GatherRowsArgs)       \
+  KERNEL(add_experts, AddExpertsArgs)       \
+  KERNEL(embedding, EmbeddingArgs)          \
+  KERNEL(take_rows, TakeArgs)               \
+  KERNEL(rms_norm, NormArgs)                \
+  KERNEL(gate, GateArgs)                    \
+  KERNEL(add, AddArgs)                      \
+  KERNEL(soft_cap, SoftCapArgs)             \
+  KERNEL(divide, DivideArgs)                \
+  KERNEL(rope_and_write_kv, RopeArgs)       \
+  KERNEL(paged_attention, AttentionArgs)    \
+  KERNEL(sample, SampleArgs)                \
   KERNEL(top_tokens, TopTokensArgs)
 
 namespace octavo {

@@ -184,6 +184,14 @@ inline void linear(ThreadPool& pool, const LinearArgs& args) {
   }
 }
 
+// Weights of groups without rows are not read.
+inline void grouped_linear(ThreadPool& pool, const GroupedLinearArgs& args) {
+  for (int64_t group = 0; group < args.groups; ++group) {
+    const LinearArgs product = args.of_group(group);
+    if (product.rows > 0) linear(pool, product);
+  }
+}
+
 }  // namespace octavo::OCTAVO_ISA
 
 #endif  // OCTAVO_ISA

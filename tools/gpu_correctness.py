@@ -175,12 +175,10 @@ def _integers(check: Check, entries: Entries) -> None:
 
     def by_groups() -> dict[str, bool]:
         weights = check.random(3, 96, 544, seed=2)
-        alone = [
-            check.kernels.linear(x[rows], check.kernels.pack_linear(weights[group]))
-            for group, rows in ((0, slice(0, 2)), (2, slice(2, 5)))
-        ]
+        linears = [check.kernels.pack_linear(each) for each in weights]
+        alone = [check.kernels.linear(x[:2], linears[0]), check.kernels.linear(x[2:5], linears[2])]
         start = torch.tensor([0, 2, 2, 5], dtype=torch.int32, device=check.device)
-        return _equal(check.kernels.grouped_linear(x, check.kernels.pack_groups(weights), start), torch.cat(alone))
+        return _equal(check.kernels.grouped_linear(x, check.kernels.pack_groups(linears), start), torch.cat(alone))
 
     entries.add("grouped_linear", by_groups)
 

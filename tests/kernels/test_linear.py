@@ -142,7 +142,7 @@ def test_grouped_linear_multiplies_rows_with_weight_of_their_group(fastest, gene
     alone = [
         fastest.linear(row[None], fastest.pack_linear(weights[group])) for row, group in zip(x, groups, strict=True)
     ]
-    packed = fastest.pack_groups(weights)
+    packed = fastest.pack_groups([fastest.pack_linear(each) for each in weights])
     assert (packed.num_groups, packed.out_features, packed.in_features) == (4, 33, 64)
     assert torch.equal(fastest.grouped_linear(x, packed, start), torch.cat(alone))
     nobody = fastest.grouped_linear(x[:0], packed, torch.zeros(5, dtype=torch.int32))

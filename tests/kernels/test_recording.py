@@ -13,6 +13,7 @@ from octavo.kernels.operations.add import add
 from octavo.kernels.operations.soft_cap import soft_cap
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
+from octavo.models.expert_layer import Experts
 from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES, read_architecture
@@ -97,12 +98,15 @@ def test_recorded_forward_has_bits_of_model_code(name, dtype, quantization, tmp_
             lambda ids, batch: model.forward(ids, batch, recorded), ids, batch, MAX_TOKENS
         )
         assert torch.equal(first, model.forward(ids, batch, plain))
-        gate_up = model.layers[0].mlp.gate_up
-        is_fused = compiled.kernel_set.fuses_gate(
+        layer, mlp = model.architecture.layers[0], model.layers[0].mlp
+        calls = (11 if layer.attention.qk_norm else 9) + (2 if layer.norms.after_mlp is not None else 0)
+        gate_up = mlp.gate_up
+        if isinstance(mlp, Experts):
+            gate_up = mlp.shared_gate_up
+            calls += 5 if gate_up is None else 9
+        is_fused = gate_up is not None and compiled.kernel_set.fuses_gate(
             int(dtype == "bfloat16"), gate_up.storage.dtype_number, gate_up.out_features
         )
-        layer = model.architecture.layers[0]
-        calls = (11 if layer.attention.qk_norm else 9) + (2 if layer.norms.after_mlp is not None else 0)
         calls -= 1 if is_fused else 0
         around = 3 if layer.norms.before_attention is None else 4
         assert len(again.calls) == around + len(model.layers) * calls

@@ -192,7 +192,15 @@ def without(model, *norms):
     return with_weights(model, tuple(f"{norm}.weight" for norm in norms), torch.zeros_like)
 
 
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
 ALTERATIONS = {
+    "experts": lambda model: with_weights(model, EXPERTS, lambda p: p.roll(1, 0)),
+    "router": lambda model: with_weights(model, ("mlp.gate.weight",), lambda p: p.roll(1, 0)),
+    "normalizing": lambda model: with_config(model, norm_topk_prob=not model.config.norm_topk_prob),
+    "shared": lambda model: with_weights(model, ("shared_expert.down_proj.weight",), torch.zeros_like),
+    "shared_gate": lambda model: with_weights(model, ("shared_expert_gate.weight",), lambda p: -p),
     "embedding_multiplier": lambda model: with_config(model, embedding_multiplier=1.0),
     "logits_scaling": lambda model: with_config(model, logits_scaling=1.0),
     "residual": lambda model: with_config(model, residual_multiplier=1.0),

@@ -97,9 +97,21 @@ def test_tensor_shapes_equal_transformers(name, tied, tmp_path):
     config = tiny_config(name, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied)
     architecture = read_architecture(write(tmp_path, config))
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
-    expected = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+    expected = {}
+    for key, parameter in model.named_parameters():
+        expected |= shapes_of_experts(key, tuple(parameter.shape))
     assert architecture.tensor_shapes() == expected
     assert architecture.num_parameters == model.num_parameters()
+
+
+def shapes_of_experts(name, shape):
+    """Return the shapes of the experts' matrices in a tensor of all experts; that of any other tensor."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return {name: shape}
+    experts, part = name.rsplit(".", 1)
+    parts = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
+    rows = shape[1] // len(parts)
+    return {f"{experts}.{index}.{each}.weight": (rows, shape[2]) for index in range(shape[0]) for each in parts}
 
 
 def test_layer_windows_follow_config():

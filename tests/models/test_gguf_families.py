@@ -1,6 +1,7 @@
 """The metadata that llama.cpp's conversion writes for a family's config.json is read like that config.json."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,8 @@ BY_NAME = {case.name: case for case in (*CASES, *MORE_CASES)}
 ARCHITECTURES = {
     "Llama": "llama", "Mistral": "mistral3", "Ministral3": "mistral3", "Qwen2": "qwen2", "Qwen3": "qwen3",
     "Gemma": "gemma", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "Granite": "granite",
-    "SmolLM3": "smollm3", "Olmo2": "olmo2", "Olmo3": "olmo2", "Glm4": "glm4",
+    "SmolLM3": "smollm3", "Olmo2": "olmo2", "Olmo3": "olmo2", "Glm4": "glm4", "Qwen2Moe": "qwen2moe",
+    "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe",
 }  # fmt: skip
 # The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
@@ -33,6 +35,7 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "phi3-long-factors-partial-7-per-kv", "phi3-window-tied-partial", "granite-7-per-kv-head-20",
     "granite-biases-yarn", "ministral3-7-per-kv", "ministral3-tied-head-80", "olmo2-7-per-kv", "olmo2-tied-head-80",
     "olmo3-every-fourth-sees-all", "olmo3-tied-head-80", "glm4-7-per-kv", "glm4-tied-head-80",
+    "qwen3-moe-5-experts-of-which-3", "qwen2-moe-7-per-kv", "mixtral-3-per-kv", "olmoe-3-per-kv",
 )}  # fmt: skip
 _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -87,12 +90,19 @@ def converted(config):
     metadata = {f"{architecture}.{key}": value for key, value in said.items()}
     metadata["general.architecture"] = architecture
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], len(expected.layers))
-    shapes = {names.get_name(name, (".weight", ".bias")): shape for name, shape in expected.tensor_shapes().items()}
+    shapes = {stored_name(names, name): shape for name, shape in expected.tensor_shapes().items()}
     factors = {LONG_FACTORS: list(rope["long_factor"]), SHORT_FACTORS: list(rope["short_factor"])} if (
         kind == "longrope") else {}  # fmt: skip
     shapes |= {name: (len(each),) for name, each in factors.items()}
     tensors = {name: StoredArray(PATH, TensorType.F32, shape, 0, 0) for name, shape in shapes.items()}
     return GGUFFile(PATH, (PATH,), metadata, tensors), factors, expected
+
+
+def stored_name(names, name):
+    """Return llama.cpp's name of a tensor; of an expert's matrix the one that octavo gives its part of the tensor."""
+    if match := re.fullmatch(r"(.*\.mlp\.experts\.)(\d+)\.(.*)\.weight", name):
+        return f"{names.get_name(match[1] + match[3])}.{match[2]}.weight"
+    return names.get_name(name, (".weight", ".bias"))
 
 
 def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
@@ -115,6 +125,14 @@ def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
                 "residual_scale": config["residual_multiplier"],
                 "logit_scale": config["logits_scaling"],
             }
+        case "Qwen2Moe" | "Qwen3Moe" | "Mixtral" | "Olmoe":
+            keys = {
+                "expert_count": config.get("num_experts") or config["num_local_experts"],
+                "expert_used_count": config["num_experts_per_tok"],
+                "expert_feed_forward_length": config.get("moe_intermediate_size"),
+                "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+            }
+            return {key: value for key, value in keys.items() if value is not None}
         case "Olmo3":
             kinds = config.get("layer_types") or [
                 "sliding_attention" if (layer + 1) % 4 else "full_attention"

@@ -194,7 +194,7 @@ def test_tensor_names_equal_llama_cpp(name):
         ({"llama.embedding_length": 48}, "llama.embedding_length = 48: token_embd.weight has the shape .288, 64."),
         ({"llama.attention.head_count": 5, "llama.attention.key_length": None}, "head_count = 5: must divide"),
         ({"llama.rope.dimension_count": 32}, "llama.rope.dimension_count = 32: a head has 16 dimensions"),
-        ({"llama.expert_count": 8}, "llama.expert_count = 8: octavo does not support this for LlamaForCausalLM"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count is missing; this architecture needs it"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5: octavo does not support this"),
         ({"llama.attention.causal": False}, "is_causal = False"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length = 8: keys have a width of 16"),

@@ -55,6 +55,8 @@ def packed_bytes(model):
         linears.append(model.lm_head)
     for layer in model.layers:
         linears += [layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
+        further = ("router", "shared_gate_up", "shared_down", "shared_gate")
+        linears += [each for name in further if (each := getattr(layer.mlp, name, None)) is not None]
         of_layer = (layer.after_attention, layer.after_mlp)
         norms += [getattr(each, name) for each in of_layer for name in ("added", "stream")]
         norms += [layer.attention.q_norm, layer.attention.k_norm]

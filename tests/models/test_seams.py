@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from octavo.errors import ModelError
 from octavo.kernels import create_kernels
 from octavo.kernels.interface import AttentionBatch, OutputRows
-from octavo.models.declared import GroupedLinear
+from octavo.models.declared import Linear
 from octavo.models.gated_mlp import GatedMLP, GatedMLPConfig, GatedMLPTensors
 from octavo.models.loader import load_model
 from octavo.models.random_weights import RandomWeights, tiny_config, write_checkpoint
@@ -25,7 +25,7 @@ NUM_ADAPTERS = 2
 
 class AdaptedTensors(NamedTuple):
     mlp: GatedMLPTensors
-    adapters: GroupedLinear
+    adapters: tuple[Linear, ...]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class AdaptedConfig:
         return self.base.intermediate_size
 
     def tensors(self, name, hidden_size):
-        adapters = GroupedLinear(f"{name}.mlp.adapters.weight", NUM_ADAPTERS, hidden_size, hidden_size)
+        names = [f"{name}.mlp.adapters.{index}" for index in range(NUM_ADAPTERS)]
+        adapters = tuple(Linear(((each, hidden_size),), hidden_size) for each in names)
         return AdaptedTensors(self.base.tensors(name, hidden_size), adapters)
 
     def build(self, context, tensors):
@@ -81,8 +82,8 @@ def checkpoint(tmp_path):
     """A checkpoint with adapters, and its architecture."""
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"), std=0.2)
     architecture = read_architecture(path)
-    shapes = {name: shape for name, shape in adapted(architecture).tensor_shapes().items() if len(shape) == 3}
-    assert len(shapes) == 2
+    shapes = {name: shape for name, shape in adapted(architecture).tensor_shapes().items() if ".adapters." in name}
+    assert len(shapes) == 2 * NUM_ADAPTERS
     made = RandomWeights(shapes, torch.float32, seed=1, std=0.2)
     weights = load_file(path / "model.safetensors") | {name: made.tensor(name) for name in shapes}
     save_file(weights, path / "model.safetensors")
@@ -141,11 +142,11 @@ def test_grouped_tensor_is_counted_and_shape_checked(checkpoint):
         max_model_len=64, progress=lambda done, total: told.append((done, total)),
     )  # fmt: skip
     assert told[-1] == (4 * architecture.num_parameters,) * 2
-    name = "model.layers.1.mlp.adapters.weight"
+    name = "model.layers.1.mlp.adapters.0.weight"
     path = checkpoint.weights.path / "model.safetensors"
     weights = load_file(path)
     save_file(weights | {name: weights[name][:1]}, path)
-    with pytest.raises(ModelError, match=r"adapters\.weight has shape \[1, 64, 64\], but config.json requires \[2, 64"):
+    with pytest.raises(ModelError, match=r"adapters\.0\.weight has shape \[1, 64\], but config.json requires \[64, 64"):
         load(checkpoint, "reference")
 
 

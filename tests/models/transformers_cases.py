@@ -447,5 +447,61 @@ MORE_CASES = (
     ),
     Case("glm4-7-per-kv", "Glm4", 0, heads(112, 7, 1, 16), ("pairs", "partial", "bias", "behind")),
     Case("glm4-tied-head-80", "Glm4", 0, heads(160, 4, 2, 80) | TIED, ("pairs", "behind", "grouping", "tied")),
+    Case(
+        "qwen3-moe-5-experts-of-which-3",
+        "Qwen3Moe",
+        0,
+        heads(96, 6, 3, 32) | {"num_experts": 5, "num_experts_per_tok": 3},
+        ("experts", "router", "normalizing", "qk_norm"),
+    ),
+    Case(
+        "qwen3-moe-dense-layers-between",
+        "Qwen3Moe",
+        0,
+        heads(112, 7, 1, 16)
+        | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3], "num_experts": 16}
+        | {"num_experts_per_tok": 4, "norm_topk_prob": False}
+        | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 4},
+        ("experts", "router", "normalizing", "window_of_all"),
+    ),
+    Case(
+        "qwen3-moe-tied-one-expert",
+        "Qwen3Moe",
+        0,
+        heads(192, 6, 2, 32) | TIED | {"num_experts_per_tok": 1, "norm_topk_prob": False},
+        ("experts", "router", "tied"),
+    ),
+    Case(
+        "qwen2-moe-7-per-kv",
+        "Qwen2Moe",
+        0,
+        heads(112, 7, 1, 16) | {"shared_expert_intermediate_size": 80},
+        ("experts", "shared", "shared_gate", "bias"),
+    ),
+    Case(
+        "qwen2-moe-window-normalized",
+        "Qwen2Moe",
+        0,
+        heads(96, 6, 3, 16)
+        | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "norm_topk_prob": True},
+        ("normalizing", "window", "shared"),
+    ),
+    Case("mixtral-3-per-kv", "Mixtral", 0, heads(96, 6, 2, 16), ("experts", "router", "grouping")),
+    Case(
+        "mixtral-window-3-of-6",
+        "Mixtral",
+        0,
+        heads(112, 7, 1, 16)
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": WINDOW, "num_hidden_layers": 3},
+        ("experts", "router", "wide_window"),
+    ),
+    Case("olmoe-3-per-kv", "Olmoe", 0, heads(96, 6, 2, 16), ("experts", "router", "normalizing", "qk_norm")),
+    Case(
+        "olmoe-tied-normalized",
+        "Olmoe",
+        0,
+        heads(160, 4, 2, 40) | TIED | {"num_experts": 12, "num_experts_per_tok": 5, "norm_topk_prob": True},
+        ("experts", "normalizing", "tied"),
+    ),
     Case("glm4-three-layers", "Glm4", 0, heads(96, 6, 3, 32) | {"num_hidden_layers": 3}, ("behind", "theta")),
 )

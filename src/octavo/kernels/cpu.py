@@ -14,6 +14,7 @@ import torch
 from octavo.kernels import default_instruction_set
 from octavo.kernels.block_panels import BlockPanels
 from octavo.kernels.block_weight import BlockWeight
+from octavo.kernels.grouped_panels import GroupedPanels
 from octavo.kernels.limits import Limits
 from octavo.kernels.machine import default_num_threads, usable_cores
 from octavo.kernels.panels import DTYPE_NUMBERS, PANEL_COLUMNS, PanelWeight
@@ -59,6 +60,7 @@ class CpuKernels:
     has_own_threads = True
     kv_cache_dtypes: tuple[str, ...] = ("int8",)
     has_fp8_weights = multiplies_fp8 = False
+    warm_up_rows: tuple[int, ...] = ()
 
     def __init__(self, isa: Isa = "auto", num_threads: int | None = None) -> None:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
@@ -74,6 +76,10 @@ class CpuKernels:
     def identity(self) -> str:
         """The backend's name and its instruction set."""
         return f"{self.name}:{self.isa}"
+
+    def take_compilations(self) -> list[str]:
+        """Return nothing: all kernels are compiled at installation."""
+        return []
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
@@ -234,13 +240,27 @@ class CpuKernels:
         out = self._factor_rows(x.shape[0], packed.out_features // 2, x.dtype)
         return self._multiply(x, storage, out, activation)
 
-    def pack_groups(self, weights: Tensor) -> PackedGroups:
+    def pack_groups(self, weights: Sequence[PackedLinear]) -> PackedGroups:
         """See `Kernels`."""
-        return pack_groups(self, weights)
+        return GroupedPanels.pack(weights) or pack_groups(weights)
 
-    def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
+    def grouped_linear(
+        self, x: Tensor, packed: PackedGroups, group_start: Tensor, *, float32_out: bool = False
+    ) -> Tensor:
         """See `Kernels`."""
-        return grouped_linear(self, x, packed, group_start)
+        storage = packed.storage
+        if not isinstance(storage, GroupedPanels):
+            return grouped_linear(self, x, packed, group_start, float32_out=float32_out)
+        assert x.stride(1) == 1
+        assert x.shape[1] == packed.in_features
+        out = self._empty(x.shape[0], packed.out_features, dtype=torch.float32 if float32_out else x.dtype)
+        for columns, weights in storage.parts:
+            part = out[:, columns]
+            self._calls.grouped_linear(
+                x.data_ptr(), DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], part.shape[1], packed.in_features,
+                part.data_ptr(), out.stride(0), DTYPE_NUMBERS[out.dtype], _described(group_start), _described(weights),
+            )  # fmt: skip
+        return out
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Return memory for rows that a matrix product will read in place.

@@ -151,6 +151,7 @@ class Kernels(Protocol):
     cores.
     kv_cache_dtypes: as in `octavo.config.CacheConfig`.
     multiplies_fp8: whether fp8 weights are better multiplied as they are than expanded once.
+    warm_up_rows: sizes of the first steps, which launch all kernels; none if no kernel is compiled at its first launch.
     """
 
     name: str
@@ -158,10 +159,15 @@ class Kernels(Protocol):
     kv_cache_dtypes: tuple[str, ...]
     has_fp8_weights: bool
     multiplies_fp8: bool
+    warm_up_rows: tuple[int, ...]
 
     @property
     def identity(self) -> str:
         """See above."""
+        ...
+
+    def take_compilations(self) -> list[str]:
+        """Return the kernels that were compiled since the last call, each in the middle of a launch."""
         ...
 
     def scratch_bytes(
@@ -232,15 +238,17 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack_groups(self, weights: Tensor) -> PackedGroups:
-        """Pack contiguous float `weights` [num_groups, out_features, in_features]."""
+    def pack_groups(self, weights: Sequence[PackedLinear]) -> PackedGroups:
+        """Return weights of equal shape from `pack_linear`, one for each group of rows."""
         ...
 
-    def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-        """Return each row times the weight of its group, an expert or an adapter. No family uses it yet.
+    def grouped_linear(
+        self, x: Tensor, packed: PackedGroups, group_start: Tensor, *, float32_out: bool = False
+    ) -> Tensor:
+        """Return each row times the weight of its group, an expert or an adapter.
 
-        x has the weights' dtype and is sorted by group. group_start int32 [num_groups + 1]: each group's first row,
-        then num_tokens; a group may be empty. A row has the bits of `linear`.
+        x is sorted by group. group_start int32 [num_groups + 1]: each group's first row, then num_tokens. The weight of
+        an empty group is not read. A row has the bits of `linear`.
         """
         ...
 
@@ -308,6 +316,8 @@ class Kernels(Protocol):
         k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim] have q's dtype, int8 or float8_e4m3fn, and
         contiguous last two dimensions. For the last two dtypes, rows are rounded to q's dtype, then by
         `octavo.kernels.quantization.round_kv_rows`.
+        If a head's row of v is not finite, zeros are written instead, and NaN as its row of k. So attention yields NaN
+        for the rows that see the position, and other rows may multiply its values by weights of zero.
         """
         ...
 

@@ -56,6 +56,11 @@ class ReferenceKernels:
     kv_cache_dtypes: tuple[str, ...] = ("int8", "fp8")
     has_fp8_weights = True
     multiplies_fp8 = False
+    warm_up_rows: tuple[int, ...] = ()
+
+    def take_compilations(self) -> list[str]:
+        """Return nothing."""
+        return []
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
         """See `Kernels`."""
@@ -121,13 +126,15 @@ class ReferenceKernels:
         """See `Kernels`."""
         return self.gate(self.linear(x, packed), activation)
 
-    def pack_groups(self, weights: Tensor) -> PackedGroups:
+    def pack_groups(self, weights: Sequence[PackedLinear]) -> PackedGroups:
         """See `Kernels`."""
-        return pack_groups(self, weights)
+        return pack_groups(weights)
 
-    def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
+    def grouped_linear(
+        self, x: Tensor, packed: PackedGroups, group_start: Tensor, *, float32_out: bool = False
+    ) -> Tensor:
         """See `Kernels`."""
-        return grouped_linear(self, x, packed, group_start)
+        return grouped_linear(self, x, packed, group_start, float32_out=float32_out)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """See `Kernels`."""
@@ -197,7 +204,9 @@ class ReferenceKernels:
             q.copy_(q.float() * query_scale[batch.positions, None, None])
         block = batch.slot_mapping // batch.block_size
         offset = batch.slot_mapping % batch.block_size
-        for cache, rows in ((k_cache, _rotate(k, turns, interleaved=interleaved)), (v_cache, v)):
+        is_finite = v.isfinite().all(dim=-1, keepdim=True)
+        keys = torch.where(is_finite, _rotate(k, turns, interleaved=interleaved), torch.nan)
+        for cache, rows in ((k_cache, keys), (v_cache, torch.where(is_finite, v, 0.0))):
             if cache.dtype in ROUNDED_KV_DTYPES:
                 values, scales = round_kv_rows(rows.flatten(0, 1), cache.dtype)
                 cache.view(torch.int8)[block, :, offset] = values.view(torch.int8).view(rows.shape)
@@ -353,19 +362,22 @@ def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
     return torch.zeros_like(kept).scatter_(1, ids, kept)
 
 
-def pack_groups(kernels: Kernels, weights: Tensor) -> PackedGroups:
-    """Pack each group's weight separately."""
-    packed = [kernels.pack_linear([weight]) for weight in weights]  # a list is copied
-    num_groups, out_features, in_features = weights.shape
-    return PackedGroups(num_groups, out_features, in_features, packed, sum(each.num_bytes for each in packed))
+def pack_groups(weights: Sequence[PackedLinear]) -> PackedGroups:
+    """Keep each group's weight apart."""
+    first = weights[0]
+    num_bytes = sum(each.num_bytes for each in weights)
+    return PackedGroups(len(weights), first.out_features, first.in_features, list(weights), num_bytes)
 
 
-def grouped_linear(kernels: Kernels, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
+def grouped_linear(
+    kernels: Kernels, x: Tensor, packed: PackedGroups, group_start: Tensor, *, float32_out: bool
+) -> Tensor:
     """Compute one product per group of `pack_groups`; group_start is read on the host."""
     bounds = pairwise(group_start.tolist())
     parts = [
-        kernels.linear(x[first:end], weight)
+        kernels.linear(x[first:end], weight, float32_out=float32_out)
         for weight, (first, end) in zip(packed.storage, bounds, strict=True)
         if first < end
     ]
-    return torch.cat(parts) if parts else x.new_empty(0, packed.out_features)
+    dtype = torch.float32 if float32_out else x.dtype
+    return torch.cat(parts) if parts else x.new_empty(0, packed.out_features, dtype=dtype)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.models.attention import AttentionConfig
 from octavo.models.declared import Linear, Norm, in_order
+from octavo.models.experts import ExpertsConfig
 from octavo.models.kv_layout import KVLayout
 from octavo.models.quantization_config import read_quantization_config
 from octavo.models.stored_floats import StoredFloats
@@ -98,6 +99,15 @@ class Architecture:
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
     @property
+    def num_active_parameters(self) -> int:
+        """Number of weights that a token uses: of the experts, only those of the chosen ones."""
+        return self.num_parameters - self._num_idle_parameters
+
+    @property
+    def _num_idle_parameters(self) -> int:
+        return sum(each.mlp.num_idle_parameters for each in self.layers if isinstance(each.mlp, ExpertsConfig))
+
+    @property
     def attention_share(self) -> float:
         """Operations of attention per far position, over those of a token's matrix products without lm_head.
 
@@ -105,7 +115,7 @@ class Architecture:
         """
         far = sum(each.num_heads * each.head_dim for each in self.attentions if each.window is None)
         products = sum(math.prod(s) for n, s in self.tensor_shapes().items() if len(s) == 2 and not is_vocabulary(n))
-        return 2 * far / products
+        return 2 * far / (products - self._num_idle_parameters)
 
     @property
     def kv_layout(self) -> KVLayout:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredTensor
 
 _RESIDENT_BYTES = 32 << 20  # in addition to the last tensor
+_ALL_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")  # in one tensor of three dimensions
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Stored by some checkpoints, but computed here.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
@@ -33,7 +34,7 @@ class CheckpointFiles:
     in memory.
     """
 
-    __slots__ = ("_file_of", "_handed_out", "_stored_name", "directory")
+    __slots__ = ("_file_of", "_handed_out", "_part", "_stored_name", "directory")
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -49,6 +50,33 @@ class CheckpointFiles:
                 self._file_of[name] = (path, file)
         self._stored_name = decoder_names(self._file_of)
         self._file_of = {name: self._file_of[stored] for name, stored in self._stored_name.items()}
+        self._part: dict[str, tuple[int, slice]] = {}
+        for name in [each for each in self._file_of if _ALL_EXPERTS.search(each)]:
+            self._divide(name)
+
+    def _divide(self, name: str) -> None:
+        """Replace a tensor of all experts of a layer by a name for each expert's matrix."""
+        match = _ALL_EXPERTS.search(name)
+        assert match is not None
+        path, file = self._file_of[name]
+        shape = list(file.get_slice(self._stored_name[name]).get_shape())
+        parts = ["gate_proj", "up_proj"] if match[1] == "gate_up_proj" else ["down_proj"]
+        if len(shape) != 3 or shape[1] % len(parts):
+            raise ModelError(f"{path}: {name} has shape {shape}, not [experts, {len(parts)} x rows, columns]")
+        stored, rows = self._stored_name.pop(name), shape[1] // len(parts)
+        del self._file_of[name]
+        for expert in range(shape[0]):
+            for index, part in enumerate(parts):
+                own = f"{name[: match.start(1)]}{expert}.{part}.weight"
+                if own in self._file_of:
+                    raise ModelError(f"{path}: {name} and {own} are both there; remove the superfluous file")
+                self._file_of[own], self._stored_name[own] = (path, file), stored
+                self._part[own] = (expert, slice(index * rows, (index + 1) * rows))
+
+    def _shape(self, name: str) -> list[int]:
+        path_and_file, part = self._file_of[name], self._part.get(name)
+        shape = list(path_and_file[1].get_slice(self._stored_name[name]).get_shape())
+        return shape if part is None else [part[1].stop - part[1].start, shape[2]]
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
         """Raise `ModelError` unless the files hold exactly the expected tensors.
@@ -72,7 +100,7 @@ class CheckpointFiles:
                 continue
             path, file = self._file_of[name]
             stored = file.get_slice(self._stored_name[name])
-            found = list(stored.get_shape())
+            found = self._shape(name)
             if found != list(shape) and not (math.prod(found) == math.prod(shape) == 1):  # a number may have any rank
                 raise ModelError(
                     f"{path}: {name} has shape {found}, but config.json requires {list(shape)}; the two belong to "
@@ -111,6 +139,9 @@ class CheckpointFiles:
             tensor: Tensor = file.get_tensor(self._stored_name[name])
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: {name} cannot be read ({error}); download it again") from error
+        if name in self._part:
+            expert, rows = self._part[name]
+            tensor = tensor[expert, rows]
         if sum(each.nbytes for tensors in self._handed_out.values() for each in tensors) >= _RESIDENT_BYTES:
             self.release()
         self._handed_out.setdefault(path, []).append(tensor)

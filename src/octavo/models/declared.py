@@ -42,21 +42,6 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedLinear:
-    """Linear layers of equal shape for groups of rows: experts, or adapters."""
-
-    name: str
-    num_groups: int
-    out_features: int
-    in_features: int
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensor's shape."""
-        return {self.name: (self.num_groups, self.out_features, self.in_features)}
-
-
-@dataclass(frozen=True, slots=True)
 class Norm:
     """The weight of an RMS norm. name: without ".weight"."""
 
@@ -69,9 +54,9 @@ class Norm:
         return {f"{self.name}.weight": (self.size,)}
 
 
-def in_order(declared: object) -> Iterator[Linear | GroupedLinear | Norm]:
+def in_order(declared: object) -> Iterator[Linear | Norm]:
     """Yield the declarations in nested tuples, skipping None."""
-    if isinstance(declared, Linear | GroupedLinear | Norm):
+    if isinstance(declared, Linear | Norm):
         yield declared
     elif isinstance(declared, tuple):
         for each in declared:

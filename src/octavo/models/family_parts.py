@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import ModelError
 from octavo.models.attention import AttentionConfig
 from octavo.models.config_file import ConfigFile
+from octavo.models.experts import ExpertsConfig
 from octavo.models.registry import architecture_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from octavo.models.architecture import Architecture
-    from octavo.models.decoder_layer import LayerConfig
+    from octavo.models.decoder_layer import LayerConfig, MLPConfig
 
 # Needed by every family; patterns of layers repeat within 12.
 _SAMPLE: dict[str, Any] = {
@@ -31,6 +32,8 @@ _SAMPLE: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
 }
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_WITH_EXPERTS = frozenset({"MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"})
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 # A family ignores or refuses options that it does not know.
 _OPTIONS: tuple[dict[str, Any], ...] = (
@@ -82,7 +85,7 @@ def parts_of(architecture: Architecture) -> list[Part]:
 
 def family_parts(name: str) -> tuple[list[str], list[str]]:
     """Return the parts that a family always has, and its optional ones."""
-    sample = _SAMPLE | {"architectures": [name]}
+    sample = _SAMPLE | {"architectures": [name]} | (_EXPERTS if name in _WITH_EXPERTS else {})
     try:
         always = _names_of(sample | _ROPE)
         sample |= _ROPE
@@ -105,11 +108,20 @@ def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
         yield from _attention_parts(layer.attention)
     else:
         yield Part(type(layer.attention).__name__)
-    yield from _changed("MLP", layer.mlp)
+    yield from _mlp_parts(layer.mlp)
     places = [each.name for each in dataclasses.fields(layer.norms) if getattr(layer.norms, each.name) is not None]
     if places != ["before_attention", "before_mlp"]:
         yield Part(f"norms {' and '.join(map(_words, places))}")
     yield from _changed("", layer)
+
+
+def _mlp_parts(mlp: MLPConfig) -> Iterator[Part]:
+    if not isinstance(mlp, ExpertsConfig):
+        yield from _changed("MLP", mlp)
+        return
+    yield Part("experts", f"{mlp.router.num_chosen} of {mlp.router.num_experts}")
+    if mlp.shared_size is not None:
+        yield Part("shared expert")
 
 
 def _attention_parts(attention: AttentionConfig) -> Iterator[Part]:

@@ -335,11 +335,52 @@ _GLM_NAMES = {
     "post_ffw_norm": "post_mlp_layernorm",
     "ffn_up": "mlp.gate_up_proj",
 }
+
+
+def _read_experts(fields: GGUFFields, **more: Any) -> dict[str, Any]:
+    return more | {
+        "num_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "moe_intermediate_size": fields.count("expert_feed_forward_length", fields.count("feed_forward_length")),
+    }
+
+
+def _read_qwen2_moe(fields: GGUFFields) -> dict[str, Any]:
+    """llama.cpp never normalizes the weights of this architecture's experts."""
+    shared = fields.count("expert_shared_feed_forward_length")
+    return _read_experts(fields, norm_topk_prob=False, shared_expert_intermediate_size=shared)
+
+
+def _read_qwen3_moe(fields: GGUFFields) -> dict[str, Any]:
+    """llama.cpp always normalizes the weights of this architecture's experts."""
+    return _read_experts(fields, norm_topk_prob=True)
+
+
+def _read_olmoe(fields: GGUFFields) -> dict[str, Any]:
+    """llama.cpp never normalizes the weights of this architecture's experts."""
+    return _read_experts(fields, norm_topk_prob=False)
+
+
+def _read_llama(fields: GGUFFields) -> dict[str, Any]:
+    """A file with experts is of Mixtral."""
+    if not fields.optional("expert_count"):
+        return {}
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+    }
+
+
 _OLMO_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _FAMILIES = {
-    "llama": GGUFFamily("LlamaForCausalLM", "llama", rotates_pairs=True),
+    "llama": GGUFFamily("LlamaForCausalLM", "llama", _read_llama, rotates_pairs=True),
     "qwen2": GGUFFamily("Qwen2ForCausalLM", "qwen2"),
+    "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", "qwen2_moe", _read_qwen2_moe),
     "qwen3": GGUFFamily("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", "qwen3_moe", _read_qwen3_moe),
+    "olmoe": GGUFFamily("OlmoeForCausalLM", "olmoe", _read_olmoe),
     "gemma": GGUFFamily("GemmaForCausalLM", "gemma", _read_gemma, norms_around_one=True),
     "gemma2": GGUFFamily("Gemma2ForCausalLM", "gemma2", _read_gemma2, _GEMMA_NORMS, norms_around_one=True),
     "gemma3": GGUFFamily("Gemma3ForCausalLM", "gemma3_text", _read_gemma3, _GEMMA_NORMS, norms_around_one=True),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 from octavo.errors import ModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 Value: TypeAlias = "bool | int | float | str | list[bool] | list[int] | list[float] | list[str]"
@@ -32,6 +33,7 @@ _MAX_ITEMS = 1 << 22  # of an array: a vocabulary has some 300,000
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SPLITS = 1 << 12
+_ALL_EXPERTS = re.compile(r"(?P<layer>blk\.\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.weight")
 # Cut by bytes for an upload: NAME.gguf.part1of2, NAME.gguf.part-00, NAME.gguf-split-a, NAME.gguf.001.
 _PIECE_NAME = re.compile(
     r"(?P<whole>.+\.gguf)"
@@ -115,7 +117,27 @@ class GGUFFile:
                 if name in tensors:
                     raise ModelError(f"{other}: tensor {name} is also in {tensors[name].path.name}")
                 tensors[name] = tensor
-        return cls(path, tuple(paths), metadata, tensors)
+        return cls(path, tuple(paths), metadata, dict(_divided(tensors)))
+
+
+def _divided(tensors: dict[str, StoredArray]) -> Iterator[tuple[str, StoredArray]]:
+    """Yield the tensors; instead of one of all experts of a layer, each expert's, which are one after another."""
+    for name, stored in tensors.items():
+        match = _ALL_EXPERTS.fullmatch(name)
+        if match is None or len(stored.shape) != 3:
+            yield name, stored
+            continue
+        num_experts, rows, columns = stored.shape
+        parts = ["gate", "up"] if match["part"] == "gate_up" else [match["part"]]
+        if rows % len(parts) or stored.num_bytes % (num_experts * len(parts)):
+            raise ModelError(f"{stored.path}: {name} of shape {list(stored.shape)} cannot be divided among experts")
+        size = stored.num_bytes // (num_experts * len(parts))
+        for index in range(num_experts * len(parts)):
+            part, shape = parts[index % len(parts)], (rows // len(parts), columns)
+            yield (
+                f"{match['layer']}.ffn_{part}_exps.{index // len(parts)}.weight",
+                StoredArray(stored.path, stored.type, shape, stored.offset + index * size, size),
+            )
 
 
 def _read(path: Path) -> tuple[dict[str, Value], dict[str, StoredArray]]:

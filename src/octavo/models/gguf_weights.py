@@ -38,7 +38,13 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 # llama.cpp's mixes of types, by general.file_type.
 _FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
@@ -126,4 +132,6 @@ def _hugging_face_name(name: str, parts: dict[str, str]) -> str:
     match name.split("."):
         case ["blk", layer, part, "weight" | "bias" as kind] if part in parts:
             return f"model.layers.{layer}.{parts[part]}.{kind}"
+        case ["blk", layer, part, expert, "weight"] if part in _EXPERT_NAMES:
+            return f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERT_NAMES[part]}.weight"
     return _MODEL_NAMES.get(name, name)

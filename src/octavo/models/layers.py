@@ -12,13 +12,13 @@ from octavo.kernels.operations.soft_cap import soft_cap
 from octavo.models.decoder_layer import DecoderLayer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from octavo.kernels.interface import AttentionBatch, Kernels, PackedGroups, PackedLinear
     from octavo.models.architecture import Architecture
-    from octavo.models.declared import GroupedLinear, Linear, Norm
+    from octavo.models.declared import Linear, Norm
     from octavo.models.rope_config import RopeConfig
 
 
@@ -35,10 +35,6 @@ class Weights(Protocol):
 
     def linear(self, declared: Linear) -> PackedLinear:
         """Return fused linear layers; see `Kernels.pack_linear`."""
-        ...
-
-    def grouped(self, declared: GroupedLinear) -> PackedGroups:
-        """See `Kernels.pack_groups`."""
         ...
 
     def norm(self, declared: Norm) -> Tensor:
@@ -73,9 +69,9 @@ class ModelContext:
         self.linears.append(self.weights.linear(declared))
         return self.linears[-1]
 
-    def grouped(self, declared: GroupedLinear) -> PackedGroups:
-        """Return all groups' weights. Checksums do not cover them yet."""
-        return self.weights.grouped(declared)
+    def grouped(self, declared: Sequence[Linear]) -> PackedGroups:
+        """Return the weights of groups of rows: experts, or adapters. All have one shape."""
+        return self.kernels.pack_groups([self.linear(each) for each in declared])
 
     def optional_norm(self, declared: Norm | None) -> Tensor | None:
         """Return and record."""

@@ -35,10 +35,10 @@ from octavo.runtime.process_memory import return_free_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from octavo.kernels.interface import Kernels, PackedGroups, PackedLinear, WeightToPack
+    from octavo.kernels.interface import Kernels, PackedLinear, WeightToPack
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
-    from octavo.models.declared import GroupedLinear, Linear, Norm
+    from octavo.models.declared import Linear, Norm
     from octavo.models.weight_source import StoredTensors, StoredWeight, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -316,11 +316,6 @@ class _Packer:
             bias = self.source.find(f"{name}.bias")
             if bias is not None and bool(bias.any()):
                 raise ModelError(f"{name}.bias is not zero, but config.json has no such bias")
-
-    def grouped(self, declared: GroupedLinear) -> PackedGroups:
-        size = math.prod(declared.shapes[declared.name])
-        weight = self._counted(self.source.tensor(declared.name), size)
-        return self.kernels.pack_groups(weight.to(self.device, self.dtype))
 
     def norm(self, declared: Norm) -> Tensor:
         weight = self._fuse(list(declared.shapes.items()))

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.kernels.interface import Kernels, PackedGroups, PackedLinear
-    from octavo.models.declared import GroupedLinear, Linear, Norm
+    from octavo.kernels.interface import Kernels, PackedLinear
+    from octavo.models.declared import Linear, Norm
     from octavo.models.layers import Weights
 
 logger = logging.getLogger(__name__)
@@ -174,10 +174,6 @@ class KeptWeights:
         if found != expected or len(kept) > len(declared.parts):
             raise ValueError(f"{'+'.join(declared.names)} does not have the model's shape")
         return restored
-
-    def grouped(self, declared: GroupedLinear) -> PackedGroups:
-        """Use the checkpoint."""
-        return self._source.grouped(declared)
 
     def norm(self, declared: Norm) -> Tensor:
         """Use the checkpoint."""

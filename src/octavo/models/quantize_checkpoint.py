@@ -20,6 +20,7 @@ from octavo.errors import ModelError
 from octavo.kernels.quantization import GROUP_MULTIPLE
 from octavo.models.architecture import is_vocabulary
 from octavo.models.config_file import ConfigFile
+from octavo.models.experts import is_router
 from octavo.models.float_weights import open_tensors
 from octavo.models.quantized_weights import describe_stored, refuse_broken_scales, stored_tensors
 from octavo.models.registry import read_architecture
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 PRECISIONS = ("int8", "int4")
 MAX_SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
+_ROUTERS = (r"re:.*\.mlp\.gate$", r"re:.*\.shared_expert_gate$")  # in the form of compressed-tensors
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", ".tiktoken")  # .model: of SentencePiece
 
 
@@ -71,7 +73,10 @@ def quantize_checkpoint(
     refuse_broken_scales(files, architecture.scale_names())
     config = text_part(ConfigFile.read(source / "config.json")).values
     config.pop("compression_config", None)  # its older name
-    config["quantization_config"] = describe_stored(precision, group_size, ["lm_head"])
+    has_experts = any(is_router(name) for name in architecture.tensor_shapes())
+    config["quantization_config"] = describe_stored(
+        precision, group_size, ["lm_head", *(_ROUTERS if has_experts else ())]
+    )
     try:
         # Finished files need only be renamed; config.json comes last.
         folder = destination if destination.exists() else destination.parent
@@ -103,7 +108,7 @@ def _write_weights(
     done = 0
     for name, shape in architecture.tensor_shapes().items():
         tensor = files.tensor(name)
-        if len(shape) == 2 and not is_vocabulary(name):
+        if len(shape) == 2 and not is_vocabulary(name) and not is_router(name):
             tensors = stored_tensors(name.removesuffix(".weight"), tensor, precision, group_size)
         else:
             tensors = {name: tensor.clone()}

@@ -13,6 +13,8 @@ from octavo.models.layer_types import SLIDING, read_layer_types
 from octavo.models.rope_config import read_rope
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"Qwen2ForCausalLM": "Qwen2, Qwen2.5, QwQ"}
@@ -32,23 +34,27 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
     )
 
 
-def layers_with_windows(config: ConfigFile, attention: AttentionConfig) -> tuple[LayerConfig, ...]:
-    """Return all layers; by default those from `max_window_layers` up have windows."""
-    mlp = GatedMLPConfig.read(config)
-    return tuple(LayerConfig(attention=replace(attention, window=each), mlp=mlp) for each in _read_windows(config))
+def layers_with_windows(
+    config: ConfigFile,
+    attention: AttentionConfig,
+    has_window: Callable[[int, int], bool] = lambda index, bound: index >= bound,
+) -> tuple[LayerConfig, ...]:
+    """Return all layers. has_window(index, max_window_layers): without `layer_types`, whether a layer has a window."""
+    mlp, windows = GatedMLPConfig.read(config), _read_windows(config, has_window)
+    return tuple(LayerConfig(attention=replace(attention, window=each), mlp=mlp) for each in windows)
 
 
-def _read_windows(config: ConfigFile) -> tuple[int | None, ...]:
+def _read_windows(config: ConfigFile, has_window: Callable[[int, int], bool]) -> tuple[int | None, ...]:
     num_layers = config.count("num_hidden_layers")
-    has_window = config.values.get("sliding_window", _DEFAULT_WINDOW) is not None
-    uses_window = has_window and config.flag("use_sliding_window", default=False)
+    is_given = config.values.get("sliding_window", _DEFAULT_WINDOW) is not None
+    uses_window = is_given and config.flag("use_sliding_window", default=False)
     window = config.count("sliding_window", _DEFAULT_WINDOW) if uses_window else None
     if config.has("layer_types"):
         kinds = read_layer_types(config)
         if window is None and SLIDING in kinds:
             raise config.error("layer_types", f"{SLIDING} needs use_sliding_window and sliding_window")
         return tuple(window if kind == SLIDING else None for kind in kinds)
-    first = config.values.get("max_window_layers", 28)
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+    bound = config.values.get("max_window_layers", 28)
+    if isinstance(bound, bool) or not isinstance(bound, int) or bound < 0:
         raise config.error("max_window_layers", "must be an integer, the number of layers")
-    return tuple(window if index >= first else None for index in range(num_layers))
+    return tuple(window if has_window(index, bound) else None for index in range(num_layers))

@@ -68,6 +68,7 @@ class RandomWeights:
 
 
 _NO_SCALING = {"rope_type": "default", "rope_theta": 10000.0}
+_QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
 _OF_FAMILY: dict[str, dict[str, Any]] = {  # own keys
     "GemmaForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma2ForCausalLM": {
@@ -88,6 +89,10 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {  # own keys
         "sliding_window": 37,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    "Qwen2MoeForCausalLM": _QWEN_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96},
+    "Qwen3MoeForCausalLM": _QWEN_MOE | {"model_type": "qwen3_moe", "norm_topk_prob": True},
     "Olmo3ForCausalLM": {
         "rope_parameters": {"full_attention": _NO_SCALING, "sliding_attention": _NO_SCALING},
         "sliding_window": 37,
@@ -141,7 +146,7 @@ def write_checkpoint(
         full = max_shard_bytes is not None and _num_bytes(shards[-1]) + tensor.nbytes > max_shard_bytes
         if full and shards[-1]:
             shards.append({})
-        shards[-1][name] = tensor
+        shards[-1][_stored_name(config["architectures"][0], name)] = tensor
     if len(shards) == 1:
         save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
         return directory
@@ -153,6 +158,15 @@ def write_checkpoint(
     index = {"metadata": {"total_size": sum(map(_num_bytes, shards))}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     return directory
+
+
+def _stored_name(family: str, name: str) -> str:
+    """Return the name of a tensor in checkpoints of a family."""
+    if family != "MixtralForCausalLM" or ".mlp." not in name:
+        return name
+    for ours, theirs in (("mlp", "block_sparse_moe"), ("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
+        name = name.replace(f".{ours}.", f".{theirs}.")
+    return name
 
 
 def _num_bytes(tensors: dict[str, Tensor]) -> int:

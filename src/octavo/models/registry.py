@@ -26,11 +26,15 @@ FAMILIES = {
     "MistralForCausalLM": "octavo.models.mistral",
     "MinistralForCausalLM": "octavo.models.ministral",
     "Ministral3ForCausalLM": "octavo.models.ministral",
+    "MixtralForCausalLM": "octavo.models.mixtral",
     "Olmo2ForCausalLM": "octavo.models.olmo",
     "Olmo3ForCausalLM": "octavo.models.olmo",
+    "OlmoeForCausalLM": "octavo.models.olmoe",
     "Phi3ForCausalLM": "octavo.models.phi3",
     "Qwen2ForCausalLM": "octavo.models.qwen2",
+    "Qwen2MoeForCausalLM": "octavo.models.qwen2_moe",
     "Qwen3ForCausalLM": "octavo.models.qwen3",
+    "Qwen3MoeForCausalLM": "octavo.models.qwen3_moe",
     "SmolLM3ForCausalLM": "octavo.models.smollm3",
 }
 

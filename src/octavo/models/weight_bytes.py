@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.models.architecture import DTYPE_BYTES, is_norm, is_vocabulary
 from octavo.models.declared import Linear, in_order
+from octavo.models.experts import is_router
 
 if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
@@ -45,8 +46,8 @@ def weight_bytes(
 
 
 def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
-    """Return the bits that a matrix is rounded to, or None."""
-    if quantization is None or (quantization == "fp8" and is_vocabulary(matrix_name)):
+    """Return the bits that a matrix is rounded to, or None: routers choose experts in full precision."""
+    if quantization is None or is_router(matrix_name) or (quantization == "fp8" and is_vocabulary(matrix_name)):
         return None
     if quantization == "fp8":
         return 8

@@ -16,6 +16,8 @@ BARE_EMBEDDING = "embed_tokens.weight"  # of names without "model."
 # The text part of models with images, in both orders of transformers.
 _TEXT_PART = re.compile(r"^language_model\.(?=(?:model|lm_head)\.)|(?<=^model\.)language_model\.")
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+_MIXTRAL = re.compile(r"\.block_sparse_moe\.(experts\.\d+\.)?(gate|w1|w2|w3)(?=\.)")
+_MIXTRAL_PARTS = {"gate": "gate", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -83,4 +85,11 @@ def decoder_names(stored: Iterable[str]) -> dict[str, str]:
     stored = list(stored)
     if BARE_EMBEDDING in stored:
         return {f"model.{name}": name for name in stored}
-    return {_TEXT_PART.sub("", name): name for name in stored if not _OTHER_PARTS.match(name)}
+    return {_of_experts(_TEXT_PART.sub("", name)): name for name in stored if not _OTHER_PARTS.match(name)}
+
+
+def _of_experts(name: str) -> str:
+    """Return Mixtral's names in the form of other families."""
+    if match := _MIXTRAL.search(name):
+        name = name.replace(match[0], f".mlp.{match[1] or ''}{_MIXTRAL_PARTS[match[2]]}")
+    return name

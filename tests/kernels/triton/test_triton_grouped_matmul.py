@@ -30,7 +30,11 @@ def make(generator, counts, width, columns, dtype):
 
 def of_plain_torch(x, weights, start):
     reference = ReferenceKernels()
-    return reference.grouped_linear(x, reference.pack_groups(weights), start)
+    return reference.grouped_linear(x, groups_of(reference, weights), start)
+
+
+def groups_of(kernels, weights):
+    return kernels.pack_groups([kernels.pack_linear(each) for each in weights])
 
 
 @pytest.mark.sweep(8)
@@ -39,7 +43,7 @@ def of_plain_torch(x, weights, start):
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_grouped_product_has_bits_of_single_group_products(kernels, generator, counts, width, columns, dtype):
     x, weights, start = make(generator, counts, width, columns, dtype)
-    result = kernels.grouped_linear(x, kernels.pack_groups(weights), start)
+    result = kernels.grouped_linear(x, groups_of(kernels, weights), start)
     assert (result.shape, result.dtype) == ((sum(counts), columns), dtype)
     for weight, first, end in zip(weights, start[:-1].tolist(), start[1:].tolist(), strict=True):
         if first < end:
@@ -50,14 +54,14 @@ def test_grouped_product_has_bits_of_single_group_products(kernels, generator, c
 
 def test_grouped_product_is_close_to_plain_torch(kernels, generator):
     x, weights, start = make(generator, [4, 0, 70], 96, 40, torch.float32)
-    found = kernels.grouped_linear(x, kernels.pack_groups(weights), start)
+    found = kernels.grouped_linear(x, groups_of(kernels, weights), start)
     torch.testing.assert_close(found, of_plain_torch(x, weights, start))
 
 
 def test_grouped_product_accepts_strided_rows(kernels, generator):
     x, weights, start = make(generator, [2, 3], 48, 7, torch.float32)
     wide = torch.cat([x, x], dim=1)
-    packed = kernels.pack_groups(weights)
+    packed = groups_of(kernels, weights)
     assert torch.equal(kernels.grouped_linear(wide[:, :48], packed, start), kernels.grouped_linear(x, packed, start))
 
 

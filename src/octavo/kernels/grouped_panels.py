@@ -1,0 +1,62 @@
+"""Packed weights of groups of rows, as csrc/linear_args.h reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.kernels.block_panels import BlockPanels
+from octavo.kernels.interface import PackedGroups
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from octavo.kernels.interface import PackedLinear
+    from octavo.kernels.panels import PanelWeight
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPanels:
+    """The weights of all groups, in parts along out_features.
+
+    parts: the columns of each part, and int64 [num_groups, 6]: addresses of weight, bias and order; dtype, group size
+    and whether there are zero points. weights: keeps the memory alive.
+    """
+
+    parts: tuple[tuple[slice, Tensor], ...]
+    weights: tuple[PackedLinear, ...]
+
+    @classmethod
+    def pack(cls, weights: Sequence[PackedLinear]) -> PackedGroups | None:
+        """Return weights from `CpuKernels.pack_linear` as groups; None if their parts have different columns."""
+        of_groups = [
+            list(each.storage.parts())
+            if isinstance(each.storage, BlockPanels)
+            else [(each.storage, slice(0, each.out_features))]
+            for each in weights
+        ]
+        columns = [[part for _, part in parts] for parts in of_groups]
+        if any(each != columns[0] for each in columns):
+            return None
+        parts = tuple(
+            (part, torch.tensor([_fields(panels[index][0]) for panels in of_groups], dtype=torch.int64))
+            for index, part in enumerate(columns[0])
+        )
+        first, num_bytes = weights[0], sum(each.num_bytes for each in weights)
+        kept = cls(parts, tuple(weights))
+        return PackedGroups(len(weights), first.out_features, first.in_features, kept, num_bytes)
+
+
+def _fields(weight: PanelWeight) -> tuple[int, ...]:
+    return (
+        weight.data.data_ptr(),
+        0 if weight.bias is None else weight.bias.data_ptr(),
+        weight.order_address if weight.int4.has_order else 0,
+        weight.dtype_number,
+        weight.int4.group_size,
+        weight.int4.has_zeros,
+    )

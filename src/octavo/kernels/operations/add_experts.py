@@ -1,0 +1,53 @@
+"""The sum of experts' outputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.kernels.operation import Operation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@Operation
+def add_experts(
+    outputs: Tensor,
+    ids: Tensor,
+    places: Tensor,
+    weights: Tensor,
+    shared: Tensor,
+    shared_gate: Tensor,
+    out: Tensor,
+    num_experts: int,
+) -> None:
+    """Write the weighted sum of each row's experts into `out` [num_tokens, hidden], rounded once.
+
+    outputs float32 [num_tokens * num_chosen, hidden]: of the choice ids[i, j] at row places[i, j].
+    shared float32 [num_tokens, hidden]: the shared expert's output, added last, or empty. shared_gate float32
+    [num_tokens, 1]: its sigmoid multiplies `shared`; or empty.
+
+    Outputs are added in float32, in one binary tree over expert ids that halves [0, num_experts). So a row's bits
+    depend on its own experts only, and the experts of a subtree can be added elsewhere.
+    """
+    values = outputs[places.long()] * weights.unsqueeze(2)
+    for row, chosen in enumerate(ids.tolist()):
+        for into, source in additions(chosen, 0, num_experts):
+            values[row, into] += values[row, source]
+    total = values[:, 0]
+    if shared.numel():
+        total = total + (shared * shared_gate.sigmoid() if shared_gate.numel() else shared)
+    out.copy_(total)
+
+
+def additions(ids: list[int], low: int, high: int, first: int = 0) -> list[tuple[int, int]]:
+    """Return the additions of the tree over [low, high) for ascending ids, the first of which has index `first`.
+
+    Each adds the second index to the first one; the sum ends at `first`.
+    """
+    if len(ids) < 2:
+        return []
+    middle = (low + high) // 2
+    split = sum(each < middle for each in ids)
+    listed = additions(ids[:split], low, middle, first) + additions(ids[split:], middle, high, first + split)
+    return [*listed, (first, first + split)] if 0 < split < len(ids) else listed

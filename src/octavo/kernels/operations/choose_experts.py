@@ -1,0 +1,58 @@
+"""The choice of the experts that compute a token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.kernels.operation import Operation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 0, 1, 2  # the numbers of csrc/experts.h
+
+
+@Operation
+def choose_experts(
+    logits: Tensor,
+    bias: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    scoring: int,
+    num_groups: int,
+    num_chosen_groups: int,
+    is_group_best: bool,
+    least_sum: float,
+    scale: float,
+) -> None:
+    """Write each row's chosen experts, ascending, into `ids`, and their weights into `weights`.
+
+    logits float32 [num_tokens, num_experts]. bias float32 [num_experts], or empty: added to the scores for the choice
+    alone. ids int32 and weights float32 [num_tokens, num_chosen].
+
+    Scores are the softmax of the logits, their sigmoid, or the logits; weights are then the softmax over the chosen
+    experts. Of several groups of neighbouring experts, only the best `num_chosen_groups` are chosen from: by their best
+    expert if `is_group_best`, else by the sum of their two best. Ties go to the lowest expert.
+    least_sum: added to the sum that weights are divided by; if it is negative, they are not divided. scale: multiplies
+    the weights.
+    """
+    scores = logits
+    if scoring == SOFTMAX:
+        scores = logits.softmax(dim=1)
+    elif scoring == SIGMOID:
+        scores = logits.sigmoid()
+    choice = scores + bias if bias.numel() else scores
+    if num_groups > 1:
+        of_groups = choice.view(len(choice), num_groups, -1)
+        best = of_groups.topk(1 if is_group_best else min(2, of_groups.shape[2]), dim=2).values.sum(dim=2)
+        order = best.sort(dim=1, descending=True, stable=True).indices[:, :num_chosen_groups]
+        kept = best.new_zeros(best.shape).scatter_(1, order, 1.0)
+        choice = of_groups.masked_fill(kept.unsqueeze(2) == 0, float("-inf")).flatten(1)
+    chosen = choice.sort(dim=1, descending=True, stable=True).indices[:, : ids.shape[1]].sort(dim=1).values
+    found = scores.gather(1, chosen)
+    if scoring == SOFTMAX_OF_CHOSEN:
+        found = found.softmax(dim=1)
+    elif least_sum >= 0:
+        found = found / (found.sum(dim=1, keepdim=True) + least_sum)
+    ids.copy_(chosen)
+    weights.copy_(found * scale)

@@ -1,0 +1,25 @@
+"""The order in which experts compute the rows of a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.kernels.operation import Operation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@Operation
+def sort_by_expert(ids: Tensor, sources: Tensor, places: Tensor, starts: Tensor) -> None:
+    """Sort the choices `ids`, int32 [num_tokens, num_chosen], by expert; an expert's rows stay in the step's order.
+
+    sources int64 [num_tokens * num_chosen]: receives the row to compute at each place. places int32, as ids: receives
+    each choice's place. starts int32 [num_experts + 1]: receives each expert's first place, then the number of places.
+    """
+    order = ids.flatten().sort(stable=True).indices
+    sources.copy_(order // ids.shape[1])
+    places.view(-1)[order] = places.new_ones(len(order)).cumsum(0).to(places.dtype) - 1
+    counts = ids.flatten().bincount(minlength=len(starts) - 1)
+    starts[0] = 0
+    starts[1:] = counts.cumsum(0)

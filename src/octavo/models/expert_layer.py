@@ -1,0 +1,64 @@
+"""The computation of a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.kernels.operations.add_experts import add_experts
+from octavo.kernels.operations.choose_experts import choose_experts
+from octavo.kernels.operations.gather_rows import gather_rows
+from octavo.kernels.operations.sort_by_expert import sort_by_expert
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.interface import AttentionBatch
+    from octavo.models.experts import ExpertsConfig, ExpertsTensors
+    from octavo.models.layers import ModelContext
+
+
+class Experts:
+    """The experts of one layer, with packed weights."""
+
+    __slots__ = (
+        "config", "down", "gate_up", "kernels", "router", "shared_down", "shared_gate", "shared_gate_up",
+    )  # fmt: skip
+
+    def __init__(self, context: ModelContext, config: ExpertsConfig, tensors: ExpertsTensors) -> None:
+        self.config, self.kernels = config, context.kernels
+        self.router = context.linear(tensors.router)
+        self.gate_up, self.down = context.grouped(tensors.gate_up), context.grouped(tensors.down)
+        shared, gate = tensors.shared, tensors.shared_gate
+        self.shared_gate_up = None if shared is None else context.linear(shared.gate_up)
+        self.shared_down = None if shared is None else context.linear(shared.down)
+        self.shared_gate = None if gate is None else context.linear(gate)
+
+    def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
+        """Return [num_tokens, hidden] -> the same shape."""
+        kernels, router, (num_tokens, width) = self.kernels, self.config.router, hidden.shape
+        num_chosen, integers = router.num_chosen, batch.query_start
+        logits = kernels.linear(hidden, self.router, float32_out=True)
+        nothing = logits[:0]
+        ids = kernels.empty(num_tokens, num_chosen, like=integers)
+        weights = kernels.empty(num_tokens, num_chosen, like=logits)
+        choose_experts(
+            kernels, logits, nothing, ids, weights, router.scoring, router.num_groups, router.num_chosen_groups,
+            router.is_group_best, router.least_sum, router.scale,
+        )  # fmt: skip
+        sources = kernels.empty(num_tokens * num_chosen, like=batch.positions)
+        places = kernels.empty(num_tokens, num_chosen, like=integers)
+        starts = kernels.empty(router.num_experts + 1, like=integers)
+        sort_by_expert(kernels, ids, sources, places, starts)
+        rows = kernels.empty(num_tokens * num_chosen, width, like=hidden)
+        gather_rows(kernels, hidden, sources, rows)
+        inner = kernels.gate(kernels.grouped_linear(rows, self.gate_up, starts), self.config.activation)
+        outputs = kernels.grouped_linear(inner, self.down, starts, float32_out=True)
+        shared = shared_gate = nothing
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            inner = kernels.gated_linear(hidden, self.shared_gate_up, self.config.activation)
+            shared = kernels.linear(inner, self.shared_down, float32_out=True)
+        if self.shared_gate is not None:
+            shared_gate = kernels.linear(hidden, self.shared_gate, float32_out=True)
+        out = kernels.empty(num_tokens, width, like=hidden)
+        add_experts(kernels, outputs, ids, places, weights, shared, shared_gate, out, router.num_experts)
+        return out

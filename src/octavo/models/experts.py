@@ -1,0 +1,116 @@
+"""Mixtures of experts: a router chooses MLPs for each token (Shazeer et al. 2017). Does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from octavo.models.declared import Linear
+from octavo.models.gated_mlp import GatedMLPTensors
+
+if TYPE_CHECKING:
+    from octavo.kernels.interface import Activation
+    from octavo.models.config_file import ConfigFile
+    from octavo.models.expert_layer import Experts
+    from octavo.models.layers import ModelContext
+
+_MOST_CHOSEN = 64  # csrc/experts.h
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How experts are chosen for a token and weighted; see `octavo.kernels.operations.choose_experts`.
+
+    num_chosen: experts of a token. least_sum: negative if the weights of the chosen experts are not normalized.
+    """
+
+    num_experts: int
+    num_chosen: int
+    scoring: int = 0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    is_group_best: bool = False
+    least_sum: float = -1.0
+    scale: float = 1.0
+
+    @classmethod
+    def read(cls, config: ConfigFile, *, normalizes: bool) -> Router:
+        """Read a router that chooses by the softmax over all experts. Raises `ModelError`.
+
+        normalizes: whether the weights of the chosen experts sum to 1.
+        """
+        key = "num_local_experts" if config.has("num_local_experts") else "num_experts"  # transformers writes either
+        num_experts, num_chosen = config.count(key), config.count("num_experts_per_tok")
+        if num_chosen > min(num_experts, _MOST_CHOSEN):
+            raise config.error("num_experts_per_tok", f"must be at most {key} = {num_experts}, and {_MOST_CHOSEN}")
+        return cls(num_experts=num_experts, num_chosen=num_chosen, least_sum=0.0 if normalizes else -1.0)
+
+
+class ExpertsTensors(NamedTuple):
+    """The tensors of a mixture of experts."""
+
+    router: Linear
+    gate_up: tuple[Linear, ...]
+    down: tuple[Linear, ...]
+    shared: GatedMLPTensors | None
+    shared_gate: Linear | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The sum of the chosen experts' outputs, times their weights, and of an expert that computes every token.
+
+    expert_size, shared_size: values between the matrices of an expert, and of the shared expert, if there is one.
+    has_shared_gate: a sigmoid of the token multiplies the shared expert's output.
+    """
+
+    router: Router
+    hidden_size: int
+    expert_size: int
+    activation: Activation = "silu"
+    shared_size: int | None = None
+    has_shared_gate: bool = False
+
+    @property
+    def intermediate_size(self) -> int:
+        """Values computed for a token: the inputs and outputs of its experts take as much as three of these rows."""
+        return self.router.num_chosen * (self.expert_size + self.hidden_size) + (self.shared_size or 0)
+
+    @property
+    def num_idle_parameters(self) -> int:
+        """Number of weights that a token does not use."""
+        idle = self.router.num_experts - self.router.num_chosen
+        return idle * 3 * self.hidden_size * self.expert_size
+
+    def tensors(self, name: str, hidden_size: int) -> ExpertsTensors:
+        """Declare the layer's tensors. Each expert has its own."""
+        name, num_experts = f"{name}.mlp", self.router.num_experts
+        experts = [_expert(f"{name}.experts.{index}", hidden_size, self.expert_size) for index in range(num_experts)]
+        shared = None
+        if self.shared_size is not None:
+            shared = _expert(f"{name}.shared_expert", hidden_size, self.shared_size)
+        return ExpertsTensors(
+            router=Linear(((f"{name}.gate", num_experts),), hidden_size),
+            gate_up=tuple(each.gate_up for each in experts),
+            down=tuple(each.down for each in experts),
+            shared=shared,
+            shared_gate=Linear(((f"{name}.shared_expert_gate", 1),), hidden_size) if self.has_shared_gate else None,
+        )
+
+    def build(self, context: ModelContext, tensors: ExpertsTensors) -> Experts:
+        """Build the experts."""
+        from octavo.models.expert_layer import Experts  # noqa: PLC0415 - configurations are read without torch
+
+        return Experts(context, self, tensors)
+
+
+def is_router(tensor_name: str) -> bool:
+    """Return True if a tensor decides which experts compute a token, or weights the shared expert."""
+    return tensor_name.endswith((".mlp.gate.weight", ".mlp.shared_expert_gate.weight"))
+
+
+def _expert(name: str, hidden_size: int, expert_size: int) -> GatedMLPTensors:
+    return GatedMLPTensors(
+        gate_up=Linear(((f"{name}.gate_proj", expert_size), (f"{name}.up_proj", expert_size)), hidden_size),
+        down=Linear(((f"{name}.down_proj", hidden_size),), expert_size),
+    )

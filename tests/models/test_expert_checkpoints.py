@@ -1,0 +1,161 @@
+"""Mixtures of experts in all forms of checkpoints, and configurations that cannot be served."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from octavo.errors import ModelError
+from octavo.models.checkpoint import CheckpointFiles
+from octavo.models.config_file import ConfigFile
+from octavo.models.experts import ExpertsConfig
+from octavo.models.gguf_file import GGUFFile
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.registry import architecture_of, read_architecture
+from octavo.models.weight_bytes import weight_bytes
+
+FAMILIES = ("Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe")
+
+
+def architecture(name, **changes):
+    return architecture_of(ConfigFile("config.json", tiny_config(f"{name}ForCausalLM", **changes)))
+
+
+def rewrite(path, change):
+    weights = change(load_file(path / "model.safetensors"))
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, path / "model.safetensors")
+
+
+def together(weights):
+    """Store a layer's experts in tensors of three dimensions, as transformers 5 does."""
+    experts = {name: weight for name, weight in weights.items() if ".experts." in name}
+    layers = {name.split(".experts.")[0] for name in experts}
+    count = 1 + max(int(name.split(".experts.")[1].split(".")[0]) for name in experts)
+
+    def stacked(layer, part):
+        return torch.stack([experts[f"{layer}.experts.{index}.{part}.weight"] for index in range(count)])
+
+    made = {name: weight for name, weight in weights.items() if name not in experts}
+    for layer in layers:
+        made[f"{layer}.experts.gate_up_proj"] = torch.cat([stacked(layer, "gate_proj"), stacked(layer, "up_proj")], 1)
+        made[f"{layer}.experts.down_proj"] = stacked(layer, "down_proj")
+    return made
+
+
+def test_experts_in_one_tensor_are_read_one_by_one(tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("Qwen3MoeForCausalLM"))
+    expected = load_file(path / "model.safetensors")
+    rewrite(path, together)
+    files = CheckpointFiles(path)
+    files.check(read_architecture(path).stored_tensors())
+    assert all(torch.equal(files.tensor(name), tensor) for name, tensor in expected.items())
+
+
+def test_names_of_mixtral_are_read_like_those_of_other_families(tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("MixtralForCausalLM"))
+    stored = load_file(path / "model.safetensors")
+    files = CheckpointFiles(path)
+    files.check(read_architecture(path).stored_tensors())
+    layer, names = "model.layers.1", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for ours, theirs in names.items():
+        expected = stored[f"{layer}.block_sparse_moe.experts.2.{theirs}.weight"]
+        assert torch.equal(files.tensor(f"{layer}.mlp.experts.2.{ours}.weight"), expected)
+    assert torch.equal(files.tensor(f"{layer}.mlp.gate.weight"), stored[f"{layer}.block_sparse_moe.gate.weight"])
+
+
+def test_layers_without_experts_are_read():
+    """Qwen: each `decoder_sparse_step`-th layer has experts, except those of `mlp_only_layers`."""
+    read = architecture("Qwen3Moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert [isinstance(layer.mlp, ExpertsConfig) for layer in read.layers] == [False, True, False, False, False, True]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_idle_experts_do_not_count_as_active(name):
+    read = architecture(name)
+    router = read.layers[0].mlp.router
+    idle = sum(layer.mlp.num_idle_parameters for layer in read.layers)
+    assert idle == 2 * (router.num_experts - router.num_chosen) * 3 * 64 * read.layers[0].mlp.expert_size
+    assert read.num_active_parameters == read.num_parameters - idle
+    assert read.attention_share > architecture(name, num_experts_per_tok=router.num_chosen + 1).attention_share
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_routers_are_not_rounded(name):
+    """Rounded weights of experts take a quarter of float32; the router stays as it is."""
+    read = architecture(name)
+    sizes = {name: weight.nbytes for name, weight in zeros(read).items()}
+    assert weight_bytes(read, "float32") == sum(sizes.values())
+    routers = sum(size for name, size in sizes.items() if ".mlp.gate." in name or "shared_expert_gate" in name)
+    assert routers >= 2 * 4 * 64 * read.layers[0].mlp.router.num_experts
+    rounded = {name: shape for name, shape in read.tensor_shapes().items() if len(shape) == 2}
+    rounded = {n: s for n, s in rounded.items() if ".mlp.gate." not in n and "shared_expert_gate" not in n}
+    expected = sum(size for name, size in sizes.items() if name not in rounded)
+    assert weight_bytes(read, "float32", quantization="int8") == expected + sum(
+        r * c + 4 * r for r, c in rounded.values()
+    )
+
+
+def zeros(read):
+    return {name: torch.zeros(shape) for name, shape in read.tensor_shapes().items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be at most num_experts = 8, and 64"),
+        ({"num_experts": 200, "num_experts_per_tok": 65}, "must be at most num_experts = 200, and 64"),
+        ({"num_experts": 0}, "num_experts = 0: must be an integer from 1"),
+        ({"mlp_only_layers": "none"}, "must be a list of integers"),
+        ({"hidden_act": "relu2"}, "octavo computes silu"),
+    ],
+)
+def test_configuration_that_cannot_be_served_is_refused(changes, message):
+    with pytest.raises(ModelError, match=message):
+        architecture("Qwen3Moe", **changes)
+
+
+def test_dense_family_refuses_experts():
+    with pytest.raises(ModelError, match="num_experts = 8: octavo does not support this for Qwen3ForCausalLM"):
+        architecture("Qwen3", num_experts=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {n: t for n, t in w.items() if ".experts.5.up_proj" not in n}, "lack .*experts.5.up_proj.weight"),
+        (lambda w: w | {"model.layers.0.mlp.gate.weight": torch.zeros(7, 64)}, r"shape \[7, 64\].* requires \[8, 64\]"),
+        (lambda w: together(w) | {"model.layers.1.mlp.experts.down_proj": torch.zeros(7, 64, 48)}, "lack .*experts.7"),
+        (lambda w: together(w) | {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(8, 97, 64)}, r"2 x rows"),
+        (
+            lambda w: together(w) | {n: t for n, t in w.items() if ".0.mlp.experts.3.up_proj" in n},
+            "are both there; remove the superfluous file",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change, message, tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("Qwen3MoeForCausalLM"))
+    rewrite(path, change)
+    with pytest.raises(ModelError, match=message):
+        CheckpointFiles(path).check(read_architecture(path).stored_tensors())
+
+
+def test_gguf_experts_of_layer_are_divided(tmp_path):
+    """A tensor of three dimensions holds the matrices of all experts; one of gate and up holds both."""
+    path, rng = tmp_path / "model.gguf", np.random.default_rng(0)
+    gate_up, down = rng.random((3, 8, 32), np.float32), rng.random((3, 32, 4), np.float32)
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer.add_tensor("blk.0.ffn_gate_up_exps.weight", gate_up)
+    writer.add_tensor("blk.0.ffn_down_exps.weight", down)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensors = GGUFFile.read(path).tensors
+    assert len(tensors) == 9
+    for expert in range(3):
+        for part, expected in (("gate", gate_up[expert, :4]), ("up", gate_up[expert, 4:]), ("down", down[expert])):
+            stored = tensors[f"blk.0.ffn_{part}_exps.{expert}.weight"]
+            found = np.fromfile(path, np.float32, expected.size, offset=stored.offset)
+            assert stored.shape == expected.shape
+            assert np.array_equal(found.reshape(expected.shape), expected)
