@@ -5,13 +5,16 @@
 Each case calls an operation as an engine would, with tensors on the CPU. A driver without a device makes Triton compile
 the kernels that would be launched, specialized for the arguments (types, alignment), for one target after the other.
 The resources of each kernel (registers per thread, bytes of spilled registers, shared memory per program) are compared
-with tools/kernel_bounds.csv. --write updates that file.
+with the bounds in tools/kernel_bounds, and its instructions for products with those of the table: the bits of a row
+depend on them. There is a table for each minor version of Triton. --write updates that of the installed one.
+The code of each kernel is also searched for what makes results depend on timing or fusion (see compiled_code.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -21,11 +24,13 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compiled_code import faults, products, wide_offsets
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 FP8 = "float8_e4m3fn"
-BOUNDS = Path(__file__).with_name("kernel_bounds.csv")
+BOUNDS = Path(__file__).with_name("kernel_bounds")
 TARGETS = {  # shared memory that a program may have, in bytes
     "sm_80": ("cuda", 80, 32, 166912),
     "sm_89": ("cuda", 89, 32, 101376),
@@ -37,7 +42,10 @@ TARGETS = {  # shared memory that a program may have, in bytes
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The resources of a kernel on a target: registers and spilled bytes per thread, shared bytes per program."""
+    """The resources of a kernel on a target: registers and spilled bytes per thread, shared bytes per program.
+
+    wide_offsets: number of offsets of 64 bits. products: instructions that multiply matrices, with their shapes.
+    """
 
     case: str
     kernel: str
@@ -45,6 +53,9 @@ class Taken:
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    num_warps: int
+    wide_offsets: int
+    products: str
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -137,7 +148,7 @@ def grouped_linear() -> None:
     start = torch.arange(129, dtype=torch.int32)
     x, weights = torch.empty(128, 2048, dtype=torch.bfloat16), torch.empty(128, 256, 2048, dtype=torch.bfloat16)
     kernels = TritonKernels()
-    kernels.grouped_linear(x, kernels.pack_groups(weights), start)
+    kernels.grouped_linear(x, kernels.pack_groups([kernels.pack_linear(each) for each in weights]), start)
 
 
 def rows(name: str) -> Callable[[], None]:
@@ -227,6 +238,7 @@ CASES: dict[str, Callable[[], None]] = {
     "gate bfloat16 gelu_tanh": operation("gate", (8, 4096), activation="gelu_tanh"),
     "soft_cap": operation("soft_cap", (8, 4096), dtype="float32", cap=30.0),
     "divide": operation("divide", (8, 4096), dtype="float32", divisor=3.0),
+    "log_softmax": operation("log_softmax", (8, 151937), dtype="float32"),
     "top_tokens": operation("top_tokens", (8, 151936), dtype="float32", k=20),
     "embedding": rows("embedding"),
     "take_rows": rows("take_rows"),
@@ -234,6 +246,7 @@ CASES: dict[str, Callable[[], None]] = {
     "sample": rows("sample"),
     "decode_inputs": decode_inputs(),
 }
+REREADING = {"add_rms_norm bfloat16 4096"}  # the sum, which other threads may have written
 
 
 def _caches(dtype: Any, head_dim: int) -> list[Any]:
@@ -284,8 +297,8 @@ class NoDevice:
         return GPUTarget(*TARGETS[self.name][:3])
 
 
-def compiled(case: str, target: str) -> list[Taken]:
-    """Compile the kernels of a case for a target; return the resources of each kernel, sorted by name."""
+def compiled(case: str, target: str) -> dict[str, Any]:
+    """Compile the kernels of a case for a target; return each by its name."""
     from triton.runtime import driver  # noqa: PLC0415
     from triton.runtime.jit import JITFunction  # noqa: PLC0415
 
@@ -302,10 +315,17 @@ def compiled(case: str, target: str) -> list[Taken]:
         CASES[case]()
     finally:
         JITFunction.run = run
-    measure = _taken_on_amd if TARGETS[target][0] == "hip" else _taken_on_nvidia
-    return [
-        Taken(case, name, target, *measure(kernel), kernel.metadata.shared) for name, kernel in sorted(kernels.items())
-    ]
+    return dict(sorted(kernels.items()))
+
+
+def taken(case: str, name: str, target: str, kernel: Any) -> Taken:
+    """Return the resources of a compiled kernel."""
+    is_amd = TARGETS[target][0] == "hip"
+    measured = (_taken_on_amd if is_amd else _taken_on_nvidia)(kernel)
+    code = kernel.asm["amdgcn" if is_amd else "ptx"]
+    shared_bytes, num_warps = kernel.metadata.shared, kernel.metadata.num_warps
+    offsets = wide_offsets(kernel.asm["ttir"])
+    return Taken(case, name, target, *measured, shared_bytes, num_warps, offsets, products(code))
 
 
 def _taken_on_nvidia(kernel: Any) -> tuple[int, int]:
@@ -326,25 +346,41 @@ def _taken_on_amd(kernel: Any) -> tuple[int, int]:
     return count["vgpr_count"], 4 * count["vgpr_spill_count"]
 
 
-def read_bounds() -> dict[tuple[str, str, str], Taken]:
-    """Read the bounds of kernels."""
-    with BOUNDS.open(encoding="utf-8", newline="") as file:
-        rows = [Taken(row[0], row[1], row[2], *map(int, row[3:])) for row in list(csv.reader(file))[1:]]
+def bounds_file() -> Path:
+    """Return the table of the installed version of Triton."""
+    major, minor = importlib.metadata.version("triton").split(".")[:2]
+    return BOUNDS / f"triton-{major}.{minor}.csv"
+
+
+def read_bounds(path: Path | None = None) -> dict[tuple[str, str, str], Taken]:
+    """Read the bounds of kernels, by default those for the installed version of Triton."""
+    with (path or bounds_file()).open(encoding="utf-8", newline="") as file:
+        rows = [_taken_of_row(row) for row in list(csv.reader(file))[1:]]
     return {row.key: row for row in rows}
 
 
-def write_bounds(taken: list[Taken]) -> None:
-    """Write the resources of kernels as their bounds; bounds of kernels that were not compiled stay."""
-    kept = read_bounds() if BOUNDS.exists() else {}
-    kept.update({each.key: each for each in taken})
-    with BOUNDS.open("w", encoding="utf-8", newline="") as file:
+def _taken_of_row(row: list[str]) -> Taken:
+    case, kernel, target, *numbers, instructions = row
+    registers, spilled_bytes, shared_bytes, num_warps, offsets = map(int, numbers)
+    return Taken(case, kernel, target, registers, spilled_bytes, shared_bytes, num_warps, offsets, instructions)
+
+
+def write_bounds(all_taken: list[Taken]) -> None:
+    """Write the resources of kernels as their bounds; bounds of other targets and cases stay."""
+    path = bounds_file()
+    kept = read_bounds(path) if path.exists() else {}
+    replaced = {(each.case, each.target) for each in all_taken}
+    kept = {key: each for key, each in kept.items() if (each.case, each.target) not in replaced and each.case in CASES}
+    kept.update({each.key: each for each in all_taken})
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([field.name for field in fields(Taken)])
         writer.writerows(astuple(kept[key]) for key in sorted(kept))
 
 
 def exceeded(taken: Taken, bounds: dict[tuple[str, str, str], Taken]) -> list[str]:
-    """Return the exceeded bounds of a kernel: an eighth more registers than in the table, or any more memory."""
+    """Return what exceeds a kernel's row in the table: an eighth more registers, any more memory, other products."""
     bound, where = bounds.get(taken.key), f"{taken.kernel} of {taken.case} for {taken.target}"
     if bound is None:
         return [f"{where} has no bound: tools/compile_kernels.py --write"]
@@ -353,11 +389,19 @@ def exceeded(taken: Taken, bounds: dict[tuple[str, str, str], Taken]) -> list[st
         "spilled_bytes": bound.spilled_bytes,
         "shared_bytes": min(bound.shared_bytes, TARGETS[taken.target][3]),
     }
-    return [
+    problems = [
         f"{where} takes {getattr(taken, name)} {name.replace('_', ' ')}, at most {limit} are allowed"
         for name, limit in limits.items()
         if getattr(taken, name) > limit
     ]
+    if (taken.num_warps, taken.products) != (bound.num_warps, bound.products):
+        problems.append(
+            f"{where} multiplies by {taken.products!r} in {taken.num_warps} warps; the table has {bound.products!r} in "
+            f"{bound.num_warps}"
+        )
+    if taken.wide_offsets != bound.wide_offsets:
+        problems.append(f"{where} has {taken.wide_offsets} offsets of 64 bits; the table has {bound.wide_offsets}")
+    return problems
 
 
 def main() -> int:
@@ -369,18 +413,22 @@ def main() -> int:
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("with TRITON_INTERPRET nothing is compiled: set it to 0")
-    taken: list[Taken] = []
+    all_taken: list[Taken] = []
+    problems: list[str] = []
     for target in arguments.target or TARGETS:
         for case in CASES:
-            if case.startswith(tuple(arguments.case or [""])):
-                found = compiled(case, target)
-                for each in found:
-                    print(*astuple(each), sep="\t", flush=True)
-                taken += found
+            if not case.startswith(tuple(arguments.case or [""])):
+                continue
+            for name, kernel in compiled(case, target).items():
+                all_taken.append(taken(case, name, target, kernel))
+                print(*astuple(all_taken[-1]), sep="\t", flush=True)
+                problems += [
+                    f"{name} of {case} for {target}: {fault}" for fault in faults(kernel, rereads=case in REREADING)
+                ]
     if arguments.write:
-        write_bounds(taken)
-    bounds = read_bounds() if BOUNDS.exists() else {}
-    problems = [problem for each in taken for problem in exceeded(each, bounds)]
+        write_bounds(all_taken)
+    bounds = read_bounds() if bounds_file().exists() else {}
+    problems += [problem for each in all_taken for problem in exceeded(each, bounds)]
     print(*problems, sep="\n", file=sys.stderr)
     return 1 if problems else 0
 

@@ -13,6 +13,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.rotation import rotate
 from octavo.kernels.triton import backend
 from octavo.kernels.triton import matmul as matmul_module
+from octavo.kernels.triton import target as target_module
 from octavo.kernels.triton.matmul import BLOCK_M, matmul
 
 # The interpreter uses numpy, which warns of intended values: infinities and NaN.
@@ -124,10 +125,10 @@ def test_num_stages_depends_on_compile_target(monkeypatch, backend, num_stages):
     """It is decided by the target that is compiled for, not by the build of torch: kernels for AMD may be compiled
     without ROCm.
     """
-    target = SimpleNamespace(backend=backend)
+    target = SimpleNamespace(backend=backend, arch=90)
     driver = SimpleNamespace(get_current_device=lambda: f"some {backend}", get_current_target=lambda: target)
-    monkeypatch.setattr(matmul_module, "INTERPRETED", False)
-    monkeypatch.setattr(matmul_module, "driver", SimpleNamespace(active=driver))
+    monkeypatch.setattr(target_module, "INTERPRETED", False)
+    monkeypatch.setattr(target_module, "driver", SimpleNamespace(active=driver))
     assert matmul_module.tile_options(torch.bfloat16, torch.bfloat16)["num_stages"] == num_stages
 
 

@@ -175,7 +175,7 @@ class DecodeInputs:
                 self._token_ids, of_graph.positions, of_graph.slot_mapping, of_graph.query_start, of_graph.seq_lens,
                 of_graph.block_tables,
                 token_ids.shape[0], given.seq_lens.shape[0], num_rows * num_seqs, num_seqs, width, self.table_width,
-                BLOCK=_BLOCK,
+                BLOCK=_BLOCK, enable_fp_fusion=False,
             )  # fmt: skip
 
 

@@ -14,17 +14,16 @@ exactly as if expanded before.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import driver
 
 from octavo.kernels.triton.e4m3 import to_float32
 from octavo.kernels.triton.loops import loop_bound
-from octavo.kernels.triton.rounding import INTERPRETED, dot, round_to
+from octavo.kernels.triton.rounding import dot, round_to
+from octavo.kernels.triton.target import is_amd
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,19 +101,9 @@ def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, i
         "BLOCK_N": BLOCK_N,
         "BLOCK_K": 32 if is_wide else 64,
         "num_warps": 8 if is_wide else 4,
-        "num_stages": 2 if is_wide or _is_amd() else 3,
+        "num_stages": 2 if is_wide or is_amd() else 3,
         "enable_fp_fusion": False,
     }
-
-
-def _is_amd() -> bool:
-    """Return True if Triton compiles for AMD, with less shared memory; torch may not."""
-    return not INTERPRETED and _backend_of(driver.active.get_current_device()) == "hip"
-
-
-@functools.cache
-def _backend_of(_device: int) -> str:
-    return str(driver.active.get_current_target().backend)
 
 
 def num_processors(device: torch.device) -> int:

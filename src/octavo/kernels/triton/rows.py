@@ -18,7 +18,9 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return x[rows], contiguous. x may have any token stride."""
     out = x.new_empty(rows.shape[0], *x.shape[1:])
     width = math.prod(x.shape[1:])
-    _take_rows[rows.shape[0], triton.cdiv(width, _BLOCK)](x, rows, out, x.stride(0), width, BLOCK=_BLOCK)
+    _take_rows[rows.shape[0], triton.cdiv(width, _BLOCK)](
+        x, rows, out, x.stride(0), width, BLOCK=_BLOCK, enable_fp_fusion=False
+    )
     return out
 
 

@@ -1,0 +1,55 @@
+"""Order asynchronous copies before the tensor-core products that read them.
+
+On sm_90 and later, products read shared memory through the async proxy; `cp.async` writes it through the generic proxy.
+Waiting for a copy does not order the two: each thread also has to issue `fence.proxy.async` (PTX ISA, "Async proxy").
+Triton before 3.7.1 leaves this fence out for loops that load ahead, so a product may read old values. The fences are
+therefore added to Triton's PTX, if they are missing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from triton.backends import backends
+
+FENCE = "fence.proxy.async.shared::cta;"
+_WAIT = re.compile(r"\s*cp\.async\.wait_(group|all)\b")
+_PRODUCT = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma)\b")
+
+
+def add_fences(ptx: str) -> str:
+    """Return PTX with a fence after each wait for copies if a product follows a wait without a fence between them."""
+    if is_fenced(ptx):
+        return ptx
+    lines = ptx.split("\n")
+    return "\n".join(f"{line}\n\t{FENCE}" if _WAIT.match(line) else line for line in lines)
+
+
+def is_fenced(ptx: str) -> bool:
+    """Return False if a product follows a wait for copies, in the order of the text, without a fence between them."""
+    needs_fence = False
+    for line in ptx.split("\n"):
+        if _WAIT.match(line):
+            needs_fence = True
+        elif "fence.proxy.async" in line:
+            needs_fence = False
+        elif needs_fence and _PRODUCT.search(line):
+            return False
+    return True
+
+
+def install() -> None:
+    """Make Triton's compiler for NVIDIA add missing fences. Its cache keeps these kernels apart from others."""
+    compiler: Any = backends["nvidia"].compiler if "nvidia" in backends else None
+    if compiler is None or hasattr(compiler, "adds_fences"):
+        return
+    make_ptx, identity = compiler.make_ptx, compiler.hash
+
+    def make_fenced_ptx(self: Any, *args: Any) -> str:
+        return add_fences(make_ptx(self, *args))
+
+    def fenced_identity(self: Any) -> str:
+        return f"{identity(self)}-fenced"
+
+    compiler.make_ptx, compiler.hash, compiler.adds_fences = make_fenced_ptx, fenced_identity, True

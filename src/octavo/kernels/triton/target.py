@@ -1,0 +1,32 @@
+"""The device that Triton compiles for."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from triton.runtime import driver
+
+from octavo.kernels.triton.rounding import INTERPRETED
+
+_FIRST_WITH_WARP_GROUPS = 90  # sm_90, Hopper
+
+
+def is_amd() -> bool:
+    """Return True if Triton compiles for AMD, with less shared memory; torch may not."""
+    return not INTERPRETED and target().backend == "hip"
+
+
+def has_warp_groups() -> bool:
+    """Return True if four warps together multiply tiles of 64 rows or more, as on Hopper."""
+    return not INTERPRETED and target().backend == "cuda" and target().arch >= _FIRST_WITH_WARP_GROUPS
+
+
+def target() -> Any:
+    """Return Triton's target: its backend, architecture, and the size of a warp."""
+    return _target_of(driver.active.get_current_device())
+
+
+@functools.cache
+def _target_of(_device: int) -> Any:
+    return driver.active.get_current_target()
