@@ -90,17 +90,14 @@ inline void clear_sums(const AttentionShape& s, int64_t rows, float* sums) {
   }
 }
 
-// Merges a partition's sums into the totals of the partitions before it. A row that saw no position has the maximum -inf.
+// Merges a partition's sums into the totals of the partitions before it. A row that saw no position has the maximum -inf and sums
+// of zero; a row that saw only scores of NaN has that maximum, too.
 inline void merge_sums(const AttentionShape& s, int64_t rows, const float* sums, float* totals) {
   const int64_t stride = s.sums_size;
   for (int64_t r = 0; r < rows; ++r, sums += stride, totals += stride) {
-    if (sums[s.num_sums] == kMinusInfinity) continue;
-    if (totals[s.num_sums] == kMinusInfinity) {
-      std::memcpy(totals, sums, static_cast<size_t>(stride) * sizeof(float));
-      continue;
-    }
     const float maximum = larger(totals[s.num_sums], sums[s.num_sums]);
-    const Vec keep = exp(splat(totals[s.num_sums] - maximum)), add = exp(splat(sums[s.num_sums] - maximum));
+    const float origin = maximum == kMinusInfinity ? 0.0f : maximum;
+    const Vec keep = exp(splat(totals[s.num_sums] - origin)), add = exp(splat(sums[s.num_sums] - origin));
     for (int64_t d = 0; d < s.num_sums; d += kLanes) {
       store(totals + d, fma(load(sums + d), add, load(totals + d) * keep));
     }

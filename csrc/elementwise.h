@@ -254,7 +254,8 @@ OCTAVO_INLINE void rotate_head(const RopeArgs& args, const T* x, const float* co
   }
 }
 
-// Computes a token's q, k and v. The cache has elements of type C.
+// Computes a token's q, k and v. The cache has elements of type C. A row of v that is not finite becomes zeros, and its key NaN:
+// so rows that see the position become NaN, and rows that do not see it may multiply its values by a weight of zero.
 template <class T, class C>
 void rope_and_write_token(const RopeArgs& args, int64_t token) {
   const int64_t position = args.positions[token];
@@ -279,8 +280,13 @@ void rope_and_write_token(const RopeArgs& args, int64_t token) {
     rotate_head(args, key, cos_sin, rotated);
     std::memcpy(static_cast<void*>(rotated + args.rotary_dim), key + args.rotary_dim,
                 static_cast<size_t>(args.head_dim - args.rotary_dim) * sizeof(T));
+    const T* value = v + head * args.v_strides[1];
+    if (!is_finite(value, args.head_dim)) {
+      for (int64_t d = 0; d < args.head_dim; d += kLanes) store_first(rotated + d, splat(kNaN), args.head_dim - d);
+      value = KVRow<T>::zeros().values;
+    }
     write_row(keys, offset, rotated);
-    write_row(values, offset, v + head * args.v_strides[1]);
+    write_row(values, offset, value);
   }
 }
 

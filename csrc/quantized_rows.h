@@ -5,12 +5,14 @@
 // or an infinity gets the scale NaN, so its products are NaN.
 #pragma once
 
+#include <cmath>
+
 #include "panel_tasks.h"
 #include "rotation.h"
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr uint32_t kInfinityBits = 0x7F800000u;
+constexpr float kNaN = __builtin_nanf("");
 constexpr float kLeastMagnitude = 1e-30f;     // a row whose values are all smaller is zero
 constexpr int64_t kBlockBytes = 1024 * 1024;  // of rows that are multiplied together: they stay in L2 or L3
 
@@ -48,6 +50,11 @@ float largest_magnitude(const X* row, int64_t k) {
   return result;
 }
 
+template <class X>
+bool is_finite(const X* row, int64_t k) {
+  return std::isfinite(largest_magnitude(row, k));
+}
+
 // A row's values are approximately its integers times `scale`; `inverse` is 0 if all integers become zero.
 struct RowScale {
   float scale;
@@ -58,9 +65,7 @@ struct RowScale {
 template <class X>
 RowScale row_scale(const X* row, int64_t k) {
   const float magnitude = largest_magnitude(row, k);
-  uint32_t bits;
-  std::memcpy(&bits, &magnitude, sizeof(bits));
-  if (bits >= kInfinityBits) return {__builtin_nanf(""), 0.0f, false};
+  if (!std::isfinite(magnitude)) return {kNaN, 0.0f, false};
   return {magnitude / 127.0f, magnitude >= kLeastMagnitude ? 127.0f / magnitude : 0.0f, true};
 }
 

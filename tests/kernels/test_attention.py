@@ -1,8 +1,14 @@
 """paged_attention is right, and has the same bits for all chunks, neighbours, block sizes and numbers of threads."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from paged_batches import assert_attention_is_as_exact, dense_attention, floats, paged_batch, rounded_caches
+
+from octavo.kernels import AttentionBatch
+from octavo.models.kv_layout import KVLayout, KVShape
+from octavo.worker.kv_cache import PagedKVCache
 
 FLOATS = [torch.float32, torch.bfloat16]
 KV = pytest.mark.parametrize(
@@ -174,6 +180,72 @@ def test_masked_positions_do_not_affect_row(compiled, generator, dtype, int8, at
         assert torch.equal(result[:at], clean[:at])
         assert torch.equal(result[at + 21 :], clean[at + 21 :])  # the window is past it
         assert result[at + 1 : at + 21].isnan().all()
+
+
+def rows_of_written_kv(kernels, qkv, bounds, kv_dtype, window=None, softcap=None, block_size=16):
+    """Write the KV of a prompt and compute its rows, chunk by chunk: [tokens, 4 query heads to 2 KV heads, head_dim].
+
+    qkv: [tokens, 8 heads, head_dim].
+    """
+    num_tokens, _, head_dim = qkv.shape
+    num_blocks, layout = -(-num_tokens // block_size), KVLayout((KVShape(2, head_dim),))
+    caches = PagedKVCache(layout, num_blocks=[num_blocks], block_size=block_size, dtype=kv_dtype, device=qkv.device)
+    caches.groups[0].blocks.view(torch.uint8).fill_(255)  # NaN
+    cos_sin = torch.cat([torch.ones(num_tokens, head_dim // 2), torch.zeros(num_tokens, head_dim // 2)], dim=1)
+    table, chunks = torch.arange(num_blocks, dtype=torch.int32).flip(0), []
+    for first, last in pairwise(bounds):
+        start, length = torch.tensor([0, last - first]).int(), torch.tensor([last]).int()
+        at = torch.arange(first, last)
+        slots = table[at // block_size].long() * block_size + at % block_size
+        batch = AttentionBatch(start, length, table[None], at, slots, block_size)
+        q, k, v = qkv[first:last].clone().split([4, 2, 2], dim=1)
+        kernels.rope_and_write_kv(q, k, v, cos_sin, batch, *caches.layer(0))
+        chunks.append(kernels.paged_attention(q, *caches.layer(0), batch, head_dim**-0.5, window, softcap))
+    return torch.cat(chunks).unflatten(1, (4, head_dim))
+
+
+def assert_value_reaches_rows_that_see_it(kernels, generator, value, at, dtype, kv_dtype, window, softcap):
+    """A value of the second KV head, not finite, makes the rows that see it NaN, and changes no bit of the others."""
+    num_tokens = at + 6
+    qkv = torch.randn(num_tokens, 8, 32, generator=generator).to(dtype)
+    broken = qkv.clone()
+    broken[at, 7, 3] = value
+    end, found = num_tokens if window is None else at + window, []
+    for bounds in ([0, num_tokens], sorted({0, 3, at, at + 1, num_tokens})):
+        clean, rows = (rows_of_written_kv(kernels, each, bounds, kv_dtype, window, softcap) for each in (qkv, broken))
+        assert torch.equal(rows[:, :2], clean[:, :2])
+        assert torch.equal(rows[:at], clean[:at])
+        assert torch.equal(rows[end:], clean[end:])
+        assert rows[at:end, 2:].isnan().all()
+        found.append(rows.nan_to_num())
+    assert kernels.name == "reference" or torch.equal(*found)
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 2.0)])
+@KV
+@pytest.mark.parametrize("at", [5, 66])
+def test_value_that_is_not_finite_reaches_only_rows_that_see_it(
+    kernels, generator, at, dtype, int8, window, softcap, value
+):
+    kv_dtype = torch.int8 if int8 else dtype
+    assert_value_reaches_rows_that_see_it(kernels, generator, value, at, dtype, kv_dtype, window, softcap)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+def test_partition_in_which_row_sees_only_nan_is_not_ignored(kernels, generator, kv_dtype):
+    assert_first_position_of_partition_counts(kernels, generator, kv_dtype, 1024)
+
+
+def assert_first_position_of_partition_counts(kernels, generator, kv_dtype, first):
+    """Its row sees no other position of the partition."""
+    qkv = torch.randn(first + 2, 8, 32, generator=generator)
+    qkv[first, 7, 3] = torch.inf
+    for bounds in ([0, first + 2], [0, first, first + 1, first + 2]):
+        is_nan = rows_of_written_kv(kernels, qkv, bounds, kv_dtype or qkv.dtype).isnan()
+        assert is_nan[first:, 2:].all()
+        assert is_nan.sum() == 2 * 2 * 32
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -15,20 +15,22 @@ def test_kv_rows_are_rounded_to_fp8_on_write(generator):
     caches = rounded_caches(k_cache, v_cache, dtype=FP8)
     before = [(cache.view(torch.uint8).clone(), kv_scales(cache).clone()) for cache in caches]
     q, k, v = (torch.randn(13, 2, 20, generator=generator).bfloat16() for _ in range(3))
-    v[3, 1], v[4, 0], v[5, 0, 1], v[6, 0, 2] = 0.0, -1e-31, float("nan"), float("inf")
+    v[3, 1], v[4, 0], k[5, 0, 1], k[6, 0, 2] = 0.0, -1e-31, float("nan"), float("inf")
     no_turn = torch.cat([torch.ones(40, 10), torch.zeros(40, 10)], dim=1)
     ReferenceKernels().rope_and_write_kv(q, k, v, no_turn, batch, *caches)
     block, offset = batch.slot_mapping // 5, batch.slot_mapping % 5
-    for cache, rows, (old_bytes, old_scales) in zip(caches, (k, v), before, strict=True):
-        values, scales = round_kv_rows(rows.flatten(0, 1), FP8)
+    rounded = [round_kv_rows(rows.flatten(0, 1), FP8) for rows in (k, v)]
+    for cache, (values, scales), (old_bytes, old_scales) in zip(caches, rounded, before, strict=True):
         written = cache.view(torch.uint8), kv_scales(cache)
         assert torch.equal(written[0][block, :, offset].flatten(0, 1), values.view(torch.uint8))
         assert torch.equal(written[1][block, :, offset].flatten().nan_to_num(-1), scales.nan_to_num(-1))
         for now, old in zip(written, (old_bytes, old_scales), strict=True):
             now[block, :, offset] = old[block, :, offset]  # all other slots are unchanged
             assert torch.equal(now.nan_to_num(-1), old.nan_to_num(-1))
-    assert scales.isnan().nonzero().flatten().tolist() == [10, 12]
-    assert not values[[7, 8, 10, 12]].view(torch.uint8).any()
+    (keys, key_scales), (values, _) = rounded
+    assert key_scales.isnan().nonzero().flatten().tolist() == [10, 12]
+    assert not keys[[10, 12]].view(torch.uint8).any()
+    assert not values[[7, 8]].view(torch.uint8).any()
 
 
 @pytest.mark.parametrize("window", [None, 37])

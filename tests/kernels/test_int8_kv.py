@@ -27,7 +27,7 @@ def test_kv_rows_are_rounded_to_int8_on_write(kernels, generator, dtype, head_di
     int8 = rounded_caches(k_cache, v_cache)
     before = [(cache.clone(), kv_scales(cache).clone()) for cache in int8]
     q, k, v = (torch.randn(len(batch.positions), 2, head_dim, generator=generator).to(dtype) for _ in range(3))
-    v[3, 1], v[4, 0], v[5, 0, 1], v[6, 0, 2] = 0.0, 1e-31, float("nan"), float("inf")
+    v[3, 1], v[4, 0], k[5, 0, 1], k[6, 0, 2] = 0.0, 1e-31, float("nan"), float("inf")
     angles = torch.rand(40, head_dim // 2, generator=generator) * 100
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     turned = q.clone()
@@ -35,7 +35,7 @@ def test_kv_rows_are_rounded_to_int8_on_write(kernels, generator, dtype, head_di
     kernels.rope_and_write_kv(q, k, v, cos_sin, batch, *int8)
     assert torch.equal(q, turned)
     block, offset = batch.slot_mapping // block_size, batch.slot_mapping % block_size
-    for cache, plain, (old_values, old_scales) in zip(int8, (k_cache, v_cache), before, strict=True):
+    for cache, plain, (old_values, old_scales) in zip(int8[::-1], (v_cache, k_cache), before[::-1], strict=True):
         values, scales = quantize_rows(plain[block, :, offset].flatten(0, 1))
         finite = scales.isfinite()
         assert torch.equal(cache[block, :, offset].flatten(0, 1)[finite].float(), values[finite])

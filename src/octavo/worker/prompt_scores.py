@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
+from octavo.kernels.operations.log_softmax import log_softmax
 from octavo.outputs import ErrorCode
 from octavo.runtime.faults import log_fault
 from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import torch
 
     from octavo.data.model_output import TokenLogprobs
     from octavo.models.layers import CausalLM
@@ -65,7 +67,9 @@ class PromptScorer:
         parts: list[tuple[list[int], LogprobRows]] = []
         for start in range(0, len(targets), PROMPT_LOGPROBS_SLICE_ROWS):
             part = targets[start : start + PROMPT_LOGPROBS_SLICE_ROWS]
-            logprobs = torch.log_softmax(self._model.compute_logits(hidden[start : start + len(part)]), dim=-1)
+            rows = hidden[start : start + len(part)].clone()  # aligned, or another kernel would be compiled
+            logprobs = self._model.compute_logits(rows)
+            log_softmax(self._model.kernels, logprobs)
             token_ids, counts = self._copies.to_device(part), [num_best] * len(part)
             parts.append((part.tolist(), self._sampler.token_logprobs(logprobs, token_ids, counts)))
         return parts

@@ -17,6 +17,7 @@ import torch
 
 from octavo.data.model_output import TokenLogprobs
 from octavo.kernels.interface import SamplingRows
+from octavo.kernels.operations.log_softmax import log_softmax
 from octavo.runtime.faults import is_fault
 from octavo.worker.host_copies import SharedMemory
 from octavo.worker.typical import keep_typical
@@ -231,7 +232,9 @@ class Sampler:
             return Choices(token_ids, copies.to_host(token_ids), [], None, [], {})
         with_logprobs = [row for row, task in tasks.items() if task.sampling_params.logprobs is not None]
         indices = copies.to_device(np.array(with_logprobs)) if with_logprobs else None
-        raw_logprobs = None if indices is None else torch.log_softmax(logits[indices], dim=-1)
+        raw_logprobs = None if indices is None else logits[indices]
+        if raw_logprobs is not None:
+            log_softmax(self._kernels, raw_logprobs)
         faults = self.adjust(logits, tasks)
         restricted = [row for row, task in tasks.items() if task.excludes_tokens]
         are_numbers = None

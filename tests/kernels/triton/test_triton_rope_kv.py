@@ -77,8 +77,24 @@ def test_rope_and_write_kv_has_bits_of_torch(kernels, generator, dtype, heads, i
         (torch.int8, "(part - NUM_QUERY_BLOCKS) * HEADS", "0 * part"),
         (torch.int8, "kv_head * k_scales_head_stride + offset", "kv_head // 2 * k_scales_head_stride + offset"),
         (torch.int8, "v_scales_ptr + block * v_scales_stride", "v_scales_ptr + token * 0"),
+        (None, "x = tl.where(is_finite, x, 0.0)", "pass"),
+        (None, "tl.where(is_finite, y, nan)", "y"),
+        (torch.int8, "tl.where(is_finite, magnitude, 0.0)", "magnitude"),
     ],
-    ids=["half", "tail of values", "rounding", "range of fp8", "heads", "sign", "programs", "scales' head", "block"],
+    ids=[
+        "half",
+        "tail of values",
+        "rounding",
+        "range of fp8",
+        "heads",
+        "sign",
+        "programs",
+        "scales' head",
+        "block",
+        "infinite values",
+        "their keys",
+        "their scales",
+    ],
 )
 def test_broken_rope_and_write_kv_is_detected(kernels, generator, tmp_path, kv, old, new):
     wrong = broken(tmp_path, "rope_kv", old, new)

@@ -119,14 +119,16 @@ def _rotate_queries(
 
 @triton.jit
 def _write_keys(
-    place, slot, scale_place, is_head, cos_sin_ptr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    place, slot, scale_place, is_head, is_finite, cos_sin_ptr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Write rotated heads of k."""
+    """Write rotated heads of k; NaN if their values are not finite."""
     x, y, is_there, first, second = _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
     rest = ROTARY_DIM + tl.arange(0, REST)[None, :]
     is_rest = is_head & (rest < HEAD_DIM)
     z = tl.load(place + rest, mask=is_rest, other=0.0)
+    nan = tl.full([1, 1], float("nan"), tl.float32).to(z.dtype)
+    x, y, z = tl.where(is_finite, x, nan), tl.where(is_finite, y, nan), tl.where(is_finite, z, nan)
     if HAS_SCALES:
         stored = slot.dtype.element_ty
         magnitude = tl.maximum(tl.maximum(_magnitude(x), _magnitude(y)), _magnitude(z))
@@ -142,16 +144,20 @@ def _write_keys(
 def _write_values(
     place, slot, scale_place, is_head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SCALES: tl.constexpr
 ):
-    """Write heads of v."""
+    """Write heads of v, or zeros for those that are not finite. Return whether each one is finite."""
     dim = tl.arange(0, BLOCK_D)[None, :]
     is_there = is_head & (dim < HEAD_DIM)
     x = tl.load(place + dim, mask=is_there, other=0.0)
+    magnitude = _magnitude(x)
+    is_finite = magnitude < float("inf")
+    x = tl.where(is_finite, x, 0.0)
     if HAS_SCALES:
         stored = slot.dtype.element_ty
-        scale, inverse = _scale_and_inverse(_magnitude(x), stored)
+        scale, inverse = _scale_and_inverse(tl.where(is_finite, magnitude, 0.0), stored)
         x = _rounded(x, inverse, stored)
         tl.store(scale_place, scale, mask=is_head)
     tl.store(slot + dim, x, mask=is_there)
+    return is_finite
 
 
 @triton.jit
@@ -180,15 +186,15 @@ def _rope_and_write_kv(
         slot = tl.load(slots_ptr + token)
         is_head = (kv_head < NUM_KV_HEADS) & (slot >= 0)  # padding has no slot
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        _write_keys(
-            k_ptr + token * k_stride + kv_head * k_head_stride,
-            k_cache_ptr + block * k_block_stride + kv_head * k_cache_head_stride + offset * k_row_stride,
-            k_scales_ptr + block * k_scales_stride + kv_head * k_scales_head_stride + offset,
-            is_head, turns, HEAD_DIM, ROTARY_DIM, HALF, REST, IS_INTERLEAVED, HAS_SCALES,
-        )  # fmt: skip
-        _write_values(
+        is_finite = _write_values(
             v_ptr + token * v_stride + kv_head * v_head_stride,
             v_cache_ptr + block * v_block_stride + kv_head * v_cache_head_stride + offset * v_row_stride,
             v_scales_ptr + block * v_scales_stride + kv_head * v_scales_head_stride + offset,
             is_head, HEAD_DIM, BLOCK_D, HAS_SCALES,
+        )  # fmt: skip
+        _write_keys(
+            k_ptr + token * k_stride + kv_head * k_head_stride,
+            k_cache_ptr + block * k_block_stride + kv_head * k_cache_head_stride + offset * k_row_stride,
+            k_scales_ptr + block * k_scales_stride + kv_head * k_scales_head_stride + offset,
+            is_head, is_finite, turns, HEAD_DIM, ROTARY_DIM, HALF, REST, IS_INTERLEAVED, HAS_SCALES,
         )  # fmt: skip
