@@ -35,6 +35,10 @@ def soft_cap(kernels, generator):
     test_elementwise.test_soft_cap_is_as_exact_as_torch(kernels, generator, 30.0, WIDE)
 
 
+def log_softmax(kernels, generator):
+    test_elementwise.test_log_softmax_is_as_exact_as_torch(kernels, generator, 1123)
+
+
 def divide(kernels, generator):
     test_elementwise.test_divide_equals_torch_division(kernels, generator, WIDE)
 
@@ -90,6 +94,11 @@ def top_p(kernels, _generator):
     test_triton_sampling.test_filter_keeps_exact_cutoff_among_ties(kernels, "top_p")
 
 
+def filtered(kernels, _generator):
+    for name, layers in [("p among ties", 1), ("k among ties", 8), ("all filters", 8), ("p of most tokens", 8)]:
+        test_triton_sampling.test_filters_keep_tokens_of_reference(kernels, name, layers)
+
+
 def choices(kernels, _generator):
     test_triton_sampling.test_greedy_ties_across_pieces_choose_lowest_id(kernels)
 
@@ -106,7 +115,7 @@ def products_by_one_program(kernels, generator):
 
 
 KEPT = "return (key > cut_key) | ((key == cut_key) & (ids <= cut_id))"
-MASS = "lanes = tl.zeros([BLOCK], tl.float64)\n    for first in "
+MASS = "lanes_2 = tl.zeros([BLOCK], tl.float64)\n    for first in "
 FIRST_TILE = "tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)"
 MISTAKES = {
     add: [
@@ -120,14 +129,19 @@ MISTAKES = {
     ],
     gelu: [("elementwise", "0.044715", "0.0447")],
     soft_cap: [
-        ("soft_cap", "_soft_cap[(triton.cdiv(x.numel(), _BLOCK),)]", "_soft_cap[(x.numel() // _BLOCK,)]"),
+        ("soft_cap", "triton.cdiv(width, _BLOCK)", "width // _BLOCK"),
+    ],
+    log_softmax: [
+        ("log_softmax", "weights += tl.where(is_there, weight, 0.0)", "weights += weight"),
+        ("log_softmax", "tl.where(total == total, logarithm(total), total)", "logarithm(total)"),
+        ("log_softmax", "largest = tl.max(largest, axis=1)[:, None]", "largest = tl.zeros([1, 1], tl.float32)"),
     ],
     divide: [
-        ("divide", "_divide[(triton.cdiv(x.numel(), _BLOCK),)]", "_divide[(x.numel() // _BLOCK,)]"),
+        ("divide", "triton.cdiv(width, _BLOCK)", "width // _BLOCK"),
         (
             "divide",
-            "tl.div_rn(tl.load(x_ptr + index, mask=is_there), divisor)",
-            "tl.load(x_ptr + index, mask=is_there) * tl.div_rn(1.0, divisor)",
+            "tl.div_rn(tl.load(place, mask=is_there), divisor)",
+            "tl.load(place, mask=is_there) * tl.div_rn(1.0, divisor)",
         ),
     ],
     rms_norm: [
@@ -191,8 +205,22 @@ MISTAKES = {
         ("sampling", "(top_k < vocab)", "(top_k < 0)"),
     ],
     top_p: [
-        ("selection", f"{MASS}range(0, loop_bound(vocab), BLOCK)", f"{MASS}range(0, BLOCK, BLOCK)", "sampling"),
+        (
+            "selection",
+            f"{MASS}range(0, _end(vocab, num_layers, BLOCK), BLOCK)",
+            f"{MASS}range(0, BLOCK, BLOCK)",
+            "sampling",
+        ),
         ("selection", "tl.ceil((target - above)", "tl.floor((target - above)", "sampling"),
+    ],
+    filtered: [
+        ("selection", "depth += is_packed.to(tl.int32)", "depth = depth | is_packed.to(tl.int32)", "sampling"),
+        ("selection", "tl.where(num_layers > LAYERS, 0, num_layers)", "tl.minimum(num_layers, LAYERS)", "sampling"),
+        ("selection", "(keys >= middle).to(tl.int32)) >= rank", "(keys >= middle).to(tl.int32)) > 0", "sampling"),
+        ("selection", "found = tl.where(num_ties == count, last, -1)", "found = last", "sampling"),
+        ("selection", "all_layers = tl.where(cut_key >= bound, num_layers, 0)", "all_layers = num_layers", "sampling"),
+        ("selection", "packed_mass, 0 * num_layers", "packed_mass, num_layers", "sampling"),
+        ("selection", "(mass_1 < target) | (key_1 == high)", "mass_0 >= target", "sampling"),
     ],
     choices: [
         ("sampling", "is_better = key > best", "is_better = key >= best"),
@@ -213,7 +241,7 @@ MISTAKES = {
 }
 
 
-RUN_BY_THEMSELVES = [drafts, top_tokens_with_nan, wide_rows, top_k, top_p, choices]
+RUN_BY_THEMSELVES = [drafts, top_tokens_with_nan, wide_rows, top_k, top_p, filtered, choices]
 
 
 @pytest.mark.parametrize("compare", [each for each in MISTAKES if each not in RUN_BY_THEMSELVES])

@@ -1,11 +1,13 @@
 """paged_attention in Triton is right, and has the same bits for all chunks, neighbours and splits into partitions."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from broken_kernels import NothingRuns, broken
 from paged_batches import assert_attention_is_as_exact, dense_attention, floats, paged_batch, rounded_caches
+from test_attention import assert_first_position_of_partition_counts, assert_value_reaches_rows_that_see_it
 
 from octavo.kernels import AttentionBatch
 from octavo.kernels.reference import ReferenceKernels
@@ -15,6 +17,7 @@ ROUNDED = [None, torch.int8, torch.float8_e4m3fn]
 HEADS = [(64, 2, 2), (80, 1, 7), (96, 2, 1), (128, 1, 8), (256, 1, 3), (20, 3, 1)]  # head_dim, KV heads, group
 COVERED = [(dtype, heads) for dtype in FLOATS for heads in HEADS if heads[0] * dtype.itemsize <= 512]
 WINDOWS = [None, 1, 100]
+NUMPY_WARNS = "ignore::RuntimeWarning:triton.runtime.interpreter"  # of infinities and NaN
 NUM_ROWS = 290  # of `Prompt`: more than one partition
 
 
@@ -142,6 +145,67 @@ def test_partition_split_does_not_change_attention_bits(attention, generator, mo
             assert torch.equal(prompt.rows(attention, NUM_ROWS - 2, NUM_ROWS), split), name
 
 
+def of_shared_partitions(attention, generator, num_sharers, window):
+    """Return attention of sequences whose partitions are shared by some programs; 0: that are not split.
+
+    A sequence of 8 tokens has two tiles of rows; one of 20 is never split.
+    """
+    generator.manual_seed(0)
+    sequences = [(530, 8), (20, 20), (1, 1), (270, 2)]
+    batch, k_cache, v_cache = paged_batch(sequences, 16, 1, 16, torch.float32, generator)
+    q = torch.randn(len(batch.positions), 9, 16, generator=generator)
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(attention, "_SPLIT_PROGRAMS", 512 if num_sharers else 0)
+        context.setattr(attention, "_SHARERS_PER_PROCESSOR", num_sharers)
+        context.setattr(attention, "num_processors", lambda _device: 1)
+        return attention.paged_attention(q, k_cache, v_cache, batch, 0.25, window, None)
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_programs_that_share_partitions_do_not_change_attention_bits(attention, generator, window):
+    expected = of_shared_partitions(attention, generator, 0, window)
+    for num_sharers in (1, 20):
+        assert torch.equal(of_shared_partitions(attention, generator, num_sharers, window), expected), num_sharers
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("is_before = ends <= item", "is_before = ends < item"),
+        ("item - tl.max(tl.where(is_before, ends, 0))", "item"),
+        (" * tl.cdiv(num_tokens * GROUP, BLOCK_M)\n", "\n"),
+        ("tl.minimum(end_partition, own + 1)", "end_partition"),
+        ("_first_seen(first_position, window) // (TILE * TILES) + number", "number"),
+        ("tl.num_programs(0) - num_tiles, 1)", "tl.num_programs(0) - num_tiles, 1) + 1"),
+    ],
+    ids=["border", "number", "tiles", "one partition", "first partition", "step"],
+)
+def test_broken_share_of_partitions_is_detected(attention, generator, make_mistake, old, new):
+    expected = of_shared_partitions(attention, generator, 0, 200)
+    wrong = make_mistake("attention", old, new)
+    assert not torch.equal(of_shared_partitions(wrong, generator, 2, 200), expected)
+
+
+def test_number_of_programs_does_not_depend_on_length_of_tables(attention, monkeypatch):
+    """So a step of short sequences costs the same for any max_model_len, in a graph as well."""
+    grids = []
+
+    class Recorded(NothingRuns):
+        def __missing__(self, grid):
+            grids.append(grid)
+            return super().__missing__(grid)
+
+    monkeypatch.setattr(attention, "_attend", Recorded())
+    monkeypatch.setattr(attention, "_merge_partitions", NothingRuns())
+    monkeypatch.setattr(attention, "num_processors", lambda _device: 132)
+    lengths = torch.zeros(33, dtype=torch.int32)
+    q, cache = torch.empty(32, 16, 64), torch.empty(2, 8, 16, 64)
+    for length in (2048, 40960):
+        batch = AttentionBatch(lengths, lengths[1:], lengths.new_zeros(32, length // 16), lengths, lengths, 16)
+        attention.paged_attention(q, cache, cache, batch, 1.0, None, None)
+    assert grids == [(33 + 33, 8)] * 2  # a tile for each sequence, one between them, and two programs per processor
+
+
 def test_partial_sums_are_within_scratch_bytes(attention, monkeypatch):
     """For batches of all kinds, up to 40 sequences with up to 3,000 positions."""
     taken, make = [], attention.partial_sums
@@ -197,6 +261,41 @@ def test_large_scores_do_not_overflow_triton_attention(attention, generator):
     result = attention.paged_attention(q, k_cache, v_cache, batch, 1.0, None, None)
     expected = dense_attention(q, batch, k_cache, v_cache, 1.0, None, torch.float64)
     assert torch.allclose(result.double(), expected, atol=0.05)  # scores of 10^4 have errors of 10^-3 in float32
+
+
+@pytest.mark.filterwarnings(NUMPY_WARNS)
+@pytest.mark.sweep(18)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 2.0)])
+@pytest.mark.parametrize("kv", ROUNDED, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_value_that_is_not_finite_reaches_only_rows_that_see_it(kernels, generator, dtype, kv, window, softcap, value):
+    """The other rows of its tile multiply it by weights of zero."""
+    assert_value_reaches_rows_that_see_it(kernels, generator, value, 5, dtype, kv or dtype, window, softcap)
+
+
+@pytest.mark.filterwarnings(NUMPY_WARNS)
+@pytest.mark.parametrize("kv", ROUNDED, ids=str)
+def test_partition_in_which_row_sees_only_nan_is_not_ignored(attention, generator, kv):
+    kernels = with_attention(attention, ReferenceKernels())
+    assert_first_position_of_partition_counts(kernels, generator, kv, attention.PARTITION)
+
+
+def with_attention(attention, kernels):
+    """Return kernels that write KV as `kernels` do, with the given attention."""
+    write = kernels.rope_and_write_kv
+    return SimpleNamespace(name="triton", rope_and_write_kv=write, paged_attention=attention.paged_attention)
+
+
+@pytest.mark.filterwarnings(NUMPY_WARNS)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_nan_is_not_lost_if_maximum_ignores_it(kernels, generator, tmp_path, softcap):
+    """As on a GPU; in the interpreter, the maximum of a NaN and a number is NaN."""
+    scores = 'tl.where(scores == scores, scores, float("-inf"))'
+    other = broken(tmp_path, "attention", "tl.max(scores, axis=1)", f"tl.max({scores}, axis=1)")
+    mixed, dtype = with_attention(other, kernels), torch.float32
+    for at in (0, 5):
+        assert_value_reaches_rows_that_see_it(mixed, generator, torch.inf, at, dtype, dtype, 4, softcap)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from broken_kernels import broken
+from broken_kernels import NothingRuns, broken
 from test_rejection import (
     test_rejection_sample_equals_scalar_definition,
     test_requests_may_have_different_numbers_of_drafts,
@@ -22,12 +22,12 @@ from triton_interpreter import kernels_device
 
 from octavo.kernels import SamplingRows
 from octavo.kernels.noise import gumbel_noise
-from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.reference import ReferenceKernels, kept_tokens
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from octavo.kernels.triton import backend, noise  # noqa: E402  once there is Triton
+from octavo.kernels.triton import backend, noise, selection  # noqa: E402  once there is Triton
 
 __all__ = [
     "test_greedy_sampling_breaks_ties_by_lowest_id",
@@ -146,12 +146,105 @@ def test_broken_noise_is_detected(kernels, tmp_path, old, new):
 
 
 @contextlib.contextmanager
-def small_blocks():
+def small_blocks(layers=8):
     """Divide short rows into several blocks for filters, and into several pieces for the choice."""
     with pytest.MonkeyPatch.context() as context:
-        for name, size in {"_CUT_BLOCK": 128, "_COUNTERS": 16, "_PIECE": 128}.items():
+        for name, size in {"_CUT_BLOCK": 128, "_LAYERS": layers, "_COUNTERS": 16, "_PIECE": 128}.items():
             context.setattr(backend.sampling, name, size)
         yield
+
+
+def kept_by(kernels, logits, rows):
+    """Return which tokens the filters keep."""
+    cuts = []
+
+    class Recorded(NothingRuns):
+        def __missing__(self, _grid):
+            return lambda *arguments, **_options: cuts.extend(arguments[5:7])
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(backend.sampling, "_best_of_piece", Recorded())
+        context.setattr(backend.sampling, "_best_of_row", NothingRuns())
+        kernels.sample(logits, rows)
+    keys, ids = (cut.cpu().unsqueeze(1) for cut in cuts)
+    bits = (logits.cpu() / rows.temperature.cpu()[:, None] + 0.0).view(torch.int32)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    with torch.device("cpu"):
+        return (key > keys) | ((key == keys) & (torch.arange(logits.shape[1]) <= ids))
+
+
+def assert_tokens_of_reference(kernels, logits, rows):
+    expected = on_the_cpu(lambda given, of: kept_tokens(given / of.temperature[:, None], of), logits, rows)
+    assert torch.equal(kept_by(kernels, logits, rows), expected)
+
+
+FILTERED = {  # values; top_k, top_p, min_p. Blocks have 128 tokens
+    "small k": ("normal", (7, 0.9, 0.0)),
+    "k of 1": ("normal", (1, 0.5, 0.0)),
+    "k of half a block": ("normal", (64, 1.0, 0.0)),
+    "k too large to pack": ("normal", (65, 0.8, 0.0)),
+    "k of the vocabulary": ("normal", (517, 0.6, 0.0)),
+    "k after min_p": ("normal", (40, 1.0, 0.3)),
+    "all filters": ("normal", (40, 0.8, 0.01)),
+    "k among ties": ("rounded", (9, 1.0, 0.0)),
+    "p among ties": ("rounded", (30, 0.95, 0.0)),
+    "p alone": ("normal", (0, 0.7, 0.0)),
+    "p of most tokens": ("flat", (0, 0.9, 0.0)),
+    "p after min_p": ("normal", (0, 0.9, 0.05)),
+    "equal values": ("equal", (20, 0.5, 0.0)),
+    "five in a lane": ("in one lane", (3, 0.9, 0.0)),
+    "infinite": ("infinite", (5, 0.9, 0.0)),
+    "fewer than k": ("few", (20, 0.9, 0.0)),
+}
+
+
+def filtered_row(name):
+    """Return 517 logits, which are four blocks and a part, and the row's parameters."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.device("cpu"):
+        logits = torch.randn(517, generator=generator) * 3
+        values, (top_k, top_p, min_p) = FILTERED[name]
+        if values == "rounded":
+            logits = logits.round()
+        elif values in ("flat", "equal"):
+            logits *= 0.03 if values == "flat" else 0.0
+        elif values == "in one lane":
+            logits[4::128] = torch.tensor([20.0, 21.0, 19.0, 20.5, 20.0])
+        elif values == "infinite":
+            logits[[3, 300]] = torch.inf
+        elif values == "few":
+            logits[torch.arange(517) % 100 != 7] = -torch.inf
+        return logits[None].to(kernels_device()), rows_of(1, temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+def layers_of(name):
+    return [1, 8] if name in ("five in a lane", "p among ties") else [8]
+
+
+@pytest.mark.parametrize(("name", "layers"), [(name, layers) for name in FILTERED for layers in layers_of(name)])
+def test_filters_keep_tokens_of_reference(kernels, name, layers):
+    with small_blocks(layers=layers):
+        assert_tokens_of_reference(kernels, *filtered_row(name))
+
+
+def test_filters_of_large_vocabulary_keep_tokens_of_reference(kernels, generator):
+    rows = rows_of(1, temperature=0.6, top_k=20, top_p=0.95)
+    assert_tokens_of_reference(kernels, torch.randn(1, 151_936, generator=generator) * 4, rows)
+
+
+@pytest.mark.parametrize(("name", "passes"), [("small k", 1), ("p alone", 2)])
+def test_filters_seldom_read_whole_row(kernels, monkeypatch, name, passes):
+    """After the pass that finds the largest value: one that packs tokens, and one for the sum that top_p refers to."""
+    reads_row, scaled_keys = [], selection.scaled_keys
+
+    def counting(*arguments):
+        reads_row.append(not arguments[4] > 0)
+        return scaled_keys(*arguments)
+
+    monkeypatch.setattr(selection, "scaled_keys", counting)
+    with small_blocks():
+        kept_by(kernels, *filtered_row(name))
+    assert sum(reads_row) == passes * 5  # blocks
 
 
 @pytest.mark.parametrize("name", ["top_k", "top_p"])

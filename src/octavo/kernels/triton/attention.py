@@ -10,9 +10,10 @@ device the same instructions.
     token 1, head 0   | 64  |    +-------------------+-------------------+
     ...               +-----+      state 0           -> merged with state 1 -> ...
 
-If sequences are too few to keep the device busy, those of few tokens are split: a program computes one partition, and
-`_merge_partitions` merges them in the same order. Reductions run over tiles in the layout of products, which does not
-depend on how memory is read. So a row's result depends only on its own position and KV.
+If sequences are too few to keep the device busy, those of few tokens are split: a fixed number of programs takes their
+partitions in turn and stores each state, and `_merge_partitions` merges the states in the same order. Reductions run
+over tiles in the layout of products, which does not depend on how memory is read. So a row's result depends only on
+its own position and KV.
 
 The launch depends on shapes alone, so a captured one serves sequences of any length. In a sequence of length 0, a row
 is at position -1 and gets zeros: divisions round towards zero, so it visits its first tile, with masked loads. Padding
@@ -34,7 +35,9 @@ from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales
 from octavo.kernels.triton.e4m3 import as_bytes, to_float32
 from octavo.kernels.triton.exponentials import hyperbolic_tangent
 from octavo.kernels.triton.loops import loop_bound
+from octavo.kernels.triton.matmul import num_processors
 from octavo.kernels.triton.rounding import dot, round_to
+from octavo.kernels.triton.target import has_warp_groups, is_amd
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,10 +51,12 @@ TILES = 4
 PARTITION = TILE * TILES
 _SPLIT_TOKENS = 8  # of a split sequence, unless all have one token
 _SPLIT_PROGRAMS = 512
+_SPLIT_SEQS = tl.constexpr(_SPLIT_PROGRAMS)  # at most
+_SHARERS_PER_PROCESSOR = 2
 _PARTIAL_BYTES = 128 << 20  # of partial sums: else nothing is split
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_WINDOW = 1 << 30
-_OF_A_RUN = ["num_seqs", "split_tokens", "max_partitions", "window", "table_stride"]
+_OF_A_RUN = ["num_seqs", "num_tiles", "split_tokens", "max_partitions", "window", "table_stride"]
 
 
 def paged_attention(
@@ -74,13 +79,16 @@ def paged_attention(
     has_scales = k_cache.dtype in ROUNDED_KV_DTYPES
     k_scales, v_scales = (kv_scales(k_cache), kv_scales(v_cache)) if has_scales else (partials[1], partials[1])
     num_tiles = num_tokens * group // BLOCK_M + num_seqs  # at most
-    token_stride = q.stride(0) if num_tokens > 1 else q.shape[1] * q.shape[2]  # of one token it may be any number
-    _attend[num_tiles, num_kv_heads, max_partitions if split_tokens else 1](
+    num_sharers = min(
+        num_seqs * split_tokens * max_partitions,
+        triton.cdiv(_SHARERS_PER_PROCESSOR * num_processors(batch.seq_lens.device), num_kv_heads),
+    )
+    _attend[num_tiles + num_sharers, num_kv_heads](
         out, *partials, q, as_bytes(k_cache), as_bytes(v_cache), k_scales, v_scales,
         batch.query_start, batch.seq_lens, batch.block_tables,
-        num_seqs, split_tokens, max_partitions, scale if softcap is None else scale / softcap,
+        num_seqs, num_tiles, split_tokens, max_partitions, scale if softcap is None else scale / softcap,
         0.0 if softcap is None else softcap, _NO_WINDOW if window is None else window,
-        token_stride, q.stride(1), batch.block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *q.stride()[:2], batch.block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         *(k_scales.stride()[:2] if has_scales else (0, 0)), *(v_scales.stride()[:2] if has_scales else (0, 0)),
         NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=batch.block_size, BLOCK_M=BLOCK_M, TILE=TILE, TILES=TILES,
@@ -103,10 +111,17 @@ def is_covered(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
-    """Return compile options; longer rows take more threads and fewer stages."""
+    """Return compile options; longer rows take more threads and fewer stages.
+
+    A second warp group would repeat the products of q with k, so only rows that need its registers have one.
+    """
     row_bytes = head_dim * dtype.itemsize
-    num_warps, num_stages = 8 if row_bytes > 128 else 4, 2 if row_bytes <= 256 and dtype.itemsize < 4 else 1
-    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+    is_narrow = row_bytes <= (256 if dtype.itemsize < 4 and has_warp_groups() else 128)
+    num_warps, num_stages = 4 if is_narrow else 8, 2 if row_bytes <= 256 and dtype.itemsize < 4 else 1
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+    if not is_amd():
+        options["maxnreg"] = 255  # the most: without a limit ptxas may take 32 and spill all else
+    return options
 
 
 def partial_sums(num_rows: int, num_heads: int, num_partitions: int, head_dim: int, like: Tensor) -> list[Tensor]:
@@ -211,11 +226,60 @@ def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOC
     return low, tile - tl.load(query_start_ptr + low) * GROUP // BLOCK_M - low
 
 
+@triton.jit
+def _tiles_of_rows(
+    tile, first_position, num_tokens, window, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr
+):
+    """Return the first position that a tile of rows sees, its tile of KV, and the end of the tiles that it sees."""
+    first = _first_seen(first_position + tile * BLOCK_M // GROUP, window)
+    last = first_position + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
+    return first, first // TILE, last // TILE + 1
+
+
+@triton.jit
+def _ends_of_sequences(
+    query_start_ptr, seq_lens_ptr, num_seqs, split_tokens, window,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, PARTITION: tl.constexpr,
+):  # fmt: skip
+    """Return how many items the split sequences up to each have: each partition, once for each tile of rows."""
+    sequence = tl.arange(0, _SPLIT_SEQS)
+    is_there = sequence < num_seqs
+    first_token = tl.load(query_start_ptr + sequence, mask=is_there, other=0)
+    num_tokens = tl.load(query_start_ptr + sequence + 1, mask=is_there, other=0) - first_token
+    seq_len = tl.load(seq_lens_ptr + sequence, mask=is_there, other=0)
+    first_partition = _first_seen(seq_len - num_tokens, window) // PARTITION
+    num_items = ((seq_len - 1) // PARTITION + 1 - first_partition) * tl.cdiv(num_tokens * GROUP, BLOCK_M)
+    return tl.cumsum(tl.where((num_tokens > 0) & (num_tokens <= split_tokens), num_items, 0), 0)
+
+
+@triton.jit
+def _items_of_program(
+    query_start_ptr, seq_lens_ptr, num_seqs, num_tiles, split_tokens, window,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, PARTITION: tl.constexpr,
+):  # fmt: skip
+    """Return the ends of sequences, and the first, the end and the step of a program's items; one of a tile of rows."""
+    is_sharer = tl.program_id(0) >= num_tiles
+    ends = tl.zeros([_SPLIT_SEQS], tl.int32)
+    if is_sharer:
+        ends = _ends_of_sequences(
+            query_start_ptr, seq_lens_ptr, num_seqs, split_tokens, window, GROUP, BLOCK_M, PARTITION
+        )
+    first, step = tl.maximum(tl.program_id(0) - num_tiles, 0), tl.maximum(tl.num_programs(0) - num_tiles, 1)
+    return ends, first, tl.where(is_sharer, tl.max(ends), 1), step
+
+
+@triton.jit
+def _sequence_of_item(ends, item):
+    """Return an item's sequence, and its number there."""
+    is_before = ends <= item
+    return tl.sum(is_before.to(tl.int32)), item - tl.max(tl.where(is_before, ends, 0))
+
+
 @triton.jit(do_not_specialize=_OF_A_RUN)
 def _attend(
     out_ptr, partials_ptr, partial_weights_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
     query_start_ptr, seq_lens_ptr, tables_ptr,
-    num_seqs, split_tokens, max_partitions, scale, softcap, window,
+    num_seqs, num_tiles, split_tokens, max_partitions, scale, softcap, window,
     q_stride, q_head_stride, table_stride, k_block_stride, k_head_stride, k_row_stride,
     v_block_stride, v_head_stride, v_row_stride,
     k_scales_stride, k_scales_head_stride, v_scales_stride, v_scales_head_stride,
@@ -223,63 +287,66 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of queries of one KV head: all partitions, or one."""
-    sequence, tile = _sequence_of_tile(query_start_ptr, tl.program_id(0), num_seqs, GROUP, BLOCK_M)
-    first_token = tl.load(query_start_ptr + sequence)
-    num_tokens = tl.load(query_start_ptr + sequence + 1) - first_token
-    row, dim = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    token, head = row // GROUP, tl.program_id(1) * GROUP + row % GROUP
-    is_there = token < num_tokens
-    seq_len = tl.load(seq_lens_ptr + sequence)
-    first_position = seq_len - num_tokens
-    position = tl.where(is_there, first_position + token, -1)
-    first = _first_seen(first_position + tile * BLOCK_M // GROUP, window)
-    first_tile = first // TILE
-    last = first_position + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
-    end_tile = last // TILE + 1
-    partition, end_partition = first_tile // TILES, (end_tile - 1) // TILES + 1
-    is_split = num_tokens <= split_tokens
-    if is_split:
-        partition += tl.program_id(2)
-        end_partition = tl.minimum(partition + 1, end_partition)
-    elif tl.program_id(2) > 0:
-        end_partition = partition
-    if tile * BLOCK_M >= num_tokens * GROUP:
-        end_partition = partition
-    if partition < end_partition:
-        is_q = is_there[:, None] & (dim < HEAD_DIM)[None, :]
-        q_place = (first_token + token).to(tl.int64) * q_stride + head * q_head_stride
-        q = tl.load(q_ptr + q_place[:, None] + dim[None, :], mask=is_q, other=0.0)
-        total_max, total_weight = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-        totals = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        k_ptr += tl.program_id(1) * k_head_stride
-        v_ptr += tl.program_id(1) * v_head_stride
-        k_scales_ptr += tl.program_id(1) * k_scales_head_stride
-        v_scales_ptr += tl.program_id(1) * v_scales_head_stride
-        table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-        for index in range(loop_bound(partition), loop_bound(end_partition)):
-            maximum, weight = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-            sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            first_of_all, end_of_all = (
-                tl.maximum(index * TILES, first_tile),
-                tl.minimum(index * TILES + TILES, end_tile),
-            )
-            for of_tile in range(loop_bound(first_of_all), loop_bound(end_of_all)):
-                maximum, weight, sums = _attend_tile(
-                    q, maximum, weight, sums, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
-                    of_tile * TILE, first, seq_len, position, window, scale, softcap,
-                    k_block_stride, k_row_stride, v_block_stride, v_row_stride, k_scales_stride, v_scales_stride,
-                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, HAS_SOFTCAP, HAS_SCALES,
-                )  # fmt: skip
-            total_max, total_weight, totals = _merge(total_max, total_weight, totals, maximum, weight, sums)
-        if is_split:
-            place = ((sequence * split_tokens + token).to(tl.int64) * NUM_HEADS + head) * max_partitions + partition
-            tl.store(partials_ptr + place[:, None] * HEAD_DIM + dim[None, :], totals, mask=is_q)
-            tl.store(partial_weights_ptr + place * 2, total_max, mask=is_there)
-            tl.store(partial_weights_ptr + place * 2 + 1, total_weight, mask=is_there)
+    """Compute a tile of queries of one KV head with all its partitions, or items of split sequences in turn."""
+    is_sharer = tl.program_id(0) >= num_tiles
+    ends, first_item, end_item, step = _items_of_program(
+        query_start_ptr, seq_lens_ptr, num_seqs, num_tiles, split_tokens, window, GROUP, BLOCK_M, TILE * TILES
+    )
+    k_ptr += tl.program_id(1) * k_head_stride
+    v_ptr += tl.program_id(1) * v_head_stride
+    k_scales_ptr += tl.program_id(1) * k_scales_head_stride
+    v_scales_ptr += tl.program_id(1) * v_scales_head_stride
+    for item in range(loop_bound(first_item), loop_bound(end_item), loop_bound(step)):
+        if is_sharer:
+            sequence, number = _sequence_of_item(ends, item)
         else:
-            place = ((first_token + token).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
-            _write(out_ptr + place[:, None] + dim[None, :], totals, total_weight, is_q)
+            sequence, number = _sequence_of_tile(query_start_ptr, tl.program_id(0), num_seqs, GROUP, BLOCK_M)
+        first_token = tl.load(query_start_ptr + sequence)
+        num_tokens = tl.load(query_start_ptr + sequence + 1) - first_token
+        sequence_tiles = tl.maximum(tl.cdiv(num_tokens * GROUP, BLOCK_M), 1)
+        tile = tl.where(is_sharer, number % sequence_tiles, number)
+        row, dim = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+        token, head = row // GROUP, tl.program_id(1) * GROUP + row % GROUP
+        is_there = token < num_tokens
+        seq_len = tl.load(seq_lens_ptr + sequence)
+        first_position = seq_len - num_tokens
+        position = tl.where(is_there, first_position + token, -1)
+        first, first_tile, end_tile = _tiles_of_rows(tile, first_position, num_tokens, window, GROUP, BLOCK_M, TILE)
+        partition, end_partition = first_tile // TILES, (end_tile - 1) // TILES + 1
+        if is_sharer:
+            own = _first_seen(first_position, window) // (TILE * TILES) + number // sequence_tiles
+            partition, end_partition = tl.maximum(partition, own), tl.minimum(end_partition, own + 1)
+        elif (num_tokens <= split_tokens) | (tile >= sequence_tiles):
+            end_partition = partition
+        if partition < end_partition:
+            is_q = is_there[:, None] & (dim < HEAD_DIM)[None, :]
+            q_place = (first_token + token).to(tl.int64) * q_stride + head * q_head_stride
+            q = tl.load(q_ptr + q_place[:, None] + dim[None, :], mask=is_q, other=0.0)
+            total_max, total_weight = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+            totals = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+            for index in range(loop_bound(partition), loop_bound(end_partition)):
+                maximum, weight = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+                sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                of_partition = tl.maximum(index * TILES, first_tile)
+                end_of_partition = tl.minimum(index * TILES + TILES, end_tile)
+                for of_tile in range(loop_bound(of_partition), loop_bound(end_of_partition)):
+                    maximum, weight, sums = _attend_tile(
+                        q, maximum, weight, sums, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
+                        of_tile * TILE, first, seq_len, position, window, scale, softcap,
+                        k_block_stride, k_row_stride, v_block_stride, v_row_stride, k_scales_stride, v_scales_stride,
+                        HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, HAS_SOFTCAP, HAS_SCALES,
+                    )  # fmt: skip
+                total_max, total_weight, totals = _merge(total_max, total_weight, totals, maximum, weight, sums)
+            if is_sharer:
+                split_row = (sequence * split_tokens + token).to(tl.int64) * NUM_HEADS + head
+                place = split_row * max_partitions + partition
+                tl.store(partials_ptr + place[:, None] * HEAD_DIM + dim[None, :], totals, mask=is_q)
+                tl.store(partial_weights_ptr + place * 2, total_max, mask=is_there)
+                tl.store(partial_weights_ptr + place * 2 + 1, total_weight, mask=is_there)
+            else:
+                place = ((first_token + token).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
+                _write(out_ptr + place[:, None] + dim[None, :], totals, total_weight, is_q)
 
 
 @triton.jit

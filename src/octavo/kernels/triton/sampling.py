@@ -17,7 +17,10 @@ from octavo.kernels.triton.selection import (
     LAST_ID,
     LEAST_KEY,
     is_kept,
+    key_of_rank,
     order_key,
+    pack,
+    scaled_key,
     tie_id,
     top_k_cut,
     top_p_cut,
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import SamplingRows
 
 _CUT_BLOCK = 2048
+_LAYERS = 8  # of packed tokens
 _COUNTERS = 256  # drawn at a time, for four tokens each
 _PIECE = 8 * 4 * _COUNTERS
 
@@ -42,6 +46,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
         getattr(rows, name).to(logits.device) for name in rows.__slots__
     )
     cut_keys, cut_ids = (torch.empty(num_rows, dtype=torch.int32, device=logits.device) for _ in range(2))
+    layers = min(_LAYERS, triton.cdiv(vocab, _CUT_BLOCK))
+    packed = torch.empty(num_rows, layers, _CUT_BLOCK, dtype=torch.int32, device=logits.device)
     best = torch.empty(num_rows, pieces, dtype=torch.float32, device=logits.device)
     best_ids = torch.empty(num_rows, pieces, dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -53,7 +59,9 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
         min_p,
         cut_keys,
         cut_ids,
+        packed,
         vocab,
+        LAYERS=_LAYERS,
         BLOCK=_CUT_BLOCK,
         num_warps=8,
         enable_fp_fusion=False,
@@ -73,11 +81,13 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
         COUNTERS=_COUNTERS,
         enable_fp_fusion=False,
     )
-    _best_of_row[(num_rows,)](best, best_ids, out, pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1)
+    _best_of_row[(num_rows,)](
+        best, best_ids, out, pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1, enable_fp_fusion=False
+    )
     return out
 
 
-@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["logits_ptr"])
+@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["logits_ptr", "packed_ptr"])
 def _find_cut(
     logits_ptr,
     temperature_ptr,
@@ -86,7 +96,9 @@ def _find_cut(
     min_p_ptr,
     cut_keys_ptr,
     cut_ids_ptr,
+    packed_ptr,
     vocab,
+    LAYERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write a row's cut, which keeps all tokens without filters."""
@@ -107,13 +119,23 @@ def _find_cut(
         if min_p > 0.0:
             limit = largest + tl.log(min_p.to(tl.float64)).to(tl.float32)
             cut_key = tl.maximum(order_key(limit), LEAST_KEY)
-        if (top_k > 0) & (top_k < vocab):
-            key, count = top_k_cut(row_ptr, vocab, temperature, top_k, BLOCK)
+        has_top_k = (top_k > 0) & (top_k < vocab)
+        rank = tl.where(has_top_k, top_k, BLOCK // 2)
+        num_layers, bound = tl.full([], 0, tl.int32), tl.full([], LEAST_KEY, tl.int32)
+        packed_ptr += row * tl.minimum(LAYERS, tl.cdiv(vocab, BLOCK)) * BLOCK
+        if (has_top_k | (top_p < 1.0)) & (rank <= BLOCK // 2):
+            bound = key_of_rank(scaled_key(lanes, temperature), rank)  # reached by at least as many tokens
+            num_layers = pack(row_ptr, vocab, temperature, bound, packed_ptr, LAYERS, BLOCK)
+        if has_top_k:
+            key, count = top_k_cut(row_ptr, vocab, temperature, packed_ptr, num_layers, top_k, BLOCK)
             if key >= cut_key:
                 cut_key = key
-                cut_id = tie_id(row_ptr, vocab, temperature, key, count, BLOCK)
+                cut_id = tie_id(row_ptr, vocab, temperature, packed_ptr, num_layers, key, count, BLOCK)
         if top_p < 1.0:
-            cut_key, cut_id = top_p_cut(row_ptr, vocab, temperature, order_key(largest), top_p, cut_key, cut_id, BLOCK)
+            cut_key, cut_id = top_p_cut(
+                row_ptr, vocab, temperature, packed_ptr, num_layers, bound, order_key(largest), top_p, cut_key, cut_id,
+                BLOCK,
+            )  # fmt: skip
     tl.store(cut_keys_ptr + row, cut_key)
     tl.store(cut_ids_ptr + row, cut_id)
 

@@ -2,6 +2,15 @@
 
 Each keeps a prefix of the order (value descending, id ascending). Its last token, the cut, has an id and a key, which
 is an integer in the order of values. The key is found by its digits or bits, the id by counting.
+
+Most tokens are dropped first: `pack` keeps those of at least a bound, each in the lane in which a pass over the row
+meets it. So sums over packed tokens add the same numbers in the same order as sums over the row. A function takes the
+row if `num_layers` is 0, otherwise the packed tokens.
+
+    id      0    1    2  ...  BLOCK - 1    lane     0      1      2   ...
+            .    x    .                    layer 0  B + 0  1      2B + 2
+            B    .    x  ...               layer 1  2B     B + 1
+           2B    .    .
 """
 
 from __future__ import annotations
@@ -37,25 +46,69 @@ def is_kept(key, ids, cut_key, cut_id):
 
 
 @triton.jit
-def scaled_keys(logits_ptr, first, vocab, temperature, BLOCK: tl.constexpr):
-    """Return keys of logits / temperature, ids, and whether they exist; NaN counts as -inf."""
-    ids = first + tl.arange(0, BLOCK)
-    is_there = ids < vocab
-    value = tl.div_rn(tl.load(logits_ptr + ids, mask=is_there, other=float("-inf")), temperature)
-    bits = tl.where(value == value, value + 0.0, float("-inf")).to(tl.int32, bitcast=True)  # noqa: PLR0124
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF), ids, is_there
+def scaled_key(logit, temperature):
+    """Return keys of logits / temperature; NaN counts as -inf."""
+    value = tl.div_rn(logit, temperature)
+    return order_key(tl.where(value == value, value, float("-inf")))  # noqa: PLR0124
 
 
 @triton.jit
-def top_k_cut(logits_ptr, vocab, temperature, k, BLOCK: tl.constexpr):
-    """Return the k-th token's key, and how many of the first k have it; 0 < k <= vocab."""
+def scaled_keys(logits_ptr, vocab, temperature, packed_ptr, num_layers, first, BLOCK: tl.constexpr):
+    """Return keys of logits / temperature, ids, and whether they exist; NaN counts as -inf."""
+    ids = first + tl.arange(0, BLOCK)
+    if num_layers > 0:
+        ids = tl.load(packed_ptr + ids)
+    is_there = (ids >= 0) & (ids < vocab)
+    logit = tl.load(logits_ptr + ids, mask=is_there, other=float("-inf"))
+    return scaled_key(logit, temperature), ids, is_there
+
+
+@triton.jit
+def _end(vocab, num_layers, BLOCK: tl.constexpr):
+    return loop_bound(tl.where(num_layers > 0, num_layers * BLOCK, vocab))
+
+
+@triton.jit
+def pack(logits_ptr, vocab, temperature, bound, packed_ptr, LAYERS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the ids of tokens with a key of at least `bound`; return the number of layers, 0 if LAYERS are too few.
+
+    packed_ptr: [LAYERS, BLOCK]. -1 fills the layers.
+    """
+    lane = tl.arange(0, BLOCK)
+    depth = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, loop_bound(vocab), BLOCK):
+        key, ids, is_there = scaled_keys(logits_ptr, vocab, temperature, packed_ptr, 0, first, BLOCK)
+        is_packed = is_there & (key >= bound)
+        tl.store(packed_ptr + depth * BLOCK + lane, ids, mask=is_packed & (depth < LAYERS))
+        depth += is_packed.to(tl.int32)
+    num_layers = tl.max(depth)
+    for layer in range(loop_bound(tl.minimum(num_layers, LAYERS))):
+        tl.store(packed_ptr + layer * BLOCK + lane, -1, mask=layer >= depth)
+    tl.debug_barrier()  # other threads' ids are read below
+    return tl.where(num_layers > LAYERS, 0, num_layers)
+
+
+@triton.jit
+def key_of_rank(keys, rank):
+    """Return the largest key that `rank` of the keys reach."""
+    low, high = tl.full([], LEAST_KEY, tl.int64), tl.max(keys).to(tl.int64) + 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        is_reached = tl.sum((keys >= middle).to(tl.int32)) >= rank
+        low, high = tl.where(is_reached, middle, low), tl.where(is_reached, high, middle)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def top_k_cut(logits_ptr, vocab, temperature, packed_ptr, num_layers, k, BLOCK: tl.constexpr):
+    """Return the k-th token's key, and how many of the first k have it; there are k tokens or more."""
     digits = tl.arange(0, _DIGITS)
     prefix = tl.full([], 0, tl.int32)
     left = k + 0
     for step in tl.static_range(4):
         counts = tl.zeros([_DIGITS], tl.int32)
-        for first in range(0, loop_bound(vocab), BLOCK):
-            key, _, is_there = scaled_keys(logits_ptr, first, vocab, temperature, BLOCK)
+        for first in range(0, _end(vocab, num_layers, BLOCK), BLOCK):
+            key, _, is_there = scaled_keys(logits_ptr, vocab, temperature, packed_ptr, num_layers, first, BLOCK)
             digit = (key >> (24 - 8 * step)) & 255
             if step == 0:
                 digit = digit ^ 128  # negative keys come last
@@ -72,35 +125,51 @@ def top_k_cut(logits_ptr, vocab, temperature, k, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tie_id(logits_ptr, vocab, temperature, cut_key, count, BLOCK: tl.constexpr):
+def tie_id(logits_ptr, vocab, temperature, packed_ptr, num_layers, cut_key, count, BLOCK: tl.constexpr):
     """Return the `count`-th id with key `cut_key`, from 1; -1 if they are fewer."""
-    seen = tl.full([], 0, tl.int32)
-    found = tl.full([], -1, tl.int32)
-    first = tl.full([], 0, tl.int32)
-    while (first < vocab) & (found < 0):
-        key, ids, is_there = scaled_keys(logits_ptr, first, vocab, temperature, BLOCK)
-        is_tie = (is_there & (key == cut_key)).to(tl.int32)
-        number = tl.cumsum(is_tie, 0) + seen
-        found = tl.max(tl.where((is_tie > 0) & (number == count), ids, -1))
-        seen += tl.sum(is_tie)
-        first += BLOCK
+    num_ties = tl.full([], 0, tl.int32)
+    last = tl.full([], -1, tl.int32)
+    for first in range(0, loop_bound(num_layers * BLOCK), BLOCK):
+        key, ids, is_there = scaled_keys(logits_ptr, vocab, temperature, packed_ptr, num_layers, first, BLOCK)
+        is_tie = is_there & (key == cut_key)
+        num_ties += tl.sum(is_tie.to(tl.int32))
+        last = tl.maximum(last, tl.max(tl.where(is_tie, ids, -1)))
+    found = tl.where(num_ties == count, last, -1)
+    if (num_layers == 0) | (num_ties > count):  # packed ids are in no order
+        seen = tl.full([], 0, tl.int32)
+        first = tl.full([], 0, tl.int32)
+        while (first < vocab) & (found < 0):
+            key, ids, is_there = scaled_keys(logits_ptr, vocab, temperature, packed_ptr, 0, first, BLOCK)
+            is_tie = (is_there & (key == cut_key)).to(tl.int32)
+            number = tl.cumsum(is_tie, 0) + seen
+            found = tl.max(tl.where((is_tie > 0) & (number == count), ids, -1))
+            seen += tl.sum(is_tie)
+            first += BLOCK
     return found
 
 
 @triton.jit
-def _mass(logits_ptr, vocab, temperature, largest, cut_key, cut_id, least_key, BLOCK: tl.constexpr):
-    """Return the float64 sum of e^(value - largest) of tokens that a cut keeps with a key of least_key or more.
+def _masses(
+    logits_ptr, vocab, temperature, packed_ptr, num_layers, largest, cut_key, cut_id, least_0, least_1, least_2,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the float64 sums of e^(value - largest) of tokens that a cut keeps, for three ascending least keys.
 
-    It is monotonic in least_key: the order of additions is fixed, and rounding is monotonic. That needs one layout of
-    the kernel, so callers must not be specialized on alignment.
+    A sum is monotonic in its least key: the order of additions is fixed, and rounding is monotonic. That needs one
+    layout of the kernel, so callers must not be specialized on alignment.
     """
-    lanes = tl.zeros([BLOCK], tl.float64)
-    for first in range(0, loop_bound(vocab), BLOCK):
-        key, ids, is_there = scaled_keys(logits_ptr, first, vocab, temperature, BLOCK)
-        counts = is_there & (key >= least_key) & ((key > cut_key) | ((key == cut_key) & (ids <= cut_id)))
+    lanes_0 = tl.zeros([BLOCK], tl.float64)
+    lanes_1 = tl.zeros([BLOCK], tl.float64)
+    lanes_2 = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, _end(vocab, num_layers, BLOCK), BLOCK):
+        key, ids, is_there = scaled_keys(logits_ptr, vocab, temperature, packed_ptr, num_layers, first, BLOCK)
+        counts = is_there & (key >= least_0) & is_kept(key, ids, cut_key, cut_id)
         if tl.max(counts.to(tl.int32)) > 0:
-            lanes += tl.where(counts, _weights(key, largest), 0.0)
-    return tl.sum(lanes)
+            weights = tl.where(counts, _weights(key, largest), 0.0)
+            lanes_0 += weights
+            lanes_1 += tl.where(key >= least_1, weights, 0.0)
+            lanes_2 += tl.where(key >= least_2, weights, 0.0)
+    return tl.sum(lanes_0), tl.sum(lanes_1), tl.sum(lanes_2)
 
 
 @triton.jit
@@ -110,25 +179,44 @@ def _weights(key, largest):
 
 
 @triton.jit
-def top_p_cut(logits_ptr, vocab, temperature, largest_key, top_p, cut_key, cut_id, BLOCK: tl.constexpr):
+def top_p_cut(
+    logits_ptr, vocab, temperature, packed_ptr, num_layers, bound, largest_key, top_p, cut_key, cut_id,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Return the cut of the shortest prefix that reaches probability top_p < 1, among tokens that the given cut keeps.
 
-    At least one token remains.
+    At least one token remains. bound: the least packed key.
     """
     largest = key_value(largest_key).to(tl.float64)
-    target = _mass(logits_ptr, vocab, temperature, largest, cut_key, cut_id, LEAST_KEY, BLOCK) * top_p.to(tl.float64)
+    all_layers = tl.where(cut_key >= bound, num_layers, 0)
+    mass, packed_mass, _ = _masses(
+        logits_ptr, vocab, temperature, packed_ptr, all_layers, largest, cut_key, cut_id, LEAST_KEY, bound, bound, BLOCK
+    )
+    target = mass * top_p.to(tl.float64)
     low = tl.maximum(cut_key, LEAST_KEY).to(tl.int64)  # its mass reaches the target
-    high = largest_key.to(tl.int64) + 1  # mass 0
+    high, above = largest_key.to(tl.int64) + 1, 0.0 * mass  # the mass of `high` does not
+    if packed_mass >= target:
+        low = tl.maximum(low, bound.to(tl.int64))
+    else:
+        high, above, num_layers = bound.to(tl.int64), packed_mass, 0 * num_layers
     while high - low > 1:
-        middle = (low + high) >> 1
-        if _mass(logits_ptr, vocab, temperature, largest, cut_key, cut_id, middle.to(tl.int32), BLOCK) >= target:
-            low = middle
+        step = (high - low + 3) >> 2
+        key_0, key_1, key_2 = low + step, tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
+        mass_0, mass_1, mass_2 = _masses(
+            logits_ptr, vocab, temperature, packed_ptr, num_layers, largest, cut_key, cut_id,
+            key_0.to(tl.int32), key_1.to(tl.int32), key_2.to(tl.int32), BLOCK,
+        )  # fmt: skip
+        if mass_0 < target:
+            high, above = key_0, mass_0
+        elif (mass_1 < target) | (key_1 == high):
+            low, high, above = key_0, key_1, mass_1
+        elif (mass_2 < target) | (key_2 == high):
+            low, high, above = key_1, key_2, mass_2
         else:
-            high = middle
+            low = key_2
     key = low.to(tl.int32)
-    above = _mass(logits_ptr, vocab, temperature, largest, cut_key, cut_id, key + 1, BLOCK)
     ties = tl.ceil((target - above) / _weights(key, largest))
     count = tl.minimum(tl.maximum(ties, 1.0), vocab.to(tl.float64)).to(tl.int32)
-    last = tie_id(logits_ptr, vocab, temperature, key, count, BLOCK)
+    last = tie_id(logits_ptr, vocab, temperature, packed_ptr, num_layers, key, count, BLOCK)
     is_short = (last < 0) | ((key == cut_key) & (last > cut_id))  # rounding may add one to the ties
     return key, tl.where(is_short, tl.where(key == cut_key, cut_id, LAST_ID), last)

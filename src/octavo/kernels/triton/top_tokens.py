@@ -28,8 +28,10 @@ def top_tokens(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     ids = torch.empty(num_rows, k, dtype=torch.int64, device=values.device)
     if largest.numel() == 0:
         return largest, ids
-    _choose[(num_rows,)](values, chosen, vocab, k, BLOCK=_BLOCK, num_warps=8)
-    _rank[num_rows, triton.cdiv(k, _RANKED)](values, chosen, largest, ids, vocab, k, RANKED=_RANKED)
+    _choose[(num_rows,)](values, chosen, vocab, k, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False)
+    _rank[num_rows, triton.cdiv(k, _RANKED)](
+        values, chosen, largest, ids, vocab, k, RANKED=_RANKED, enable_fp_fusion=False
+    )
     return largest, ids
 
 
@@ -40,11 +42,11 @@ def _choose(values_ptr, chosen_ptr, vocab, k, BLOCK: tl.constexpr):
     cut_key = tl.full([], LEAST_KEY, tl.int32)
     cut_id = tl.full([], LAST_ID, tl.int32)
     if k < vocab:
-        cut_key, count = top_k_cut(row_ptr, vocab, 1.0, k, BLOCK)
-        cut_id = tie_id(row_ptr, vocab, 1.0, cut_key, count, BLOCK)
+        cut_key, count = top_k_cut(row_ptr, vocab, 1.0, chosen_ptr, 0, k, BLOCK)
+        cut_id = tie_id(row_ptr, vocab, 1.0, chosen_ptr, 0, cut_key, count, BLOCK)
     before = tl.full([], 0, tl.int32)
     for first in range(0, loop_bound(vocab), BLOCK):
-        key, ids, is_there = scaled_keys(row_ptr, first, vocab, 1.0, BLOCK)
+        key, ids, is_there = scaled_keys(row_ptr, vocab, 1.0, chosen_ptr, 0, first, BLOCK)
         kept = (is_there & is_kept(key, ids, cut_key, cut_id)).to(tl.int32)
         place = before + tl.cumsum(kept, 0) - 1
         tl.store(chosen_ptr + row * k + place, ids, mask=kept > 0)
