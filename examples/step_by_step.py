@@ -43,7 +43,7 @@ def show_step(engine: LLMEngine, runner) -> None:  # noqa: ANN001 - worker.model
     hidden = runner.forward(inputs)
     print(f"  3 execute     one forward for all: hidden states {list(hidden.shape)}, KV written to the slots")
 
-    step = LaunchedStep(scheduled, inputs=inputs, num_changes=runner.batch.num_changes)
+    step = LaunchedStep(scheduled, tuple, inputs=inputs, num_changes=runner.batch.num_changes)
     runner.sample(step, inputs, hidden)
     step.end = runner.copies.mark()
     result = runner.collect(step)

@@ -1,4 +1,4 @@
-"""A device with late copies, for tests on a CPU: copies are enqueued, and made when a thread waits for them."""
+"""Devices with late copies, for tests on a CPU: copies are enqueued, and made when a thread waits for them."""
 
 from __future__ import annotations
 
@@ -70,3 +70,44 @@ class LateQueue:
             self.copies[self.num_made]()
             self.copies[self.num_made] = None
             self.num_made += 1
+
+
+class LateStream(LateQueue):
+    """A `CopyStream` that does all of its work late.
+
+    log: the kinds of enqueued work, in order. on_wait: called by a thread that waits for work.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+        self.on_wait = lambda: None
+
+    def enqueue(self, kind, work):
+        self.log.append(kind)
+        self.copies.append(work)
+
+    def wait(self, mark):
+        self.enqueue("wait", mark.synchronize)
+
+    def copy(self, target, source):
+        if self.is_host(target) == self.is_host(source):
+            raise ValueError("one of the two has to be host memory of this stream")
+        if self.is_host(source):
+            self.copies.append(partial(self.read, source, source.clone()))
+        self.enqueue("to host" if self.is_host(target) else "to device", partial(target.copy_, source))
+
+    def gather(self, target, source, rows):
+        self.enqueue("gather", lambda: torch.index_select(source, 0, rows, out=target))
+
+    def scatter(self, target, rows, source):
+        self.enqueue("scatter", lambda: target.index_copy_(0, rows, source))
+
+    def mark(self):
+        self.log.append("mark")
+        return super().mark()
+
+    def run_to(self, number):
+        if number > self.num_made:
+            self.on_wait()
+        super().run_to(number)

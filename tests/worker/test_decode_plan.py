@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig
+from octavo.config.step_defaults import GPU_DEFAULTS
 from octavo.errors import ConfigError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.loader import load_model
@@ -59,6 +60,8 @@ def test_graph_sizes_cover_batch_up_to_limits(planned):
     assert planned(max_num_seqs=1).sizes == {1: (1,)}
     assert planned(max_num_seqs=20).sizes == {1: (1, 2, 4, 8, 16, 20)}
     assert planned(max_num_seqs=20, num_rows=(1, 33)).sizes == {1: (1, 2, 4, 8, 16, 20), 33: (1, 2, 4, 8, 15)}
+    default = planned(max_num_seqs=GPU_DEFAULTS.max_num_seqs, num_rows=(1, 9)).sizes
+    assert default == {1: (1, 2, 4, *range(8, 257, 8)), 9: (1, 2, 4, *range(8, 57, 8))}
     most = planned(max_num_seqs=1000).sizes[1]
     assert most[:6] == (1, 2, 4, 8, 16, 24)
     assert most[-3:] == (480, 496, 512)

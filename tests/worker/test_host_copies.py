@@ -54,6 +54,17 @@ def test_arrays_are_copied_to_device_together_in_one_copy():
     assert copies.to_device_together([]) == []
 
 
+def test_sets_use_all_of_their_pinned_memory():
+    """torch's allocator takes powers of two."""
+    queue = LateQueue()
+    copies = pinned(queue)
+    for count in (1, 50_001, 300_001):
+        copies.begin()
+        copies.to_device(np.arange(count))
+    assert {len(memory) & (len(memory) - 1) for memory in queue.memory.values()} == {0}
+    assert max(map(len, queue.memory.values())) > 8 * 300_001
+
+
 def test_array_may_change_after_to_device_returns():
     queue, array = LateQueue(), np.arange(5)
     copies = pinned(queue)

@@ -13,6 +13,7 @@ from octavo.kernels.quantization import kv_scales
 from octavo.models.kv_layout import KVLayout, KVShape, LayerGroup
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
+from octavo.worker import kv_cache
 from octavo.worker.kv_cache import LAYOUT_VERSION, PagedKVCache
 from octavo.worker.memory import block_bytes, decide_num_host_blocks
 
@@ -61,15 +62,15 @@ def test_swapped_block_returns_bit_for_bit(cache):
 def test_copy_reports_swapped_blocks_bytes_and_time(cache):
     saved, loaded = cache.copy(
         BlockCopies(swap_out=[(0, 2, 1), (0, 0, 0)], block_copies=[(0, 3, 2)], swap_in=[(0, 1, 5)])
-    )
+    )()
     assert (saved.tier, saved.num_blocks, saved.num_bytes) == ("host", 2, 2 * cache.block_bytes)
     assert (loaded.tier, loaded.num_blocks, loaded.num_bytes) == ("host", 1, cache.block_bytes)
     assert min(saved.seconds, loaded.seconds) > 0
-    saved, loaded = cache.copy(BlockCopies(swap_in=[(0, 1, 5)]))
+    saved, loaded = cache.copy(BlockCopies(swap_in=[(0, 1, 5)]))()
     assert saved == ("host", 0, 0, 0.0)
     assert loaded.num_blocks == 1
-    assert cache.copy(BlockCopies(swap_out=[(0, 2, 1)]))[1] == ("host", 0, 0, 0.0)
-    assert cache.copy(BlockCopies(block_copies=[(0, 3, 2)])) == cache.copy(BlockCopies()) == ()
+    assert cache.copy(BlockCopies(swap_out=[(0, 2, 1)]))()[1] == ("host", 0, 0, 0.0)
+    assert cache.copy(BlockCopies(block_copies=[(0, 3, 2)]))() == cache.copy(BlockCopies())() == ()
 
 
 def test_window_blocks_are_copied_in_same_order_as_blocks(windowed):
@@ -84,7 +85,7 @@ def test_window_blocks_are_copied_in_same_order_as_blocks(windowed):
             block_copies=[(1, 1, 0), (1, 2, 1)],
             swap_in=[(0, 2, 5), (1, 0, 2)],
         )
-    )  # fmt: skip
+    )()  # fmt: skip
     assert torch.equal(bits(cache.groups[1].blocks[0]), copied)
     assert torch.equal(bits(cache.groups[1].blocks[1]), other)
     assert torch.equal(bits(cache.groups[1].blocks[2]), out)
@@ -92,12 +93,12 @@ def test_window_blocks_are_copied_in_same_order_as_blocks(windowed):
     assert torch.equal(bits(cache.groups[0].blocks[5]), block)
     assert torch.equal(bits(cache.groups[0].blocks[2]), kept)
     assert (saved.num_blocks, saved.num_bytes) == (loaded.num_blocks, loaded.num_bytes) == (1, 640)
-    saved, loaded = cache.copy(BlockCopies(swap_out=[(1, 3, 1)]))  # without its block
+    saved, loaded = cache.copy(BlockCopies(swap_out=[(1, 3, 1)]))()  # without its block
     assert (saved.num_blocks, saved.num_bytes, loaded.num_bytes) == (0, 384, 0)
     assert saved.seconds > 0
     cache.copy(BlockCopies(swap_in=[(1, 1, 0)]))
     assert torch.equal(bits(cache.groups[1].blocks[0]), untouched)
-    assert cache.copy(BlockCopies(block_copies=[(1, 1, 0)])) == ()
+    assert cache.copy(BlockCopies(block_copies=[(1, 1, 0)]))() == ()
 
 
 def test_cache_of_windows_alone_has_zero_byte_blocks():
@@ -107,8 +108,53 @@ def test_cache_of_windows_alone_has_zero_byte_blocks():
     assert (cache.block_bytes, cache.num_bytes) == (0, 2 * cache.groups[1].block_bytes)
     cache.layer(1)[0].fill_(3)
     copies = BlockCopies(swap_out=[(0, 999, 1), (1, 0, 1)], swap_in=[(0, 1, 0), (1, 1, 1)])
-    assert cache.copy(copies)[1].num_bytes == cache.groups[1].block_bytes
+    assert cache.copy(copies)()[1].num_bytes == cache.groups[1].block_bytes
     assert bool((cache.layer(1)[0][1] == 3).all())
+
+
+def test_swaps_do_not_wait_for_device(cache, monkeypatch):
+    """Their times are read after the step."""
+    passed, waits, copy = [], [], torch.Tensor.copy_
+
+    class Time:
+        def elapsed_time(self, end):
+            assert passed, "the copies are not done"
+            return 3000.0 if end is not self else 0.0
+
+    def watch(target, source, non_blocking=False):
+        waits.append(not non_blocking)
+        return copy(target, source)
+
+    monkeypatch.setattr(kv_cache, "time_mark", lambda _: Time())
+    monkeypatch.setattr(torch.Tensor, "copy_", watch)
+    moves = cache.copy(BlockCopies(swap_out=[(0, 2, 1), (0, 1, 0)], swap_in=[(0, 1, 5)]))
+    assert waits == [False] * 3
+    passed.append(True)
+    assert [(move.num_blocks, move.seconds) for move in moves()] == [(2, 3.0), (1, 3.0)]
+
+
+def test_gpu_times_swaps_by_events(monkeypatch):
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+            self.is_recorded = False
+
+        def record(self):
+            self.is_recorded = True
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert kv_cache.time_mark(torch.device("cuda")).is_recorded
+
+
+def test_gpu_has_pinned_host_blocks_of_exact_size(monkeypatch):
+    asked, meta = [], torch.device("meta")
+    monkeypatch.setattr(
+        kv_cache, "pinned_memory", lambda size: asked.append(size) or torch.empty(size, dtype=torch.uint8)
+    )
+    layout = KVLayout((KVShape(1, 8), KVShape(3, 8, window=6)))
+    sizes = {"num_blocks": [6, 4], "block_size": 4, "num_host_blocks": 3}
+    cache = PagedKVCache(layout, **sizes, dtype=torch.bfloat16, device=meta)
+    assert asked == [3 * 128, 3 * 384] == [group.host_blocks.nbytes for group in cache.groups]
 
 
 def test_copied_block_is_independent_of_source(cache):

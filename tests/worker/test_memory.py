@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from octavo.models.registry import read_architecture
 from octavo.models.weight_bytes import weight_bytes
 from octavo.speculative import create_proposer
 from octavo.worker import memory
+from octavo.worker import worker as worker_module
 from octavo.worker.memory import activation_bytes, block_bytes, decide_kv_size, largest_batch
 from octavo.worker.transfer_threads import staging_bytes
 
@@ -133,6 +135,23 @@ def test_memory_plan_includes_staging_bytes_of_stores(monkeypatch, tmp_path):
     assert 4 * (8 << 20) - staging < 4 * without.block_bytes
     fewer = (without.num_blocks - with_disk.num_blocks) * without.block_bytes
     assert abs(fewer - staging / 2) <= without.block_bytes, "the cache takes half of what is free"
+
+
+@pytest.mark.parametrize("host_stores", [0, 1 << 40])
+def test_gpu_plan_includes_staging_bytes_but_no_host_memory(monkeypatch, tmp_path, host_stores):
+    monkeypatch.setattr(worker_module, "machine_name", lambda _device: "a GPU")
+    worker = make_engine(disk_dir=tmp_path, num_threads=3).core.executor.worker
+    host_bytes = worker._store_bytes_of
+    # All of the host's memory is free, of the device's much less.
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 60 if device.type == "cpu" else 120 << 20)
+    worker._store_bytes_of = lambda block: host_bytes(block) + host_stores
+    worker.device = torch.device("cuda")
+    worker.plan()
+    with_stores, block = worker.info.num_blocks, worker.kv_cache.block_bytes
+    worker._staging_bytes_of = lambda _block: 0
+    worker.plan()
+    fewer = (worker.info.num_blocks - with_stores) * block
+    assert abs(fewer - 0.9 * staging_bytes(block, 3)) <= block
 
 
 @needs_mooncake
@@ -275,6 +294,22 @@ def test_memory_plan_includes_draft_model(monkeypatch, caplog, method):
     assert f"{scratch + own * worker.kv_cache.num_blocks:,} bytes of keys and values" in told
     with pytest.raises(ConfigError, match=f"the KV cache would take {(of_target + own) * 10**5:,} bytes"):
         make(speculative, num_gpu_blocks=10**5)
+
+
+@pytest.mark.parametrize(("free", "is_lowered"), [(4 << 30, False), (300 << 20, True)])
+def test_default_step_of_gpu_is_planned_or_lowered(checkpoint, monkeypatch, free, is_lowered):
+    architecture = read_architecture(checkpoint)
+    monkeypatch.setattr(memory, "free_bytes", lambda _device: free)
+    formats = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "device": torch.device("cuda")}
+    scheduler = SchedulerConfig().resolved("cuda")
+    found = largest_batch(architecture, CacheConfig(), scheduler, **formats, scratch_bytes=lambda _count: 0)
+    assert 256 < found <= 8192
+    assert (found < 8192) == is_lowered
+    lowered = replace(scheduler, max_num_batched_tokens=found)
+    size = decide_kv_size(architecture, CacheConfig(), lowered, **formats, max_model_len=10**6)
+    block = block_bytes(architecture, 16, "bfloat16")
+    left = int(0.9 * free) - size.num_blocks * block - activation_bytes(architecture, found, 256, "bfloat16")
+    assert 0 <= left < block
 
 
 def test_oversized_max_num_batched_tokens_is_lowered_with_warning(checkpoint, caplog, monkeypatch):

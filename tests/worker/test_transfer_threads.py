@@ -10,12 +10,13 @@ import threading
 import pytest
 import torch
 from faulty_store import FaultyStore, HangingStore, Panic
+from late_queue import LateStream
 
 from octavo.data.scheduler_output import CachedRequestData, KVTransfer, SchedulerOutput, TransferDirection
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.kv_transfer.tiers import TieredStore
 from octavo.models.kv_layout import KVLayout, KVShape
-from octavo.worker import transfer_threads
+from octavo.worker import stored_blocks, transfer_threads
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.transfer_threads import KVTransferThreads
 
@@ -87,12 +88,19 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(transfer_threads, "piece_blocks", lambda _: 2)
 
 
+@pytest.fixture(params=["cpu", "late"])
+def either_device(request, monkeypatch):
+    """A CPU, or a device that copies late."""
+    if request.param == "late":
+        monkeypatch.setattr(stored_blocks, "create_copy_stream", lambda _: LateStream())
+
+
 def memory(block_bytes):
     return MemoryStore(GlobalKVPool(1000), "a", block_bytes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.usefixtures("small_pieces", "either_device")
 def test_saved_blocks_load_bit_for_bit(dtype):
     moved, keys = Moved(memory, dtype), keys_of(7)
     moved.fill(keys, range(7))
@@ -104,7 +112,7 @@ def test_saved_blocks_load_bit_for_bit(dtype):
     assert all(bool((moved.bytes[block] == SENTINEL).all()) for block in range(NUM_BLOCKS + 3) if block not in touched)
 
 
-@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.usefixtures("small_pieces", "either_device")
 def test_load_stops_before_first_corrupt_block():
     moved, keys = Moved(memory), keys_of(7)
     moved.fill(keys, range(7))
@@ -146,6 +154,7 @@ def test_store_exception_is_reported_once_as_failed_transfer(direction, error):
 
 
 @pytest.mark.parametrize("direction", [LOAD, SAVE])
+@pytest.mark.usefixtures("either_device")
 def test_cancelled_transfer_writes_no_block_and_reports_nothing(direction):
     stores = []
 
@@ -173,6 +182,18 @@ def test_cancelled_transfer_writes_no_block_and_reports_nothing(direction):
         assert all(
             moved.store.pool._nodes["a"][key].kv_data[32:] == moved.content(key).numpy().tobytes() for key in keys
         )
+
+
+def test_transfer_without_buffer_is_reported_as_failed(monkeypatch):
+    """A store that hangs keeps its buffer, and there is no memory for another one."""
+    moved, keys = Moved(memory), keys_of(1)
+    moved.threads._buffers[SAVE].get()
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(moved.threads._blocks, "make_buffer", fail)
+    assert moved.move(SAVE, keys, [0]) == 0
 
 
 def test_hanging_save_blocks_neither_loads_nor_shutdown(monkeypatch):
@@ -280,6 +301,12 @@ def test_faulty_store_puts_no_wrong_byte_into_block(num_faults):
     assert store.stats().num_corrupt > store.num_spoilt / 2  # the rest was evicted before it was read again
     assert min(store.faults.values()) > 0
     assert fuzz.num_ended > num_faults / 10
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_faulty_store_puts_no_wrong_byte_into_block_of_late_device(monkeypatch):
+    monkeypatch.setattr(stored_blocks, "create_copy_stream", lambda _: LateStream())
+    Fuzz(8).run(300)
 
 
 def test_fuzz_detects_missing_checksums(monkeypatch):

@@ -4,6 +4,7 @@ import queue
 
 import pytest
 import torch
+from late_queue import LateStream
 
 from octavo.data.scheduler_output import (
     CachedRequestData,
@@ -16,13 +17,20 @@ from octavo.data.scheduler_output import (
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.kv_transfer.tiers import TieredStore
 from octavo.models.kv_layout import KVLayout, KVShape
-from octavo.worker import transfer_threads
+from octavo.worker import stored_blocks, transfer_threads
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.transfer_threads import KVTransferThreads
 
 LOAD, SAVE = TransferDirection.LOAD, TransferDirection.SAVE
 KEYS = [bytes([number]) * 32 for number in range(5)]
 FULL, NEAR = KVShape(1, 8), KVShape(3, 8, window=6)
+
+
+@pytest.fixture(autouse=True, params=["cpu", "late"])
+def either_device(request, monkeypatch):
+    """A CPU, or a device that copies late."""
+    if request.param == "late":
+        monkeypatch.setattr(stored_blocks, "create_copy_stream", lambda _: LateStream())
 
 
 class Moved:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from octavo.worker.pinned_memory import pinned_memory, rounded_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -52,7 +54,7 @@ class CudaQueue:
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """Return pinned memory."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return pinned_memory(num_bytes, is_brief=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Enqueue without waiting."""
@@ -96,7 +98,7 @@ class HostCopies(Protocol):
         ...
 
 
-class _Passed:
+class Passed:
     """A mark without work."""
 
     def synchronize(self) -> None:
@@ -107,7 +109,7 @@ class SharedMemory:
     """`HostCopies` of a CPU."""
 
     device = torch.device("cpu")
-    _passed = _Passed()
+    _passed = Passed()
 
     def begin(self) -> None:
         """Do nothing."""
@@ -151,7 +153,7 @@ class _PinnedSet:
         num_bytes = sum(sizes)
         if self._num_used + num_bytes > len(self._memory):
             self._full.append(self._memory)
-            self._memory = self._queue.host_memory(2 * len(self._memory) + num_bytes)
+            self._memory = self._queue.host_memory(rounded_bytes(2 * len(self._memory) + num_bytes))
             self._num_used = 0
         source = self._memory[self._num_used : self._num_used + num_bytes]
         self._num_used += num_bytes

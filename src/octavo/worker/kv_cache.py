@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from octavo.data.kv_tiers import HOST, TierMove
+from octavo.worker.pinned_memory import pinned_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +38,25 @@ class GroupMemory:
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return self.blocks.shape[1] * self.blocks.itemsize
+
+
+class TimeMark(Protocol):
+    """A time in the order of a device's work."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Return the milliseconds to a later mark, when both are passed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """A CPU's time."""
+
+    seconds: float
+
+    def elapsed_time(self, end: _Now) -> float:
+        """Return milliseconds."""
+        return 1000 * (end.seconds - self.seconds)
 
 
 class PagedKVCache:
@@ -68,8 +89,7 @@ class PagedKVCache:
         for group, count, block_bytes in zip(layout.kv_groups, num_blocks, each_bytes, strict=True):
             assert count > 0
             blocks = _reserve(count + num_scratch_blocks, block_bytes, dtype=dtype, device=device, allocate=allocate)
-            host_shape = (num_host_blocks, blocks.shape[1])
-            host_blocks = torch.empty(host_shape, dtype=dtype, pin_memory=device.type == "cuda")
+            host_blocks = _reserve_host(num_host_blocks, block_bytes, dtype=dtype, device=device)
             self.groups.append(GroupMemory(group.kind, count, blocks, host_blocks))
             start = 0
             for number in group.layers:
@@ -106,24 +126,31 @@ class PagedKVCache:
         """Bytes of `memory`."""
         return sum(each.nbytes for each in self.memory)
 
-    def copy(self, copies: BlockCopies) -> tuple[TierMove, ...]:
-        """Copy whole blocks, in the order that `BlockCopies` states.
+    def copy(self, copies: BlockCopies) -> Callable[[], tuple[TierMove, ...]]:
+        """Copy whole blocks, in the order that `BlockCopies` states. A GPU does it later, in its order of work.
 
-        Returns the moves to and from host memory, or nothing.
+        Only the GPU reads host blocks, so nothing waits. Call the returned function when the copies are done: it
+        returns the moves to and from host memory, or nothing.
         """
-        groups, start = self.groups, time.perf_counter()
+        if not copies:
+            return _no_moves
+        groups, start = self.groups, time_mark(self.device)
         for group, block, host in copies.swap_out:
-            groups[group].host_blocks[host].copy_(groups[group].blocks[block])
-        saved = time.perf_counter()
+            groups[group].host_blocks[host].copy_(groups[group].blocks[block], non_blocking=True)
+        saved = time_mark(self.device)
         for group, source, target in copies.block_copies:
             groups[group].blocks[target].copy_(groups[group].blocks[source])
         if not (copies.swap_out or copies.swap_in):
-            return ()
-        loading = time.perf_counter()
+            return _no_moves
+        loading = time_mark(self.device)
         for group, host, block in copies.swap_in:
-            groups[group].blocks[block].copy_(groups[group].host_blocks[host])
-        loaded = time.perf_counter()
-        return self._host_move(copies.swap_out, saved - start), self._host_move(copies.swap_in, loaded - loading)
+            groups[group].blocks[block].copy_(groups[group].host_blocks[host], non_blocking=True)
+        return partial(self._host_moves, copies, (start, saved, loading, time_mark(self.device)))
+
+    def _host_moves(self, copies: BlockCopies, times: tuple[TimeMark, ...]) -> tuple[TierMove, ...]:
+        start, saved, loading, loaded = times
+        saving_s, loading_s = start.elapsed_time(saved) / 1000, loading.elapsed_time(loaded) / 1000
+        return self._host_move(copies.swap_out, saving_s), self._host_move(copies.swap_in, loading_s)
 
     def _host_move(self, moved: list[tuple[int, int, int]], seconds: float) -> TierMove:
         num_blocks = sum(group == 0 for group, _, _ in moved)
@@ -133,6 +160,28 @@ class PagedKVCache:
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """Return its views."""
         return self._layers[index]
+
+
+def time_mark(device: torch.device) -> TimeMark:
+    """Return a mark after all enqueued work; on a CPU the time."""
+    if device.type == "cpu":
+        return _Now(time.perf_counter())
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    mark: TimeMark = event
+    return mark
+
+
+def _no_moves() -> tuple[TierMove, ...]:
+    return ()
+
+
+def _reserve_host(num_blocks: int, block_bytes: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uninitialized host memory, pinned for a GPU."""
+    shape = (num_blocks, block_bytes // dtype.itemsize)
+    if device.type == "cpu":
+        return torch.empty(shape, dtype=dtype)
+    return pinned_memory(num_blocks * block_bytes).view(dtype).view(shape)
 
 
 def _reserve(

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 class LaunchedStep:
     """A launched step: filled by `octavo.worker.model_runner.ModelRunner.launch`, passed once to `collect`.
 
+    host_moves    moves to and from host memory; read after `end`
     end           mark after all of its work
     inputs        None if nothing is computed
     chosen        None if no request is sampled
@@ -33,7 +36,7 @@ class LaunchedStep:
     """
 
     scheduled: SchedulerOutput
-    host_moves: tuple[TierMove, ...] = ()
+    host_moves: Callable[[], tuple[TierMove, ...]]
     end: Mark | None = None
     inputs: ModelInputs | None = None
     chosen: Choices | None = None

@@ -16,7 +16,7 @@ from octavo.worker.kv_plan import KVPlan, KVSize, check_kv_dtype
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from octavo.config import CacheConfig, SchedulerConfig
+    from octavo.config import CacheConfig, ResolvedSchedulerConfig
     from octavo.kernels.interface import Kernels
     from octavo.models.architecture import Architecture
 
@@ -77,7 +77,7 @@ def free_bytes(device: torch.device) -> int:
 def largest_batch(
     architecture: Architecture,
     cache_config: CacheConfig,
-    scheduler_config: SchedulerConfig,
+    scheduler_config: ResolvedSchedulerConfig,
     *,
     dtype: str,
     kv_dtype: str,
@@ -90,7 +90,7 @@ def largest_batch(
     """Return max_num_batched_tokens, or less if the KV cache would lack room, but at least max_num_seqs.
 
     scratch_bytes(num_tokens): of kernels and proposer. draft_block_bytes: the drafting model's KV for each block.
-    store_bytes: host memory of KV stores.
+    store_bytes: memory of KV stores on the device.
 
     The cache has to hold at least the step's tokens, unless the configuration sets its size.
     """
@@ -122,8 +122,8 @@ def largest_batch(
 
 
 def _free_for_step(device: torch.device, cache_config: CacheConfig, store_bytes: int) -> int:
-    """Return the free bytes, on a CPU less swapping and stores."""
-    return free_bytes(device) - (cache_config.swap_space_bytes + store_bytes if device.type == "cpu" else 0)
+    """Return the free bytes, less stores, and on a CPU swapping."""
+    return free_bytes(device) - store_bytes - (cache_config.swap_space_bytes if device.type == "cpu" else 0)
 
 
 def _share(free: int, device: torch.device) -> int:
@@ -134,7 +134,7 @@ def _share(free: int, device: torch.device) -> int:
 def decide_kv_size(
     architecture: Architecture,
     cache_config: CacheConfig,
-    scheduler_config: SchedulerConfig,
+    scheduler_config: ResolvedSchedulerConfig,
     *,
     dtype: str,
     kv_dtype: str,
@@ -198,7 +198,10 @@ def decide_num_host_blocks(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
 ) -> int:
-    """Return how many blocks fit `swap_space_bytes`. Raises `ConfigError` if host memory does not suffice."""
+    """Return how many blocks fit `swap_space_bytes`. Raises `ConfigError` if host memory does not suffice.
+
+    store_bytes: host memory of KV stores.
+    """
     wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu"))
     if wanted + store_bytes > free:
         of_stores = f" and KV stores take {store_bytes:,} bytes" if store_bytes else ""

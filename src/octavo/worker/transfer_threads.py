@@ -14,25 +14,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import torch
-
-from octavo.data.kv_groups import NO_BLOCK
 from octavo.data.kv_tiers import EndedTransfer
-from octavo.data.scheduler_output import TransferDirection, are_whole, need_parts
+from octavo.data.scheduler_output import TransferDirection, are_whole
 from octavo.kv_transfer import group_parts
 from octavo.kv_transfer.guard import HANGS_AFTER_S
 from octavo.kv_transfer.tiers import TierTally
 from octavo.runtime.daemon_threads import DaemonThreads
+from octavo.worker.stored_blocks import StoredBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
     from octavo.data.scheduler_output import KVTransfer, SchedulerOutput
     from octavo.kv_transfer.tiers import TieredStore
+    from octavo.worker.host_copies import Mark
     from octavo.worker.kv_cache import PagedKVCache
+    from octavo.worker.stored_blocks import PieceBuffer
 
 logger = logging.getLogger(__name__)
 _PIECE_BYTES = 8 << 20  # a cancel waits for one; a larger save becomes several files
@@ -63,9 +60,13 @@ class NoKVMover:
 
 @dataclass(slots=True)
 class _Moving:
-    """A transfer until it is reported. lock: held while its blocks are written or read."""
+    """A transfer until it is reported.
+
+    begun: mark after the work of steps that precedes it. lock: held while its blocks are written or read.
+    """
 
     order: KVTransfer
+    begun: Mark
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_cancelled: bool = False
     num_moved: int = 0
@@ -93,7 +94,7 @@ class KVTransferThreads:
             TransferDirection.LOAD: DaemonThreads(num_threads, "octavo-kv-load", HANGS_AFTER_S),
             TransferDirection.SAVE: DaemonThreads(1, "octavo-kv-save", HANGS_AFTER_S),
         }
-        self._buffers: dict[TransferDirection, queue.SimpleQueue[Tensor]] = {
+        self._buffers: dict[TransferDirection, queue.SimpleQueue[PieceBuffer]] = {
             TransferDirection.LOAD: queue.SimpleQueue(),
             TransferDirection.SAVE: queue.SimpleQueue(),
         }
@@ -114,54 +115,62 @@ class KVTransferThreads:
             if moving is not None:
                 with moving.lock:
                     moving.is_cancelled = True
+        if not scheduled.kv_transfers:
+            return
+        begun = self._blocks.mark()
         for order in scheduled.kv_transfers:
-            moving = _Moving(order)
+            moving = _Moving(order, begun)
             with self._lock:
                 self._moving[order.transfer_id] = moving
             self._threads[order.direction].submit(partial(self._run, moving))
 
     def _run(self, moving: _Moving) -> None:
         order = moving.order
-        buffers = self._buffers[order.direction]
-        try:
-            buffer = buffers.get_nowait()
-        except queue.Empty:  # a store that hangs keeps its buffer
-            buffer = self._blocks.make_buffer(self._piece_blocks)
+        buffers, buffer = self._buffers[order.direction], None
         move = self._load if order.direction is TransferDirection.LOAD else self._save
         try:
+            buffer = self._take(buffers)
             for first in range(0, len(order.keys), self._piece_blocks):
                 if moving.is_cancelled or not move(moving, first, buffer):
                     break
         except BaseException:  # ends the transfer, with the blocks that were moved
             logger.exception("a KV %s failed", order.direction.value)
         finally:
-            buffers.put(buffer)
+            if buffer is not None:
+                buffers.put(buffer)
             with self._lock:
                 is_known = self._moving.pop(order.transfer_id, None) is not None
             if is_known:
                 moves, evicted = moving.tally.moves(), self._store.take_evicted()
                 self._report(EndedTransfer(order.transfer_id, moving.num_moved, moves, evicted))
 
-    def _load(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
+    def _take(self, buffers: queue.SimpleQueue[PieceBuffer]) -> PieceBuffer:
+        """Return a buffer; a new one if stores that hang keep all of them."""
+        try:
+            return buffers.get_nowait()
+        except queue.Empty:
+            return self._blocks.make_buffer(self._piece_blocks)
+
+    def _load(self, moving: _Moving, first: int, buffer: PieceBuffer) -> bool:
         """Load a piece; return True if it was complete."""
         keys, block_ids = self._piece(moving, first)
-        views, needs_all = self._blocks.views(buffer, len(keys)), self._blocks.need_all(block_ids)
+        views, needs_all = buffer.views(len(keys)), self._blocks.need_all(block_ids)
         count = group_parts.load(self._store, keys, views, needs_all, self._blocks.part_bytes, moving.tally)
         with moving.lock:
             if moving.is_cancelled:
                 return False
-            self._blocks.write([ids[:count] for ids in block_ids], buffer)
+            buffer.write([ids[:count] for ids in block_ids], moving.begun)
         moving.num_moved += count
         return count == len(keys)
 
-    def _save(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
+    def _save(self, moving: _Moving, first: int, buffer: PieceBuffer) -> bool:
         """Save a piece; return True if it was complete."""
         keys, block_ids = self._piece(moving, first)
         with moving.lock:
             if moving.is_cancelled:
                 return False
-            self._blocks.read(block_ids, buffer)
-        views, has_all = self._blocks.views(buffer, len(keys)), are_whole(block_ids)
+            buffer.read(block_ids, moving.begun)
+        views, has_all = buffer.views(len(keys)), are_whole(block_ids)
         count = group_parts.save(self._store, keys, views, has_all, self._blocks.part_bytes, moving.tally)
         moving.num_moved += count
         return count == len(keys)
@@ -194,76 +203,5 @@ def piece_blocks(block_bytes: int) -> int:
 
 
 def staging_bytes(block_bytes: int, num_threads: int) -> int:
-    """Return the buffers' bytes if no store hangs."""
+    """Return the buffers' bytes if no store hangs. On a GPU also those on the device; few ids are added."""
     return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes
-
-
-class StoredBlocks:
-    """The blocks of a KV cache as stores keep them: the contents of all KV groups, one after another."""
-
-    def __init__(self, kv_cache: PagedKVCache) -> None:
-        self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes
-        self._parts: list[_Part] = []
-        start = 0
-        for group in kv_cache.groups:
-            self._parts.append(_Part(group.blocks, start))
-            start += group.block_bytes
-        self._pin_memory = kv_cache.device.type != "cpu"
-
-    def make_buffer(self, num_blocks: int) -> Tensor:
-        """Return host memory."""
-        return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=self._pin_memory)
-
-    def views(self, buffer: Tensor, count: int) -> list[memoryview]:
-        """Return memory views."""
-        return [memoryview(row) for row in buffer[:count].numpy()]
-
-    def need_all(self, block_ids: list[list[int]]) -> list[bool]:
-        """Return which loaded blocks need more than the first group's content; all if there is one group."""
-        return need_parts(block_ids) if len(self._parts) > 1 else [True] * len(block_ids[0])
-
-    def write(self, block_ids: list[list[int]], buffer: Tensor) -> None:
-        """Copy from a buffer; skips `NO_BLOCK`."""
-        for part, ids in zip(self._parts, block_ids, strict=True):
-            part.write(ids, buffer)
-
-    def read(self, block_ids: list[list[int]], buffer: Tensor) -> None:
-        """Copy into a buffer; skips `NO_BLOCK`."""
-        for part, ids in zip(self._parts, block_ids, strict=True):
-            part.read(ids, buffer)
-
-
-class _Part:
-    """A KV group's blocks as bytes, in a buffer's rows from byte `start` on.
-
-    On a CPU numpy copies, in one thread: torch would use all cores.
-    """
-
-    def __init__(self, blocks: Tensor, start: int) -> None:
-        self._bytes = blocks.view(torch.uint8)
-        self._array = self._bytes.numpy() if blocks.device.type == "cpu" else None
-        self._columns = slice(start, start + self._bytes.shape[1])
-
-    def write(self, block_ids: list[int], buffer: Tensor) -> None:
-        """Copy from a buffer."""
-        columns = buffer[:, self._columns]
-        wanted = [(row, block_id) for row, block_id in enumerate(block_ids) if block_id != NO_BLOCK]
-        if self._array is not None:
-            rows = columns.numpy()
-            for row, block_id in wanted:
-                np.copyto(self._array[block_id], rows[row])
-            return
-        for row, block_id in wanted:
-            self._bytes[block_id].copy_(columns[row])
-
-    def read(self, block_ids: list[int], buffer: Tensor) -> None:
-        """Copy into a buffer."""
-        columns = buffer[:, self._columns]
-        there = [(row, block_id) for row, block_id in enumerate(block_ids) if block_id != NO_BLOCK]
-        if self._array is not None:
-            rows = columns.numpy()
-            for row, block_id in there:
-                np.copyto(rows[row], self._array[block_id])
-            return
-        for row, block_id in there:
-            columns[row].copy_(self._bytes[block_id])

@@ -1,0 +1,70 @@
+"""Pinned host memory, which a GPU reads and writes without the CPU."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import weakref
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from octavo.errors import ConfigError
+from octavo.worker.memory import free_bytes
+
+logger = logging.getLogger(__name__)
+_PORTABLE = 1  # cudaHostRegisterPortable: for every device
+
+
+def pinned_memory(num_bytes: int, *, is_brief: bool = False) -> torch.Tensor:
+    """Return uint8 [num_bytes] of pinned memory.
+
+    is_brief: from torch's allocator, for copies of a step. It keeps freed memory until the device's copies are done,
+    and rounds each size up to a power of two.
+
+    Otherwise the memory takes whole pages and no more, and must not be freed during a copy. If the driver refuses it,
+    it comes from torch's allocator, with a warning. Raises `ConfigError` if the rounded size is not free.
+    """
+    if is_brief or not num_bytes:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    area = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area.madvise(mmap.MADV_DONTFORK)  # after a fork a write could move a page away from the device
+    memory = np.frombuffer(area, np.uint8)
+    cudart = torch.cuda.cudart()
+    result = cudart.cudaHostRegister(memory.ctypes.data, num_bytes, _PORTABLE)
+    if int(result) == 0:
+        # Not of the map: it is unmapped before its finalizers run.
+        weakref.finalize(memory, _unregister, memory.ctypes.data).atexit = False
+        return torch.from_numpy(memory)
+    reason = cudart.cudaGetErrorString(result)
+    _clear_error()
+    del memory
+    area.close()
+    rounded, free = rounded_bytes(num_bytes), free_bytes(torch.device("cpu"))
+    if rounded > free:
+        raise ConfigError(
+            f"the driver cannot register {num_bytes:,} bytes of host memory ({reason}), and torch would pin "
+            f"{rounded:,} bytes, but only {free:,} are free; free host memory, or decrease swap_space_bytes"
+        )
+    logger.warning(
+        "the driver cannot register %s bytes of host memory (%s): torch pins %s bytes instead",
+        f"{num_bytes:,}", reason, f"{rounded:,}",
+    )  # fmt: skip
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def rounded_bytes(num_bytes: int) -> int:
+    """Return what torch's allocator takes for pinned memory of this size."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.synchronize()  # an abandoned step may still copy
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _clear_error() -> None:
+    """Read the runtime's last error, which the next launch in this thread would raise as its own."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")

@@ -1,0 +1,281 @@
+"""Copies of blocks between the KV cache and the buffers of transfers.
+
+A CPU copies with numpy, in one thread: torch would use all cores. On a GPU each buffer has a stream, so that a transfer
+does not wait for the kernels of later steps. Blocks are gathered on the device, and cross the bus in one copy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Protocol, cast
+
+import numpy as np
+import torch
+
+from octavo.data.kv_groups import NO_BLOCK
+from octavo.data.scheduler_output import need_parts
+from octavo.worker.host_copies import CudaQueue, Passed
+from octavo.worker.pinned_memory import pinned_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from octavo.worker.host_copies import Mark
+    from octavo.worker.kv_cache import PagedKVCache
+
+_ALIGNMENT = 64  # bytes, of the first row
+_UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # a device copies bytes one by one
+
+
+class CopyStream(Protocol):
+    """A stream of a device, next to that of the steps. Enqueued work is done in order."""
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """Return uint8 [num_bytes] of device-accessible host memory."""
+        ...
+
+    def wait(self, mark: Mark) -> None:
+        """Begin later work after a mark of any stream."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Enqueue a copy."""
+        ...
+
+    def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
+        """Enqueue target[i] = source[rows[i]]."""
+        ...
+
+    def scatter(self, target: Tensor, rows: Tensor, source: Tensor) -> None:
+        """Enqueue target[rows[i]] = source[i]."""
+        ...
+
+    def mark(self) -> Mark:
+        """Mark all enqueued work."""
+        ...
+
+
+class CudaStream:
+    """A GPU's stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """Return pinned memory."""
+        return pinned_memory(num_bytes)
+
+    def wait(self, mark: Mark) -> None:
+        """Wait on the device."""
+        self._stream.wait_event(cast("torch.cuda.Event", mark))
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Enqueue without waiting."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
+        """Launch a kernel."""
+        with torch.cuda.stream(self._stream):
+            torch.index_select(source, 0, rows, out=target)
+
+    def scatter(self, target: Tensor, rows: Tensor, source: Tensor) -> None:
+        """Launch a kernel."""
+        with torch.cuda.stream(self._stream):
+            target.index_copy_(0, rows, source)
+
+    def mark(self) -> Mark:
+        """Return an event; a thread that waits for it sleeps."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        mark: Mark = event
+        return mark
+
+
+class PieceBuffer(Protocol):
+    """Host memory for the blocks of a piece of a transfer. Used by one thread at a time.
+
+    block_ids: for each KV group, one id for each block; those that are `NO_BLOCK` are skipped. after: a mark that the
+    copies wait for.
+    """
+
+    def views(self, count: int) -> list[memoryview]:
+        """Return the memory of the first blocks."""
+        ...
+
+    def write(self, block_ids: list[list[int]], after: Mark) -> None:
+        """Copy to the KV cache. When this returns or raises, nothing is written any more."""
+        ...
+
+    def read(self, block_ids: list[list[int]], after: Mark) -> None:
+        """Copy from the KV cache. When this returns or raises, nothing is read any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A KV group's blocks as rows of bytes, and their columns in a buffer's rows."""
+
+    blocks: Tensor
+    columns: slice
+
+
+class StoredBlocks:
+    """The blocks of a KV cache as stores keep them: the contents of all KV groups, one after another."""
+
+    def __init__(self, kv_cache: PagedKVCache) -> None:
+        self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes
+        self._device = kv_cache.device
+        self._parts: list[_Part] = []
+        start = 0
+        for group in kv_cache.groups:
+            end = start + group.block_bytes
+            self._parts.append(_Part(group.blocks.view(torch.uint8), slice(start, end)))
+            start = end
+
+    def make_buffer(self, num_blocks: int) -> PieceBuffer:
+        """Return a buffer, on a device with a stream."""
+        stream = create_copy_stream(self._device)
+        if stream is None:
+            return HostBuffer(self._parts, self.block_bytes, num_blocks)
+        buffer = StagedBuffer(self._parts, self.block_bytes, num_blocks, stream, self._device)
+        stream.wait(self.mark())  # steps that freed this memory may still use it
+        return buffer
+
+    def mark(self) -> Mark:
+        """Mark all work of steps that was enqueued before."""
+        return mark_steps(self._device)
+
+    def need_all(self, block_ids: list[list[int]]) -> list[bool]:
+        """Return which loaded blocks need more than the first group's content; all if there is one group."""
+        return need_parts(block_ids) if len(self._parts) > 1 else [True] * len(block_ids[0])
+
+
+class HostBuffer:
+    """`PieceBuffer` of a CPU."""
+
+    def __init__(self, parts: Sequence[_Part], block_bytes: int, num_blocks: int) -> None:
+        self._rows = np.empty((num_blocks, block_bytes), np.uint8)
+        self._parts = [(part.blocks.numpy(), self._rows[:, part.columns]) for part in parts]
+
+    def views(self, count: int) -> list[memoryview]:
+        """Return memory views."""
+        return [memoryview(row) for row in self._rows[:count]]
+
+    def write(self, block_ids: list[list[int]], after: Mark) -> None:
+        """Copy block by block."""
+        del after
+        for (blocks, rows), ids in zip(self._parts, block_ids, strict=True):
+            for row, block_id in enumerate(ids):
+                if block_id != NO_BLOCK:
+                    np.copyto(blocks[block_id], rows[row])
+
+    def read(self, block_ids: list[list[int]], after: Mark) -> None:
+        """Copy block by block."""
+        del after
+        for (blocks, rows), ids in zip(self._parts, block_ids, strict=True):
+            for row, block_id in enumerate(ids):
+                if block_id != NO_BLOCK:
+                    np.copyto(rows[row], blocks[block_id])
+
+
+class StagedBuffer:
+    """`PieceBuffer` of a device: as much memory on both sides, first the ids, then a row for each block.
+
+    The device's memory is used by this stream alone, and freed only with the buffer.
+    """
+
+    def __init__(
+        self, parts: Sequence[_Part], block_bytes: int, num_blocks: int, stream: CopyStream, device: torch.device
+    ) -> None:
+        ids_bytes = 8 * len(parts) * num_blocks
+        self._head_bytes = -(-ids_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._block_bytes, self._stream = block_bytes, stream
+        num_bytes = self._head_bytes + num_blocks * block_bytes
+        self._host = stream.host_memory(num_bytes)
+        self._staged = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._host_ids, self._ids = (
+            memory[:ids_bytes].view(torch.int64).view(len(parts), num_blocks) for memory in (self._host, self._staged)
+        )
+        self._host_rows, rows = (
+            memory[self._head_bytes :].view(num_blocks, block_bytes) for memory in (self._host, self._staged)
+        )
+        size = math.gcd(8, block_bytes, *(part.columns.start for part in parts))
+        unit = _UNITS[size]
+        self._parts = [
+            _Copied(
+                part.blocks.view(unit) if part.blocks.nbytes else part.blocks,
+                rows.view(unit)[:, part.columns.start // size : part.columns.stop // size],
+            )
+            for part in parts
+        ]
+
+    def views(self, count: int) -> list[memoryview]:
+        """Return memory views."""
+        return [memoryview(row) for row in self._host_rows[:count].numpy()]
+
+    def write(self, block_ids: list[list[int]], after: Mark) -> None:
+        """Copy all blocks to the device, and scatter them there."""
+        if not block_ids[0]:
+            return
+        stream, end = self._stream, self._head_bytes + len(block_ids[0]) * self._block_bytes
+        self._put(block_ids)
+        try:
+            stream.wait(after)
+            stream.copy(self._staged[:end], self._host[:end])
+            for part, ids, all_ids in zip(self._parts, self._ids, block_ids, strict=True):
+                for run in part.runs(all_ids):
+                    stream.scatter(part.blocks, ids[run], part.rows[run])
+        finally:
+            stream.mark().synchronize()
+
+    def read(self, block_ids: list[list[int]], after: Mark) -> None:
+        """Gather all blocks on the device, and copy them to the host."""
+        stream, count = self._stream, len(block_ids[0])
+        end = self._head_bytes + count * self._block_bytes
+        self._put(block_ids)
+        try:
+            stream.wait(after)
+            stream.copy(self._staged[: self._head_bytes], self._host[: self._head_bytes])
+            for part, ids, all_ids in zip(self._parts, self._ids, block_ids, strict=True):
+                for run in part.runs(all_ids):
+                    stream.gather(part.rows[run], part.blocks, ids[run])
+            stream.copy(self._host[self._head_bytes : end], self._staged[self._head_bytes : end])
+        finally:
+            stream.mark().synchronize()
+
+    def _put(self, block_ids: list[list[int]]) -> None:
+        """Write the ids to host memory."""
+        self._host_ids[:, : len(block_ids[0])] = torch.tensor(block_ids, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A KV group's blocks, and the columns of staging memory for them, as integers of one type."""
+
+    blocks: Tensor
+    rows: Tensor
+
+    def runs(self, block_ids: list[int]) -> list[slice]:
+        """Return the stretches of rows without `NO_BLOCK`; none if blocks have no bytes."""
+        runs, start = [], 0
+        for is_there, run in groupby(block_ids, NO_BLOCK.__ne__):
+            end = start + len(list(run))
+            if is_there and self.rows.shape[1]:
+                runs.append(slice(start, end))
+            start = end
+        return runs
+
+
+def create_copy_stream(device: torch.device) -> CopyStream | None:
+    """Return a new stream of a device; None for a CPU."""
+    return None if device.type == "cpu" else CudaStream(device)
+
+
+def mark_steps(device: torch.device) -> Mark:
+    """Return a mark after all work that steps have enqueued."""
+    return Passed() if device.type == "cpu" else CudaQueue().mark()
