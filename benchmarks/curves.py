@@ -23,7 +23,7 @@ from comparison.report import folder_of_pictures, save_picture
 from workloads import prepare
 
 from octavo import LLM, SamplingParams
-from octavo.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, QUANTIZATIONS
+from octavo.config import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -221,7 +221,7 @@ def main() -> None:
         max_num_seqs=max(REQUESTS),
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
-        max_num_batched_tokens=DEFAULT_MAX_NUM_BATCHED_TOKENS,  # and the share of prompts in a step: as a server
+        is_offline=False,  # the tokens of a step, and the share of prompts in it: as a server
         mixed_step_ms=None,
     )
     client = Client(llm.llm_engine)

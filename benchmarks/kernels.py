@@ -23,6 +23,7 @@ from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.machine import cold_bytes
 from octavo.kernels.operations.add import add
 from octavo.kernels.operations.divide import divide
+from octavo.kernels.operations.log_softmax import log_softmax
 from octavo.kernels.operations.soft_cap import soft_cap
 from octavo.kernels.quantization import kv_scales, quantize_int4, quantize_int8, quantize_rows
 from octavo.kernels.reference import ReferenceKernels
@@ -289,6 +290,11 @@ def sampling_cases(kernels: Kernels) -> Iterator[Case]:
             return divide(kernels, logits, 1.0)
 
         yield case(f"divide logits x{rows}", kernels, divided, 0, 2 * logits.nbytes)
+
+        def logprobs(_: int, logits=logits) -> object:  # noqa: ANN001
+            return log_softmax(kernels, logits)
+
+        yield case(f"log_softmax x{rows}", kernels, logprobs, 0, 4 * logits.nbytes)
 
         def top(_: int, logits=logits) -> object:  # noqa: ANN001
             return kernels.top_tokens(logits, 20)

@@ -53,9 +53,9 @@ def main() -> None:
             seconds += time.process_time() - start
         recorder.close()
         size, spent = path.stat().st_size, recorder.seconds
-        stats, done = recorder.get_stats(), replay(path)
+        stats, done = engine.core.metrics.stats, replay(path)
     print(
-        f"{sent} requests, {stats.num_steps} steps, {stats.total_preempted} preemptions: recording took "
+        f"{sent} requests, {stats.num_steps} steps, {stats.num_preemptions} preemptions: recording took "
         f"{100 * spent / seconds:.2f} % of {seconds:.1f} s of CPU; {size / sent:.0f} bytes a request; "
         f"{len(done.mismatches)} of {done.num_steps} replayed steps decided differently"
     )

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from comparison.engines import ENGINES, Engine
 from workloads import FOLDER, prepare
 
-from octavo.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MIXED_STEP_MS
+from octavo.config import CPU_DEFAULTS, DEFAULT_MIXED_STEP_MS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,7 +151,7 @@ def run_pairs(arguments: argparse.Namespace, octavo: Engine, checkpoint: Path, w
         offline += ["--workload", str(workloads), "--only", "B", "--repeat", "1", "--json"]
         # Use the server's limit of tokens per step; otherwise steps of different sizes would be compared.
         offline += ["--mixed-step-ms", f"{DEFAULT_MIXED_STEP_MS:g}"]
-        offline += ["--max-num-batched-tokens", str(DEFAULT_MAX_NUM_BATCHED_TOKENS)]
+        offline += ["--max-num-batched-tokens", str(CPU_DEFAULTS.max_num_batched_tokens)]
         environment = octavo.environment(THREADS, arguments.kv_gib << 30)
         for number in range(arguments.pairs):
             result = subprocess.run(

@@ -208,7 +208,7 @@ def time_per_output_token(output: RequestOutput) -> float:
 
 def num_steps_of(llm: LLM) -> int:
     """Return the number of steps of an engine."""
-    return int(llm.llm_engine.core.scheduler.get_stats().num_steps)
+    return int(llm.llm_engine.core.metrics.stats.num_steps)
 
 
 def is_known(method: str) -> bool:

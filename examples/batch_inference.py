@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, SpeculativeConfig
-from octavo.config import default_max_num_batched_tokens
 from octavo.data.events import Event, RequestFinished, RequestPreempted, StepScheduled
 from octavo.data.model_output import ModelOutput
 from octavo.data.scheduler_output import BlockCopies, CachedRequestData
@@ -260,7 +259,8 @@ def main() -> None:
         cache_config=CacheConfig(enable_prefix_caching=False),
         scheduler_config=SchedulerConfig(
             max_num_seqs=slots,
-            max_num_batched_tokens=arguments.max_num_batched_tokens or default_max_num_batched_tokens(slots),
+            max_num_batched_tokens=arguments.max_num_batched_tokens,
+            async_scheduling=False,  # each step is timed alone, and may be divided
             mixed_step_ms=0.0,  # latency does not matter here, and steps must not depend on the machine's speed
         ),
         device=arguments.device,

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from octavo.config import DeviceConfig, KVTransferConfig, SchedulerConfig, SpeculativeConfig
+    from octavo.config import DeviceConfig, KVTransferConfig, ResolvedSchedulerConfig, SpeculativeConfig
     from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
     from octavo.data.fingerprint import EngineFingerprint
@@ -106,8 +106,10 @@ def build_core(
     device_config = _device_config(config)
     dtype = architecture.dtype if model_config.dtype == "auto" else model_config.dtype
     isa = _instruction_set(device_config, dtype)
-    scheduler_config = resolve_scheduler(config.scheduler, architecture, model_config.quantization, isa)
-    speculative_config = _resolve_speculative(config, device_config)
+    device_type, has_drafts = resolve_device(device_config.device).type, config.speculative.is_requested
+    limits = config.scheduler.resolved(device_type, has_drafts=has_drafts)
+    scheduler_config = resolve_scheduler(limits, architecture, model_config.quantization, isa)
+    speculative_config = None if scheduler_config.async_scheduling else _resolve_speculative(config, device_config)
     grammars = make_grammars(model_config, served)
     reading = grammars.read_ahead() if reads_ahead and grammars is not None else None
     has_store = kv_store is not None or config.kv_transfer.names_store
@@ -151,7 +153,7 @@ def _make_worker(
     config: EngineConfig,
     served: ServedModel,
     dtype: str,
-    scheduler_config: SchedulerConfig,
+    scheduler_config: ResolvedSchedulerConfig,
     speculative_config: SpeculativeConfig | None,
     draft: DraftCheckpoint | None,
     grammars: GrammarCompiler | None,
@@ -178,6 +180,7 @@ def _make_worker(
         speculative_config=speculative_config,
         draft_checkpoint=draft,
         store_bytes=partial(_store_bytes, config.kv_transfer, has_store=has_store),
+        staging_bytes=partial(_staging_bytes, config.kv_transfer, has_store=has_store),
     )
 
 
@@ -196,7 +199,7 @@ def _create_direct(
 
 def _make_executor(config: EngineConfig, info: WorkerInfo, worker: Worker, store: TieredStore | None) -> LocalExecutor:
     mode: type[StepMode] = ComputesAtOnce
-    if config.scheduler.async_scheduling:
+    if info.scheduler_config.async_scheduling:
         mode = ComputesInBackground if info.device == "cpu" else LaunchesAhead
     return LocalExecutor(worker, store, num_threads=num_load_threads(config.kv_transfer), mode=mode)
 
@@ -211,7 +214,12 @@ def _stats(store: TieredStore | None) -> EngineStats:
 
 
 def _store_bytes(config: KVTransferConfig, block_bytes: int, *, has_store: bool) -> int:
-    return staging_bytes(block_bytes, num_load_threads(config)) + host_bytes(config, block_bytes) if has_store else 0
+    of_stores = host_bytes(config, block_bytes) if has_store else 0
+    return of_stores + _staging_bytes(config, block_bytes, has_store=has_store)
+
+
+def _staging_bytes(config: KVTransferConfig, block_bytes: int, *, has_store: bool) -> int:
+    return staging_bytes(block_bytes, num_load_threads(config)) if has_store else 0
 
 
 def _connect(
@@ -232,14 +240,12 @@ def _connect(
 
 
 def _resolve_speculative(config: EngineConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:
-    if config.scheduler.async_scheduling:
-        return None
     return config.speculative.resolved(is_exact=are_exact(resolve_device(device_config.device), device_config.kernels))
 
 
 def _capacity(
     info: WorkerInfo,
-    scheduler_config: SchedulerConfig,
+    scheduler_config: ResolvedSchedulerConfig,
     speculative_config: SpeculativeConfig | None,
     config: EngineConfig,
     direct: DirectDonor | DirectReceiver | None,
@@ -293,8 +299,8 @@ def _recorded(
 
 
 def resolve_scheduler(
-    config: SchedulerConfig, architecture: Architecture, quantization: str | None, isa: str | None = None
-) -> SchedulerConfig:
+    config: ResolvedSchedulerConfig, architecture: Architecture, quantization: str | None, isa: str | None = None
+) -> ResolvedSchedulerConfig:
     """Set attention_cost_tokens and mixed_step_ms if the configuration does not.
 
     Attention is slower per operation than matrix products, by a factor of the instruction set and the weights.
@@ -312,7 +318,7 @@ def resolve_scheduler(
     return replace(config, attention_cost_tokens=cost, mixed_step_ms=step_ms)
 
 
-def fit_reservation(config: SchedulerConfig, num_kv_tokens: int) -> SchedulerConfig:
+def fit_reservation(config: ResolvedSchedulerConfig, num_kv_tokens: int) -> ResolvedSchedulerConfig:
     """Lower TGI's limits to the engine's capacity, and log it. num_kv_tokens: of the KV cache."""
     there = {
         "max_batch_total_tokens": (num_kv_tokens, "the KV cache is not larger"),

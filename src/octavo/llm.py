@@ -13,7 +13,6 @@ from octavo.compatibility import accept_arguments
 from octavo.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_GROUP_SIZE,
-    DEFAULT_MAX_NUM_SEQS,
     DEFAULT_PACKED_CACHE_BYTES,
     CacheConfig,
     DeviceConfig,
@@ -23,7 +22,6 @@ from octavo.config import (
     SchedulerConfig,
     SchedulingPolicy,
     SpeculativeConfig,
-    default_max_num_batched_tokens,
 )
 from octavo.config import scheduling_policy as parse_policy
 from octavo.engine.async_llm import AsyncEngine
@@ -143,8 +141,9 @@ class LLM:
       chat_template: a Jinja template, as text or a file. seed: requests without a seed derive theirs from it.
 
     Steps
-      max_num_seqs: maximum sequences in a step. max_num_batched_tokens: maximum tokens in a step, by default 1,024
-      because no user waits for a step. enable_chunked_prefill: compute long prompts in chunks.
+      max_num_seqs: maximum sequences in a step; None: 64, on a GPU 256. max_num_batched_tokens: maximum tokens in a
+      step; None: 1,024 because no user waits for a step, on a GPU 8,192. enable_chunked_prefill: compute long prompts
+      in chunks.
       long_prefill_token_threshold: maximum tokens of one prompt in a step; 0: no such limit.
       scheduling_policy: "fcfs", "priority", "deadline" or "fair".
 
@@ -205,11 +204,10 @@ class LLM:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        scheduler_options = {"mixed_step_ms": 0.0, **_take_fields(others, SchedulerConfig)}
+        scheduler_options = {"is_offline": True, "mixed_step_ms": 0.0, **_take_fields(others, SchedulerConfig)}
         cache_options = _take_fields(others, CacheConfig)
         device_options = _take_fields(others, DeviceConfig)
         accept_arguments(others)
-        max_num_seqs = DEFAULT_MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
         with LoadingProgress() as progress:
             self.llm_engine = LLMEngine(
                 ModelConfig(
@@ -228,11 +226,7 @@ class LLM:
                 ),
                 SchedulerConfig(
                     max_num_seqs=max_num_seqs,
-                    max_num_batched_tokens=(
-                        default_max_num_batched_tokens(max_num_seqs, is_offline=True)
-                        if max_num_batched_tokens is None
-                        else max_num_batched_tokens
-                    ),
+                    max_num_batched_tokens=max_num_batched_tokens,
                     policy=parse_policy(scheduling_policy),
                     enable_chunked_prefill=enable_chunked_prefill,
                     long_prefill_token_threshold=long_prefill_token_threshold,

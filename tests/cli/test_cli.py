@@ -70,8 +70,8 @@ def fake_model(monkeypatch: pytest.MonkeyPatch) -> FakeExecutor:
     """Build a fake engine for every requested model."""
     executor = FakeExecutor()
 
-    def build(options: EngineOptions) -> Any:
-        options.config()
+    def build(options: EngineOptions, **others: bool) -> Any:
+        options.config(**others)
         return make_engine(executor, max_num_seqs=8)
 
     monkeypatch.setattr(EngineOptions, "build", build)
@@ -255,7 +255,7 @@ def test_engine_options_set_config_fields() -> None:
     config = options.config()
     assert config.speculative == SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     assert config.model.model == config.model.served_model_name == "some/model"
-    assert config.scheduler.max_num_batched_tokens == 1000
+    assert config.scheduler.resolved().max_num_batched_tokens == 1000
     assert config.scheduler.policy is SchedulingPolicy.PRIORITY
     assert (config.cache.num_gpu_blocks, config.cache.kv_cache_memory_bytes) == (7, 5)
     assert not config.cache.enable_prefix_caching
@@ -603,7 +603,8 @@ def test_bench_disables_mixed_step_limit_by_default(monkeypatch: pytest.MonkeyPa
     """No user reads the output while it is generated, as with `LLM`. An explicit option is still used."""
     built: list[float | None] = []
 
-    def build(options: EngineOptions) -> Any:
+    def build(options: EngineOptions, *, is_offline: bool) -> Any:
+        assert is_offline
         built.append(options.mixed_step_ms)
         return make_engine(FakeExecutor(), max_num_seqs=8)
 
@@ -742,6 +743,32 @@ def test_serve_exits_with_error_if_engine_is_dead(monkeypatch: pytest.MonkeyPatc
     assert result.exit_code == 1
     assert "error: the engine failed and cannot restart" in result.output
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_server_takes_limits_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the engine knows its device, whose defaults these are."""
+    executor = FakeExecutor()
+    executor.die = True
+    limits = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "async_scheduling": True}
+    monkeypatch.setattr(EngineOptions, "launch", lambda *_, **__: make_engine(executor, **limits))
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+    answers: list[Any] = []
+
+    def ask() -> None:
+        transport = httpx.HTTPTransport(retries=5)  # retry until it listens, after 0.5 s, 1 s, 2 s ...
+        with httpx.Client(transport=transport, timeout=60, base_url=f"http://127.0.0.1:{port}") as http:
+            answers.extend(http.get(route).json() for route in ("/server_info", "/info"))
+            http.post("/v1/completions", json={"prompt": "a"})  # ends the server
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    run("serve", "--port", str(port), "--max-num-waiting", "10")
+    asking.join(30)
+    server_info, info = answers
+    assert server_info["max_running_requests"] == 256
+    assert {name: server_info["settings"]["scheduler"][name] for name in limits} == limits
+    assert server_info["settings"]["server"]["max_open_requests"] == info["max_concurrent_requests"] == 266
 
 
 def test_kubernetes_service_variable_is_not_used_as_port() -> None:

@@ -39,7 +39,7 @@ INTERNAL: dict[type, set[str]] = {
         "skip_tokenizer_init",  # for Python only: a command reads and writes text
     },
     CacheConfig: set(),
-    SchedulerConfig: set(),
+    SchedulerConfig: {"is_offline"},  # of the command
     DeviceConfig: set(),
     KVTransferConfig: set(),
     # The first two are derived from the scheduler's options. Only replicas get the last one, from the environment.
@@ -80,7 +80,7 @@ def other_values(part: type) -> Iterator[tuple[str, str, Any]]:
     for name, option in options_of(part).items():
         kind, default = str(kinds[name]), defaults[name]
         value: Any = FREE.get(name, "some text")
-        if isinstance(default, bool):
+        if kind.startswith("bool"):
             value = not default
         elif option.choices or isinstance(default, StrEnum):
             value = next(each for each in option.choices or type(default) if each != default)

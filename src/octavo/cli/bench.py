@@ -13,7 +13,7 @@ import typer
 
 from octavo.cli.command import command, make_app
 from octavo.cli.engine_options import EngineOptions
-from octavo.config import api_key_from_environment, default_max_num_batched_tokens
+from octavo.config import api_key_from_environment
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -179,10 +179,7 @@ def _bench(options: EngineOptions, file: Path | None, names: Sequence[Workload],
     workloads = None if file is None else read_workloads(file)
     if options.mixed_step_ms is None:  # no user waits, so prompts may fill a step
         options = replace(options, mixed_step_ms=0.0)
-    if options.max_num_batched_tokens is None:
-        tokens = default_max_num_batched_tokens(options.max_num_seqs, is_offline=True)
-        options = replace(options, max_num_batched_tokens=tokens)
-    engine = options.build()
+    engine = options.build(is_offline=True)
     info = engine.input_processor.model_info
     if workloads is None:
         workloads = make_workloads(info.vocab_size, info.max_model_len)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
@@ -19,13 +20,13 @@ from octavo.config import (
     SchedulerConfig,
     SchedulingPolicy,
     SpeculativeConfig,
-    default_max_num_batched_tokens,
 )
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from octavo.data.capacity import EngineCapacity
     from octavo.engine.llm_engine import Engine
 
 _PANELS = {
@@ -91,8 +92,9 @@ class EngineOptions:
         ),
     ] = None
     # Options that this class and the commands read:
-    max_num_seqs: int
+    max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    async_scheduling: bool | None
     mixed_step_ms: float | None
     max_num_waiting: int | None
     max_num_waiting_tokens: int | None
@@ -121,22 +123,23 @@ class EngineOptions:
             return path.resolve().stem
         return path.resolve().name if path.is_dir() else model
 
-    def config(self) -> EngineConfig:
-        """Build the configuration. Raises `ConfigError`."""
-        budget = self.max_num_batched_tokens
-        if budget is None:
-            budget = default_max_num_batched_tokens(self.max_num_seqs)
-        scheduler = read_part(self, SchedulerConfig, max_num_batched_tokens=budget)
+    def config(self, *, is_offline: bool = False) -> EngineConfig:
+        """Build the configuration. is_offline: as in `SchedulerConfig`. Raises `ConfigError`."""
         return read_part(
             self,
             EngineConfig,
             model=read_part(self, ModelConfig, model=self.chosen_model, served_model_name=self.served_name),
             cache=read_part(self, CacheConfig),
-            scheduler=scheduler,
+            scheduler=read_part(self, SchedulerConfig, is_offline=is_offline),
             device=read_part(self, DeviceConfig),
             speculative=self._speculative(),
             kv_transfer=read_part(self, KVTransferConfig),
         )
+
+    def with_limits(self, capacity: EngineCapacity) -> Self:
+        """Return the options with the limits of an engine that was started with them."""
+        names = ("max_num_seqs", "max_num_batched_tokens", "async_scheduling")
+        return replace(self, **{name: getattr(capacity, name) for name in names})
 
     def _speculative(self) -> SpeculativeConfig:
         if self.speculative_config is None:
@@ -159,9 +162,9 @@ class EngineOptions:
         with LoadingProgress() as progress:
             return launch_engine(config, progress=progress, meanwhile=meanwhile)
 
-    def build(self) -> Engine:
-        """Load the model in this process. Raises `ConfigError` and `ModelError`."""
-        config = self.config()  # reports wrong options before torch is imported
+    def build(self, *, is_offline: bool = False) -> Engine:
+        """Load the model in this process. is_offline: as in `config`. Raises `ConfigError` and `ModelError`."""
+        config = self.config(is_offline=is_offline)  # reports wrong options before torch is imported
         from octavo.build import build_engine  # imports torch
         from octavo.runtime.progress import LoadingProgress
 

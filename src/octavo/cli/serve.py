@@ -57,7 +57,9 @@ class ServerOptions:
     api_keys: Path | None
     allowed_host: list[str] | None
 
-    def server_config(self, listen: ListenOptions, max_open_requests: int, max_num_waiting_tokens: int) -> ServerConfig:
+    def server_config(
+        self, listen: ListenOptions, max_open_requests: int | None, max_num_waiting_tokens: int
+    ) -> ServerConfig:
         """Build the configuration. Raises `ConfigError`."""
         listen.check()
         api_key = self.api_key or (None if self.api_keys else api_key_from_environment())
@@ -87,7 +89,9 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
     if is_drawn:  # so that servers differ; the log has the seed, for a replay
         engine = replace(engine, seed=secrets.randbits(_SEED_BITS))
     waiting, tokens = _limits(engine)
-    config = server.server_config(listen, engine.max_num_seqs + waiting, tokens)
+    # Without max_num_seqs the limit of open requests follows from the device, which the engine finds.
+    max_open_requests = None if engine.max_num_seqs is None else engine.max_num_seqs + waiting
+    config = server.server_config(listen, max_open_requests, tokens)
     # The server refuses excess requests immediately, so the engine need not.
     engine = replace(engine, max_num_waiting=None, max_num_waiting_tokens=None)
     if server.api_keys is not None and engine.scheduling_policy is None:
@@ -109,10 +113,17 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
         return
     if is_drawn:
         say(f"seed = {engine.config().model.seed}  (drawn for this process)")
-    _run(engine, config, listen, say)
+    _run(engine, config, listen, say, max_num_waiting=waiting)
 
 
-def _run(engine: EngineOptions, config: ServerConfig, listen: ListenOptions, say: Callable[[str], object]) -> None:
+def _run(
+    engine: EngineOptions,
+    config: ServerConfig,
+    listen: ListenOptions,
+    say: Callable[[str], object],
+    *,
+    max_num_waiting: int,
+) -> None:
     from octavo.engine.async_llm import AsyncEngine
     from octavo.http.listening import (
         allow_open_files,
@@ -128,12 +139,13 @@ def _run(engine: EngineOptions, config: ServerConfig, listen: ListenOptions, say
     max_connections = allow_open_files()
     with hearing_signals(), bind(listen.host, listen.port) as sock:
         launched = engine.launch(meanwhile=partial(importlib.import_module, "octavo.server.serving"))
+        config = replace(config, max_open_requests=launched.capacity.max_num_seqs + max_num_waiting)
         llm = AsyncEngine(launched, max_unread_outputs=config.max_unread_outputs)
         try:
             from octavo.server.serving import make_server
 
             with permanent_generation():
-                settings = configuration(config, engine.config())
+                settings = configuration(config, engine.with_limits(launched.capacity).config())
                 http = make_server(llm, config, max_connections=max_connections, settings=settings)
             open_door(sock)
             address = listen.address(sock, config)

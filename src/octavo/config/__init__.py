@@ -4,12 +4,9 @@ from octavo.config.access import DEFAULT_MAX_BODY_BYTES, LOG_FORMATS, LOG_LEVELS
 from octavo.config.engine import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_GROUP_SIZE,
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    DEFAULT_MAX_NUM_SEQS,
     DEFAULT_MAX_NUM_WAITING,
     DEFAULT_MAX_NUM_WAITING_TOKENS,
     DEFAULT_MIXED_STEP_MS,
-    DEFAULT_OFFLINE_BATCHED_TOKENS,
     DEFAULT_PACKED_CACHE_BYTES,
     DTYPES,
     INSTRUCTION_SETS,
@@ -21,9 +18,9 @@ from octavo.config.engine import (
     ModelConfig,
     ModelInfo,
     PreemptionMode,
+    ResolvedSchedulerConfig,
     SchedulerConfig,
     SchedulingPolicy,
-    default_max_num_batched_tokens,
     scheduling_policy,
 )
 from octavo.config.environment import (
@@ -45,18 +42,17 @@ from octavo.config.kv_transfer import KVTransferConfig
 from octavo.config.router import ROUTING_POLICIES, RouterConfig
 from octavo.config.server import ServerConfig
 from octavo.config.speculative import SpeculativeConfig
+from octavo.config.step_defaults import CPU_DEFAULTS
 
 __all__ = [
     "API_KEY_VARIABLE",
+    "CPU_DEFAULTS",
     "DEFAULT_BLOCK_SIZE",
     "DEFAULT_GROUP_SIZE",
     "DEFAULT_MAX_BODY_BYTES",
-    "DEFAULT_MAX_NUM_BATCHED_TOKENS",
-    "DEFAULT_MAX_NUM_SEQS",
     "DEFAULT_MAX_NUM_WAITING",
     "DEFAULT_MAX_NUM_WAITING_TOKENS",
     "DEFAULT_MIXED_STEP_MS",
-    "DEFAULT_OFFLINE_BATCHED_TOKENS",
     "DEFAULT_PACKED_CACHE_BYTES",
     "DTYPES",
     "INSTRUCTION_SETS",
@@ -78,6 +74,7 @@ __all__ = [
     "ModelInfo",
     "Option",
     "PreemptionMode",
+    "ResolvedSchedulerConfig",
     "RouterConfig",
     "SchedulerConfig",
     "SchedulingPolicy",
@@ -85,7 +82,6 @@ __all__ = [
     "SpeculativeConfig",
     "api_key_from_environment",
     "cache_directory",
-    "default_max_num_batched_tokens",
     "environment_of_replicas",
     "forget_service_link",
     "isa_from_environment",

@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path  # noqa: TC003 - commands read the types of fields
 
-from octavo.config.engine import DEFAULT_MAX_NUM_SEQS, DEFAULT_MAX_NUM_WAITING
+from octavo.config.engine import DEFAULT_MAX_NUM_WAITING
 from octavo.config.fields import at_least, check_choices, not_negative, option
+from octavo.config.step_defaults import CPU_DEFAULTS
 from octavo.errors import ConfigError
 
 LOG_FORMATS = ("text", "json")
@@ -71,7 +72,7 @@ class AccessConfig:
     )
     ssl_certfile: Path | None = option(None, "Certificate for TLS. Default: no TLS.", unit="FILE", panel="Access")
     ssl_keyfile: Path | None = option(None, "Its private key. Default: no TLS.", unit="FILE", panel="Access")
-    max_open_requests: int | None = DEFAULT_MAX_NUM_SEQS + DEFAULT_MAX_NUM_WAITING
+    max_open_requests: int | None = CPU_DEFAULTS.max_num_seqs + DEFAULT_MAX_NUM_WAITING
     max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, "Maximum size of a request body.", unit="SIZE", panel="Limits")
     body_timeout_s: float = option(
         30.0,

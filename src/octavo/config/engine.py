@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config.fields import QUANTIZATIONS, at_least, check_choices, choice, not_negative, option
 from octavo.config.kv_transfer import KVTransferConfig
 from octavo.config.speculative import SpeculativeConfig
+from octavo.config.step_defaults import CPU_DEFAULTS, GPU_DEFAULTS, STEP_DEFAULTS
 from octavo.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ _GROUP_MULTIPLE = 32  # as in `octavo.kernels.quantization`
 DEFAULT_GROUP_SIZE = 32  # for weights that are rounded to int4 at load
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPE_ALIASES = {"fp8_e4m3": "fp8"}
-DEFAULT_MAX_NUM_SEQS = 64
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
-DEFAULT_OFFLINE_BATCHED_TOKENS = 1024  # offline, no user waits for the end of a step
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MIXED_STEP_MS = 100.0  # for users who read answers as they are generated
 DEFAULT_MAX_NUM_WAITING = 1024  # for a server
@@ -218,8 +216,10 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of a step and of the queue, the order of requests, and the rules for lack of memory.
 
-    The options' texts describe the other fields.
+    The options' texts describe the other fields. max_num_seqs, max_num_batched_tokens, async_scheduling: None is the
+    default of the device, see `resolved`.
 
+    is_offline: no user waits for the end of a step, so a CPU's steps have more tokens by default.
     mixed_step_ms: None: 100 for an engine, 0 for `LLM`.
     attention_cost_tokens: a prompt token counts as 1 + attention_cost_tokens * position / 1000 tokens of the budget.
     None: derived from the model's shape. A scheduler without an engine uses 0 for both.
@@ -235,15 +235,19 @@ class SchedulerConfig:
     run.
     """
 
-    max_num_seqs: int = option(DEFAULT_MAX_NUM_SEQS, "Maximum number of sequences in a step.")
-    max_num_batched_tokens: int = option(
-        DEFAULT_MAX_NUM_BATCHED_TOKENS,
-        "Maximum number of tokens in a step, of prompts and answers together. Default: "
-        f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}, in octavo bench {DEFAULT_OFFLINE_BATCHED_TOKENS}, or max-num-seqs if "
-        "that is larger.",
-        unit="TOKENS",
-        is_open=True,
+    max_num_seqs: int | None = option(
+        None,
+        f"Maximum number of sequences in a step. Default: {CPU_DEFAULTS.max_num_seqs}, on a GPU "
+        f"{GPU_DEFAULTS.max_num_seqs}, or max-num-batched-tokens if that is smaller.",
     )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "Maximum number of tokens in a step, of prompts and answers together. Default: "
+        f"{CPU_DEFAULTS.max_num_batched_tokens} (octavo bench: {CPU_DEFAULTS.num_offline_tokens}), on a GPU "
+        f"{GPU_DEFAULTS.max_num_batched_tokens}, or max-num-seqs if that is larger.",
+        unit="TOKENS",
+    )
+    is_offline: bool = False
     enable_chunked_prefill: bool = option(
         True, "Compute a long prompt in chunks, so that running requests get a token in the same steps."
     )
@@ -318,10 +322,11 @@ class SchedulerConfig:
         "else no limit.",
         unit="TOKENS",
     )
-    async_scheduling: bool = option(
-        False,
+    async_scheduling: bool | None = option(
+        None,
         "Schedule the next step while the current one is computed, if its outcome is predictable. No token "
-        "changes. It pays if scheduling is slow compared with the computation, as on a GPU.",
+        "changes. It pays if scheduling is slow compared with the computation. Default: on a GPU, unless drafts are "
+        "asked for.",
     )
     preemption: PreemptionMode = option(
         PreemptionMode.AUTO,
@@ -350,8 +355,7 @@ class SchedulerConfig:
     )
 
     def __post_init__(self) -> None:
-        at_least("max_num_seqs", self.max_num_seqs, 1)
-        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        self._check_step()
         for name in ("long_prefill_token_threshold", "max_num_mixed_prefill_tokens"):
             at_least(name, getattr(self, name), 0)
         for name in ("max_num_waiting", "max_num_waiting_tokens"):
@@ -374,10 +378,15 @@ class SchedulerConfig:
         for name in _CUT_PROMPTS:
             if getattr(self, name) and not self.enable_chunked_prefill:
                 raise ConfigError(f"{name} divides prompts into chunks, so it needs enable_chunked_prefill = True")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+
+    def _check_step(self) -> None:
+        num_seqs, num_tokens = self.max_num_seqs, self.max_num_batched_tokens
+        at_least("max_num_seqs", num_seqs, 1, may_be_none=True)
+        at_least("max_num_batched_tokens", num_tokens, 1, may_be_none=True)
+        if num_seqs is not None and num_tokens is not None and num_tokens < num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): every running request gets at least one token a step"
+                f"max_num_batched_tokens ({num_tokens}) must be at least max_num_seqs ({num_seqs}): every running "
+                "request gets at least one token a step"
             )
 
     def _check_reservation(self) -> None:
@@ -390,6 +399,32 @@ class SchedulerConfig:
                     f"{each.name} = {value} has no effect with admission = {self.admission.value}: set admission to "
                     f"reservation (--admission reservation), or leave {each.name} out"
                 )
+
+    def resolved(self, device_type: str = "cpu", *, has_drafts: bool = False) -> ResolvedSchedulerConfig:
+        """Replace limits that are None by the defaults of a device.
+
+        device_type: "cpu" or "cuda". has_drafts: the user asked for drafts, which exclude async_scheduling.
+        """
+        defaults, values = STEP_DEFAULTS[device_type], {each.name: getattr(self, each.name) for each in fields(self)}
+        num_seqs, num_tokens, is_async = self.max_num_seqs, self.max_num_batched_tokens, self.async_scheduling
+        if num_seqs is None:
+            num_seqs = min(defaults.max_num_seqs, num_tokens or defaults.max_num_seqs)
+        if num_tokens is None:
+            default = defaults.num_offline_tokens if self.is_offline else defaults.max_num_batched_tokens
+            num_tokens = max(default, num_seqs)
+        if is_async is None:
+            is_async = defaults.async_scheduling and not has_drafts
+        values |= {"max_num_seqs": num_seqs, "max_num_batched_tokens": num_tokens, "async_scheduling": is_async}
+        return ResolvedSchedulerConfig(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedSchedulerConfig(SchedulerConfig):
+    """A `SchedulerConfig` for a known device: it has all limits of a step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    async_scheduling: bool
 
 
 _OF_RESERVATION = ("max_batch_total_tokens", "waiting_served_ratio", "max_waiting_tokens")
@@ -470,8 +505,7 @@ class EngineConfig:
             raise ConfigError(
                 "kv_disk_dir, kv_mooncake and kv_direct need enable_prefix_caching: turn it on, or set none of them"
             )
-        has_drafts = self.speculative.method not in {"auto", "none"} or self.speculative.model is not None
-        if self.scheduler.async_scheduling and has_drafts:
+        if self.scheduler.async_scheduling and self.speculative.is_requested:
             raise ConfigError(
                 "async_scheduling does not work with drafts, because they need the tokens of the previous step: turn "
                 "it off, or set neither speculative_method nor speculative_model"
@@ -519,8 +553,3 @@ class ModelInfo:
 def scheduling_policy(name: str) -> SchedulingPolicy:
     """Return the policy with a name. Raises `ConfigError`."""
     return SchedulingPolicy(choice("scheduling policy", SchedulingPolicy, name))
-
-
-def default_max_num_batched_tokens(max_num_seqs: int, *, is_offline: bool = False) -> int:
-    """Return the default budget of a step in tokens."""
-    return max(DEFAULT_OFFLINE_BATCHED_TOKENS if is_offline else DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)

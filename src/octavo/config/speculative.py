@@ -130,6 +130,11 @@ class SpeculativeConfig:
             raise ConfigError(f"quantization is of a model that drafts, but the method is {self.method}")
 
     @property
+    def is_requested(self) -> bool:
+        """Return True if the user asked for drafts."""
+        return self.method not in {"auto", "none"} or self.model is not None
+
+    @property
     def drafts_by_model(self) -> bool:
         """Return True if a model is loaded to draft."""
         return self.method == "quantized" or self.model is not None

@@ -9,7 +9,7 @@ from octavo.data.fingerprint import EngineFingerprint  # noqa: TC001 - msgspec r
 from octavo.data.kv_groups import SlidingWindow
 
 if TYPE_CHECKING:
-    from octavo.config import CacheConfig, SchedulerConfig, SpeculativeConfig
+    from octavo.config import CacheConfig, ResolvedSchedulerConfig, SpeculativeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class EngineCapacity:
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    async_scheduling: bool
     max_batch_prefill_tokens: int
     max_batch_total_tokens: int
     num_gpu_blocks: int
@@ -53,7 +54,7 @@ class EngineCapacity:
     @classmethod
     def of(
         cls,
-        scheduler: SchedulerConfig,
+        scheduler: ResolvedSchedulerConfig,
         cache: CacheConfig,
         *,
         num_blocks: int,
@@ -74,6 +75,7 @@ class EngineCapacity:
         return cls(
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            async_scheduling=scheduler.async_scheduling,
             max_batch_prefill_tokens=largest_step if prefill is None else min(prefill, largest_step),
             max_batch_total_tokens=num_tokens if total is None else min(total, num_tokens),
             num_gpu_blocks=num_blocks,
