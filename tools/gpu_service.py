@@ -41,7 +41,10 @@ _GONE_S = 20.0  # until its engine has ended after it
 
 
 def soak(check: Check, entries: Entries) -> None:
-    """Send requests for `soak_s`. Each must end once, no block may be lost, memory must not grow after a warm-up."""
+    """Send requests for `soak_s`.
+
+    Each must end once, no block may be lost, memory must not grow after a warm-up, and no step may compile a kernel.
+    """
     entries.add("soak", partial(_soak, check))
 
 
@@ -88,11 +91,13 @@ def _soak(check: Check) -> dict[str, Any]:
         free()
         levels.append(memory_levels(check))
     growth = [after - before for before, after in zip(*levels, strict=True)]
+    num_compilations = core.metrics.stats.num_compilations
     found = {
         "is_right": True,
         "seconds": time.monotonic() - start,
         "num_requests": len(sent),
         "num_preempted": watch.num_preempted,
+        "num_compilations": num_compilations,
         "device_growth_bytes": growth[0],
         "host_growth_bytes": growth[1],
     }
@@ -100,6 +105,7 @@ def _soak(check: Check) -> dict[str, Any]:
     wrong = wrong_ends(watch.queued, watch.ended) + wrong_ends(sent, told)
     wrong += faults + [str(breach) for breach in breaches]
     wrong += [f"memory grew by {each:,} bytes" for each in growth if each > MOST_GROWTH]
+    wrong += [f"{num_compilations} kernels were compiled while serving"] if num_compilations else []
     return found | ({"is_right": False, "wrong": wrong[:10]} if wrong else {})
 
 

@@ -17,7 +17,7 @@ from stores import Store
 from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import EngineConfig, kernels_required
 from octavo.core.draft_policy import DraftPolicy
-from octavo.data.events import HostBlocksFound, RequestQueued, StepScheduled
+from octavo.data.events import HostBlocksFound, KernelsCompiled, RequestQueued, StepScheduled
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import ContentSpan, RequestStatus
 from octavo.data.scheduler_output import KVTransfer, TransferDirection
@@ -203,6 +203,20 @@ def test_replay_repeats_number_of_computed_drafts(make_core, tmp_path, monkeypat
     assert replay(recorded.path).mismatches
 
 
+def test_replay_repeats_compilations(make_core, tmp_path):
+    recorded = Recorded(make_core, tmp_path / "run.journal")
+    core = recorded.core
+    core.add("a", 5, max_tokens=2)
+    for num_compilations in (3, 0):
+        scheduled = core.scheduler.schedule()
+        core.scheduler.update_from_output(
+            scheduled, ModelOutput(scheduled.step, {"a": [7]}, num_compilations=num_compilations)
+        )
+    done = recorded.close()
+    assert [event.num_kernels for event in done.log.of_type(KernelsCompiled)] == [3]
+    assert done.log.events == core.log.events
+
+
 def test_journal_of_later_version_is_refused(make_core, tmp_path):
     recorded = Recorded(make_core, tmp_path / "run.journal")
     recorded.core.add("a", 3)
@@ -307,7 +321,7 @@ def real_run(path, num_requests):
         start = time.process_time()
         engine.step()
         seconds += time.process_time() - start
-    stats = engine.core.scheduler.get_stats()
+    stats = engine.core.metrics.stats
     recording = engine.core.scheduler.seconds
     engine.core.scheduler.close()
     return stats, seconds, recording
@@ -323,7 +337,7 @@ def test_journal_of_real_engine_run_replays(tmp_path, num_requests, record_tests
         stats, seconds, recording = real_run(path, num_requests)
     finally:
         gc.enable()
-    assert stats.total_preempted > 0
+    assert stats.num_preemptions > 0
     done = replay(path)
     assert done.mismatches == []
     assert done.num_requests == num_requests

@@ -1,4 +1,4 @@
-"""rms_norm, add_rms_norm, add, gate, soft_cap, rope_and_write_kv."""
+"""rms_norm, add_rms_norm, add, gate, soft_cap, log_softmax, rope_and_write_kv."""
 
 from dataclasses import replace
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from kernel_accuracy import assert_as_exact_as_torch
-from paged_batches import paged_batch
+from paged_batches import floats, paged_batch
 
 from octavo.kernels.operations.add import add
 from octavo.kernels.operations.divide import divide
+from octavo.kernels.operations.log_softmax import log_softmax
 from octavo.kernels.operations.soft_cap import soft_cap
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.models.kv_layout import KVLayout, KVShape
@@ -138,6 +139,25 @@ def test_soft_cap_is_as_exact_as_torch(kernels, generator, cap, shape):
     assert torch.equal(alone, capped[-1:])
 
 
+@pytest.mark.parametrize("vocab", [5, 1123, 9001])
+def test_log_softmax_is_as_exact_as_torch(kernels, generator, vocab):
+    """A row has the same bits at each place of a batch. Rows of other lengths than multiples of 16 bytes are aligned
+    differently.
+    """
+    logits = torch.randn(6, vocab, generator=generator) * torch.tensor([1, 30, 1e-3, 5, 5, 2000])[:, None]
+    logits[3, 3:], logits[4, 2] = -torch.inf, torch.nan
+    exact, plain, whole = logits.double().log_softmax(dim=-1), logits.log_softmax(dim=-1), logits.clone()
+    log_softmax(kernels, whole)
+    assert_as_exact_as_torch(*(each[[0, 1, 2, 5]] for each in (whole, plain, exact)))
+    assert_as_exact_as_torch(*(each[3:4, :3] for each in (whole, plain, exact)))
+    assert (whole[3, 3:] == -torch.inf).all()
+    assert whole[4].isnan().all()
+    for row in range(6):
+        copies = logits[[row] * 5]
+        log_softmax(kernels, copies)
+        assert torch.equal(copies.nan_to_num(), whole[[row] * 5].nan_to_num())
+
+
 def test_tanh_error_is_within_two_ulps(compiled):
     x = torch.cat(
         [torch.linspace(-12, 12, 200001), torch.logspace(-38, 38, 1001), torch.tensor([torch.inf, torch.nan])]
@@ -213,6 +233,31 @@ def test_rope_and_write_kv_is_exact_and_writes_only_mapped_slots(kernels, genera
     for cache, old in ((k_cache, k_before), (v_cache, v_before)):  # all other slots are unchanged
         cache[block, :, offset] = old[block, :, offset]
         assert torch.equal(cache.nan_to_num(), old.nan_to_num())
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_value_that_is_not_finite_is_written_as_zeros_with_key_of_nan(kernels, generator, value, dtype, kv_dtype):
+    layout, batch = KVLayout((KVShape(2, 80),)), paged_batch([(40, 40)], 16, 2, 80, dtype, generator)[0]
+    q, k, v = torch.randn(40, 6, 80, generator=generator).to(dtype).split([2, 2, 2], 1)
+    cos_sin = torch.rand(40, 40, generator=generator)
+
+    def written(values):
+        cache = PagedKVCache(
+            layout, num_blocks=[8], block_size=16, dtype=kv_dtype or dtype, device=torch.device("cpu")
+        ).layer(0)
+        kernels.rope_and_write_kv(q.clone(), k, values, cos_sin, batch, *cache)
+        block, offset = batch.slot_mapping // 16, batch.slot_mapping % 16
+        return [(floats(each) if kv_dtype else each)[block, :, offset] for each in cache]
+
+    (keys, values), broken = written(v), v.clone()
+    broken[3, 1, 79], broken[17, 0, 5] = value, value
+    for at in ((3, 1), (17, 0)):
+        keys[at], values[at] = torch.nan, 0
+    found = written(broken)
+    assert torch.equal(found[0].nan_to_num(9), keys.nan_to_num(9))
+    assert torch.equal(found[1], values)
 
 
 def turned_part(x, cos_sin, *, interleaved):

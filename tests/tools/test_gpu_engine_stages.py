@@ -5,6 +5,7 @@ import json
 import sys
 import types
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,17 +49,30 @@ def test_soak_stage_passes_for_engine_under_load(check):
     assert entry["num_requests"] >= 4
 
 
-@pytest.mark.parametrize("trouble", ["leak", "growth", "silence"])
-def test_soak_stage_detects_leaks_growth_and_lost_requests(check, monkeypatch, trouble):
+def engine_with_compilations(make, *args, **options):
+    engine = make(*args, **options)
+    engine.core.metrics.stats.num_compilations = 2
+    return engine
+
+
+@pytest.mark.parametrize("trouble", ["leak", "growth", "compilation", "silence"])
+def test_soak_stage_detects_leaks_growth_compilations_and_lost_requests(check, monkeypatch, trouble):
     if trouble == "leak":
         monkeypatch.setattr(invariants, "check", lambda _scheduler: ["block 3 is nobody's"])
     elif trouble == "growth":
         levels = iter([(0, 0), (gpu_service.MOST_GROWTH + 1, 0)])
         monkeypatch.setattr(gpu_service, "memory_levels", lambda _check: next(levels))
+    elif trouble == "compilation":
+        monkeypatch.setattr(gpu_service, "make_engine", partial(engine_with_compilations, gpu_service.make_engine))
     else:
         monkeypatch.setattr(gpu_service, "_load", lambda _check, _engine, _end, sent, _told: sent.update(["1"]) or [])
     entry = found(check, gpu_service.soak)
-    wrong = {"leak": "block 3", "growth": "memory grew by", "silence": "1 began 2 times and ended 0 times"}[trouble]
+    wrong = {
+        "leak": "block 3",
+        "growth": "memory grew by",
+        "compilation": "2 kernels were compiled",
+        "silence": "1 began 2 times and ended 0 times",
+    }[trouble]
     assert wrong in entry["soak"]["wrong"][0]
     assert gpu_stages.failures(entry) == ["soak"]
 

@@ -5,7 +5,6 @@ All figures of the engine are counted from these events, so nothing is counted t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping  # noqa: TC003 - msgspec reads these types where events cross to another process
 from dataclasses import dataclass
 from enum import StrEnum
@@ -293,6 +292,13 @@ class StepCompleted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class KernelsCompiled(Event):
+    """The step waited until kernels were compiled, because the warm-up did not launch them."""
+
+    num_kernels: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepFailed(Event):
     """The step was not computed.
 
@@ -354,38 +360,6 @@ class EventLog:
     def of_type(self, kind: type[EventT]) -> list[EventT]:
         """Return all events of a type."""
         return [event for event in self.events if isinstance(event, kind)]
-
-
-class EventCounters:
-    """The totals that `Scheduler.get_stats` reports. num_scheduled: requests, summed over all steps."""
-
-    def __init__(self) -> None:
-        self.count: Counter[type[Event]] = Counter()
-        self.num_scheduled = 0
-        self.num_tokens_scheduled = 0
-        self.num_tokens_generated = 0
-        self.num_swapped = 0
-        self.prefix_query_tokens = 0
-        self.prefix_hit_tokens = 0
-
-    def emit(self, event: Event) -> None:
-        """Count an event."""
-        self.count[type(event)] += 1
-        if isinstance(event, StepScheduled):
-            self.num_scheduled += len(event.num_scheduled_tokens)
-            self.num_tokens_scheduled += event.num_tokens
-        elif isinstance(event, StepCompleted):
-            self.num_tokens_generated += sum(event.num_new_tokens.values())
-        elif isinstance(event, RequestPreempted):
-            self.num_swapped += event.swapped
-        elif isinstance(event, PrefixCacheQueried):
-            self.prefix_query_tokens += event.num_query_tokens
-            self.prefix_hit_tokens += event.num_hit_tokens
-
-    @property
-    def cache_hit_rate(self) -> float:
-        """Share of looked-up tokens that were found, 0 to 1."""
-        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
 
 
 class FanOut:

@@ -108,6 +108,7 @@ class EngineStats:
     num_preemptions: int = 0
     recomputed_tokens: int = 0
     num_failed_steps: int = 0
+    num_compilations: int = 0
     num_quarantined_blocks: int = 0
     request_success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
     tenant_tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -223,6 +224,8 @@ class EngineMetrics:
                 stats.kv_saves[event.outcome] += 1
             case events.KVSavesDropped():
                 stats.kv_dropped_save_blocks += event.num_blocks
+            case events.KernelsCompiled():
+                stats.num_compilations += event.num_kernels
 
     def _move(self, life: _Life, *, runs: bool) -> None:
         if life.is_running != runs:

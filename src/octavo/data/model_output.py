@@ -31,6 +31,7 @@ class ModelOutput:
     host_moves: copies to host memory and back, in this order; or empty.
     drafting_s: seconds of drafting, part of the step's duration. num_drafting_passes: forward passes of a draft model;
     0 if all drafts were looked up. computed_drafts: requests with drafts that a model computed.
+    num_compilations: kernels that were compiled since the last result.
     """
 
     step: int
@@ -46,3 +47,4 @@ class ModelOutput:
     drafting_s: float = 0.0
     num_drafting_passes: int = 0
     computed_drafts: AbstractSet[str] = frozenset()
+    num_compilations: int = 0

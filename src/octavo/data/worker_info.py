@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from octavo.config import SchedulerConfig
+    from octavo.config import ResolvedSchedulerConfig
     from octavo.data.kv_groups import KVGroupSpec
 
 
@@ -35,7 +35,7 @@ class WorkerInfo:
     kernel_layout: str | None
     dtype: str
     kv_dtype: str
-    scheduler_config: SchedulerConfig
+    scheduler_config: ResolvedSchedulerConfig
     block_size: int
     kv_groups: tuple[KVGroupInfo, ...]
     num_host_blocks: int

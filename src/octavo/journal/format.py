@@ -9,15 +9,16 @@ keys of spans are replaced by keyed hashes; "spans" has [first, end, key] for ea
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided; null: not known
     ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks, moves, evicted], ...],
-     seconds, passes, [numbers], [moves], {number: count}]          the result of a step
+     seconds, passes, [numbers], [moves], {number: count}, kernels] the result of a step
     ["k", [answers]]                                                of a KV store, before the line of their call
     ["x", t, message]                                               the step failed
     ["p", [numbers]], ["r"]                                         preempt these requests; reset the prefix cache
     ["g", number, output]                                           the generated tokens of a request at its end
 
 A result omits requests that were due exactly one token, got it and continue. A request with a postponed token has
-sampled 0 and no error. The last five fields, omitted if all are empty, are seconds and passes of drafting, requests
-with computed drafts, copies to and from host memory, and numbers of proposed drafts.
+sampled 0 and no error. The last six fields, omitted if all are empty, are seconds and passes of drafting, requests
+with computed drafts, copies to and from host memory, numbers of proposed drafts, and the number of kernels that were
+compiled, which older journals lack.
 
 The header has the version as "journal". "kv_groups" has one object per KV group, full attention first:
 {"kind": "full_attention", "num_blocks": n}, {"kind": "sliding_window", "num_blocks": n, "window": tokens}.

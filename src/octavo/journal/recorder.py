@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from octavo.core.scheduler import Scheduler
-    from octavo.core.scheduler_interface import SchedulerStats
     from octavo.data.model_output import ModelOutput
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
@@ -174,11 +173,11 @@ class RecordingScheduler:
                 name = output.request_id
                 number = (self._replaced.get(name) or self._unfinished[name]).number
                 rows.append([number, num_sampled, num_accepted, reason, output.error])
-        if result.drafting_s or result.host_moves or result.draft_token_ids:
+        if result.drafting_s or result.host_moves or result.draft_token_ids or result.num_compilations:
             computed = [known[name].number for name in sorted(result.computed_drafts) if name in known]
             drafts = {known[name].number: len(ids) for name, ids in result.draft_token_ids.items() if name in known}
             seldom = result.drafting_s, result.num_drafting_passes, computed, result.host_moves, drafts
-            self._write(["u", self._elapsed(), rows, result.kv_transfers, *seldom])
+            self._write(["u", self._elapsed(), rows, result.kv_transfers, *seldom, result.num_compilations])
         elif rows or result.kv_transfers:
             self._write(["u", self._elapsed(), rows, result.kv_transfers])
         else:
@@ -205,10 +204,6 @@ class RecordingScheduler:
         """See `Scheduler`."""
         self._write(["r"])
         return self._scheduler.reset_prefix_cache()
-
-    def get_stats(self) -> SchedulerStats:
-        """See `Scheduler`."""
-        return self._scheduler.get_stats()
 
     def get_num_transfers(self) -> int:
         """See `Scheduler`."""

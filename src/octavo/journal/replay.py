@@ -134,6 +134,7 @@ class Player:
         computed_drafts: Sequence[int] = (),
         host_moves: Sequence[list[Any]] = (),
         num_drafts: Mapping[str, int] | None = None,
+        num_compilations: int = 0,
     ) -> None:
         scheduled = self.scheduler.in_flight
         assert scheduled is not None
@@ -164,6 +165,7 @@ class Player:
             drafting_s=drafting_s,
             num_drafting_passes=num_drafting_passes,
             computed_drafts={self.names[number] for number in computed_drafts},
+            num_compilations=num_compilations,
         )
         self.scheduler.update_from_output(scheduled, result)
 

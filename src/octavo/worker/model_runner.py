@@ -73,6 +73,7 @@ class ModelRunner:
         self.kernels = kernels
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
         self.forward_pass = ForwardPass(model, kernels, kv_cache, max_num_batched_tokens, decodes)
         self.kv_cache = kv_cache
         self.kv_mover: KVMover = NoKVMover()
@@ -232,7 +233,7 @@ class ModelRunner:
         if step is self._newest:
             self._newest = None
         if step.inputs is None:
-            return ModelOutput(step.scheduled.step, {}, host_moves=list(step.host_moves))
+            return ModelOutput(step.scheduled.step, {}, host_moves=list(step.host_moves()))
         requests, errors = step.inputs.requests, step.errors
         left = [] if step.num_changes == self.batch.num_changes else self.batch.left_among(requests)
         if step.is_awaited and step.due_rows is not None:
@@ -263,7 +264,7 @@ class ModelRunner:
             errors,
             pooled,
             step.postponed,
-            host_moves=list(step.host_moves),
+            host_moves=list(step.host_moves()),
             draft_token_ids=drafts,
             drafting_s=drafting.seconds,
             num_drafting_passes=drafting.num_passes,

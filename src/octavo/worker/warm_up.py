@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,54 +12,133 @@ from octavo.data.scheduler_output import CachedRequestData, NewRequestData, Sche
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from torch import Tensor
 
     from octavo.worker.model_runner import ModelRunner
 
+logger = logging.getLogger(__name__)
 _ID = "octavo-warm-up"
 _PRIME = 7919  # steps of the fixed prompt through the vocabulary
+_PLAIN = SamplingParams()
+_SCORED = SamplingParams(prompt_logprobs=1)
+_FILTERED = SamplingParams(top_k=4, top_p=0.9, min_p=0.01, logprobs=2)
+_PENALIZED = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1)
 
 
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     """Run a prompt of `num_tokens` tokens, which the cache must hold, through everything once.
 
-    Its blocks belong to no request: their next owner writes them before it reads them.
+    Then launch all kernels that are compiled for their first launch. Blocks belong to no request: their next owner
+    writes them before it reads them.
     """
-    scheduled = _first_step(runner, num_tokens)
-    runner.execute(scheduled)
+    start = time.monotonic()
+    runner.execute(_first_step(runner, num_tokens))
     if runner.draft_runner is not None:
         with torch.inference_mode():
             runner.draft_runner.warm_up(_ID)
-    _end(runner)
+    _end(runner, [_ID])
+    for num_rows in runner.kernels.warm_up_rows:
+        _launch_all(runner, num_rows)
+    compiled = runner.kernels.take_compilations()
+    if compiled:
+        logger.info("warm-up: %d kernels were compiled; %.1f s", len(compiled), time.monotonic() - start)
 
 
 def fixed_prompt_logits(runner: ModelRunner, num_tokens: int) -> Tensor:
     """Return float32 [1, vocab_size] after a fixed prompt of `num_tokens` tokens."""
     logits = runner.compute_logits(_first_step(runner, num_tokens)).clone()
-    _end(runner)
+    _end(runner, [_ID])
     return logits
 
 
 def _first_step(runner: ModelRunner, num_tokens: int) -> SchedulerOutput:
     """Schedule one new prompt."""
-    cache, count = runner.kv_cache, num_tokens
-    blocks = list(range(-(-count // cache.block_size)))
-    vocab_size = runner.model.architecture.vocab_size
-    prompt = NewRequestData(
-        _ID,
+    prompt = _request(runner, _ID, num_tokens, _PLAIN)
+    return SchedulerOutput(0, [prompt], CachedRequestData.make_empty(), {_ID: num_tokens}, num_tokens)
+
+
+def _launch_all(runner: ModelRunner, num_rows: int) -> None:
+    """Compute `num_rows` rows as prompts, as requests of one token, and as drafts, or as many as a step may have."""
+    in_step = min(num_rows, runner.max_num_batched_tokens)
+    longest = min(num_rows, runner.max_model_len)
+    for params in (_PLAIN, _SCORED):
+        _compute(runner, _parts(in_step, longest), params)
+    for num_computed in range(in_step, longest, in_step):  # attention is over more rows than a step may have
+        _compute(runner, [min(num_computed + in_step, longest)], _PLAIN, num_computed=num_computed)
+    for params in (_PLAIN, _FILTERED):
+        _compute(runner, [1] * in_step, params)
+    _compute(runner, [1], _PENALIZED)
+    if num_drafts := runner.drafting.proposer.num_speculative_tokens:
+        _compute(runner, _parts(in_step, min(1 + num_drafts, longest)), _PLAIN, has_drafts=True)
+
+
+def _parts(total: int, most: int) -> list[int]:
+    """Divide a total into parts of at most `most`."""
+    return [min(most, total - first) for first in range(0, total, most)]
+
+
+def _compute(
+    runner: ModelRunner,
+    lengths: Sequence[int],
+    params: SamplingParams,
+    *,
+    num_computed: int = 0,
+    has_drafts: bool = False,
+) -> None:
+    """Compute a step of requests of these lengths, or as many as may run, and preempt them.
+
+    num_computed: tokens of each that earlier steps have computed. has_drafts: all tokens after the first are drafts.
+    """
+    lengths = lengths[: runner.max_num_seqs]
+    names = [f"{_ID}-{index}" for index in range(len(lengths))]
+    requests = [
+        _request(runner, name, length, params, num_known=1 if has_drafts else length, num_computed=num_computed)
+        for name, length in zip(names, lengths, strict=True)
+    ]
+    counts = {name: length - num_computed for name, length in zip(names, lengths, strict=True)}
+    drafts = {name: [0] * (count - 1) for name, count in counts.items() if has_drafts and count > 1}
+    runner.execute(
+        SchedulerOutput(
+            0,
+            requests,
+            CachedRequestData.make_empty(),
+            counts,
+            sum(counts.values()),
+            scheduled_spec_decode_tokens=drafts,
+        )
+    )
+    _end(runner, names)
+
+
+def _request(
+    runner: ModelRunner,
+    name: str,
+    length: int,
+    params: SamplingParams,
+    *,
+    num_known: int | None = None,
+    num_computed: int = 0,
+) -> NewRequestData:
+    """Return a request with blocks for `length` tokens, the same for each request, of which `num_known` are known."""
+    cache, vocab_size = runner.kv_cache, runner.model.architecture.vocab_size
+    count = length if num_known is None else num_known
+    num_blocks = -(-length // cache.block_size)
+    return NewRequestData(
+        name,
         [_PRIME * (index + 1) % vocab_size for index in range(count)],
         count,
-        SamplingParams(),
+        params,
         0,
         0,
         frozenset(),
-        block_ids=[blocks] * len(cache.groups),
-        num_computed_tokens=0,
+        block_ids=[[index % group.num_blocks for index in range(num_blocks)] for group in cache.groups],
+        num_computed_tokens=num_computed,
     )
-    return SchedulerOutput(0, [prompt], CachedRequestData.make_empty(), {_ID: count}, count)
 
 
-def _end(runner: ModelRunner) -> None:
-    """Preempt the prompt: the blocks of a finished request could stay in the prefix cache."""
+def _end(runner: ModelRunner, names: Iterable[str]) -> None:
+    """Preempt requests: the blocks of finished ones could stay in the prefix cache."""
     empty = CachedRequestData.make_empty()
-    runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids={_ID}))
+    runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids=set(names)))

@@ -42,7 +42,7 @@ from octavo.worker.warm_up import warm_up
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
+    from octavo.config import CacheConfig, DeviceConfig, ResolvedSchedulerConfig, SpeculativeConfig
     from octavo.data.kv_tiers import EndedTransfer
     from octavo.data.model_output import ModelOutput
     from octavo.data.scheduler_output import SchedulerOutput
@@ -66,7 +66,8 @@ ResultT = TypeVar("ResultT")
 class Worker:
     """One device. Call `load`, `plan` and `allocate` once, in this order.
 
-    store_bytes(block_bytes): host memory of KV stores. Raises `ConfigError` for a missing device or kernels.
+    store_bytes(block_bytes): host memory of KV stores. staging_bytes(block_bytes): their memory on a device with its
+    own. Raises `ConfigError` for a missing device or kernels.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Worker:
         dtype: str,
         max_model_len: int,
         cache_config: CacheConfig,
-        scheduler_config: SchedulerConfig,
+        scheduler_config: ResolvedSchedulerConfig,
         device_config: DeviceConfig,
         load_format: str = "auto",
         quantization: str | None = None,
@@ -89,6 +90,7 @@ class Worker:
         speculative_config: SpeculativeConfig | None = None,
         draft_checkpoint: DraftCheckpoint | None = None,
         store_bytes: Callable[[int], int] = lambda _block_bytes: 0,
+        staging_bytes: Callable[[int], int] = lambda _block_bytes: 0,
     ) -> None:
         self.device = resolve_device(device_config.device)
         use_device(self.device)
@@ -104,7 +106,7 @@ class Worker:
         self._draft_checkpoint = draft_checkpoint
         self._weight_dtype = dtype
         self._quantization, self._group_size = quantization, group_size
-        self._store_bytes_of = store_bytes
+        self._store_bytes_of, self._staging_bytes_of = store_bytes, staging_bytes
         self._load_model = partial(
             load_model,
             kernels=self.kernels,
@@ -142,7 +144,10 @@ class Worker:
         Lowers max_num_batched_tokens if no larger step fits. Raises `ConfigError` if memory is too little.
         """
         architecture = self.model.architecture
-        self._store_bytes = self._store_bytes_of(block_bytes(architecture, self.cache_config.block_size, self.kv_dtype))
+        of_block = block_bytes(architecture, self.cache_config.block_size, self.kv_dtype)
+        self._store_bytes = self._store_bytes_of(of_block)
+        is_cpu = self.device.type == "cpu"
+        self._store_bytes_on_device = self._store_bytes if is_cpu else self._staging_bytes_of(of_block)
         self._decodes = self._plan_decodes(
             self.model, num_rows=sorted({1, 1 + self.num_speculative_tokens}), max_model_len=self.max_model_len
         )
@@ -249,7 +254,7 @@ class Worker:
             scratch_bytes=self._scratch_bytes(self.scheduler_config.max_num_batched_tokens),
             num_speculative_tokens=self.num_speculative_tokens,
             draft_block_bytes=draft_block_bytes,
-            store_bytes=self._store_bytes,
+            store_bytes=self._store_bytes_on_device,
         )
         return size, num_host_blocks
 
@@ -355,12 +360,12 @@ class Worker:
             scratch_bytes=self._scratch_bytes,
             num_speculative_tokens=self.num_speculative_tokens,
             draft_block_bytes=0 if self.draft is None else self.draft.bytes_per_block,
-            store_bytes=self._store_bytes,
+            store_bytes=self._store_bytes_on_device,
         )
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step."""
-        return self._on_device(lambda: self.runner.execute(scheduled))
+        return self._with_compilations(self._on_device(lambda: self.runner.execute(scheduled)))
 
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
         """See `ModelRunner.needs_sampled_tokens`."""
@@ -372,7 +377,14 @@ class Worker:
 
     def collect(self, step: LaunchedStep) -> ModelOutput:
         """See `ModelRunner.collect`."""
-        return self._on_device(lambda: self.runner.collect(step))
+        return self._with_compilations(self._on_device(lambda: self.runner.collect(step)))
+
+    def _with_compilations(self, result: ModelOutput) -> ModelOutput:
+        """Add the number of kernels that were compiled since the last result, and log each."""
+        compiled = self.kernels.take_compilations()
+        for kernel in compiled:
+            logger.warning("step %d waited for a kernel that the warm-up did not compile: %s", result.step, kernel)
+        return replace(result, num_compilations=len(compiled)) if compiled else result
 
     def wait_idle(self) -> None:
         """Wait for all launched work. Raises its error."""

@@ -16,21 +16,22 @@ from triton.runtime import driver
 
 from octavo.kernels.interface import PackedGroups, PackedLinear
 from octavo.kernels.quantization import Fp8Weight, Int4Weight, Int8Weight
-from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.reference import ReferenceKernels, grouped_linear, pack_groups
 from octavo.kernels.triton import attention, elementwise, embedding, norms, rejection, rope_kv, sampling, top_tokens
+from octavo.kernels.triton.compilations import Compilations
 from octavo.kernels.triton.decode_graphs import DecodeGraphs
 from octavo.kernels.triton.e4m3 import as_bytes
 from octavo.kernels.triton.graphs import CudaGraphPool
 from octavo.kernels.triton.grouped_matmul import grouped_matmul
 from octavo.kernels.triton.matmul import BLOCK_M, matmul, partial_bytes_per_row
-from octavo.kernels.triton.matmul_blocks import matmul_blocks
+from octavo.kernels.triton.matmul_blocks import FEW_ROWS, matmul_blocks
 from octavo.kernels.triton.matmul_int4 import PackedInt4, matmul_int4, pack_int4
 from octavo.kernels.triton.packed_blocks import BlockParts, PackedBlocks
 from octavo.kernels.triton.quantized_rows import quantize_groups, quantize_rows
 from octavo.kernels.triton.rows import take_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -54,6 +55,8 @@ _OPERATIONS = (
     "take_rows",
     "top_tokens",
 )
+# Both sides of each choice of tiles, and more rows than a partition of attention.
+WARM_UP_ROWS = (1, FEW_ROWS, FEW_ROWS + 1, BLOCK_M, BLOCK_M + 1, attention.PARTITION + 1)
 
 
 class TritonKernels(ReferenceKernels):
@@ -75,6 +78,8 @@ class TritonKernels(ReferenceKernels):
                 RuntimeWarning,
                 stacklevel=3,
             )
+        self.warm_up_rows = () if is_interpreted() else WARM_UP_ROWS
+        self._compilations = Compilations()
         self._warned_of: set[str] = set()
         self._product_bytes_per_row = 0  # of any weight so far
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
@@ -87,6 +92,10 @@ class TritonKernels(ReferenceKernels):
             operation.reference(*args)
         else:
             kernel(*args)
+
+    def take_compilations(self) -> list[str]:
+        """See `Kernels`. Counts those of other engines of this process, too."""
+        return self._compilations.take()
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
         """Pack weights of int4 or in blocks; keep other kinds."""
@@ -137,15 +146,24 @@ class TritonKernels(ReferenceKernels):
         """See `Kernels`."""
         return self.gate(self.linear(x, packed), activation)
 
-    def pack_groups(self, weights: Tensor) -> PackedGroups:
-        """Copy `weights` in the host's memory, which may alias a file."""
-        kept = weights.contiguous() if weights.is_cuda else weights.clone(memory_format=torch.contiguous_format)
-        num_groups, out_features, in_features = weights.shape
-        return PackedGroups(num_groups, out_features, in_features, kept, kept.nbytes)
+    def pack_groups(self, weights: Sequence[PackedLinear]) -> PackedGroups:
+        """Copy weights of floats into one tensor. Others stay apart."""
+        storages = [each.storage for each in weights]
+        if not all(isinstance(each, torch.Tensor) for each in storages) or any(
+            each.bias is not None for each in weights
+        ):
+            return pack_groups(weights)
+        kept = torch.stack(storages)
+        return PackedGroups(len(weights), weights[0].out_features, weights[0].in_features, kept, kept.nbytes)
 
-    def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
+    def grouped_linear(
+        self, x: Tensor, packed: PackedGroups, group_start: Tensor, *, float32_out: bool = False
+    ) -> Tensor:
         """See `Kernels`."""
-        out = torch.empty(x.shape[0], packed.out_features, dtype=x.dtype, device=x.device)
+        if not isinstance(packed.storage, torch.Tensor):
+            return grouped_linear(self, x, packed, group_start, float32_out=float32_out)
+        dtype = torch.float32 if float32_out else x.dtype
+        out = torch.empty(x.shape[0], packed.out_features, dtype=dtype, device=x.device)
         return grouped_matmul(x, packed.storage, group_start, out)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:

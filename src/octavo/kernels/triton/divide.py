@@ -15,11 +15,13 @@ _BLOCK = 1024
 
 def divide(x: Tensor, divisor: float) -> None:
     """Divide float32 x, contiguous, in place."""
-    _divide[(triton.cdiv(x.numel(), _BLOCK),)](x, divisor, x.numel(), BLOCK=_BLOCK, enable_fp_fusion=False)
+    width = x.shape[-1]
+    _divide[x.numel() // width, triton.cdiv(width, _BLOCK)](x, divisor, width, BLOCK=_BLOCK, enable_fp_fusion=False)
 
 
 @triton.jit
-def _divide(x_ptr, divisor, num_values, BLOCK: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    is_there = index < num_values
-    tl.store(x_ptr + index, tl.div_rn(tl.load(x_ptr + index, mask=is_there), divisor), mask=is_there)
+def _divide(x_ptr, divisor, width, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_there = column < width
+    place = x_ptr + tl.program_id(0).to(tl.int64) * width + column
+    tl.store(place, tl.div_rn(tl.load(place, mask=is_there), divisor), mask=is_there)

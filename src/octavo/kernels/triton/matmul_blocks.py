@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.triton.packed_blocks import PackedBlocks
 
-_FEW_ROWS = 16
+FEW_ROWS = 16  # at most, for narrow tiles
 
 
 def matmul_blocks(
@@ -36,7 +36,7 @@ def matmul_blocks(
     """
     values, scales, sums = rows
     num_rows, num_columns = out.shape
-    block_m, block_n, num_warps = (16, 16, 2) if num_rows <= _FEW_ROWS else (64, 32, 4)
+    block_m, block_n, num_warps = (16, 16, 2) if num_rows <= FEW_ROWS else (64, 32, 4)
     low_bits, high_bits, center, subgroups = weight.layout
     stored = weight.scales
     _matmul_blocks[triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, block_n)](

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from octavo.kernels.quantization import GROUP_MULTIPLE, INT4_ZERO, Int4Weight
 from octavo.kernels.triton.loops import loop_bound
+from octavo.kernels.triton.matmul_blocks import FEW_ROWS
 from octavo.kernels.triton.rounding import round_to
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def pack_int4(weight: Int4Weight) -> PackedInt4:
 def matmul_int4(values: Tensor, scales: Tensor, weight: PackedInt4, bias: Tensor | None, out: Tensor) -> Tensor:
     """Write float(values @ weight.T) * (row's scale * column's unit) + bias into contiguous `out`, and return it."""
     num_rows, num_columns = out.shape
-    block_m = 16 if num_rows <= 16 else 64  # sums are exact in any tile
+    block_m = FEW_ROWS if num_rows <= FEW_ROWS else 64  # sums are exact in any tile
     _matmul_int4[triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, _BLOCK_N)](
         values,
         scales,

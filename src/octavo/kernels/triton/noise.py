@@ -42,12 +42,13 @@ def word_to_gumbel(word):
     is_upper = signed < 0
     distance = tl.where(is_upper, ~signed, signed)  # 2^32 - 1 - word is its complement
     t = (distance.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
-    exponential = tl.where(is_upper, -_logarithm(t), _twice_atanh(tl.div_rn(t, 2.0 - t)))
-    return -_logarithm(exponential)
+    exponential = tl.where(is_upper, -logarithm(t), _twice_atanh(tl.div_rn(t, 2.0 - t)))
+    return -logarithm(exponential)
 
 
 @triton.jit
-def _logarithm(value):
+def logarithm(value):
+    """Return ln of positive float32; no subnormal numbers."""
     bits = value.to(tl.int32, bitcast=True)
     exponent = (bits - _SQRT_HALF_BITS) >> 23
     mantissa = (bits - (exponent << 23)).to(tl.float32, bitcast=True)

@@ -24,10 +24,8 @@ _VALUES = 1024
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / rms(x) * weight, as `Kernels.rms_norm`."""
     width = x.shape[-1]
-    if x.is_contiguous():
-        heads, token_stride = 1, width
-    else:
-        heads, token_stride = x.shape[1], x.stride(0)
+    # One token of heads is contiguous, but its kernel must be that of many tokens.
+    heads, token_stride = (1, width) if x.ndim == 2 else (x.shape[1], x.stride(0))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(x, None, weight, out, heads, token_stride, eps, 1.0)
     return out

@@ -31,11 +31,12 @@ def rejection_sample(
         num_speculative_steps + 1,
         BLOCK=triton.next_power_of_2(num_speculative_steps + 1),
         num_warps=1,
+        enable_fp_fusion=False,
     )
     return sampled, num_sampled
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def _accept_drafts(
     target_ptr, draft_ids_ptr, cu_num_logits_ptr, sampled_ptr, num_sampled_ptr, most, BLOCK: tl.constexpr
 ):

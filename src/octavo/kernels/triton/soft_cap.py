@@ -17,12 +17,14 @@ _BLOCK = 1024
 
 def soft_cap(x: Tensor, cap: float) -> None:
     """Replace float32 x, contiguous, by cap * tanh(x / cap)."""
-    _soft_cap[(triton.cdiv(x.numel(), _BLOCK),)](x, cap, x.numel(), BLOCK=_BLOCK, enable_fp_fusion=False)
+    width = x.shape[-1]
+    _soft_cap[x.numel() // width, triton.cdiv(width, _BLOCK)](x, cap, width, BLOCK=_BLOCK, enable_fp_fusion=False)
 
 
 @triton.jit
-def _soft_cap(x_ptr, cap, num_values, BLOCK: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    is_there = index < num_values
-    x = tl.load(x_ptr + index, mask=is_there)
-    tl.store(x_ptr + index, hyperbolic_tangent(tl.div_rn(x, cap)) * cap, mask=is_there)
+def _soft_cap(x_ptr, cap, width, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_there = column < width
+    place = x_ptr + tl.program_id(0).to(tl.int64) * width + column
+    x = tl.load(place, mask=is_there)
+    tl.store(place, hyperbolic_tangent(tl.div_rn(x, cap)) * cap, mask=is_there)

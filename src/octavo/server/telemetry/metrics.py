@@ -64,9 +64,10 @@ _COUNTERS = (
     ("host_cache_hit_blocks", "host_cache_hit_blocks", "Blocks that were copied back from host memory."),
     ("num_offloaded_blocks", "offloaded_blocks", "Evicted blocks that were copied to host memory."),
     ("num_preemptions", "num_preemptions", "Requests that were preempted."),
-    ("recomputed_tokens", "recomputed_tokens", "Tokens whose KV was lost by preemption and is computed again."),
+    ("recomputed_tokens", "recomputed_tokens", "Tokens that are computed again after a preemption."),
     ("num_steps", "engine_steps", "Steps that computed tokens."),
     ("num_failed_steps", "engine_failed_steps", "Steps that failed in the worker."),
+    ("num_compilations", "kernel_compilations", "GPU kernels that were compiled after the warm-up, during steps."),
     ("kv_load_tokens", "kv_load_tokens", "Tokens whose KV was loaded from external stores."),
     (
         "kv_load_seconds",

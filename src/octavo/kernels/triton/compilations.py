@@ -1,0 +1,40 @@
+"""Compilations of kernels, each of which delays its launch by seconds.
+
+Triton compiles a kernel for each new combination of compile-time arguments and properties of run-time ones: types,
+integers equal to 1, integers and addresses divisible by 16.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import triton
+
+
+class Compilations:
+    """Reports kernels that this process has compiled, by any engine."""
+
+    def __init__(self) -> None:
+        self._compiled = compiled_kernels()
+        self._num_taken = len(self._compiled)
+
+    def take(self) -> list[str]:
+        """Return the kernels compiled since the last call, each with its properties."""
+        new = self._compiled[self._num_taken :]
+        self._num_taken += len(new)
+        return new
+
+
+@functools.cache
+def compiled_kernels() -> list[str]:
+    """Return the list to which Triton adds every kernel from now on, also if its cache on disk has the binary."""
+    compiled: list[str] = []
+    earlier = triton.knobs.runtime.jit_post_compile_hook
+
+    def note(**compilation: Any) -> bool | None:
+        compiled.append(f"{compilation['fn'].name} for {compilation['key']}")
+        return None if earlier is None else earlier(**compilation)
+
+    triton.knobs.runtime.jit_post_compile_hook = note
+    return compiled
