@@ -316,13 +316,13 @@ def test_request_in_no_state_or_two_states_is_reported(core, place):
     request = request_of(core, {"running": "runs", "waiting": "waits", "loading": "loads"}[place])
     if place == "running":
         scheduler.running.append(request)
-        scheduler.config = scheduler.config.__class__(max_num_seqs=8)
+        scheduler.config = replace(scheduler.config, max_num_seqs=8)
     elif place == "waiting":
         scheduler.waiting_requests._deferred["again"] = type("Deferred", (), {"request": request})()
         scheduler.waiting_requests.num_tokens += request.num_tokens
     else:
         scheduler.transfers._pending[77] = scheduler.transfers._pending[0]
-        scheduler.config = scheduler.config.__class__(max_num_seqs=8)
+        scheduler.config = replace(scheduler.config, max_num_seqs=8)
     assert breaches(core) == [(12, ())]
     if place == "waiting":
         scheduler.waiting_requests._deferred.clear()
@@ -342,7 +342,7 @@ def test_request_in_no_state_or_two_states_is_reported(core, place):
 def test_more_requests_than_max_num_seqs_are_reported(core):
     scheduler = core.scheduler
     assert len(scheduler.running) + len(scheduler.transfers) == scheduler.config.max_num_seqs
-    scheduler.config = scheduler.config.__class__(max_num_seqs=1)
+    scheduler.config = replace(scheduler.config, max_num_seqs=1)
     [breach] = invariants.check(scheduler)
     assert breach.invariant == 13
     assert breach.message == "1 run, 1 load; the limit is 1"

@@ -124,19 +124,18 @@ def test_metrics_agree_with_scheduler_after_every_step(make_core, seed):
         read = len(core.log.events)
         assert metrics.stats.num_requests_running == len(core.scheduler.running)
         assert metrics.stats.num_requests_waiting == len(core.scheduler.requests) - len(core.scheduler.running)
-    stats, counters = metrics.stats, core.scheduler.counters
-    assert stats.num_preemptions == counters.count[events.RequestPreempted] > 0
-    assert stats.generation_tokens == counters.num_tokens_generated
-    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (
-        counters.prefix_query_tokens,
-        counters.prefix_hit_tokens,
-    )
-    assert stats.scheduled_tokens == counters.num_tokens_scheduled
+    stats, of_type = metrics.stats, core.log.of_type
+    queries, completed = of_type(events.PrefixCacheQueried), of_type(events.StepCompleted)
+    assert stats.num_preemptions == len(of_type(events.RequestPreempted)) > 0
+    assert stats.generation_tokens == sum(sum(event.num_new_tokens.values()) for event in completed)
+    assert stats.prefix_cache_queries == sum(event.num_query_tokens for event in queries)
+    assert stats.prefix_cache_hits == sum(event.num_hit_tokens for event in queries) > 0
+    assert stats.scheduled_tokens == sum(event.num_tokens for event in of_type(events.StepScheduled))
     ended = sum(stats.request_success.values())
-    assert ended == counters.count[events.RequestFinished] == sum(stats.e2e_latency.counts)
+    assert ended == len(of_type(events.RequestFinished)) == sum(stats.e2e_latency.counts)
     assert sum(stats.request_prompt_tokens.counts) == sum(stats.request_generation_tokens.counts) == ended
     assert sum(stats.inter_token_latency.counts) + sum(stats.time_to_first_token.counts) == sum(
-        sum(1 for count in event.num_new_tokens.values() if count) for event in core.log.of_type(events.StepCompleted)
+        sum(1 for count in event.num_new_tokens.values() if count) for event in completed
     )
     assert set(stats.tenant_tokens) == set("xyz")
 

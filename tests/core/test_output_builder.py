@@ -20,7 +20,9 @@ from octavo.sampling_params import SamplingParams
 class Builder:
     def __init__(self):
         self.manager = KVCacheManager(16, 4)
-        self.transfers = KVTransferScheduler(NullConnector(), self.manager, SchedulerConfig(), EventEmitter(EventLog()))
+        self.transfers = KVTransferScheduler(
+            NullConnector(), self.manager, SchedulerConfig().resolved(), EventEmitter(EventLog())
+        )
         self.builder = OutputBuilder(self.manager, self.transfers)
         self.requests = {name: Request(name, [1, 2, 3], SamplingParams()) for name in "ab"}
         self.step = 0

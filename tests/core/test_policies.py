@@ -417,7 +417,7 @@ def test_reservation_never_preempts(make_core):
         core.add(f"r{index}", 6, max_tokens=10)
     core.run()
     assert set(core.finished.values()) == {"length"}
-    assert core.scheduler.get_stats().total_preempted == 0
+    assert not core.log.of_type(events.RequestPreempted)
     assert core.scheduler.admission.num_reserved_total == 0
 
 
@@ -508,8 +508,8 @@ def preempted_and_computed(core):
         core.add(f"short{index}", 60, max_tokens=20)
         core.step()
     core.run()
-    stats = core.scheduler.get_stats()
-    return stats.total_preempted, stats.total_tokens_scheduled
+    num_tokens = sum(event.num_tokens for event in core.log.of_type(events.StepScheduled))
+    return len(core.log.of_type(events.RequestPreempted)), num_tokens
 
 
 @pytest.mark.parametrize(
@@ -520,6 +520,6 @@ def preempted_and_computed(core):
 def test_serving_running_before_waiting_requests_costs_fewer_steps(make_core, batching, steps, cost):
     cores = [make_core(max_num_batched_tokens=64, block_size=16, num_blocks=count) for count in (200, 40)]
     for core in cores:
-        core.scheduler._state.batching = batching or core.scheduler._state.batching
+        core.scheduler.batching = batching or core.scheduler.batching
     assert steps_to_the_first_token_of_a_long_prompt(cores[0]) == steps
     assert preempted_and_computed(cores[1]) == cost

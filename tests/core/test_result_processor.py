@@ -223,6 +223,14 @@ def test_host_memory_copies_emit_event(make_core):
     assert (copied.saved, copied.loaded) == (saved, loaded)
 
 
+def test_compiled_kernels_emit_event(make_core):
+    core = make_core()
+    core.add("a", 4, max_tokens=2)
+    take(core, core.scheduler.schedule(), {"a": [7]}, num_compilations=2)
+    take(core, core.scheduler.schedule(), {"a": [7]})
+    assert [event.num_kernels for event in core.log.of_type(events.KernelsCompiled)] == [2]
+
+
 def test_failed_step_cancels_loads_that_it_ordered(make_core):
     core = make_core(connector=Store())
     request = core.add("a", 12)

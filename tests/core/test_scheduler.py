@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from octavo.data.events import RequestFinished, RequestPreempted, StaleResultDropped
+from octavo.data.events import RequestFinished, RequestPreempted, StaleResultDropped, StepCompleted, StepScheduled
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import RequestStatus
 from octavo.errors import ConfigError, RequestError
@@ -153,7 +153,7 @@ def test_prefill_limit_follows_measured_step_time(make_core):
     assert timed.steps(5)[-1] == 20  # slow, but prompts keep a minimum
     timed.ms = 0.0
     assert timed.steps(20)[-1] == 159
-    assert timed.core.scheduler.get_stats().prefill_limit == 160
+    assert timed.core.scheduler.batching.prefill_limit == 160
 
 
 def test_one_slow_step_at_most_halves_prefill_limit(make_core):
@@ -169,10 +169,10 @@ def test_one_slow_step_at_most_halves_prefill_limit(make_core):
 def test_unused_prefill_limit_does_not_change(make_core):
     timed = Timed(make_core, ms=1.0, long_prefill_token_threshold=10)
     assert timed.steps(20) == [10] * 20
-    assert timed.core.scheduler.get_stats().prefill_limit == 20
+    assert timed.core.scheduler.batching.prefill_limit == 20
     timed.core.scheduler.abort_request("prompt")
     timed.steps(20)
-    assert timed.core.scheduler.get_stats().prefill_limit == 20
+    assert timed.core.scheduler.batching.prefill_limit == 20
 
 
 def test_prefill_limit_grows_if_next_token_does_not_fit(make_core):
@@ -180,10 +180,10 @@ def test_prefill_limit_grows_if_next_token_does_not_fit(make_core):
     request = timed.core.scheduler.requests["prompt"]
     while request.num_computed_tokens < 6100:
         timed.step()
-    assert timed.core.scheduler.get_stats().prefill_limit == 20
+    assert timed.core.scheduler.batching.prefill_limit == 20
     timed.ms = 0.0
     assert timed.step() == 2  # at 7.1 each: 14 of 20
-    assert timed.core.scheduler.get_stats().prefill_limit == 25
+    assert timed.core.scheduler.batching.prefill_limit == 25
 
 
 def test_slow_decode_only_steps_do_not_change_prefill_limit(make_core):
@@ -204,7 +204,7 @@ def test_slow_step_halves_prefill_limit_even_if_not_filled(make_core):
     timed.core.add("short", 5, max_tokens=1)
     timed.ms = 1000.0
     timed.step()
-    assert timed.core.scheduler.get_stats().prefill_limit == before // 2
+    assert timed.core.scheduler.batching.prefill_limit == before // 2
 
 
 def test_requests_waiting_for_budget_raise_prefill_limit(make_core):
@@ -213,7 +213,7 @@ def test_requests_waiting_for_budget_raise_prefill_limit(make_core):
     for index in range(200):
         timed.core.add(f"short{index}", 20, max_tokens=1)
     timed.steps(30)
-    assert timed.core.scheduler.get_stats().prefill_limit > 80
+    assert timed.core.scheduler.batching.prefill_limit > 80
 
 
 def test_fast_steps_never_exceed_max_num_mixed_prefill_tokens(make_core):
@@ -224,11 +224,11 @@ def test_fast_steps_never_exceed_max_num_mixed_prefill_tokens(make_core):
 def test_failed_step_does_not_change_prefill_limit(make_core):
     timed = Timed(make_core, ms=1.0)
     timed.steps(5)
-    before = timed.core.scheduler.get_stats().prefill_limit
+    before = timed.core.scheduler.batching.prefill_limit
     scheduled = timed.core.scheduler.schedule()
     timed.now += 1000
     timed.core.scheduler.fail_step(scheduled, "broken")
-    assert timed.core.scheduler.get_stats().prefill_limit == before
+    assert timed.core.scheduler.batching.prefill_limit == before
 
 
 def test_prompt_token_cost_grows_with_position(make_core):
@@ -397,7 +397,7 @@ def test_lone_request_fills_cache_and_ends_with_length(make_core):
     core.run()
     assert core.finished == {"a": "length"}
     assert len(request.sequence.token_ids) == 4 * 4 + 1
-    assert core.scheduler.get_stats().total_preempted == 0
+    assert not core.log.of_type(RequestPreempted)
     idle(core)
 
 
@@ -417,7 +417,6 @@ def test_latest_request_is_preempted_and_keeps_its_tokens(make_core):
     assert core.scheduler.waiting.peek_request() is young
     core.run()
     assert core.finished == {"old": "length", "young": "length"}
-    assert len(core.log.of_type(RequestPreempted)) == core.scheduler.get_stats().total_preempted
     assert young.sequence.num_output_tokens == 10
     idle(core)
 
@@ -558,17 +557,15 @@ def test_request_error_fails_only_that_request(make_core):
     idle(core)
 
 
-def test_stats_are_derived_from_events(make_core):
+def test_events_count_steps_tokens_and_ends(make_core):
     core = make_core()
     core.add("a", 8, max_tokens=3)
     core.run()
-    stats = core.scheduler.get_stats()
-    assert stats.total_scheduled == 3
-    assert stats.total_tokens_scheduled == 8 + 2
-    assert stats.total_tokens_generated == 3
-    assert stats.total_finished == 1
-    assert stats.num_running == stats.num_waiting == 0
-    assert stats.kv_cache_usage == 0.0
+    assert [event.num_tokens for event in core.log.of_type(StepScheduled)] == [8, 1, 1]
+    assert [event.num_new_tokens for event in core.log.of_type(StepCompleted)] == [{"a": 1}] * 3
+    assert len(core.log.of_type(RequestFinished)) == 1
+    assert core.scheduler.get_request_counts() == (0, 0)
+    assert core.scheduler.kv_cache_manager.pool.usage == 0.0
 
 
 def test_equal_arrivals_give_equal_event_traces(make_core):
@@ -589,7 +586,7 @@ def test_f10_admission_reserves_one_free_block_per_running_request(make_core):
     core.add("b", 12, max_tokens=2)
     assert core.step().num_scheduled_tokens == {"a": 1}  # 3 of 3 free blocks suffice for b, but a would evict it
     core.run()
-    assert core.scheduler.get_stats().total_preempted == 0
+    assert not core.log.of_type(RequestPreempted)
     assert core.finished == {"a": "length", "b": "length"}
 
 

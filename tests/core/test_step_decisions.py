@@ -279,4 +279,4 @@ def test_step_is_short_if_new_request_gets_less_than_its_threshold(make_core, th
     scheduled = core.scheduler.schedule()
     now[0] += 0.001
     core.scheduler.update_from_output(scheduled, core.compute(scheduled))
-    assert core.scheduler.get_stats().prefill_limit == limit
+    assert core.scheduler.batching.prefill_limit == limit

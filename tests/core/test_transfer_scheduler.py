@@ -19,7 +19,7 @@ from octavo.data.request import Request
 from octavo.data.scheduler_output import CachedRequestData, SchedulerOutput, TransferDirection
 from octavo.sampling_params import SamplingParams
 
-CONFIG = SchedulerConfig(kv_transfer_timeout_s=5.0, kv_lookup_timeout_s=0.5, min_tokens_to_cache=4)
+CONFIG = SchedulerConfig(kv_transfer_timeout_s=5.0, kv_lookup_timeout_s=0.5, min_tokens_to_cache=4).resolved()
 
 
 class Transfers:
@@ -96,7 +96,9 @@ def test_load_has_whole_blocks_and_saves_at_least_min_tokens_to_cache(made, num_
 
 
 def test_store_hit_below_min_tokens_to_cache_is_not_loaded(made):
-    transfers = KVTransferScheduler(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=8), made.emitter)
+    transfers = KVTransferScheduler(
+        made.store, made.manager, SchedulerConfig(min_tokens_to_cache=8).resolved(), made.emitter
+    )
     for num_tokens, expected in ((4, 0), (8, 8)):
         made.store.num_tokens = num_tokens
         request = Request(f"a{num_tokens}", list(range(13)), SamplingParams())
@@ -119,7 +121,9 @@ def test_tokens_in_device_cache_are_not_loaded(made):
 
 
 def test_prompt_shorter_than_block_is_not_looked_up(made):
-    transfers = KVTransferScheduler(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=0), made.emitter)
+    transfers = KVTransferScheduler(
+        made.store, made.manager, SchedulerConfig(min_tokens_to_cache=0).resolved(), made.emitter
+    )
     request = Request("a", [1, 2, 3], SamplingParams())
     assert transfers.num_external_tokens(request, NO_COMPUTED_BLOCKS, may_wait=True) == 0
     assert made.store.told == []
@@ -127,7 +131,7 @@ def test_prompt_shorter_than_block_is_not_looked_up(made):
 
 def test_block_is_loaded_even_if_it_saves_one_token(made):
     transfers = KVTransferScheduler(
-        made.store, KVCacheManager(16, 2), SchedulerConfig(min_tokens_to_cache=0), made.emitter
+        made.store, KVCacheManager(16, 2), SchedulerConfig(min_tokens_to_cache=0).resolved(), made.emitter
     )
     request = Request("a", [1, 2], SamplingParams())
     assert transfers.num_external_tokens(request, NO_COMPUTED_BLOCKS, may_wait=True) == 2
@@ -384,7 +388,9 @@ def test_unwanted_or_too_few_blocks_are_not_saved(made):
     made.transfers.offer(made.commit("a", 10))
     made.store.wants = True
     made.transfers.offer(made.commit("b", 4))
-    short = KVTransferScheduler(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=9), made.emitter)
+    short = KVTransferScheduler(
+        made.store, made.manager, SchedulerConfig(min_tokens_to_cache=9).resolved(), made.emitter
+    )
     request = made.commit("c", 10)
     short.offer(request)
     assert short.num_records == 0
@@ -488,7 +494,9 @@ def test_unwanted_or_too_few_blocks_are_not_counted_as_dropped(made):
     made.transfers.request_finished(made.commit("c", 3))
     made.store.wants = False
     made.transfers.request_finished(made.commit("b", 10))
-    short = KVTransferScheduler(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=9), made.emitter)
+    short = KVTransferScheduler(
+        made.store, made.manager, SchedulerConfig(min_tokens_to_cache=9).resolved(), made.emitter
+    )
     made.store.wants = True
     short.request_finished(made.commit("d", 8))
     assert dropped(made) == []

@@ -9,7 +9,7 @@ from octavo.engine.health import Health, Patience
 from octavo.engine.ipc import Alive, Loading, Ready, Report
 
 LOOK_S = 0.25
-READY = Ready(EngineCapacity.of(SchedulerConfig(), CacheConfig(), num_blocks=100))
+READY = Ready(EngineCapacity.of(SchedulerConfig().resolved(), CacheConfig(), num_blocks=100))
 PATIENCE = Patience(frozen=3.0, dead=8.0, loading=120.0, stuck=60.0, endless=300.0)
 
 

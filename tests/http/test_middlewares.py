@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from octavo.config.access import AccessConfig
 from octavo.errors import QueueFullError
 from octavo.http.auth import ApiKeyMiddleware
 from octavo.http.limiter import Bucket, Pool
@@ -46,7 +47,7 @@ def call(middleware: Any, **scope: Any) -> tuple[int, dict[str, Any]]:
 
 
 def keyed(headers: Any = (), **scope: Any) -> tuple[int, dict[str, Any]]:
-    keyring = Keyring.of_one(KEY)
+    keyring = Keyring.of(AccessConfig(api_key=KEY))
     return call(lambda app: ApiKeyMiddleware(app, lambda: keyring), headers=headers, **scope)
 
 
@@ -95,7 +96,7 @@ def test_request_without_valid_key_answers_401(headers: Any, status: int) -> Non
 @pytest.mark.parametrize(("header", "status"), [("x-api-key", 200), ("authorization", 401)])
 def test_only_basic_auth_is_refused_for_cross_site_requests(header: str, status: int) -> None:
     key = basic(f"any:{KEY}")[1]
-    keyring = Keyring.of_one(key if header == "x-api-key" else KEY)
+    keyring = Keyring.of(AccessConfig(api_key=key if header == "x-api-key" else KEY))
     headers = [(header, key), ("sec-fetch-site", "cross-site")]
     assert call(lambda app: ApiKeyMiddleware(app, lambda: keyring), headers=headers)[0] == status
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.config.access import AccessConfig
 from octavo.errors import ConfigError
 from octavo.http.tenants import EVERYBODY, Keyring, Tenant, add_key, remove_key, retire_key, rotate_key
 
@@ -37,7 +38,7 @@ def test_key_maps_to_its_tenant(tmp_path: Path) -> None:
 
 
 def test_single_key_maps_to_default_tenant() -> None:
-    keyring = Keyring.of_one("secret")
+    keyring = Keyring.of(AccessConfig(api_key="secret"))
     assert keyring.find(b"secret") is EVERYBODY
     assert keyring.find(b"Secret") is None
 

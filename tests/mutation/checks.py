@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from mutation.mutator import Module
 
 WORLD_STEPS = 60
-_OPTIONS = ("-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-s", "-o", "addopts=")
+_OPTIONS = (
+    *("-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-s", "-o", "addopts="),
+    *("-W", "ignore::pytest.PytestConfigWarning"),  # pyproject.toml has options of faulthandler
+)
 _FAST = "not slow and not performance and not real"
 _WHOLE_SWEEPS = (
     "(sweep or not(slow)) and not performance and not real"  # with "not slow", tests/conftest.py omits cases

@@ -198,8 +198,8 @@ def test_pool_adds_listed_engines_and_forgets_removed_ones():
     assert (a.is_member, a.is_ready, b.is_member, forgotten) == (False, False, True, ["http://a"])
     assert list(pool.engines) == ["http://b", "http://c"]
     assert pool.ready() == [b]
-    pool.restarted(b)
-    assert (b.num_restarts, forgotten) == (1, ["http://a", "http://b"])
+    pool.forget(b)
+    assert forgotten == ["http://a", "http://b"]
 
 
 def test_lost_engine_ends_its_requests():

@@ -189,8 +189,8 @@ def test_logprobs_equal_offline_logprobs(client: openai.OpenAI, offline: LLM) ->
 def test_disconnect_aborts_generation_and_frees_blocks(
     client: openai.OpenAI, served: running.Running, route: str
 ) -> None:
-    stats = served.engine.core.scheduler.get_stats
-    num_generated = stats().total_tokens_generated
+    stats = served.engine.core.metrics.stats
+    num_generated = stats.generation_tokens
     endless = {"max_tokens": MAX_MODEL_LEN - 100, "stream": True, "extra_body": {"ignore_eos": True}}
     if route == "chat":
         stream = client.chat.completions.create(model="tiny", messages=MESSAGES, **endless)
@@ -200,7 +200,7 @@ def test_disconnect_aborts_generation_and_frees_blocks(
     assert served.num_blocks_in_use > 0
     stream.close()
     wait_until(lambda: not served.num_unfinished and not served.num_blocks_in_use, "all blocks are free")
-    assert stats().total_tokens_generated - num_generated < endless["max_tokens"]  # it was aborted early
+    assert stats.generation_tokens - num_generated < endless["max_tokens"]  # it was aborted early
     assert client.completions.create(model="tiny", prompt="x", max_tokens=3).usage.prompt_tokens == 1
 
 

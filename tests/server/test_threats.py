@@ -17,6 +17,7 @@ import pytest
 from fakes import TEXT, FakeChatTemplate, FakeExecutor, answer_text
 from running import ask_as_written, run_server, wait_until
 
+from octavo.config.access import AccessConfig
 from octavo.errors import ModelError
 from octavo.http.tenants import Keyring
 from octavo.models.weight_files import find_weight_files
@@ -47,7 +48,7 @@ def test_s7_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) 
     compared: list[tuple[bytes, bytes]] = []
     real = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or real(a, b))
-    keyring = Keyring.of_one("the right key")
+    keyring = Keyring.of(AccessConfig(api_key="the right key"))
     assert keyring.find(b"the right key") is not None
     num_right = len(compared)
     for wrong in (b"", b"t", b"the right kez", b"the right key ", b"x" * 5000):

@@ -24,7 +24,6 @@ from test_real_engine import TEMPLATE, served_engine, write_byte_checkpoint
 
 from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import SpeculativeConfig
-from octavo.data.events import DraftsVerified
 from octavo.models.random_weights import tiny_config, write_checkpoint
 
 if TYPE_CHECKING:
@@ -244,7 +243,7 @@ def test_draft_token_walk_matches_call_order(tmp_path: Path) -> None:
         calls.check(guessed)
         engine.step()
         calls.check(verified)
-    assert engine.core.scheduler.counters.count[DraftsVerified] == 1
+    assert engine.core.metrics.stats.drafts.num_drafts == 1
 
 
 @needs_kernels

@@ -12,7 +12,7 @@ from octavo.core.steps_in_flight import StepsInFlight
 from octavo.core.waiting_requests import WaitingRequests
 
 if TYPE_CHECKING:
-    from octavo.config import SchedulerConfig
+    from octavo.config import ResolvedSchedulerConfig
     from octavo.core.event_emitter import EventEmitter
     from octavo.core.kv.manager import KVCacheManager
     from octavo.core.transfer_scheduler import KVTransferScheduler
@@ -27,7 +27,11 @@ class CoreState:
     """
 
     def __init__(
-        self, config: SchedulerConfig, manager: KVCacheManager, transfers: KVTransferScheduler, emitter: EventEmitter
+        self,
+        config: ResolvedSchedulerConfig,
+        manager: KVCacheManager,
+        transfers: KVTransferScheduler,
+        emitter: EventEmitter,
     ) -> None:
         self.config, self.manager, self.transfers, self.emitter = config, manager, transfers, emitter
         self.policy = create_policy(config)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
-    from octavo.config import SchedulerConfig
+    from octavo.config import ResolvedSchedulerConfig, SchedulerConfig
     from octavo.core.step_plan import StepPlan
     from octavo.data.request import Request
 
@@ -256,7 +256,7 @@ def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: A
     admit(plan, None)
 
 
-def create_batching(config: SchedulerConfig) -> Batching:
+def create_batching(config: ResolvedSchedulerConfig) -> Batching:
     """Create the rule that `config.batching` names."""
     if config.batching is BatchingMode.PREFILL_FIRST:
         return PrefillFirstBatching()

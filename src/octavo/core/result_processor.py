@@ -58,6 +58,8 @@ class ResultProcessor:
             self._end_transfer(ended)
         if result.host_moves:
             self._emitter.emit(events.HostBlocksCopied, *result.host_moves)
+        if result.num_compilations:
+            self._emitter.emit(events.KernelsCompiled, result.num_compilations)
         new_tokens: dict[str, int] = {}
         num_served: defaultdict[str, float] = defaultdict(float)
         errors, drafts = result.errors, scheduled.scheduled_spec_decode_tokens

@@ -16,7 +16,7 @@ from octavo.data.kv_groups import NO_BLOCK
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.config import SchedulerConfig
+    from octavo.config import ResolvedSchedulerConfig
     from octavo.core.kv.block_hash import BlockHash
     from octavo.core.kv.manager import KVCacheManager
     from octavo.core.kv_connector import KVConnector
@@ -30,7 +30,7 @@ def most_pinned_blocks(manager: KVCacheManager) -> int:
     return max(manager.pool.num_blocks // _SAVE_SHARE, 1)
 
 
-def most_saved_blocks(manager: KVCacheManager, config: SchedulerConfig) -> int:
+def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
     """Return how many blocks saves may pin with their parts in all groups.
 
     In bounded groups: all blocks that `max_num_seqs` requests and a step do not need, because parts may be lost before

@@ -18,7 +18,7 @@ from octavo.core.kv_connector import KVConnector, NullConnector
 from octavo.core.lifecycle import RequestLifecycle
 from octavo.core.policy import PLAIN_COST, choose_victim, is_prefill, num_tokens_to_schedule, should_swap
 from octavo.core.result_processor import ResultProcessor
-from octavo.core.scheduler_interface import SchedulerStats, map_blocks
+from octavo.core.scheduler_interface import map_blocks
 from octavo.core.step_plan import StepPlan
 from octavo.core.steps_in_flight import StepInFlight
 from octavo.core.transfer_scheduler import KVTransferScheduler
@@ -48,7 +48,8 @@ class Scheduler:
     """Decides each step, and connects the objects of the core.
 
     num_blocks: blocks of the first KV group. max_model_len: in tokens. clock: returns seconds. cache_keys: extra keys
-    of all block hashes. The attribute `faults` is for simulations.
+    of all block hashes. The attribute `faults` is for simulations. Limits of a step that scheduler_config does not set
+    are a CPU's.
     """
 
     def __init__(
@@ -65,14 +66,13 @@ class Scheduler:
         bounded_groups: Sequence[KVGroupSpec] = (),
         connector: KVConnector | None = None,
     ) -> None:
-        self.config = scheduler_config
+        self.config = scheduler_config = scheduler_config.resolved()
         self.max_model_len = max_model_len
-        self.counters = events.EventCounters()
         self._clock = clock
         self._num_steps = 0
         self._news: list[EngineCoreOutput] = []
         self._next_check = 0.0
-        self._emitter = emitter = EventEmitter(events.FanOut([self.counters, sink or events.NullSink()]))
+        self._emitter = emitter = EventEmitter(sink or events.NullSink())
         self._emit = emitter.emit
         self.kv_cache_manager = manager = KVCacheManager(
             num_blocks,
@@ -88,7 +88,7 @@ class Scheduler:
         self.faults = Faults(manager)
         self.transfers = KVTransferScheduler(connector or NullConnector(), manager, scheduler_config, emitter)
         self._state = state = CoreState(scheduler_config, manager, self.transfers, emitter)
-        self.policy, self.admission = state.policy, state.admission
+        self.policy, self.batching, self.admission = state.policy, state.batching, state.admission
         self.requests, self.running, self.waiting_requests = state.requests, state.running, state.waiting_requests
         self._lifecycle = RequestLifecycle(state)
         self._admitter = Admitter(state, self._lifecycle)
@@ -193,7 +193,7 @@ class Scheduler:
     def _decide(self, plan: StepPlan, running: list[Request]) -> SchedulerOutput:
         plan.held_up = self.admission.open_step(len(self.running), len(self.waiting))
         outranked = self._outranked()
-        self._state.batching.fill(plan, running, outranked, self._grow_running, self._admitter.admit)
+        self.batching.fill(plan, running, outranked, self._grow_running, self._admitter.admit)
         self._record_outranked(plan, outranked)
         max_drafts = self._state.draft_policy.bound(plan.num_tokens, self.requests)
         output = self._state.builder.build(self._num_steps, plan, self.requests, max_drafts)
@@ -318,10 +318,9 @@ class Scheduler:
             events.StepScheduled,
             output.num_scheduled_tokens,
             output.total_num_scheduled_tokens,
-            len(self.running),
-            len(self.waiting_requests) + len(self.transfers),
+            *self.get_request_counts(),
             self.kv_cache_manager.pool.usage,
-            self._state.batching.prefill_limit,
+            self.batching.prefill_limit,
             self.kv_cache_manager.bounded_usage,
         )
 
@@ -398,10 +397,6 @@ class Scheduler:
     def get_request_counts(self) -> tuple[int, int]:
         """Return the numbers of running and of waiting requests. Loading requests count as waiting."""
         return len(self.running), len(self.waiting_requests) + len(self.transfers)
-
-    def get_stats(self) -> SchedulerStats:
-        """Return totals and the present state."""
-        return SchedulerStats.of(self, self._state.batching.prefill_limit)
 
     def block_map(self) -> BlockMap:
         """Return which request holds which blocks of the first KV group."""

@@ -1,11 +1,9 @@
-"""The scheduler's interface and statistics."""
+"""The scheduler's interface."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from octavo.data import events
 from octavo.data.snapshot import BlockMap
 
 if TYPE_CHECKING:
@@ -66,10 +64,6 @@ class SchedulerInterface(Protocol):
         """See `Scheduler`."""
         ...
 
-    def get_stats(self) -> SchedulerStats:
-        """See `Scheduler`."""
-        ...
-
     def block_map(self) -> BlockMap:
         """See `Scheduler`."""
         ...
@@ -77,50 +71,6 @@ class SchedulerInterface(Protocol):
     def reset_prefix_cache(self) -> bool:
         """See `Scheduler`."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Totals since the start, and the present state.
-
-    total_scheduled: requests, summed over all steps. num_waiting: with loading requests. kv_cache_usage,
-    cache_hit_rate: 0 to 1. prefill_limit: see `Batching`.
-    """
-
-    total_scheduled: int
-    total_preempted: int
-    total_swapped: int
-    total_finished: int
-    total_tokens_scheduled: int
-    total_tokens_generated: int
-    num_waiting: int
-    num_running: int
-    kv_cache_usage: float
-    cache_hit_rate: float
-    num_cached_blocks: int
-    num_steps: int
-    prefill_limit: int
-
-    @classmethod
-    def of(cls, scheduler: Scheduler, prefill_limit: int) -> SchedulerStats:
-        """Return the statistics of a scheduler."""
-        counters, manager = scheduler.counters, scheduler.kv_cache_manager
-        num_running, num_waiting = scheduler.get_request_counts()
-        return cls(
-            total_scheduled=counters.num_scheduled,
-            total_preempted=counters.count[events.RequestPreempted],
-            total_swapped=counters.num_swapped,
-            total_finished=counters.count[events.RequestFinished],
-            total_tokens_scheduled=counters.num_tokens_scheduled,
-            total_tokens_generated=counters.num_tokens_generated,
-            num_waiting=num_waiting,
-            num_running=num_running,
-            kv_cache_usage=manager.pool.usage,
-            cache_hit_rate=counters.cache_hit_rate,
-            num_cached_blocks=manager.pool.num_cached_blocks,
-            num_steps=counters.count[events.StepScheduled],
-            prefill_limit=prefill_limit,
-        )
 
 
 def map_blocks(scheduler: Scheduler) -> BlockMap:

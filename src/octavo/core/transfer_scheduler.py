@@ -19,7 +19,7 @@ from octavo.data.scheduler_output import KVTransfer, TransferDirection, are_whol
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from octavo.config import SchedulerConfig
+    from octavo.config import ResolvedSchedulerConfig
     from octavo.core.event_emitter import EventEmitter
     from octavo.core.kv.block_hash import BlockHash
     from octavo.core.kv.manager import KVCacheManager
@@ -70,7 +70,7 @@ class KVTransferScheduler:
         self,
         connector: KVConnector,
         kv_cache_manager: KVCacheManager,
-        config: SchedulerConfig,
+        config: ResolvedSchedulerConfig,
         emitter: EventEmitter,
     ) -> None:
         self._connector = connector

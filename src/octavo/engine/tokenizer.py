@@ -38,7 +38,6 @@ class Tokenizer:
         _mark_special(backend, self.special_tokens.values())
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
-        self.pad_token_id = self._special_id("pad_token")
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)

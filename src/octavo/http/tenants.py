@@ -89,12 +89,7 @@ class Keyring:
         """Return the required keys, if any. Raises `ConfigError`."""
         if config.api_keys_file is not None:
             return cls.from_file(config.api_keys_file, config.operator_key)
-        return None if config.api_key is None else cls.of_one(config.api_key)
-
-    @classmethod
-    def of_one(cls, key: str) -> Keyring:
-        """Return a keyring of one shared key."""
-        return cls([(_digest(key.encode()), EVERYBODY)])
+        return None if config.api_key is None else cls([(_digest(config.api_key.encode()), EVERYBODY)])
 
     @classmethod
     def from_file(cls, path: Path, operator_key: str | None = None) -> Keyring:

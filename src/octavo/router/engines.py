@@ -171,11 +171,6 @@ class EnginePool:
         self._policy.forget(engine)
         self.partners.forget(engine)
 
-    def restarted(self, engine: EngineHandle) -> None:
-        """Record a restart."""
-        engine.num_restarts += 1
-        self.forget(engine)
-
     def lost(self, engine: EngineHandle) -> None:
         """End an engine's requests with `EngineLostError`."""
         engine.is_ready = False

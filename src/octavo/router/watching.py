@@ -160,7 +160,8 @@ class EngineWatch:
         incarnation = tuple(figures.get(name, 0.0) for name in _INCARNATION)
         if engine.incarnation not in {None, incarnation}:
             logger.info("%s has restarted: its cache is empty", engine.url)
-            self._pool.restarted(engine)
+            engine.num_restarts += 1
+            self._pool.forget(engine)
         engine.incarnation = incarnation
         engine.prompt_figures = _prompt_figures(figures, engine)
         self._pool.partners.figures_read(engine, asyncio.get_running_loop().time())

@@ -13,13 +13,14 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from octavo.server.answers.generic_calls import GenericFormat
 from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.tool_format import Function, ToolFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FORMS = {each.name: each for each in FORMATS}
+FORMS = {each.__name__: each for each in (*FORMATS, GenericFormat)}
 SCHEMAS: list[dict[str, Any]] = [
     {"type": "object", "properties": {}},
     {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]},

@@ -10,7 +10,7 @@ from call_grammars import Grammars
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.server.answers.argument_values import allows_others, json_of, known_keys, types_of, value_text
+from octavo.server.answers.argument_values import json_of, known_keys, types_of, value_text
 from octavo.server.answers.gemma_calls import GemmaFormat
 from octavo.server.answers.nested_calls import MiniMaxM3Format
 from octavo.server.answers.python_calls import LFM2Format, PythonicFormat
@@ -152,7 +152,6 @@ def test_grammar_enforces_schema_of_bare_string(
     ],
 )
 def test_object_with_properties_is_closed_by_default(schema: Any, is_open: bool) -> None:
-    assert allows_others(schema, schema) is is_open
     assert (known_keys(schema) is None) is is_open
 
 
@@ -191,4 +190,3 @@ def test_property_names_are_known_unless_an_alternative_allows_any(
     schema: dict[str, Any], names: set[str] | None
 ) -> None:
     assert known_keys(schema) == names
-    assert allows_others(schema, schema) is (names is None)

@@ -17,7 +17,16 @@ from octavo.server.answers.gemma_calls import GemmaFormat
 from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.named_calls import KimiK2Format
 from octavo.server.answers.parts import Part, joined
-from octavo.server.answers.tagged_calls import GLM47Format, GLMFormat, Hy3Format, Qwen3CoderFormat, SeedOSSFormat
+from octavo.server.answers.tagged_calls import (
+    DeepSeekV4Format,
+    DeepSeekV32Format,
+    GLM47Format,
+    GLMFormat,
+    Hy3Format,
+    Qwen3CoderFormat,
+    SeedOSSFormat,
+    TaggedFormat,
+)
 from octavo.server.answers.tool_format import Function, ToolFormat
 from octavo.server.answers.tool_formats import HermesFormat, NamedMistralFormat
 
@@ -41,6 +50,11 @@ def read(form: ToolFormat, text: str) -> list[Part]:
         answers.append(joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish()))
     assert all(each == answers[0] for each in answers)
     return answers[0]
+
+
+def read_whole(form: ToolFormat, text: str) -> list[Part]:
+    parser = form.parser(FUNCTIONS)
+    return joined(parser.feed(text) + parser.finish())
 
 
 def told(parts: list[Part]) -> tuple[str, list[tuple[str, Any]]]:
@@ -195,6 +209,27 @@ def test_nested_call_head_in_pieces_stays_text(name: str) -> None:
 def test_ambiguous_tag_slip_stays_text(body: str) -> None:
     content, calls = told(read(Qwen3CoderFormat(), qwen("read", body)))
     assert (content, calls) == (qwen("read", body), [])
+
+
+@pytest.mark.parametrize("family", [each for each in FORMATS if issubclass(each, TaggedFormat)])
+@pytest.mark.parametrize("key", ["content", "other", ""])
+def test_closing_tag_that_lost_a_part_never_changes_arguments(family: type[TaggedFormat], key: str) -> None:
+    """The next argument is known, unknown or missing. Before an unknown argument, one character may be the value's."""
+    form, arguments = family(), {"path": "a word", **({key: "b"} if key else {})}
+    before, tag, after = form.write([("write", arguments)]).partition(form.value_closes)
+    for start in range(len(tag)):
+        for end in range(start + 1, len(tag) + 1):
+            part = tag[:start] + tag[end:]
+            if key != "other" or len(part) > 1:
+                parts = read_whole(form, before + part + after)
+                assert told(parts)[1] in ([], [("write", arguments)]), part
+
+
+@pytest.mark.parametrize("family", [DeepSeekV32Format, DeepSeekV4Format])
+@pytest.mark.parametrize("attribute", ["", ' string="true', ' string=true"', " string=", ' string="yes"'])
+def test_argument_without_its_type_is_text(family: type[ToolFormat], attribute: str) -> None:
+    text = family().write([("read", {"path": "a"})]).replace(' string="true"', attribute)
+    assert told(read(family(), text)) == (text, [])
 
 
 def test_parameterless_call_may_be_closed_by_section_end() -> None:

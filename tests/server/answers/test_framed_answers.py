@@ -108,6 +108,26 @@ def test_framed_answers_are_parsed_at_every_cut(name: str, text: str, expected: 
         assert read(name, text, [cut]) == expected, f"cut at {cut}"
 
 
+HARMONY = [
+    ("openai", "<|channel|>analysis<|message|>I think<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>",
+     [THOUGHT, content("Yes")]),
+    ("openai", '<|channel|>commentary to=functions.special <|constrain|>json<|message|>{"arg1": 1}<|call|>', SPECIAL),
+    ("openai", "<|channel|>analysis<|message|>I think<|end|>", [THOUGHT]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("blanks", ["\n", " \r\n\t\n"])
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [each for each in (*ANSWERS, *HARMONY) if each[1].endswith("|>") and not each[2][-1].text.endswith("|>")],
+)
+def test_blanks_after_last_mark_are_not_content(name: str, text: str, expected: list[Part], blanks: str) -> None:
+    for cuts in ([], [len(text)], [len(text) + 1], list(range(1, len(text + blanks)))):
+        for is_cut in (False, True):
+            assert read(name, text + blanks, cuts, is_cut=is_cut) == expected
+    assert read(name, f"{text}{blanks}x", [len(text) + 1])[-1].text.lstrip() == "x"
+
+
 @pytest.mark.parametrize(("name", "text", "expected"), ANSWERS)
 def test_cut_framed_answer_emits_no_markers(name: str, text: str, expected: list[Part]) -> None:
     whole = "".join(part.text for part in expected)

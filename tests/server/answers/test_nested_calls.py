@@ -99,6 +99,14 @@ def test_broken_minimax_m3_call_is_content(text: str) -> None:
     assert whole == [Part("content", written)]
 
 
+@pytest.mark.parametrize("left", ["", "</item", "item>"])
+@pytest.mark.parametrize("key", ["place", "free"])
+def test_minimax_m3_value_never_contains_next_item(key: str, left: str) -> None:
+    value = {"place": "<rooms><item>a</item><item>b</item></rooms>", "free": "<item>a</item><item>b</item>"}[key]
+    text = in_call(f"<{key}>{value.replace('</item>', left, 1)}</{key}>")
+    assert read(text) == read(text, in_letters=True) == [Part("content", text)]
+
+
 @pytest.mark.parametrize("kind", ["plain", "special"])
 def test_minimax_m3_grammar_enforces_nested_schemas(kind: str) -> None:
     form = MiniMaxM3Format

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from octavo.server.answers.generic_calls import GenericFormat
+from octavo.server.answers.known_formats import FORMATS
+
 sys.path.insert(0, str(Path(__file__).parent))
 import recorded_grammars
 
@@ -22,5 +25,6 @@ def test_tool_grammars_match_recorded_checksums(name: str) -> None:
 
 
 def test_every_tool_format_has_recorded_checksums() -> None:
+    assert {*recorded_grammars.FORMS.values()} == {*FORMATS, GenericFormat}
     assert len(RECORDED) == len(recorded_grammars.FORMS) * 2 * (len(recorded_grammars.SCHEMAS) + 1)
     assert len(set(RECORDED.values())) > len(RECORDED) / 3

@@ -161,6 +161,23 @@ def test_call_heads_after_value_are_scanned_in_linear_time(monkeypatch: pytest.M
     assert len(places) < 6 * 50 + 20
 
 
+PARTS = [
+    "<",
+    ">",
+    "r>",
+    "</",
+    "</p",
+    "er>",
+    "</>",
+    "</param>",
+    "/parameter>",
+    "<parameter>",
+    "</paramete>",
+    "</paramete",
+]
+"""Closing tags of Seed OSS that lost a part."""
+
+
 def ends_of(form: TaggedFormat, text: str, *, is_text: bool = True, closes: str = "") -> tuple[str, str, int]:
     """Return the value, its closing mark ("?" if it stays text), and the number of characters needed to know that."""
 
@@ -359,13 +376,13 @@ def followed(new: Callable[[], ValueEnd], text: str) -> tuple[str, str, int]:
             93,
         ),
         (KimiK3Format, "x", "<|close|>argument<|sep|>", "<|close|>call<|sep|><|close|>tools<|sep|>", 66),
-        (KimiK3Format, "x", "<|close|>argument<|sep|>", "<|open|>argument", 41),
+        (KimiK3Format, "x", "<|close|>argument<|sep|>", "<|open|>argument", 42),
         (KimiK3Format, "x", "", '<|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|>', 81),
         (KimiK3Format, "x", "", "<|close|>call<|sep|><|close|>tools<|sep|>", 43),
         (Qwen3CoderFormat, "x\n</p\n", "?", "</function>\n</tool_call>", 31),
-        (Qwen3CoderFormat, "x\n</\n", "", "</function>\n</tool_call>", 30),
+        (Qwen3CoderFormat, "x\n</\n", "?", "</function>\n</tool_call>", 30),
         (Qwen3CoderFormat, "x\ner>\n", "?", "</function>\n</tool_call>", 31),
-        (Qwen3CoderFormat, "x\nr>\n", "", "</function>\n</tool_call>", 30),
+        (Qwen3CoderFormat, "x\nr>\n", "?", "</function>\n</tool_call>", 30),
         (Qwen3CoderFormat, "x\n<parameter=why>", "?", "", 18),
         (Qwen3CoderFormat, "x\n</function>\n</tool", "?", "", 21),
         (Qwen3CoderFormat, "x\n", "</parameter>", "\n</function>\n</tool", 34),
@@ -454,6 +471,23 @@ def followed(new: Callable[[], ValueEnd], text: str) -> tuple[str, str, int]:
         (GLM47Format, "<tool_call>f</tool_call>", "?", "</tool_call>", 37),
         (KimiK3Format, "x", "<|close|>argument<|sep|>", '<|close|>tools<|sep|><|open|>call tool="now', 69),
         (GLM47Format, "x", "?", "<arg_key>why</arg_key><arg_value>", 34),
+        *((SeedOSSFormat, f"x{part}\n", "?", "<parameter=why>", 17 + len(part)) for part in PARTS),
+        *((SeedOSSFormat, f"x{part}\n", "?", "</function>\n</seed:tool_call>", 32 + len(part)) for part in PARTS),
+        *((SeedOSSFormat, f"x{part}\n", "?", "<parameter=no>", 14 + len(part)) for part in PARTS if part not in "<>"),
+        (SeedOSSFormat, "x>\n<parameter=no>", "</parameter>", "\n<parameter=why>", 45),
+        (SeedOSSFormat, "x/parameter><parameter=no>", "</parameter>", "\n<parameter=why>", 54),
+        (SeedOSSFormat, "<function=r>\n<parameter=no>", "</parameter>", "\n</function>\n</seed:tool_call>", 70),
+        (Qwen3CoderFormat, "x\n/parameter>\n", "?", "<parameter=no>", 26),
+        (Qwen3CoderFormat, "x /parameter>\n<parameter=no>\n", "</parameter>", "\n<parameter=why>", 57),
+        (Qwen3CoderFormat, "x>\n", "", "<parameter=why>\n", 19),
+        (Qwen3CoderFormat, "/parameter>\n", "?", "<parameter=why>\n", 28),
+        *(
+            (KimiK3Format, f"x{mark}", "?", f"<|open|>argument{head}", 17 + len(mark) + len(head))
+            for mark in ("", "|close|>argument<|sep|>")
+            for head in (' key="why"', ' type="string" key="why"', ' type="null" key="why"')
+        ),
+        (KimiK3Format, "x|close|>argument<|sep|>", "?", '<|open|>argument key="no"', 47),
+        (KimiK3Format, 'x<|open|>argument key="no"', "<|close|>argument<|sep|>", '<|open|>argument key="why"', 76),
         (GLM47Format, "x", "</arg_value>", "<arg_key>why</arg_key><arg_value>", 46),
         (GLM47Format, "x", "</arg_value/>", "<arg_key>why</arg_key><arg_value>", 47),
     ],
@@ -511,11 +545,11 @@ def test_overlong_function_name_does_not_begin_call() -> None:
     [
         ("x", "]]>", "</param></function>", 23),
         ("x]]> y", "]]>", "</param></function>", 28),
-        ("x]]</param>", "", "</function>", 23),
+        ("x]]</param>", "?", "</function>", 23),
     ],
 )
 def test_cdata_end_terminates_value_before_closing_tag(value: str, mark: str, rest: str, num_needed: int) -> None:
-    assert ends_of(MiniCPM5Format(), value + mark + rest, closes="]]>") == (value, mark, num_needed)
+    assert ends_of(MiniCPM5Format(), value + mark.strip("?") + rest, closes="]]>") == (value, mark, num_needed)
 
 
 @pytest.mark.parametrize(
@@ -525,14 +559,16 @@ def test_cdata_end_terminates_value_before_closing_tag(value: str, mark: str, re
         ("]]>", ("", "]]>", 3)),
         ("ab]]", ("ab]]", "?", 5)),
         ("a" * 9, ("a" * 9, "?", 10)),
+        ("a<[b]]>", ("a", "?", 3)),
+        ("a]<[b]]>", ("a]", "?", 4)),
     ],
 )
 def test_mark_end_terminates_value_at_first_mark(text: str, expected: tuple[str, str, int]) -> None:
-    assert followed(lambda: MarkEnd("]]>"), text) == expected
+    assert followed(lambda: MarkEnd("<[", "]]>"), text) == expected
 
 
 def test_mark_end_does_not_rescan_text() -> None:
-    end = MarkEnd("]]>")
+    end = MarkEnd("<[", "]]>")
     assert end.find("abcd]", is_over=False) is None
     assert (end.looked_at, end.num_certain("abcd]")) == (3, 4)
     end.drop("abcd")

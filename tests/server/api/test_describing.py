@@ -67,7 +67,7 @@ def test_configuration_hides_secrets_and_directories(tmp_path: Path) -> None:
     assert str(tmp_path.parent) not in text
     assert told["server"]["ssl_keyfile"] == "k.pem"
     assert told["model"]["model"] == tmp_path.name
-    assert told["scheduler"]["max_num_seqs"] == 64
+    assert told["scheduler"]["max_num_seqs"] is None, "the device's default"
     speculative = SpeculativeConfig(method="ngram", verification="rejection")
     assert configuration(server, EngineConfig(speculative=speculative))["speculative"]["verification"] == "rejection"
 

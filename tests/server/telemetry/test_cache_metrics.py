@@ -42,7 +42,8 @@ def test_metrics_report_host_cache_by_tier_and_direction() -> None:
 
 
 def capacity(num_host_blocks: int = 0) -> EngineCapacity:
-    return EngineCapacity.of(SchedulerConfig(), CacheConfig(), num_blocks=10, num_host_blocks=num_host_blocks)
+    scheduler = SchedulerConfig().resolved()
+    return EngineCapacity.of(scheduler, CacheConfig(), num_blocks=10, num_host_blocks=num_host_blocks)
 
 
 def figures() -> EngineStats:

@@ -358,14 +358,11 @@ class KVCacheManager:
             group.pin(ids)
         self._pins[transfer_id] = [[block_id for block_id in ids if block_id != NO_BLOCK] for ids in block_ids]
 
-    def unpin(self, transfer_id: int) -> bool:
-        """Unpin a transfer's blocks. Returns False if the transfer is unknown or has ended."""
-        pinned = self._pins.pop(transfer_id, None)
-        if pinned is None:
-            return False
-        for group, ids in zip(self.groups, pinned, strict=True):
-            group.unpin(ids)
-        return True
+    def unpin(self, transfer_id: int) -> None:
+        """Unpin a transfer's blocks. Does nothing if the transfer is unknown or has ended."""
+        if (pinned := self._pins.pop(transfer_id, None)) is not None:
+            for group, ids in zip(self.groups, pinned, strict=True):
+                group.unpin(ids)
 
     @property
     def num_transfers(self) -> int:

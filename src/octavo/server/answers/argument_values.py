@@ -55,14 +55,10 @@ def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> 
     return found[0] if len(found) == 1 else {"anyOf": found} if found else {}
 
 
-def allows_others(schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Return True if an object may have properties that its schema does not name; see `is_open`."""
-    return any(map(is_open, alternatives(schema, root)))
-
-
 def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
-    """Return the names that properties may have; None if any name is allowed."""
-    return None if allows_others(schema, schema) else frozenset(property_names(schema, schema))
+    """Return the names that properties may have; None if an object may have others as well (see `is_open`)."""
+    is_any = any(map(is_open, alternatives(schema, schema)))
+    return None if is_any else frozenset(property_names(schema, schema))
 
 
 def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:

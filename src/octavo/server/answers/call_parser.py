@@ -83,7 +83,7 @@ class ToolParser:
 
     def __init__(self, functions: Sequence[Function], *, only_one: bool = False) -> None:
         self._names = frozenset(each.name for each in functions)
-        self._keys = {each.name: known_keys(each.parameters) for each in functions}
+        self._parameters = {each.name: each.parameters for each in functions}
         self._only_one = only_one
         self._num_calls = 0
         self._text = ""  # text that is not yet emitted
@@ -154,8 +154,7 @@ class ToolParser:
         while (found := call_starts.starts_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
-            self._position = len(self._text)
-            self._drop()
+            self._drop_rest()
         return bool(found)
 
     def _rest_is_content(self) -> Wait[None]:
@@ -223,14 +222,12 @@ class ToolParser:
     def _drop_cut(self, expected: str) -> None:
         """Drop the rest of the text if the answer was cut off within `expected`."""
         if self._is_cut and expected.startswith(self._text[self._position :].rstrip(HALF)):
-            self._position = len(self._text)
-            self._drop()
+            self._drop_rest()
 
     def _members(self, call: Call) -> Wait[None]:
         yield from self._expect("{")
         while (yield from self._skip_space()) != "}":
             key = yield from self._string()
-            yield from self._skip_space()
             yield from self._expect(":")
             char = yield from self._skip_space()
             if key == self.name_key:
@@ -241,9 +238,8 @@ class ToolParser:
                 yield from self._report_arguments(call)
             else:
                 call.arguments = (yield from self._string()) if char == '"' else (yield from self._value())
-            if (yield from self._skip_space()) != ",":
+            if not (yield from self._takes_next(",")):
                 break
-            self._position += 1
         yield from self._expect("}")
         if call.index is None:
             self._report_whole(call)
@@ -361,7 +357,8 @@ class ToolParser:
         raise MalformedError
 
     def _known_keys(self, call: Call) -> frozenset[str] | None:
-        return self._keys.get(call.name or "")
+        parameters = self._parameters.get(call.name or "")
+        return None if parameters is None else known_keys(parameters)
 
     def _begin(self, call: Call) -> None:
         """Number the call and emit its name. Raises `MalformedError` if no tool has this name."""
@@ -420,11 +417,17 @@ class ToolParser:
                 self._position += 1  # the escaped character
 
     def _expect(self, text: str) -> Wait[None]:
-        if not (yield from self._takes(text)):
+        """Skip white space and `text`. Raises `MalformedError`."""
+        if not (yield from self._takes_next(text)):
             rest = self._text[self._position :].rstrip(HALF)
             if self._is_cut and rest and text.startswith(rest):
                 self._position = len(self._text)
             raise MalformedError
+
+    def _takes_next(self, expected: str) -> Wait[bool]:
+        """Skip white space, and `expected` if it follows. Returns whether it does."""
+        yield from self._skip_space()
+        return (yield from self._takes(expected))
 
     def _takes(self, expected: str) -> Wait[bool]:
         while True:
@@ -437,19 +440,33 @@ class ToolParser:
                 return False
             yield
 
+    def _follows(self, texts: Sequence[str]) -> Wait[str]:
+        """Return which of these texts follows, or "". If the answer was cut off within one, drop the text."""
+        while True:
+            seen = self._text[self._position :]
+            if found := next((each for each in texts if seen.startswith(each)), ""):
+                return found
+            may_come = any(each.startswith(seen) for each in texts)
+            if self._is_over or not may_come:
+                if self._is_cut and may_come:
+                    self._drop_rest()
+                return ""
+            yield
+
     def _takes_closer(self, closer: str) -> Wait[None]:
         """Skip the closing mark, and surplus brackets before the mark."""
-        yield from self._skip_space()
-        self._drop()
+        yield from self._drop_space()
         for _ in range(_MAX_CLOSERS):
-            yield from self._skip_space()
-            if (yield from self._takes(closer)):
+            if (yield from self._takes_next(closer)):
                 break
             if (yield from self._peek()) not in {"}", "]"}:
                 self._drop_cut(closer)
                 self._position = 0
                 break
             self._position += 1
+        yield from self._drop_space()
+
+    def _drop_space(self) -> Wait[None]:
         yield from self._skip_space()
         self._drop()
 
@@ -481,6 +498,10 @@ class ToolParser:
 
     def _report_content(self) -> None:
         self._parts.append(Part("content", self._text[: self._position], start=self._num_reported))
+        self._drop()
+
+    def _drop_rest(self) -> None:
+        self._position = len(self._text)
         self._drop()
 
     def _drop(self) -> None:

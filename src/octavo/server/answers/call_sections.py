@@ -127,6 +127,8 @@ class SectionParser(ToolParser):
         while opener := (yield from self._content(*self._openers)):
             if opener in self._frames:
                 self._drop()
+                if not (yield from self._skip_space()):
+                    self._drop()  # blanks after the last frame are not content
                 continue
             if opener == self._openers[0] and not (yield from self._takes_all(self._opens, self._call_opens)):
                 self._report_content()
@@ -164,22 +166,17 @@ class SectionParser(ToolParser):
 
     def _has_next_call(self) -> Wait[bool]:
         """Skip the marks before the next call of the section. Returns False if no call follows."""
-        yield from self._skip_space()
-        if not self._between:
-            return bool(self._call_opens) and (yield from self._takes_all(self._call_opens))
-        return (yield from self._takes(self._between)) and (yield from self._takes_all(self._call_opens))
+        marks = (self._between, self._call_opens)
+        return any(marks) and (yield from self._takes_all(*marks))
 
     def _takes_section_end(self) -> Wait[None]:
-        yield from self._skip_space()
         yield from self._takes_all(self._closes)
-        yield from self._skip_space()
-        self._drop()
+        yield from self._drop_space()
 
     def _takes_all(self, *marks: str) -> Wait[bool]:
         """Skip these marks, with any white space. Returns False if one is missing; drops a mark that was cut off."""
         for mark in (word for each in marks for word in each.split()):
-            yield from self._skip_space()
-            if not (yield from self._takes(mark)):
+            if not (yield from self._takes_next(mark)):
                 self._drop_cut(mark)
                 return False
         return True

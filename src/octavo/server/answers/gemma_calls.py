@@ -6,11 +6,11 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from octavo.engine.python_literals import NotALiteralError, literal_json
-from octavo.engine.stop_strings import num_held_back_chars
 from octavo.server.answers.argument_values import json_of, types_of
 from octavo.server.answers.call_parser import MalformedError
 from octavo.server.answers.call_sections import NAME, SectionFormat
 from octavo.server.answers.tool_format import choice_of, json_text, ordered_rules
+from octavo.server.answers.value_ends import MarkEnd
 from octavo.server.answers.value_parser import ValueParser
 from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
 from octavo.structured_output.merging import alternatives, is_open, is_small, merged
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from octavo.server.answers.call_parser import Call, Wait
     from octavo.server.answers.tool_format import Function
+    from octavo.server.answers.value_ends import ValueEnd
 
 QUOTE = '<|"|>'
 _KEY = re.compile(r"""[^\s:,{}\[\]<"']*""")
@@ -127,7 +128,7 @@ class GemmaParser(ValueParser):
         self._commit()
 
     def _object(self, call: Call, depth: int) -> Wait[None]:
-        self._say_opened("{", "}", call)
+        self._say("{", call)
         given = set[str]()
         while (yield from self._skip_space()) != "}":
             key = yield from self._key()
@@ -136,32 +137,30 @@ class GemmaParser(ValueParser):
             self._held_piece = f"{', ' if given else ''}{key}: "
             given.add(key)
             yield from self._any_value(call, depth)
-            if (yield from self._skip_space()) != ",":
+            if not (yield from self._takes_next(",")):
                 break
-            self._position += 1
         yield from self._expect("}")
-        self._say_closed(call)
+        self._say_closed("}", call)
 
     def _key(self) -> Wait[str]:
         if (char := (yield from self._peek())) == "<":
-            key = yield from self._quoted(None)
+            end = yield from self._opening_quote()
+            key = yield from self._whole_value(end)
         elif char == '"':
-            key = json_text((yield from self._string()))
-        else:
-            key = yield from self._run(_KEY)
-            if not key:
-                raise MalformedError
-            key = json_text(key)
-        yield from self._skip_space()
+            key = yield from self._string()
+        elif not (key := (yield from self._run(_KEY))):
+            raise MalformedError
         yield from self._expect(":")
-        return key
+        return json_text(key)
 
     def _any_value(self, call: Call, depth: int) -> Wait[None]:
         if depth > _MAX_DEPTH:
             raise MalformedError
         char = yield from self._skip_space()
         if char == "<":
-            yield from self._quoted(call)
+            end = yield from self._opening_quote()
+            self._say('"', call)
+            yield from self._text_value(call, end)
         elif char == '"':
             self._say(json_text((yield from self._string())), call)
             self._drop()
@@ -179,46 +178,20 @@ class GemmaParser(ValueParser):
             self._drop()
 
     def _items(self, call: Call, depth: int) -> Wait[None]:
-        self._say_opened("[", "]", call)
+        self._say("[", call)
         while (yield from self._skip_space()) != "]":
             yield from self._any_value(call, depth)
             self._held_piece = ", "
-            if (yield from self._skip_space()) != ",":
+            if not (yield from self._takes_next(",")):
                 break
-            self._position += 1
         yield from self._expect("]")
-        self._say_closed(call)
+        self._say_closed("]", call)
 
-    def _quoted(self, call: Call | None) -> Wait[str]:
-        """Emit a string piece by piece. If `call` is None, emit nothing and return the string as JSON."""
+    def _opening_quote(self) -> Wait[ValueEnd]:
         if not (yield from self._takes_all(QUOTE)):
             raise MalformedError
         self._drop()
-        if call is not None:
-            self._say_opened('"', '"', call)
-        written = ""
-        while (end := self._text.find(QUOTE)) < 0:
-            is_whole = self._is_over and not self._is_cut
-            self._position = len(self._text) - (0 if is_whole else num_held_back_chars(self._text, QUOTE))
-            written += self._piece(self._text[: self._position], call)
-            self._drop()
-            if self._is_over:
-                self._position = len(self._text)
-                raise MalformedError
-            yield
-        written += self._piece(self._text[:end], call)
-        self._position = end + len(QUOTE)
-        self._drop()
-        if call is not None:
-            self._say_closed(call)
-        return f'"{written}"'
-
-    def _piece(self, text: str, call: Call | None) -> str:
-        written = json_text(text)[1:-1]
-        if call is None:
-            return written
-        self._report("arguments", written, call)
-        return ""
+        return MarkEnd(QUOTE, QUOTE)
 
 
 def _word(word: str) -> str:

@@ -142,8 +142,7 @@ class _GenericParser(ToolParser):
         if not is_read:
             yield from self._rest_is_content()
         while True:  # drop the end of the object
-            self._position = len(self._text)
-            self._drop()
+            self._drop_rest()
             if self._is_over:
                 return
             yield
@@ -167,7 +166,6 @@ class _GenericParser(ToolParser):
         self._position += 1
         yield from self._skip_space()
         key = yield from self._string()
-        yield from self._skip_space()
         yield from self._expect(":")
         yield from self._skip_space()
         return key
@@ -178,9 +176,8 @@ class _GenericParser(ToolParser):
             yield from self._skip_space()
             if not (yield from self._call()):
                 return False
-            if (yield from self._skip_space()) != ",":
+            if not (yield from self._takes_next(",")):
                 return True
-            self._position += 1
 
     def _response(self) -> Wait[None]:
         if (yield from self._peek()) == '"':

@@ -43,9 +43,10 @@ class KimiK3Format(TaggedFormat):
         """Parse these tags."""
         return KimiK3Parser(self, functions, only_one=only_one)
 
-    def argument_starts(self, keys: Sequence[str]) -> list[str]:  # noqa: ARG002 - the seam's
-        """Return no beginnings, because the attributes of a tag may have any order."""
-        return []
+    def argument_starts(self, keys: Sequence[str]) -> list[str]:
+        """Return the beginnings with the name first or after the type."""
+        before = ["", *(f' type="{each}"' for each in ("string", *_JSON_TYPES))]
+        return [f'{self.argument_opens}{each} key="{_escaped(key)}"' for key in keys for each in before]
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - the seam's
         """Require the mark of a call, without a name, because attributes may have any order."""

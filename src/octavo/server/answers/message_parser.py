@@ -42,8 +42,8 @@ class MessageParser(ToolParser):
     def _read(self) -> Wait[None]:
         while True:
             if not (yield from self._begins()):
-                if self._is_over and not self._text:
-                    return
+                if self._is_over and self._position == len(self._text):
+                    return  # blanks after the last message are not content
                 yield from self._body("content")
                 continue
             try:
@@ -64,18 +64,7 @@ class MessageParser(ToolParser):
 
     def _begins(self) -> Wait[bool]:
         yield from self._skip_space()
-        while True:
-            seen = self._text[self._position :]
-            if any(seen.startswith(each) for each in self.begins):
-                return True
-            if not any(each.startswith(seen) for each in self.begins):
-                return False
-            if self._is_over:
-                if self._is_cut:
-                    self._position = len(self._text)
-                    self._drop()
-                return False
-            yield
+        return bool((yield from self._follows(self.begins)))
 
     def _message_head(self) -> Wait[str]:
         while (end := self._text.find(self.head_closes)) < 0:
@@ -95,8 +84,7 @@ class MessageParser(ToolParser):
         bare = self._bare_head()
         rest = "" if bare is None else self._text[bare[0] :].rstrip(HALF)
         if not rest or any(each.startswith(rest) for each in (*self.head_parts, self.head_closes)):
-            self._position = len(self._text)
-            self._drop()
+            self._drop_rest()
         else:
             self._text = self._text[: len(self._text) - num_held_back_chars(self._text, self.head_closes)]
 
@@ -127,7 +115,6 @@ class MessageParser(ToolParser):
             if is_ended:
                 return
             if self._is_over:
-                self._position = len(self._text)
-                self._drop()
+                self._drop_rest()
                 return
             yield

@@ -139,7 +139,6 @@ class NestedParser(ValueParser):
     def __init__(self, form: MiniMaxM3Format, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
         self._form = form
-        self._parameters = {each.name: each.parameters for each in functions}
         self._root: dict[str, Any] = {}
 
     def _call_steps(self, call: Call) -> Wait[None]:
@@ -151,30 +150,28 @@ class NestedParser(ValueParser):
         yield from self._arguments(call, self._object(call, "invoke", self._root, 0))
 
     def _object(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[None]:
-        self._say_opened("{", "}", call)
+        self._say("{", call)
         separator = ""
         while key := (yield from self._next_tag(tag)):
             self._held_piece = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
             if (yield from self._value_of(call, key, property_of(schema, key, self._root), depth)):
                 separator = ", "
-        self._say_closed(call)
+        self._say_closed("}", call)
 
     def _items(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[None]:
-        self._say_opened("[", "]", call)
+        self._say("[", call)
         items = schema.get("items")
         while key := (yield from self._next_tag(tag)):
             if (yield from self._value_of(call, key, items if isinstance(items, dict) else {}, depth)):
                 self._held_piece = ", "
-        self._say_closed(call)
+        self._say_closed("]", call)
 
     def _next_tag(self, around: str) -> Wait[str]:
         """Skip the next tag. Returns the name in an opening tag; "" for the closing tag of `around`."""
-        yield from self._skip_space()
-        yield from self._expect(MARK)
-        if (yield from self._takes(f"</{around}>")):
+        if (yield from self._takes_next(f"{MARK}</{around}>")):
             self._drop()
             return ""
-        yield from self._expect("<")
+        yield from self._expect(f"{MARK}<")
         key = yield from self._head(">")
         if not key or key.startswith("/"):
             raise MalformedError
@@ -183,12 +180,10 @@ class NestedParser(ValueParser):
 
     def _value_of(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[bool]:
         """Read a value and emit it. Returns False if the value is omitted."""
-        closes = f"{MARK}</{tag}>"
+        end = MarkEnd(f"{MARK}<{tag}>", f"{MARK}</{tag}>")
         if is_text(schema, self._root):
-            self._say_opened('"', '"', call)
-            self._open = self._open[1:]  # `_text_value` emits the closing quote
-            self._held_piece = ""
-            yield from self._text_value(call, MarkEnd(closes), is_padded=False)
+            self._say('"', call)
+            yield from self._text_value(call, end)
             return True
         kinds = types_of(schema, self._root)
         first = yield from self._opened_tag()
@@ -199,7 +194,7 @@ class NestedParser(ValueParser):
             known = part_of(schema, self._root, "array" if is_list else "object")
             yield from (self._items if is_list else self._object)(call, tag, known, depth + 1)
             return True
-        text = yield from self._whole_value(MarkEnd(closes), is_padded=False)
+        text = yield from self._whole_value(end)
         empty = "[]" if "array" in kinds else "{}" if "object" in kinds else None
         is_empty = not text.strip() and "string" not in kinds
         written = empty if is_empty else self._read_value(text, schema, self._root)

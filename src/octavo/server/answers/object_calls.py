@@ -50,7 +50,6 @@ class ObjectParser(SectionParser):
         self._ends = ending(self._closes, form.opener, *form.strays, further, is_wrapped=True)
 
     def _call_steps(self, call: Call) -> Wait[None]:
-        yield from self._skip_space()
         yield from self._members(call)
 
     def _has_next_call(self) -> Wait[bool]:
@@ -173,11 +172,9 @@ class _KeyedParser(SectionParser):
         self._ends = ending(self._closes, form.opener, ", {", is_wrapped=True)
 
     def _call_steps(self, call: Call) -> Wait[None]:
-        yield from self._skip_space()
         yield from self._expect("{")
         yield from self._skip_space()
         name = yield from self._string()
-        yield from self._skip_space()
         yield from self._expect(":")
         call.name = name
         if (yield from self._skip_space()) != "{":

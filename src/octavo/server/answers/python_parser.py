@@ -29,7 +29,6 @@ class PythonParser(ValueParser):
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
         name = yield from self._run(NAME)
-        yield from self._skip_space()
         yield from self._expect("(")
         call.name = name
         yield from self._arguments(call, self._named_values(call))
@@ -55,9 +54,8 @@ class PythonParser(ValueParser):
             self._say(value, call)
             given.add(key)
             self._drop()
-            if (yield from self._skip_space()) != ",":
+            if not (yield from self._takes_next(",")):
                 break
-            self._position += 1
         yield from self._expect(")")
         self._report("arguments", "}", call)
 
@@ -65,7 +63,6 @@ class PythonParser(ValueParser):
         key = yield from self._run(_KEY)
         if not key:
             raise MalformedError
-        yield from self._skip_space()
         yield from self._expect("=")
         return key
 
@@ -83,15 +80,11 @@ class PythonParser(ValueParser):
         except NotALiteralError:
             if scanner.is_begun and (self._is_cut or not scanner.line_ends):  # look for no call in a value
                 self._position = len(self._text)
-            if scanner.is_begun and self._is_cut:
-                self._say_begun(scanner.begun_json(self._text), call)
+            if scanner.is_begun and self._is_cut and (begun := scanner.begun_json(self._text)) is not None:
+                self._say(begun, call)
             raise MalformedError from None
         self._position = end
         return value
-
-    def _say_begun(self, begun: str | None, call: Call) -> None:
-        if begun is not None:
-            self._say(begun, call)
 
 
 class PythonListParser(PythonParser):
@@ -129,12 +122,9 @@ class PythonListParser(PythonParser):
         self._before = CodeSpans()
 
     def _takes_section_end(self) -> Wait[None]:
-        yield from self._takes_all(self._closes)
-        yield from self._skip_space()
-        self._drop()
-        yield from self._takes_all(_ENDS)
-        yield from self._skip_space()
-        self._drop()
+        for mark in (self._closes, _ENDS):
+            yield from self._takes_all(mark)
+            yield from self._drop_space()
 
     def _call_steps(self, call: Call) -> Wait[None]:
         if not self._is_tagged:
@@ -145,10 +135,8 @@ class PythonListParser(PythonParser):
         start = self._position
         yield from self._skip_space()
         yield from self._run(NAME)
-        yield from self._skip_space()
         yield from self._expect("(")
-        if (yield from self._skip_space()) == ")":
-            self._position += 1
+        if (yield from self._takes_next(")")):
             if (yield from self._skip_space()) not in {",", "]"}:
                 raise MalformedError
         else:

@@ -89,26 +89,15 @@ class RecipientsParser(ToolParser):
         if recipient == _USER:
             self._drop()
         elif recipient and (yield from self._attempt(call := Call(recipient), self._call_steps(call))):
-            yield from self._skip_space()
-            self._drop()
+            yield from self._drop_space()
         else:
             self._report_content()
 
     def _recipient(self) -> Wait[str]:
         """Skip a line with a known recipient and return the recipient; "" if no such line follows."""
-        known = [f"{name}\n" for name in (_USER, *self._names)]
-        while True:
-            seen = self._text[self._position :]
-            if found := next((each for each in known if seen.startswith(each)), None):
-                self._position += len(found)
-                return found.strip()
-            may_come = any(each.startswith(seen) for each in known)
-            if self._is_over or not may_come:
-                if self._is_cut and may_come:
-                    self._position = len(self._text)
-                    self._drop()
-                return ""
-            yield
+        found = yield from self._follows([f"{name}\n" for name in (_USER, *self._names)])
+        self._position += len(found)
+        return found.strip()
 
     def _call_steps(self, call: Call) -> Wait[None]:
         if (yield from self._skip_space()) != "{":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.server.answers.argument_values import is_text, property_names, property_of, types_of
 from octavo.server.answers.call_parser import Call, MalformedError
-from octavo.server.answers.call_sections import MAX_HEAD_CHARS, NAME
+from octavo.server.answers.call_sections import NAME
 from octavo.server.answers.value_ends import TagEnd
 from octavo.server.answers.value_parser import ValueParser
 
@@ -34,7 +34,6 @@ class TaggedParser(ValueParser):
     def __init__(self, form: TaggedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
         self._form, self.is_padded = form, form.is_padded
-        self._parameters = {each.name: each.parameters for each in functions}
         closes = form.closes if form.one_each else ""
         opens = form.opener if closes else form.call_opens or form.opener
         self._pair = opens.strip(), (closes or form.call_closes).strip()  # the marks around a call
@@ -104,16 +103,7 @@ class TaggedParser(ValueParser):
         return False
 
     def _name(self) -> Wait[str]:
-        while True:
-            found = NAME.match(self._text, self._position)
-            end = self._position if found is None else found.end()
-            if end - self._position > MAX_HEAD_CHARS:
-                raise MalformedError
-            if end < len(self._text) or self._is_over:
-                name = self._text[self._position : end]
-                self._position = end
-                return name
-            yield
+        return (yield from self._run(NAME))
 
     def _argument(self, call: Call, separator: str) -> Wait[str]:
         """Read an argument and emit it after `separator`. Returns "" if no argument of the call was emitted so far."""
@@ -182,6 +172,6 @@ class TaggedParser(ValueParser):
         for mark, is_marked_text in ((self._form.text_mark, True), (self._form.json_mark, False)):
             if mark and head.endswith(mark):
                 return head.removesuffix(mark), is_marked_text
-        if not (yield from self._takes_all(*more)):
+        if self._form.text_mark or not (yield from self._takes_all(*more)):
             raise MalformedError
         return head.strip(), None

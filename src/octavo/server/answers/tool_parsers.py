@@ -67,10 +67,8 @@ class LlamaParser(ToolParser):
         """
         if (yield from self._skip_space()) != "{" or not (yield from self._call()):
             return False
-        if (yield from self._skip_space()) == ";":
-            self._position += 1
-        yield from self._skip_space()
-        self._drop()
+        yield from self._takes_next(";")
+        yield from self._drop_space()
         return True
 
     def _is_cut_here(self) -> bool:
@@ -108,15 +106,13 @@ class MistralParser(ToolParser):
             yield from self._skip_space()
             if not (yield from self._call()):
                 return
-            if (yield from self._skip_space()) != ",":
+            if not (yield from self._takes_next(",")):
                 break
-            self._position += 1
         yield from self._takes_closer("]")
 
     def _named(self) -> Wait[None]:
         if (yield from self._attempt(call := Call(), self._named_steps(call))):
-            yield from self._skip_space()
-            self._drop()
+            yield from self._drop_space()
 
     def _named_steps(self, call: Call) -> Wait[None]:
         start = self._position

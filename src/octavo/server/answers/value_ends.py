@@ -55,14 +55,15 @@ class ValueEnd(Protocol):
 
 
 class MarkEnd:
-    """Ends a value at a mark that no value contains."""
+    """Ends a value at its closing mark. A value that contains its opening mark lacks the closing mark."""
 
-    def __init__(self, mark: str) -> None:
-        self._mark, self.looked_at = mark, 0
+    def __init__(self, opens: str, closes: str) -> None:
+        self._marks, self._closes, self.looked_at = (opens, closes), closes, 0
+        self._any = re.compile("|".join(map(re.escape, self._marks)))
 
     def num_certain(self, text: str) -> int:
         """See `ValueEnd`."""
-        return len(text) - num_held_back_chars(text, self._mark)
+        return len(text) - max(num_held_back_chars(text, each) for each in self._marks)
 
     def drop(self, text: str) -> None:
         """See `ValueEnd`."""
@@ -70,12 +71,13 @@ class MarkEnd:
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
         """See `ValueEnd`."""
-        place = text.find(self._mark, self.looked_at)
-        if place >= 0:
-            return place, place + len(self._mark)
-        self.looked_at = len(text) if is_over else max(0, len(text) - len(self._mark) + 1)
-        if is_over:
+        found = self._any.search(text, self.looked_at)
+        if found and found.group() == self._closes:
+            return found.span()
+        if found or is_over:
+            self.looked_at = found.start() if found else len(text)
             raise MalformedError
+        self.looked_at = max(0, len(text) - max(map(len, self._marks)) + 1)
         return None
 
 
@@ -99,17 +101,15 @@ class TagEnd:
         self._call_starts = tuple(call_starts)
         self._breaks = tuple(mark for each in (form.call_closes, form.closes) if (mark := each.strip()))
         self._openers = tuple(mark for each in (form.opener, form.call_opens) if (mark := each.strip()))
-        opens = form.argument_opens.strip()
+        self._opens = form.argument_opens.strip()
         inner = (form.value_closes.strip(),) if closes != form.value_closes else ()
-        self._call_follows = (opens, *self._breaks)
+        self._call_follows = (self._opens, *self._breaks)
         self._follows = (*self._call_follows, *inner)
         self._end = (*inner, *self._breaks)
         self._is_loose = form.argument_closes.startswith("\n")
         self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
-        self._marks = (self._start, *self._call_starts, *self._breaks, *self._openers)
+        self._marks = (self._start, *self._call_starts, self._opens, *self._breaks, *self._openers)
         self._any = re.compile("|".join(map(re.escape, self._marks)))
-        starts = range(1, max(2, len(closes) - 2))
-        self._remnants = (*(closes[start:] for start in starts), *(closes[:-start] for start in starts))
         # A call begins with these marks (a name for "") and then one of `_call_follows`. The opener alone is text.
         self._head = (*(form.call_opens or form.opens).split(), "", *form.named.split())
         self._name = form.head_pattern
@@ -159,6 +159,8 @@ class TagEnd:
             return self._judged_closer(text, closer, is_over=is_over)
         if head:
             return self._judged_head(text, place, place + len(head), is_over=is_over)
+        if text.startswith(self._opens, place):
+            return self._judged_unknown(text, place, is_over=is_over)
         return self._judged_mark(text, place, is_over=is_over)
 
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
@@ -233,6 +235,17 @@ class TagEnd:
             return None if end == len(text) and not is_over else False
         is_line = self._written(text, place)[-1:] == "\n" or not self._is_text
         return self._broken_off(text, place) if is_line else False
+
+    def _judged_unknown(self, text: str, place: int, *, is_over: bool) -> Literal[False] | None:
+        """Judge the beginning of an argument that is not in the schema: text, unless a closing tag lost a part."""
+        rest = text[place : place + _MAX_MARK_CHARS]
+        if not is_over and any(each.startswith(rest) for each in self._call_starts):
+            return None
+        written = self._written(text, place)
+        is_placed = written[-1:] == "\n" or not (self._is_padded or self._is_loose)
+        if is_placed and self._is_text and not self._num_open and self._ends_in_part_of_tag(written, 2):
+            raise MalformedError
+        return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return whether a mark that ends or begins a section or a call follows the mark at `place`.
@@ -316,7 +329,7 @@ class TagEnd:
             return "head" if is_over else None
         if any(rest.startswith(each) for each in self._call_starts):
             return "head"
-        if rest.startswith((self._follows[0], self._closes)):
+        if rest.startswith((self._opens, self._closes)):
             return "argument"  # a tag that is doubled breaks the call
         return "end" if rest.startswith(self._follows) else ""
 
@@ -359,7 +372,14 @@ class TagEnd:
         written = self._written(text, place)
         if self._has_tags or not written.strip() or (self._is_text and self._is_padded and written.endswith("\n\n")):
             raise MalformedError  # it is unknown which line feeds are part of the value
-        if self._is_text and written.rstrip().endswith(self._remnants):
-            raise MalformedError  # the closing tag lost a part
+        if self._is_text and self._ends_in_part_of_tag(written, 1):
+            raise MalformedError
         is_line = not self._is_padded and self._is_loose and text.endswith("\n", 0, place)
         return place - is_line, place
+
+    def _ends_in_part_of_tag(self, written: str, num_chars: int) -> bool:
+        """Return whether a text ends with a closing tag that lost a part, but kept at least `num_chars` characters."""
+        pad, closes, size = "\n" if self._is_padded else "", self._closes, len(self._closes)
+        nums = range(num_chars, size)
+        parts = tuple(pad + closes[:end] + closes[size - num + end :] for num in nums for end in range(num + 1))
+        return (pad + written.rstrip()).endswith(parts)

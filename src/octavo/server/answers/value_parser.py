@@ -24,12 +24,11 @@ class ValueParser(SectionParser):
 
     is_padded = False
     _held_piece = ""  # text that is emitted before the next value
-    _open = ""  # closing brackets and quotes to emit, the innermost first
 
     def _arguments(self, call: Call, steps: Wait[None]) -> Wait[None]:
         self._begin(call)
         self._drop()
-        self._held_piece = self._open = ""
+        self._held_piece = ""
         yield from steps
         self._drop()
 
@@ -37,12 +36,8 @@ class ValueParser(SectionParser):
         self._report("arguments", self._held_piece + text, call)
         self._held_piece = ""
 
-    def _say_opened(self, opener: str, closer: str, call: Call) -> None:
-        self._say(opener, call)
-        self._open = closer + self._open
-
-    def _say_closed(self, call: Call) -> None:
-        closer, self._open, self._held_piece = self._open[0], self._open[1:], ""
+    def _say_closed(self, closer: str, call: Call) -> None:
+        self._held_piece = ""
         self._report("arguments", closer, call)
 
     def _run(self, letters: re.Pattern[str]) -> Wait[str]:
@@ -67,7 +62,7 @@ class ValueParser(SectionParser):
 
     # --- values that are text without quotes before a mark
 
-    def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool) -> Wait[None]:
+    def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool = False) -> Wait[None]:
         """Emit a string piece by piece, and its closing quote; the caller has emitted the opening quote."""
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
             self._position = len(_unpadded(self._text[: ends.num_certain(self._text)], is_padded))
@@ -96,7 +91,7 @@ class ValueParser(SectionParser):
                 self._position = ends.looked_at
             raise
 
-    def _whole_value(self, ends: ValueEnd, *, is_padded: bool) -> Wait[str]:
+    def _whole_value(self, ends: ValueEnd, *, is_padded: bool = False) -> Wait[str]:
         try:
             while (found := ends.find(self._text, is_over=self._is_over)) is None:
                 yield
