@@ -99,16 +99,18 @@ test-all: $(DEV_STAMP)
 real: $(DEV_STAMP)
 	$(BIN)/python tools/make_real.py || { [ $$? = 3 ] && [ "$(REQUIRE_REAL)" = 0 ]; }
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OCTAVO_REQUIRE_REAL=$(REQUIRE_REAL) OCTAVO_REAL_SCALE=$(REAL_SCALE) \
-		OCTAVO_REAL_SEED=$(REAL_SEED) $(BIN)/python -m pytest -n $(REAL_WORKERS) --dist loadgroup -m real -ra tests/real
+		OCTAVO_REAL_SEED=$(REAL_SEED) $(BIN)/python -m pytest -n $(REAL_WORKERS) --dist loadgroup -m real -ra \
+		-o faulthandler_timeout=1800 tests/real
 
 # Where tokens come from, with another instruction set than the best one. Engines in other processes obey it, too.
 ISAS ?= $(shell $(BIN)/python -c "from octavo.kernels import instruction_sets; print(*instruction_sets())")
 test-isa: $(DEV_STAMP)
 	set -e; for isa in $(ISAS); do echo "instruction set $$isa"; OCTAVO_ISA=$$isa $(PYTEST) $(ISA_TESTS); done
 
+# With a limit the first test that hangs ends the run: others would each hang as long.
 test-slow: $(DEV_STAMP)
-	$(PYTEST) -m "slow and not performance and not real" $(if $(PART),--part $(PART)) $(if $(LIMIT_S),--limit-s $(LIMIT_S)) \
-		$(STRICT)
+	$(PYTEST) -m "slow and not performance and not real" $(if $(PART),--part $(PART)) \
+		$(if $(LIMIT_S),--limit-s $(LIMIT_S) --max-worker-restart 0) $(STRICT)
 
 # CI runs one of these at each landing, by the day of the year modulo 8.
 DAY ?= $(shell expr $$(date +%j) % 8)

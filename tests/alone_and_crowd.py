@@ -8,6 +8,7 @@ import pytest
 from kernels_available import COMPILED
 
 from octavo.config import kernels_required
+from octavo.data.events import RequestPreempted
 
 if TYPE_CHECKING:
     from octavo import LLMEngine, SamplingParams
@@ -29,3 +30,8 @@ def alone(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -
     increase.
     """
     return [crowd(engine, [request])[0] for request in requests]
+
+
+def has_swapped(engine: LLMEngine) -> bool:
+    """Return whether a preempted request was copied to host memory."""
+    return any(isinstance(event, RequestPreempted) and event.swapped for event in engine.core.recent.since(0))

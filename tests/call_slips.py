@@ -152,7 +152,8 @@ def _of_a_mark(change: Callable[[random.Random, str], str]) -> Callable[[Case], 
 
 
 def _truncated(rng: random.Random, mark: str) -> str:
-    return mark[:-1] if rng.random() < 0.6 else mark[1:]
+    start, end = sorted(rng.sample(range(len(mark) + 1), 2))
+    return mark[:start] + mark[end:]
 
 
 def blanks(case: Case) -> str | None:

@@ -40,7 +40,9 @@ LIMIT = pytest.StashKey[TimeLimit]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("octavo")
     group.addoption("--part", metavar="K/N", help="run only the tests of part K of N, files in an order by the seed")
-    group.addoption("--limit-s", type=float, metavar="S", help="skip the tests that have not begun after S seconds")
+    group.addoption(
+        "--limit-s", type=float, metavar="S", help="skip tests that have not begun S seconds after collection"
+    )
     group.addoption("--strict-skips", action="store_true", help="fail if a test is skipped for an unlisted reason")
 
 
@@ -57,8 +59,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["SSL_CERT_FILE"] = str(one_certificate(Path(folder.name)))
     config.add_cleanup(folder.cleanup)
     os.environ.setdefault(SWEEP_SEED, dt.datetime.now(tz=dt.UTC).strftime("%Y-%j") + commit_suffix())
-    if (limit_s := config.option.limit_s) is not None:
-        config.stash[LIMIT] = TimeLimit(limit_s, time.monotonic)
     if not COMPILED and not kernels_required():
         config.addinivalue_line(
             "filterwarnings", "ignore:octavo was installed without its compiled kernels:RuntimeWarning"
@@ -115,11 +115,15 @@ def one_certificate(folder: Path) -> Path:
     return path
 
 
-def pytest_collection_finish() -> None:
-    """Exclude tests and libraries from garbage collection: a full collection took half a second."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exclude tests and libraries from garbage collection, which took half a second. Begin the time limit of the run:
+    slow collection must not skip every test.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()
+    if (limit_s := session.config.option.limit_s) is not None:
+        session.config.stash[LIMIT] = TimeLimit(limit_s, time.monotonic)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -269,9 +269,10 @@ def make_core(
 ) -> EngineCore:
     """Return the real core with a fake executor."""
     metrics, recent = EngineMetrics(), RecentEvents(2000)
-    configs = SchedulerConfig(**scheduler_options), CacheConfig(block_size=block_size)
+    cache_config = CacheConfig(block_size=block_size)
     scheduler = Scheduler(
-        *configs,
+        SchedulerConfig(**scheduler_options),
+        cache_config,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         clock=time.monotonic,
@@ -283,7 +284,12 @@ def make_core(
         metrics,
         recent,
         EngineCapacity.of(
-            *configs, num_blocks=num_blocks, role=role, kv_transfer_port=kv_transfer_port, kv_format=kv_format
+            scheduler.config,
+            cache_config,
+            num_blocks=num_blocks,
+            role=role,
+            kv_transfer_port=kv_transfer_port,
+            kv_format=kv_format,
         ),
     )
 

@@ -141,8 +141,8 @@ def test_steps_are_launched_ahead_if_host_needs_no_tokens(monkeypatch):
 def test_device_selects_executor_mode_of_async_scheduling(device, mode, ahead, monkeypatch):
     chosen = {}
     monkeypatch.setattr(build, "LocalExecutor", lambda *_, **options: chosen.update(options))
-    config = EngineConfig(scheduler=SchedulerConfig(async_scheduling=ahead))
-    build._make_executor(config, SimpleNamespace(device=device), SimpleNamespace(), None)
+    info = SimpleNamespace(device=device, scheduler_config=SchedulerConfig(async_scheduling=ahead).resolved())
+    build._make_executor(EngineConfig(), info, SimpleNamespace(), None)
     assert chosen["mode"] is (mode if ahead else ComputesAtOnce)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from alone_and_crowd import has_swapped
 from kernels_available import COMPILED, INSTRUCTION_SETS, kv_precision, precision
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
@@ -257,13 +258,13 @@ def check(engine: LLMEngine, schedule: Schedule, expected: list[tuple]) -> None:
         fixed = [i for i, (_, params) in enumerate(requests) if params.seed is not None or params.is_greedy]
         for index in range(len(requests)) if schedule.rounds == 1 else fixed:
             assert got[index] == expected[index], f"request {index} differs in {schedule.name}"
-    stats = engine.core.scheduler.get_stats()
+    stats = engine.core.metrics.stats
     if schedule.num_blocks is not None:
-        assert stats.total_preempted >= 3
-    assert (stats.total_swapped > 0) == (schedule.swap_space_bytes > 0)
+        assert stats.num_preemptions >= 3
+    assert has_swapped(engine) == (schedule.swap_space_bytes > 0)
     if schedule.rounds > 1:
-        assert stats.cache_hit_rate > 0.4
-    assert stats.kv_cache_usage == 0.0
+        assert stats.prefix_cache_hits > 0.4 * stats.prefix_cache_queries
+    assert engine.core.scheduler.kv_cache_manager.pool.usage == 0.0
 
 
 @needs_kernels
@@ -365,7 +366,7 @@ def test_preemption_keeps_drawn_seed_of_request(checkpoint):
     roomy = answers(make_engine(checkpoint, "float32", Schedule("crowd"), "cpu"), requests)
     engine = make_engine(checkpoint, "float32", Schedule("few", num_blocks=20), "cpu")
     assert answers(engine, requests) == roomy
-    assert engine.core.scheduler.get_stats().total_preempted > 0
+    assert engine.core.metrics.stats.num_preemptions > 0
 
 
 @pytest.mark.sweep(3)
@@ -400,7 +401,7 @@ def test_embeddings_do_not_depend_on_schedule(checkpoint, dtype, monkeypatch):
                 del pending[:5]
                 result.update({output.request_id: output for output in engine.step() if output.finished})
         if schedule.num_blocks is not None:
-            assert engine.core.scheduler.get_stats().total_preempted >= 3
+            assert engine.core.metrics.stats.num_preemptions >= 3
         return [result[str(i)].pooled for i, (_, params) in enumerate(requests) if params.pooling is not None]
 
     expected = vectors(Schedule("alone", max_num_seqs=1, prefix_caching=False), asked)
@@ -432,7 +433,7 @@ def test_computed_tokens_of_requests_sum_to_scheduled_tokens(checkpoint, name):
         del pending[:5]
         done += [output for output in engine.step() if output.finished]
     metrics = [output.metrics for output in done]
-    assert sum(each.num_computed_tokens for each in metrics) == engine.core.scheduler.get_stats().total_tokens_scheduled
+    assert sum(each.num_computed_tokens for each in metrics) == engine.core.metrics.stats.scheduled_tokens
     assert any(each.num_recomputed_tokens for each in metrics) == (name == "few_blocks")
     for output in done:
         needed = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1 - output.num_cached_tokens

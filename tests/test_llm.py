@@ -157,7 +157,7 @@ def test_engine_uses_resolved_scheduler_config(llm, checkpoint):
     read_along = LLM(model=str(checkpoint), max_model_len=64, mixed_step_ms=None)
     scheduler = read_along.llm_engine.core.scheduler
     assert scheduler.config.mixed_step_ms == 100.0
-    assert scheduler.get_stats().prefill_limit == 128  # of 1024
+    assert scheduler.batching.prefill_limit == 128  # of 1024
 
 
 def test_chat_renders_template_of_checkpoint(llm):

@@ -34,8 +34,8 @@ def run_predicted(kind: str, method: str, run: Run) -> tuple[float, int]:
         sequence = sequences[str(index) if params.n == 1 else f"{index}#0"]
         requests.append(({"prompt": text, "predicted_token_ids": KINDS[kind](sequence[len(encode(text)) :])}, params))
     assert answers(engine, requests) == told
-    assert (engine.core.scheduler.get_stats().total_preempted > 0) == (run.num_blocks is not None)
-    assert engine.core.scheduler.get_stats().kv_cache_usage == 0.0
+    assert (engine.core.metrics.stats.num_preemptions > 0) == (run.num_blocks is not None)
+    assert engine.core.scheduler.kv_cache_manager.pool.usage == 0.0
     return verified.num_accepted / verified.num_drafted, verified.num_accepted
 
 

@@ -1,13 +1,18 @@
-"""Parts of the slow tests: each test is in exactly one, and a time limit skips different tests each time."""
+"""Parts of the slow tests: each test is in exactly one, a time limit skips different tests each time, a hang fails."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from parts import TimeLimit, in_order_of, is_in_part, read_part
 
+ROOT = Path(__file__).parents[1]
 NAMES = [f"tests/test_{file}.py::test_{number}" for file in "abcdefgh" for number in range(20)]
 
 
@@ -40,3 +45,45 @@ def test_time_limit_passes_after_its_seconds():
     now[0] = 105.1
     assert limit.has_passed
     assert read_part("7/8") == (7, 8)
+
+
+def run_pytest(folder, code, *options):
+    """Run a test file as a process of pytest-xdist with the project's settings; return the finished process."""
+    file = folder / "test_written.py"
+    file.write_text(code)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        ROOT / "pyproject.toml",
+        "-n",
+        "1",
+        "-p",
+        "conftest",
+        *options,
+        file,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.slow
+def test_hanging_test_fails_and_stacks_are_printed(tmp_path):
+    code = "import threading\ndef test_hangs():\n    threading.Event().wait(100)\n"
+    done = run_pytest(tmp_path, code, "-o", "faulthandler_timeout=1", "--max-worker-restart", "0")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "crashed while running" in done.stdout
+    assert "in test_hangs" in done.stderr
+
+
+@pytest.mark.slow
+def test_time_limit_begins_after_collection(tmp_path):
+    code = "import time\ntime.sleep(1.5)\ndef test_first():\n    time.sleep(1.5)\ndef test_second():\n    pass\n"
+    done = run_pytest(tmp_path, code, "--limit-s", "1")
+    assert "1 passed, 1 skipped" in done.stdout
+
+
+def test_every_test_has_limit_for_hangs(pytestconfig):
+    assert float(pytestconfig.getini("faulthandler_timeout")) > 0
+    assert pytestconfig.getini("faulthandler_exit_on_timeout")

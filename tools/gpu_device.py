@@ -57,7 +57,7 @@ class Sizes:
     (in_features, out_features) of products. decodes: (sequences, positions of each). prefills: (tokens, positions).
     prompt: tokens of a prompt that is cut into chunks. attention, dtypes: the cases tried with it. requests,
     longest_prompt, new_tokens: for the engine's stages. stream_tokens: of the single stream. requests_at_once:
-    for nano-vllm's benchmark.
+    for nano-vllm's benchmark. max_num_seqs: of an engine; None for the default.
     """
 
     rows: tuple[int, ...]
@@ -76,6 +76,7 @@ class Sizes:
     new_tokens: int
     stream_tokens: int
     requests_at_once: int
+    max_num_seqs: int | None = None
 
 
 ON_GPU = Sizes(
@@ -120,6 +121,7 @@ DRY = Sizes(
     new_tokens=2,
     stream_tokens=4,
     requests_at_once=2,
+    max_num_seqs=2,
 )
 
 

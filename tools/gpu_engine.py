@@ -130,8 +130,9 @@ def make_engine(
     sink: EventSink | None = None,
     **scheduler: Any,
 ) -> LLMEngine:
-    """Return an engine with decode graphs. dry_graphs: the most rows of a graph in a dry run; 0 for no graphs.
+    """Return an engine with the defaults of its device, and decode graphs.
 
+    dry_graphs: the most rows of a graph in a dry run; 0 for no graphs.
     dry_kernels: the kernels of a dry run, if different: "auto" for stages that test the engine, as the interpreter is
     slow. kv_bytes: size of the KV cache, by default all free memory; `cache` replaces it.
     """
@@ -140,7 +141,7 @@ def make_engine(
         cache = CacheConfig() if kv_bytes is None else CacheConfig(kv_cache_memory_bytes=kv_bytes)
     return LLMEngine(
         model,
-        SchedulerConfig(max_num_seqs=max(2, check.sizes.requests_at_once), **scheduler),
+        SchedulerConfig(max_num_seqs=check.sizes.max_num_seqs, **scheduler),
         cache_config=cache,
         device_config=DeviceConfig(
             device=check.device.type,

@@ -48,9 +48,11 @@ def test_kv_stores_need_prefix_caching():
 
 
 def test_capacity_reports_role_and_transfer_port():
-    plain = EngineCapacity.of(SchedulerConfig(), CacheConfig(), num_blocks=8)
+    plain = EngineCapacity.of(SchedulerConfig().resolved(), CacheConfig(), num_blocks=8)
     assert (plain.role, plain.kv_transfer_port) == ("both", None)
-    donor = EngineCapacity.of(SchedulerConfig(), CacheConfig(), num_blocks=8, role="prefill", kv_transfer_port=4000)
+    donor = EngineCapacity.of(
+        SchedulerConfig().resolved(), CacheConfig(), num_blocks=8, role="prefill", kv_transfer_port=4000
+    )
     assert (donor.role, donor.kv_transfer_port) == ("prefill", 4000)
 
 

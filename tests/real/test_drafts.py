@@ -4,7 +4,6 @@ import pytest
 from scripted_drafts import verify_all
 
 from octavo import LLM, SamplingParams
-from octavo.data.events import DraftsVerified
 from octavo.sampling_params import StructuredOutputsParams
 
 TEXT = "The quick brown fox jumps over the lazy dog. The lazy dog sleeps in the warm sun. The quick brown fox is tired."
@@ -32,7 +31,7 @@ def test_speculative_decoding_keeps_answers_of_real_model(real_model):
         outputs = [output.outputs[0] for output in llm.chat(CHATS, params, use_tqdm=False)]
         answers.append([(each.token_ids, each.logprobs, each.text) for each in outputs])
         assert answers[-1] == answers[0]
-        assert least is None or llm.llm_engine.core.scheduler.counters.count[DraftsVerified] > least
+        assert least is None or llm.llm_engine.core.metrics.stats.drafts.num_drafts > least
 
 
 @pytest.mark.parametrize(

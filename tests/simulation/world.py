@@ -593,7 +593,7 @@ class World:
         miscounted = self._miscount(step, result)
         places = self._postpone(step, result, miscounted)
         result = replace(self._compute_drafts(scheduled, result), draft_token_ids=self._draft(scheduled, result))
-        step.sharing = replace(step.sharing, limit=self.scheduler.get_stats().prefill_limit)
+        step.sharing = replace(step.sharing, limit=self.scheduler.batching.prefill_limit)
         alive = step.alive()
         before = {
             request.request_id: request.spec_token_ids
@@ -614,7 +614,7 @@ class World:
             )
         if not self.healed and self.rng.random() < self.config.stale_result_rate:
             self._count("double result")
-            limit = self.scheduler.get_stats().prefill_limit
+            limit = self.scheduler.batching.prefill_limit
             self._take(self.scheduler.update_from_output(scheduled, result))
             self._expect_limit(limit, limit, "after a result that came twice")
         self.last = scheduled, replace(result, kv_transfers=[])
@@ -696,7 +696,7 @@ class World:
         replaced = self.rng.choice(alive) if alive and self.rng.random() < 0.3 else None
         if replaced is not None:
             self._replace(replaced)
-        limit, ended = self.scheduler.get_stats().prefill_limit, set(step.alive())
+        limit, ended = self.scheduler.batching.prefill_limit, set(step.alive())
         behind = [request for each in list(steps)[1:] for request in each.alive() if request not in ended]
         self.is_giving_back = True
         outputs = self.scheduler.fail_step(scheduled, "injected")
@@ -1119,7 +1119,7 @@ class World:
         if not self.config.mixed_step_ms or self.config.batching != "mixed":
             return most
         most = most or whole
-        limit = self.scheduler.get_stats().prefill_limit
+        limit = self.scheduler.batching.prefill_limit
         if not min(most, max(whole // 8, 1)) <= limit <= most:
             raise SimulationError(f"{limit} tokens beside answers, of a step of {whole} and {most} at most")
         return limit
@@ -1133,7 +1133,7 @@ class World:
         answers = [each.request_id for each in running if not is_prefill(each)]
         given_whole = [name for name in answers if counts.get(name, 0) == wanted.get(name)]
         return Sharing(
-            limit=self.scheduler.get_stats().prefill_limit,
+            limit=self.scheduler.batching.prefill_limit,
             may_be=bool(prompts) and (bool(answers) or bool(scheduled.preempted_req_ids)),
             must_be=bool(prompts) and bool(answers) and not scheduled.preempted_req_ids and given_whole == answers,
             is_short=any(count < wanted[name] for name, count in counts.items()) or bool(self.scheduler.waiting),
@@ -1160,7 +1160,7 @@ class World:
         self._expect_limit(min(max(int(least), fewest), most), min(max(largest, fewest), most), f"after {seconds} s")
 
     def _expect_limit(self, least: float, most: float, when: str) -> None:
-        limit = self.scheduler.get_stats().prefill_limit
+        limit = self.scheduler.batching.prefill_limit
         if not least <= limit <= most:
             raise SimulationError(f"{limit} tokens beside answers, not {least} to {most}, {when}")
 
