@@ -193,6 +193,7 @@ def made(folder, case, **more):
     return engine
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("case", CASES)
 def test_serving_compiles_nothing_after_warm_up(case, tmp_path):
     with launches() as launched:

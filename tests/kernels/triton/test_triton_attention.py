@@ -161,6 +161,7 @@ def of_shared_partitions(attention, generator, num_sharers, window):
         return attention.paged_attention(q, k_cache, v_cache, batch, 0.25, window, None)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("window", [None, 200])
 def test_programs_that_share_partitions_do_not_change_attention_bits(attention, generator, window):
     expected = of_shared_partitions(attention, generator, 0, window)
