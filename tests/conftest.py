@@ -1,7 +1,8 @@
 """Makes `fakes` importable from every test, draws a part of sweeps and of slow tests, and reports skipped tests.
 
-A test function marked `sweep(n)` has many similar cases. One in n of them runs, and the rest are `slow`.
-OCTAVO_SWEEP_SEED draws which; by default the date and the commit do.
+A test function marked `sweep(n)` has many similar cases. One in n of them runs, and the rest are `slow`. One marked
+`turn(n)` is expensive and runs in one of n runs; in the others it is `slow`. OCTAVO_SWEEP_SEED draws; by default it is
+the date and the commit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from _pytest.runner import runtestprotocol
 from kernels_available import COMPILED
 from parts import TimeLimit, in_order_of, is_in_part, read_part
 from skips import count_reasons, fail_if_unexpected
-from sweeps import left_out
+from sweeps import is_its_turn, left_out
 
 from octavo.config import isa_from_environment, kernels_required
 
@@ -158,20 +159,31 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, Any, Any]:
-    """Remove, or mark as slow, the cases of a sweep that are not drawn."""
+    """Remove, or mark as slow, the tests and the cases of a sweep that are not drawn."""
     made = yield
     if isinstance(made, list):
         made = [item for item in made if of_forced_instruction_set(item)]
-    cases = [item for item in made if item.get_closest_marker("sweep")] if isinstance(made, list) else []
-    if not cases:
+    if not isinstance(made, list) or not made:
         return made
-    (one_in,) = cases[0].get_closest_marker("sweep").args
-    undrawn = set(left_out(cases, one_in, f"{os.environ[SWEEP_SEED]} {cases[0].nodeid.partition('[')[0]}"))
+    undrawn = set(not_drawn(made))
     if takes_no_slow_ones(collector.config):
         return [item for item in made if item not in undrawn]
     for item in undrawn:
         item.add_marker(pytest.mark.slow)
     return made
+
+
+def not_drawn(made: list[Any]) -> list[pytest.Item]:
+    """Return the cases of one test function that do not run."""
+    cases = [item for item in made if isinstance(item, pytest.Item)]
+    if not cases:
+        return []
+    seed = f"{os.environ[SWEEP_SEED]} {cases[0].nodeid.partition('[')[0]}"
+    turn, sweep = (cases[0].get_closest_marker(name) for name in ("turn", "sweep"))
+    if turn and not is_its_turn(*turn.args, seed):
+        return cases
+    swept = [item for item in cases if item.get_closest_marker("sweep")]
+    return left_out(swept, *sweep.args, seed) if sweep else []
 
 
 def of_forced_instruction_set(item: pytest.Item) -> bool:

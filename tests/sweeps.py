@@ -1,4 +1,4 @@
-"""Draws the cases of wide sweeps that run."""
+"""Draws the cases of sweeps, and the expensive tests, that run."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def left_out(cases: list[Case], one_in: int, seed: str) -> list[Case]:
     rows = [cases[first : first + one_in] for first in range(0, len(cases), one_in)]
     kept = [draw.randrange(len(row)) for row in rows]
     return [case for row, index in zip(rows, kept, strict=True) for case in row[:index] + row[index + 1 :]]
+
+
+def is_its_turn(one_in: int, seed: str) -> bool:
+    """Return whether an expensive test runs, which it does in one of `one_in` runs on average."""
+    return random.Random(seed).randrange(one_in) == 0

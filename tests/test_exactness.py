@@ -267,6 +267,7 @@ def check(engine: LLMEngine, schedule: Schedule, expected: list[tuple]) -> None:
     assert engine.core.scheduler.kv_cache_manager.pool.usage == 0.0
 
 
+@pytest.mark.turn(4)
 @needs_kernels
 def test_logprobs_differ_between_dtypes(checkpoint, alone):
     """Otherwise equality within each format would mean little."""
@@ -289,6 +290,7 @@ def test_float16_weights_are_computed_in_float32_on_cpu(checkpoint, alone):
     assert answers(engine, make_requests()) == whole
 
 
+@pytest.mark.turn(3)
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
@@ -369,6 +371,7 @@ def test_preemption_keeps_drawn_seed_of_request(checkpoint):
     assert engine.core.metrics.stats.num_preemptions > 0
 
 
+@pytest.mark.turn(2)
 @pytest.mark.sweep(3)
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -419,6 +422,7 @@ def test_embeddings_do_not_depend_on_schedule(checkpoint, dtype, monkeypatch):
     assert resumed, "no sum was gone on with after a swap"
 
 
+@pytest.mark.sweep(3)
 @needs_kernels
 @pytest.mark.parametrize("name", ["crowd", "few_blocks", "swapped"])
 def test_computed_tokens_of_requests_sum_to_scheduled_tokens(checkpoint, name):

@@ -53,7 +53,7 @@ def long_answers(request, checkpoint):
     return request.param, requests, alone(make_engine(checkpoint, request.param), requests)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "options",
     [
@@ -80,7 +80,7 @@ def test_first_attention_partition_affects_logprobs(checkpoint, long_answers):
     assert alone(make_engine(checkpoint, dtype), [(other, params)])[0][1] != expected[0][1]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_repeated_preemption_does_not_change_tokens(checkpoint, dtype):
     requests = make_requests([20, 12, 36, 4, 16, 28, 8, 24], max_tokens=100)

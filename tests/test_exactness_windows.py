@@ -120,6 +120,7 @@ def guessing(path, speculative):
     return found, engine.core.executor.worker, *counts
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shares_kv", [True, False])
 def test_draft_equal_to_target_has_every_draft_accepted(checkpoints, monkeypatch, kind, shares_kv):
@@ -143,6 +144,7 @@ def test_draft_equal_to_target_has_every_draft_accepted(checkpoints, monkeypatch
     assert shares_kv or (len(own.groups), own.block_bytes) == (1, worker.kv_cache.stored_block_bytes)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("method", ["quantized", "ngram"])
 def test_rejected_drafts_do_not_change_tokens_of_window_model(checkpoints, method):
     expected, *_ = guessing(checkpoints["some"], SpeculativeConfig(method="none"))

@@ -139,6 +139,7 @@ def expected(plain):
     return functools.cache(lambda way: ask(plain, way, 1_000_000)[0])
 
 
+@pytest.mark.turn(2)
 @pytest.mark.sweep(18)
 @pytest.mark.parametrize("drafts", ["found", "drawn", "model"])
 @pytest.mark.parametrize("way", WAYS)
@@ -148,6 +149,7 @@ def test_rejection_sampling_keeps_distribution_of_answers(request, expected, dra
     assert p_value(counts, expected(way)) > LEAST_P
 
 
+@pytest.mark.turn(3)
 def test_cutting_drafts_by_their_tokens_changes_distribution(drawn, expected, monkeypatch):
     """Exact verification drops them, and there it makes no difference."""
     cut = Drafting._cut

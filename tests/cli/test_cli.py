@@ -82,6 +82,7 @@ def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "code",
     [
@@ -99,6 +100,7 @@ def test_light_commands_import_no_heavy_packages(code: str) -> None:
     assert out.splitlines()[-1] == "LOADED []"
 
 
+@pytest.mark.turn(3)
 def test_generate_runs_without_server_extra_packages() -> None:
     extra = [need for need in importlib.metadata.requires("octavo") or [] if 'extra == "server"' in need]
     names = {re.split(r"[^\w.-]", need)[0].lower().replace("_", "-") for need in extra}
@@ -132,6 +134,7 @@ def test_serve_names_missing_package_before_engine_starts(module: str) -> None:
     assert not done.stdout
 
 
+@pytest.mark.turn(2)
 def test_serve_imports_application_while_engine_loads() -> None:
     code = """
 import sys
@@ -696,6 +699,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
+@pytest.mark.turn(3)
 def test_sigterm_ends_server_that_loads_its_model() -> None:
     """SIGTERM ends a server that is loading its model.
 

@@ -36,6 +36,7 @@ def doctor(monkeypatch):
     return run
 
 
+@pytest.mark.turn(3)
 def test_doctor_report_has_consistent_figures(doctor):
     status, text, _ = doctor("--json", "--num-threads", "2")
     report = json.loads(text)
@@ -54,6 +55,7 @@ def test_doctor_report_has_consistent_figures(doctor):
     assert all(0 < check["error"] < 0.02 for check in report["checks"])
 
 
+@pytest.mark.turn(3)
 def test_doctor_checks_block_formats_of_gguf_file(doctor, tmp_path):
     """Products with rows of whole blocks are examined. A file stores other tensors in other types."""
     config = tiny_config("LlamaForCausalLM", vocab_size=288, hidden_size=96, intermediate_size=256, head_dim=16)
@@ -121,6 +123,7 @@ def test_lm_head_is_checked_only_in_precision_that_quantizes_it(doctor, precisio
         assert 0.5 < product["bytes_per_s"] * product["seconds"] / num_values < 0.65  # with scales and units
 
 
+@pytest.mark.turn(3)
 def test_doctor_times_kernel_calls_of_model(doctor, monkeypatch):
     from octavo.kernels.cpu import CpuKernels
 
@@ -142,6 +145,7 @@ def test_doctor_times_kernel_calls_of_model(doctor, monkeypatch):
     assert widths["linear"] == set(products.values())
 
 
+@pytest.mark.turn(3)
 def test_doctor_with_portable_isa_reports_lost_arithmetic(doctor):
     status, text, _ = doctor("--isa", "portable", "--precision", "float32")
     assert status == 0
@@ -151,6 +155,7 @@ def test_doctor_with_portable_isa_reports_lost_arithmetic(doctor):
     assert "int8:" not in text
 
 
+@pytest.mark.turn(3)
 def test_doctor_reports_batch_dependent_kernel(doctor, monkeypatch):
     from octavo.kernels.cpu import CpuKernels
 

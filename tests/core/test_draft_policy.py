@@ -634,7 +634,7 @@ class Machine:
         return self.num_tokens / (self.now - self.start)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("pass_s", [0.05, 0.3, 0.9])
 @pytest.mark.parametrize("share_right", [0.0, 0.4, 0.8, 1.0])
 @pytest.mark.parametrize("num_requests", [1, 8, 24])

@@ -303,6 +303,7 @@ def test_fair_share_gives_no_credit_for_idle_time():
     assert counters.served("idle") == counters.served("busy")
 
 
+@pytest.mark.turn(3)
 def test_fair_share_keeps_service_bound_while_one_tenant_floods(make_core):
     """A simulated hour, checked by events: one tenant sends 50 times as much, and the other gets 90 % of its half."""
     rng = random.Random(5)

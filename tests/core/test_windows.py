@@ -529,6 +529,7 @@ def test_prefix_found_by_protected_request_stays_shared(make_windowed):
     core.run()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("num_window_blocks", [5, 6, 7, 8])
 def test_protected_request_with_prefix_hit_runs_in_minimal_window_blocks(make_windowed, num_window_blocks):
     core = make_windowed(num_window_blocks=num_window_blocks, max_num_preemptions=0)

@@ -22,7 +22,7 @@ from octavo.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-WAIT_S = 30
+WAIT_S = 8  # less than the limits of `core_process`: a test that waits for those fails
 
 
 class _Mail:
@@ -69,7 +69,10 @@ def executor() -> _Preparing:
 
 
 @pytest.fixture
-def mail(executor: _Preparing) -> Iterator[_Mail]:
+def mail(executor: _Preparing, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[_Mail]:
+    """Sockets of a running server. A parameter sets limits of `core_process`, which the server reads as it starts."""
+    for name, limit_s in getattr(request, "param", {}).items():
+        monkeypatch.setattr(core_process, name, limit_s)
     mail, pulse = _Mail(), SimpleNamespace(progress=0)
     server = CoreServer(make_engine(executor).core, mail, mail, pulse)  # type: ignore[arg-type]  # stand-ins
     thread = threading.Thread(target=server.run)
@@ -85,10 +88,8 @@ def ask(mail: _Mail, request_id: str, tenant: str) -> None:
     mail.requests.put(ipc.encode(ipc.Add.of(request_id, [request])))
 
 
-def test_preparation_timeout_counts_from_start_of_preparation(
-    mail: _Mail, executor: _Preparing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(core_process, "PREPARE_S", 0.05)
+@pytest.mark.parametrize("mail", [{"PREPARE_S": 0.05}], indirect=True)
+def test_preparation_timeout_counts_from_start_of_preparation(mail: _Mail, executor: _Preparing) -> None:
     begins, waits = executor.prepared.setdefault("slow", Future()), executor.prepared.setdefault("fast", Future())
     begins.set_running_or_notify_cancel()
     ask(mail, "waits", "fast")
@@ -100,10 +101,8 @@ def test_preparation_timeout_counts_from_start_of_preparation(
     assert mail.answer(ipc.Accepted, ipc.Refused) == ipc.Accepted("waits")
 
 
-def test_request_waiting_too_long_for_preparation_gets_QueueFullError(
-    mail: _Mail, executor: _Preparing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(core_process, "TURN_S", 0.0)
+@pytest.mark.parametrize("mail", [{"TURN_S": 0.0}], indirect=True)
+def test_request_waiting_too_long_for_preparation_gets_QueueFullError(mail: _Mail, executor: _Preparing) -> None:
     ask(mail, "a", "one of many")
     refused = mail.answer(ipc.Accepted, ipc.Refused)
     assert (refused.request_id, refused.kind) == ("a", "QueueFullError")

@@ -227,6 +227,7 @@ def test_f7_killed_engine_fails_open_requests_and_restarts_each_time(lasting):
     run(main(lasting))
 
 
+@pytest.mark.turn(3)
 def test_requests_are_refused_immediately_during_restart(tmp_path):
     flag = tmp_path / "crash"
 
@@ -244,6 +245,7 @@ def test_requests_are_refused_immediately_during_restart(tmp_path):
         run(main(llm))
 
 
+@pytest.mark.turn(2)
 def test_f24_frozen_engine_is_unready_and_then_killed(lasting):
     async def main(llm):
         tasks, pid = await begin(llm), llm.engine.client.pid
@@ -261,6 +263,7 @@ def test_f24_frozen_engine_is_unready_and_then_killed(lasting):
     run(main(lasting))
 
 
+@pytest.mark.turn(3)
 def test_engine_in_long_step_is_ready_until_stuck_limit(tmp_path):
     goes_on = tmp_path / "goes on"
 
@@ -280,6 +283,7 @@ def test_engine_in_long_step_is_ready_until_stuck_limit(tmp_path):
         run(main(llm))
 
 
+@pytest.mark.turn(2)
 def test_f7_endless_step_and_frozen_load_trigger_restart(tmp_path):
     hang = tmp_path / "hang"
 
@@ -305,6 +309,7 @@ def test_f7_endless_step_and_frozen_load_trigger_restart(tmp_path):
         run(main(llm))
 
 
+@pytest.mark.turn(2)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("fault", ["wedged", "hang_between_steps"])
 def test_f24_beating_engine_without_progress_is_unready_and_then_killed(fault):
@@ -348,6 +353,7 @@ def test_f24_beating_load_without_progress_is_given_up():
     engine.shutdown()
 
 
+@pytest.mark.turn(3)
 def test_failed_restarts_are_counted_and_set_retry_after_s(tmp_path):
     flag = tmp_path / "crash"
 
@@ -368,6 +374,7 @@ def test_failed_restarts_are_counted_and_set_retry_after_s(tmp_path):
         run(main(llm))
 
 
+@pytest.mark.turn(3)
 def test_successful_start_resets_num_failed_starts(tmp_path):
     flag = tmp_path / "crash"
 
@@ -388,6 +395,7 @@ def test_successful_start_resets_num_failed_starts(tmp_path):
         run(main(llm))
 
 
+@pytest.mark.turn(3)
 def test_pending_request_is_answered_after_abort_kill_or_shutdown(lasting, monkeypatch):
     """The request is aborted, shut down, or lost with the engine, while the engine does not answer."""
     monkeypatch.setattr(remote_core, "_STOP_S", 0.5)  # the full time that a stopped process takes
@@ -422,6 +430,7 @@ def test_pending_request_is_answered_after_abort_kill_or_shutdown(lasting, monke
         run(main(llm, shut_down))
 
 
+@pytest.mark.turn(2)
 def test_f28_excess_pending_requests_are_refused_and_no_abort_is_lost(monkeypatch):
     monkeypatch.setattr(remote_core, "_MAX_PENDING", 3000)
 
@@ -482,6 +491,7 @@ def test_sockets_use_shared_memory_without_temporary_directory(monkeypatch, tmp_
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "only this user can enter it"
 
 
+@pytest.mark.turn(3)
 def test_s4_module_in_current_directory_is_not_imported(monkeypatch, tmp_path):
     (tmp_path / "msgspec.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
@@ -550,6 +560,7 @@ for line in sys.stdin:
             process.kill()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "is_frozen", [False, pytest.param(True, marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux's"))]
 )
@@ -562,6 +573,7 @@ def test_f25_engine_ends_with_its_parent(is_frozen):
     assert not folder.exists()
 
 
+@pytest.mark.turn(2)
 def test_f24_frozen_parent_keeps_its_engine():
     """As when a container is paused: it got no beat for a long time, which is not the engine's fault."""
 
@@ -587,6 +599,7 @@ def test_f24_frozen_parent_keeps_its_engine():
             time.sleep(0.01)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -650,6 +663,7 @@ def test_watcher_fault_fails_all_open_requests(monkeypatch):
         run(main(llm))
 
 
+@pytest.mark.turn(2)
 def test_f24_unkillable_process_is_abandoned_and_replaced(monkeypatch, caplog):
     """A process that hangs in a system call, for example on a disk, ignores signals; a new one is started anyway."""
     monkeypatch.setattr(remote_core, "_GIVE_BACK_S", 0.5)

@@ -177,6 +177,7 @@ def without_bos(backend):
     return backend
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2TokenizerFast"])
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
 @pytest.mark.parametrize("change", [with_bos, without_bos])

@@ -95,6 +95,7 @@ def test_failing_timeout_callback_does_not_block_later_ones() -> None:
     assert asyncio.run(run()) == 3
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "sent", [b"GET /version HTT", head(COMPLETIONS, 100), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"]
 )

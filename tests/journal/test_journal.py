@@ -70,7 +70,7 @@ def make_core():
     return Core
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("suffix", [".journal", ".journal.gz"])
 def test_replay_repeats_every_decision(make_core, tmp_path, options, suffix):
@@ -327,6 +327,7 @@ def real_run(path, num_requests):
     return stats, seconds, recording
 
 
+@pytest.mark.turn(2)
 @needs_kernels
 @pytest.mark.parametrize("num_requests", [70, pytest.param(1000, marks=pytest.mark.slow)])
 def test_journal_of_real_engine_run_replays(tmp_path, num_requests, record_testsuite_property):

@@ -77,6 +77,7 @@ def test_gguf_product_bits_are_independent_of_threads(isa, generator):
         assert torch.equal(*results)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("kind", KINDS)
 def test_largest_gguf_sums_do_not_overflow(compiled, kind, rows):

@@ -95,6 +95,7 @@ def test_fused_result_rows_are_padded_against_cache_set_conflicts(fastest, gener
         assert torch.equal(fastest.linear(result, behind), fastest.linear(expected, behind))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("stored", FORMATS)
 def test_gated_linear_is_equal_for_more_rows_than_one_pack(fastest, generator, stored):
     depth = 40000

@@ -85,7 +85,7 @@ def load(path, kernels, dtype, quantization):
     )  # fmt: skip
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recorded_forward_has_bits_of_model_code(name, dtype, quantization, tmp_path, compiled, generator):

@@ -140,7 +140,7 @@ CASES = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_do_not_change_token_distribution(case):
     found = p_values(CASES[case])

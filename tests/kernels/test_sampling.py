@@ -53,7 +53,7 @@ def one_by_one(logits, rows):
     return torch.tensor(chosen)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("vocab", [1, 15, 64, 333])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
 def test_sample_equals_scalar_definition(kernels, generator, vocab, spread):

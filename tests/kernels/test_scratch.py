@@ -39,6 +39,7 @@ print([resident() - before - result.nbytes, bound])
 """
 
 
+@pytest.mark.turn(3)
 @pytest.mark.sweep(2)
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="compiled kernels, and Linux tells the memory")
 @pytest.mark.parametrize(

@@ -425,6 +425,7 @@ def ended(process):
         process.kill()
 
 
+@pytest.mark.sweep(2)
 @needs_mooncake
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_killed_or_frozen_donor_ends_load_with_received_blocks(sides, monkeypatch, end):

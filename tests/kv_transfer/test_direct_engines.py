@@ -97,7 +97,7 @@ def pairs(checkpoint):
         each.close()
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_prefill_decode_pair_gives_tokens_of_single_engine(pairs, alone, schedule, dtype):

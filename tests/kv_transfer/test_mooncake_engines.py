@@ -98,6 +98,7 @@ def engines():
         each.shutdown()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_second_engine_loads_blocks_from_pool(master, engines, kv_cache_dtype):
     alone = engines(kv_cache_dtype=kv_cache_dtype).ask()

@@ -132,6 +132,7 @@ def test_store_without_segment_saves_in_segment_of_another_store(master, open_st
     assert load(donor, keys) == BLOCKS[:3]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("num_engines", "end"), [(2, "killed"), (3, "closed")])
 def test_exiting_engine_loses_only_its_blocks(master, open_store, num_engines, end):
     stores, reader = [open_store(master, LENT_BYTES) for _ in range(num_engines)], open_store(master)
@@ -194,6 +195,7 @@ def test_foreign_bytes_under_key_are_not_loaded(master, open_store):
             third_party.kill()
 
 
+@pytest.mark.turn(2)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("is_asked_again", [True, False])
 def test_lookup_renews_lease_until_load(open_store, is_asked_again):
@@ -216,6 +218,7 @@ def test_lookup_renews_lease_until_load(open_store, is_asked_again):
         master.kill()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("leases_ms", "most_loads"), [(1, 60), (300, 400)])
 def test_blocks_evicted_during_read_are_misses(open_store, leases_ms, most_loads):
     """A writer needs the memory, and a lease of 1 ms expires during a load: blocks are right, or misses."""
@@ -244,6 +247,7 @@ def test_blocks_evicted_during_read_are_misses(open_store, leases_ms, most_loads
     assert min(counts) < len(KEYS) if leases_ms == 1 else max(counts) > 0
 
 
+@pytest.mark.turn(2)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_dead_or_frozen_donor_is_a_miss(open_store, master, monkeypatch, end):

@@ -16,7 +16,7 @@ MIN_GAP = 1e-4  # between the two best logits of a step; both sides compute them
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @every_case
 def test_greedy_tokens_equal_transformers(case, tmp_path):
     """The oracle reads each prompt followed by octavo's answer, and must choose every token of the answer itself."""
@@ -35,6 +35,7 @@ def test_greedy_tokens_equal_transformers(case, tmp_path):
         assert not any(same), f"the oracle gives the same tokens with another {feature}"
 
 
+@pytest.mark.turn(2)
 @pytest.mark.sweep(28)
 @every_case
 def test_tokens_equal_transformers_incremental_generation(case, tmp_path):

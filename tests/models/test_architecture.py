@@ -91,6 +91,7 @@ def test_new_config_style_equals_old_style(name, tmp_path):
     assert dataclasses.replace(read_architecture(tmp_path), dtype="bfloat16") == expected
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_tensor_shapes_equal_transformers(name, tied, tmp_path):

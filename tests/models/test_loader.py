@@ -194,6 +194,7 @@ def test_progress_counts_packed_bytes(tmp_path):
     assert calls[-1] == (packed_bytes(model), packed_bytes(model))
 
 
+@pytest.mark.turn(3)
 def test_loading_peak_memory_is_close_to_packed_weights(tmp_path):
     """Private memory grows by little more than the packed weights: originals are released as they are packed."""
     config = tiny_config(
@@ -234,6 +235,7 @@ def checkpoint_of_150_mb(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("large") / "llama", config)
 
 
+@pytest.mark.turn(3)
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_all"])
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="reads /proc; plain torch works in float64")

@@ -41,7 +41,7 @@ LENGTHS = (1, 2, 15, 16, 17, 36, 37, 38, 64, 65, 128, 300)
 NUM_TOKENS = 24
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: case.name)
 def test_batched_tokens_equal_transformers(case, tmp_path):
     """Of many prompts in a batch. After a choice that is too close, the rest of an answer is not compared."""

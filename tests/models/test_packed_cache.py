@@ -261,6 +261,7 @@ def one_column_less(file):
     file.write_bytes(file.read_bytes().replace(b'\\"out_features\\": 64', b'\\"out_features\\": 63'))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("damage", [cut, empty, flip, no_json, other_numbers, no_numbers, one_column_less])
 def test_damaged_cache_file_is_logged_and_rewritten(damage, checkpoint, cache, packs, prompt_logits, caplog):
     expected = prompt_logits(load(checkpoint, cache), PROMPT)
@@ -311,6 +312,7 @@ FORGERIES = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("change", FORGERIES.values(), ids=FORGERIES)
 def test_forged_cache_file_is_logged_and_rewritten(change, tmp_path, cache, packs, prompt_logits, caplog):
     path = make_gguf(tmp_path, "Q4_K")

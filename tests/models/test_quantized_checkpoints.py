@@ -220,6 +220,7 @@ def test_nibbles_pack_and_unpack_along_both_dimensions():
 # --- octavo's own copies
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("precision", "group_size"), [("int8", 32), ("int4", 32), ("int4", 64)])
 def test_transformers_loads_quantized_copy_with_same_weights(precision, group_size, tied, tmp_path):

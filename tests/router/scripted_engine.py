@@ -16,7 +16,7 @@ from octavo.http.kv_transfer import read_kv_transfer
 from octavo.http.listening import bind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from octavo.data.kv_transfer_params import KVTransferParams
 
@@ -28,7 +28,7 @@ class Scripted:
 
     follows: if `does` is "follow", the engine that must be asked before this one answers. num_cached: cached tokens
     that its answers report, of num_prompt prompt tokens; None: no usage. kv_format: the KV format that it reports.
-    figures: its metrics; None: JSON.
+    figures: returns its metrics; None: JSON.
     """
 
     def __init__(self, role: str | None, does: str, port: int | None) -> None:
@@ -45,7 +45,7 @@ class Scripted:
         self.num_prompt = NUM_PROMPT_TOKENS
         self.kv_format: dict[str, str] | None = None
         self.request_timeout: object = None
-        self.figures: bytes | None = None
+        self.figures: Callable[[], bytes] | None = None
         self.summary: list[tuple[str, Headers, bytes]] = []
         self.params: list[KVTransferParams | None] = []
         self.num_left = 0
@@ -62,7 +62,7 @@ class Scripted:
                 "request_timeout": self.request_timeout,
             }
             told = {name: value for name, value in told.items() if value is not None}
-            text = json.dumps(told).encode() if scope["path"] != "/metrics" or self.figures is None else self.figures
+            text = json.dumps(told).encode() if scope["path"] != "/metrics" or self.figures is None else self.figures()
             await _send(send, 200 if scope["path"] != "/ready" or self.is_ready else 503, text)
             return
         body = b""

@@ -52,6 +52,7 @@ BAD = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", BAD)
 def test_malformed_answer_is_retried_or_gives_502(name):
     with (
@@ -88,6 +89,7 @@ def test_answer_304_is_forwarded_without_body():
         ] * 2
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("waits", "soonest"),
     [

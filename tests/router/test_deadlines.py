@@ -72,6 +72,7 @@ def test_engine_timeout_without_alternative_gives_504(begun):
         assert 'code="engine_timeout"' in http.get("/metrics").text
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("headers", "options"),
     [
@@ -96,6 +97,7 @@ def test_request_timeout_gives_504_without_retry(headers, options, begun):
         assert not routing.service.limiter.streams.num_held
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "inf", "nan", ""])
 def test_invalid_request_timeout_header_gives_400(value):
     with raw_engine(ANSWER) as (url, engine), run_router(url) as routing, routing.http() as http:
@@ -104,6 +106,7 @@ def test_invalid_request_timeout_header_gives_400(value):
         assert engine.num_posts == 0
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("options", "headers", "code"),
     [

@@ -166,6 +166,7 @@ STREAM_ENDS = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("path", STREAM_ENDS)
 @pytest.mark.parametrize("trouble", ["die in mid-stream", "die within an event"])
 def test_lost_engine_ends_stream_with_error_of_api(path, trouble):
@@ -199,6 +200,7 @@ LAST_EVENTS = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("path", "last"), [(path, last) for path, events in LAST_EVENTS.items() for last in events])
 def test_engine_lost_after_last_event_adds_no_error(path, last):
     with (

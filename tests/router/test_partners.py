@@ -218,14 +218,12 @@ def test_router_counts_useless_pairings_and_stops_pairing(stage, num_cached):
     prefill_url, _, decode_url, decode = stage
     decode.num_cached = num_cached
     if num_cached is None:
-        decode.figures = figures_of(0)
+        decode.figures = lambda: figures_of(len(decode.summary) * NUM_PROMPT_TOKENS)
     with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
         engine = routing.engine(decode_url)
         wait_until(lambda: num_cached == 0 or engine.prompt_figures is not None, "its figures are read")
         for count in range(1, 4):
             assert http.post("/v1/completions", json=LONG).status_code == 200
-            if num_cached is None:
-                decode.figures = figures_of(count * NUM_PROMPT_TOKENS)
             wait_until(lambda count=count: engine.num_paired_in_vain == count, "it is counted")
         decode.does = "answer"
         assert http.post("/v1/completions", json=LONG).status_code == 200
@@ -250,7 +248,7 @@ def test_arriving_or_unknown_kv_is_not_counted_as_useless(stage, num_cached):
 def test_prefix_hit_on_decode_engine_keeps_pair(stage):
     """Its answers have no `usage`, and its counts of loaded and computed tokens do not grow."""
     prefill_url, prefill, decode_url, decode = stage
-    decode.num_cached, decode.figures = None, figures_of(0)
+    decode.num_cached, decode.figures = None, lambda: figures_of(0)
     with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
         engine = routing.engine(decode_url)
         wait_until(lambda: engine.prompt_figures is not None, "its figures are read")
@@ -290,7 +288,7 @@ def test_failed_prefill_is_not_counted_twice(stage):
 def test_refused_or_failed_request_is_not_counted_as_useless_pairing(stage, trouble):
     """Invalid requests of clients must not separate a pair."""
     prefill_url, _, decode_url, decode = stage
-    decode.does, decode.figures = trouble, figures_of(0)
+    decode.does, decode.figures = trouble, lambda: figures_of(0)
     with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
         engine = routing.engine(decode_url)
         wait_until(lambda: engine.prompt_figures is not None, "its figures are read")
@@ -298,7 +296,7 @@ def test_refused_or_failed_request_is_not_counted_as_useless_pairing(stage, trou
             http.post("/v1/completions", json=LONG)
             routing.wait_ready(2)
         assert engine.num_paired
-        decode.figures = figures_of(9 * NUM_PROMPT_TOKENS) + b"octavo:num_requests_running 7.0\n"
+        decode.figures = lambda: figures_of(9 * NUM_PROMPT_TOKENS) + b"octavo:num_requests_running 7.0\n"
         wait_until(lambda: engine.other_tokens, "and again")
         assert engine.num_paired_in_vain == 0
 

@@ -67,6 +67,7 @@ def test_openai_client_works_through_router(routed):
             client.chat.completions.create(**{**CHAT, "model": "other"})
 
 
+@pytest.mark.turn(3)
 def test_anthropic_client_works_through_router(routed):
     with anthropic.Anthropic(base_url=routed[0].url, api_key="none", max_retries=0) as client:
         summary = {"model": "fake", "max_tokens": 12, "messages": CHAT["messages"]}

@@ -341,6 +341,7 @@ def test_panic_in_merged_stream_is_raised_to_reader() -> None:
         asyncio.run(read())
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ENGINE)
 def test_offline_failure_ends_only_affected_request(name: str, offline: LLM, caplog: pytest.LogCaptureFixture) -> None:
     fault, options = ENGINE[name]

@@ -708,6 +708,7 @@ def check_call(name: str, arguments: str) -> None:
         assert (name, values) == ("now", {})
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("choice", "finish_reason"),
     [("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")],

@@ -283,6 +283,7 @@ def test_f30_text_after_stop_string_is_never_sent(shared: Running, first: int) -
                     assert streamed_text(shared, body) == whole
 
 
+@pytest.mark.turn(3)
 def test_f31_finished_requests_are_garbage_collected() -> None:
     def count() -> int:
         gc.collect()

@@ -46,6 +46,7 @@ def test_random_worlds_have_no_wrong_token_or_leak(seed):
     assert len(totals.faults) >= 10
 
 
+@pytest.mark.turn(2)
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(8))
 def test_sliding_window_worlds_have_no_wrong_token_or_leak(seed):
@@ -59,7 +60,7 @@ def test_sliding_window_worlds_have_no_wrong_token_or_leak(seed):
     assert not is_stored or min(totals.parts_saved, totals.parts_loaded, totals.dropped_saves) > 0
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(8))
 def test_two_window_worlds_have_no_wrong_token_or_leak(seed):
     run = run_seed(f"two windows {seed}", 2500, 1, RunFile(None), draw_two_windows)
@@ -70,6 +71,7 @@ def test_two_window_worlds_have_no_wrong_token_or_leak(seed):
     assert min(totals.window_swaps_in, totals.window_loads, totals.window_saves) > 0
 
 
+@pytest.mark.turn(2)
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(8))
 def test_async_scheduling_worlds_have_no_wrong_token_or_leak(seed):
@@ -135,6 +137,7 @@ def test_same_seed_produces_same_trace():
     assert first == second
 
 
+@pytest.mark.turn(3)
 @pytest.mark.sweep(7)
 @pytest.mark.parametrize("config", range(len(exhaustive.CONFIGS)))
 def test_small_worlds_pass_exhaustive_check(config):
@@ -192,6 +195,7 @@ def fails(name, draw):
     return False
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("draw", "module", "function", "before", "after"),
     [

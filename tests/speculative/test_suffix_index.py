@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from array import array
 
+import pytest
 from allocations import allocated_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -82,6 +83,7 @@ TOKENS = st.lists(st.integers(0, 3), max_size=40)
 TEXTS = st.lists(st.tuples(TOKENS, st.integers(0, 2)), max_size=12)
 
 
+@pytest.mark.turn(3)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     texts=TEXTS,

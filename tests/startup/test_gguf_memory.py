@@ -60,6 +60,7 @@ def small(tmp_path_factory):
     return write_large_gguf(path, layers=1, kind="Q4_K", vocabulary_kind="Q8_0", vocab_size=512)
 
 
+@pytest.mark.turn(3)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("kind", "layers"), [("Q4_K", 16), ("Q8_0", 9)])
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="reads /proc; plain torch works in float64")

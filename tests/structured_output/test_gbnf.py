@@ -87,6 +87,7 @@ def test_gbnf_grammar_accepts_exactly_its_texts(tokenizer: Any, grammar: str, go
     assert accepts(tokenizer, grammar, bad) == [False] * len(bad)
 
 
+@pytest.mark.turn(3)
 def test_random_gbnf_grammars_match_equivalent_regular_expressions(tokenizer: Any) -> None:
     rng = random.Random(7)
     texts = ["".join(each) for length in range(5) for each in itertools.product("ab\n", repeat=length)]
@@ -152,6 +153,7 @@ def test_lark_grammar_is_not_detected_as_gbnf(grammar: str) -> None:
     assert not is_gbnf(grammar)
 
 
+@pytest.mark.turn(3)
 def test_deeply_nested_gbnf_grammar_is_converted() -> None:
     deep = "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000
     assert to_lark(deep) == to_lark('root ::= "a"')
@@ -212,6 +214,7 @@ def num_consumed(tokenizer: Any, lark: str, texts: list[str]) -> list[int]:
     return [matcher.deep_copy().try_consume_tokens(tokenizer.tokenize_bytes(text.encode())) for text in texts]
 
 
+@pytest.mark.turn(3)
 def test_lexemes_do_not_change_texts_that_recursive_grammars_accept(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

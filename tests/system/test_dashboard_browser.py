@@ -129,6 +129,7 @@ def until(page: Page, condition: str) -> None:
     raise TimeoutError(f"in vain: {condition}")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "width", "options"),
     [
@@ -198,6 +199,7 @@ def check_a_click_explains_a_request(page: Page) -> None:
     assert not page.locator("#explanation").is_visible()
 
 
+@pytest.mark.turn(3)
 def test_click_and_keyboard_open_intended_row_while_rows_move(browser: Browser, served: Served) -> None:
     with opened(browser, served) as page:
         until(page, "document.getElementById('state').textContent === 'ready'")
@@ -241,6 +243,7 @@ def test_click_and_keyboard_open_intended_row_while_rows_move(browser: Browser, 
         assert page.locator("#explanation-title").inner_text() == "r2"
 
 
+@pytest.mark.turn(3)
 def test_chat_panel_sends_prompts_and_shows_answers(browser: Browser, served: Served) -> None:
     with opened(browser, served) as page:
         until(page, "document.getElementById('state').textContent === 'ready'")
@@ -280,6 +283,7 @@ def test_s21_script_in_prompt_or_answer_is_inert(browser: Browser, served: Serve
         assert ran == "octavo", "the policy keeps what got in from running"
 
 
+@pytest.mark.turn(3)
 def test_chosen_theme_survives_reload(browser: Browser, served: Served) -> None:
     with opened(browser, served, color_scheme="light") as page:
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
@@ -290,6 +294,7 @@ def test_chosen_theme_survives_reload(browser: Browser, served: Served) -> None:
         page.evaluate("localStorage.removeItem('octavo-theme')")
 
 
+@pytest.mark.turn(4)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("width", [1440, 390])
 def test_dashboard_reports_lost_server_and_recovers(

@@ -162,6 +162,7 @@ def test_replica_processes_exit_after_parent_is_killed():
         wait(lambda: all(map(is_gone, family)), "no orphan is left", TERMINAL_S + 10)
 
 
+@pytest.mark.turn(3)
 def test_separate_router_can_be_stopped_and_restarted(replicas):
     _, http = replicas
     named = [word for engine in http.get("/router/engines").json()["engines"] for word in ("--engine", engine["url"])]

@@ -64,6 +64,7 @@ def test_server_exports_metrics_of_engine_process(served):
     assert after["octavo:engine_ready"] == 1
 
 
+@pytest.mark.turn(3)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=str)
 def test_figure_4_killed_or_frozen_engine_restarts_with_reset_metrics(served, kind):

@@ -35,6 +35,7 @@ def served(servers):
     return servers()
 
 
+@pytest.mark.turn(2)
 def test_tls_server_answers_and_streams(served):
     assert served.http.base_url.scheme == "https"
     assert served.answer() == "12 + 30 = 42"

@@ -163,6 +163,7 @@ def test_failed_operation_does_not_stop_next_operations(monkeypatch):
     assert "nothing more was measured" in entries.found["device"]["error"]
 
 
+@pytest.mark.turn(3)
 def test_exactness_stage_detects_chunk_dependent_attention(tmp_path, monkeypatch):
     """If tiles of keys depend on the number of rows, a prompt in one chunk has other bits than the prompt in parts."""
     with interpreted_kernels():
@@ -235,6 +236,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.turn(3)
 def test_time_out_keeps_entries_and_ends_the_processes_of_the_stage(tmp_path, stage_processes):
     child = tmp_path / "child"
     stage_processes[0] = f"""if True:

@@ -43,6 +43,7 @@ def found(check, stage):
     return entries.found
 
 
+@pytest.mark.turn(3)
 def test_soak_stage_passes_for_engine_under_load(check):
     entry = found(check, gpu_service.soak)["soak"]
     assert entry["is_right"], entry
@@ -55,6 +56,7 @@ def engine_with_compilations(make, *args, **options):
     return engine
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("trouble", ["leak", "growth", "compilation", "silence"])
 def test_soak_stage_detects_leaks_growth_compilations_and_lost_requests(check, monkeypatch, trouble):
     if trouble == "leak":
@@ -114,6 +116,7 @@ class Server:
             self.is_killed.set()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("answers", "streams", "expected"),
     [
@@ -138,6 +141,7 @@ def test_restart_stage_is_skipped_without_uvicorn(check, monkeypatch):
     assert "no uvicorn" in found(check, gpu_service.restart)["killed"]["left_out"]
 
 
+@pytest.mark.turn(3)
 def test_swap_stage_gives_equal_tokens(check):
     entry = found(check, gpu_memory.swap)["swapped"]
     assert (entry["is_equal"], entry["is_right"]) == (True, True)
@@ -223,6 +227,7 @@ ENGINE_STAGES = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("stage", ENGINE_STAGES)
 def test_stage_fails_if_every_step_fails(check, monkeypatch, stage):
     """Requests of failed steps end with the reason "error" and no tokens: they must not count as equal or as fast."""

@@ -89,6 +89,7 @@ def measure(program, *arguments):
     return json.loads(result.stdout)
 
 
+@pytest.mark.turn(3)
 def test_planned_bytes_match_measured_peak(checkpoint):
     architecture = read_architecture(checkpoint)
     weights = weight_bytes(architecture, "float32")
@@ -99,6 +100,7 @@ def test_planned_bytes_match_measured_peak(checkpoint):
     assert 0.75 * computed < measured < computed + 20e6, (measured / 1e6, computed / 1e6)
 
 
+@pytest.mark.turn(3)
 def test_planned_bytes_with_store_match_measured_peak(tmp_path):
     config = tiny_config(
         "LlamaForCausalLM", hidden_size=64, intermediate_size=64, num_hidden_layers=8, head_dim=64,
@@ -227,6 +229,7 @@ def test_largest_batch_lowers_step_to_fit_kv_cache(checkpoint, monkeypatch):
         decide_kv_size(architecture, CacheConfig(num_gpu_blocks=10**9), scheduler, **formats, **sizes)
 
 
+@pytest.mark.turn(3)
 def test_memory_plan_includes_draft_rows_and_proposer(checkpoint, monkeypatch):
     architecture = read_architecture(checkpoint)
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 700 << 20)
@@ -251,6 +254,7 @@ def test_memory_plan_includes_draft_rows_and_proposer(checkpoint, monkeypatch):
         assert abs((without - find(speculative)) * of_cache - needed) <= of_cache
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("method", ["draft_model", "quantized"])
 def test_memory_plan_includes_draft_model(monkeypatch, caplog, method):
     """Its keys and values for each block, also on the host, its scratch blocks, and the memory of its passes."""

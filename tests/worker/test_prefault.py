@@ -60,6 +60,7 @@ def compiled_extension():
     pytest.importorskip("octavo._kernels")
 
 
+@pytest.mark.turn(3)
 @needs_proc
 @needs_kernels
 def test_prefault_touches_all_pages_and_keeps_content(memory):

@@ -76,6 +76,7 @@ def test_answers_match_regex_choice_grammar_and_json_text(llm):
     assert answers[4].strip() in {"true", "false"}
 
 
+@pytest.mark.turn(2)
 def test_json_object_answer_is_prefix_of_json_object(llm):
     output = llm.generate(
         "Once upon a time", sampled(StructuredOutputsParams(json_object=True), temperature=0.0), use_tqdm=False
@@ -102,6 +103,7 @@ def test_n_outputs_have_independent_matchers(llm):
         jsonschema.validate(json.loads(answer), HARD["formats"])
 
 
+@pytest.mark.turn(2)
 def test_structured_answers_are_equal_alone_batched_and_preempted():
     """Eight requests, half of them with a form, and so few blocks that they preempt each other."""
     names = ["a matrix", "many properties", "formats", "deep"]
@@ -246,6 +248,7 @@ def test_large_grammar_allows_same_tokens_as_small_matcher(llm, monkeypatch):
         large.advance([ids[0]])
 
 
+@pytest.mark.turn(2)
 def test_grammars_of_waiting_requests_are_not_compiled_again(llm, monkeypatch):
     compiler = llm.llm_engine.core.executor.worker.grammars
     waiting = [StructuredOutputsParams(regex=f"w{{{number}}}") for number in range(1, 6)]

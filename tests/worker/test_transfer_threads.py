@@ -289,6 +289,7 @@ class Fuzz:
         self.free += order.block_ids[0]
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize(
     "num_faults", [3000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["some faults", "100k faults"]
 )

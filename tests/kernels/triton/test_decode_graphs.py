@@ -124,6 +124,7 @@ def model(tmp_path_factory, kernels, device):
         return Model(tmp_path_factory.mktemp("model"), kernels, device)
 
 
+@pytest.mark.turn(2)
 def test_decode_graph_has_bits_of_single_kernel_launches(model):
     """A capture with sequences of length zero serves long ones, padded or not."""
     graphs = model.capture()
@@ -131,6 +132,7 @@ def test_decode_graph_has_bits_of_single_kernel_launches(model):
     assert_same(model, graphs)
 
 
+@pytest.mark.turn(2)
 def test_decode_graph_serves_sequences_with_different_row_counts(model):
     """Drafts are verified, or a draft model catches up and needs only the last rows; also a sequence alone."""
     graphs = model.capture({1: (1,), 3: (1, 3)})
@@ -157,6 +159,7 @@ def test_decode_graph_serves_sequences_with_different_row_counts(model):
             assert torch.equal(graphs(token_ids[1:5][rows], part), hidden[1:5][rows])
 
 
+@pytest.mark.turn(2)
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("family", "options"),

@@ -193,7 +193,7 @@ def made(folder, case, **more):
     return engine
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("case", CASES)
 def test_serving_compiles_nothing_after_warm_up(case, tmp_path):
     with launches() as launched:
@@ -204,6 +204,7 @@ def test_serving_compiles_nothing_after_warm_up(case, tmp_path):
     assert engine.core.metrics.stats.num_compilations == 0
 
 
+@pytest.mark.turn(2)
 def test_compilations_while_serving_are_counted_and_logged(tmp_path, monkeypatch, caplog):
     """Without the first steps, a request of another shape waits for kernels."""
     monkeypatch.setattr("octavo.kernels.triton.backend.WARM_UP_ROWS", ())

@@ -169,6 +169,7 @@ def test_programs_that_share_partitions_do_not_change_attention_bits(attention, 
         assert torch.equal(of_shared_partitions(attention, generator, num_sharers, window), expected), num_sharers
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -265,7 +266,7 @@ def test_large_scores_do_not_overflow_triton_attention(attention, generator):
 
 
 @pytest.mark.filterwarnings(NUMPY_WARNS)
-@pytest.mark.sweep(18)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 2.0)])
 @pytest.mark.parametrize("kv", ROUNDED, ids=str)
@@ -275,6 +276,7 @@ def test_value_that_is_not_finite_reaches_only_rows_that_see_it(kernels, generat
     assert_value_reaches_rows_that_see_it(kernels, generator, value, 5, dtype, kv or dtype, window, softcap)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.filterwarnings(NUMPY_WARNS)
 @pytest.mark.parametrize("kv", ROUNDED, ids=str)
 def test_partition_in_which_row_sees_only_nan_is_not_ignored(attention, generator, kv):

@@ -65,6 +65,7 @@ def test_rope_and_write_kv_has_bits_of_torch(kernels, generator, dtype, heads, i
     assert_same_as_torch(kernels.rope_and_write_kv, generator, options)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("kv", "old", "new"),
     [

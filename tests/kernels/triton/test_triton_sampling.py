@@ -221,6 +221,7 @@ def layers_of(name):
     return [1, 8] if name in ("five in a lane", "p among ties") else [8]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("name", "layers"), [(name, layers) for name in FILTERED for layers in layers_of(name)])
 def test_filters_keep_tokens_of_reference(kernels, name, layers):
     with small_blocks(layers=layers):

@@ -72,6 +72,7 @@ WORK: list[tuple[str, dict[str, Any], list[tuple[Any, str]]]] = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("route", "body", "functions"), WORK)
 def test_large_work_runs_outside_event_loop_thread(
     shared: Running, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any], functions: list[Any]

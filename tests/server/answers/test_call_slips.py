@@ -132,6 +132,7 @@ EXAMPLE = "Such as:\n<tool_call>\n<function=bash>\n<parameter=cmd>\nls\n</parame
 GLM_EXAMPLE = "Such as:\n<tool_call>bash<arg_key>cmd</arg_key><arg_value>ls</arg_value></tool_call>\nEnd."
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("family", "value"),
     [
@@ -211,6 +212,7 @@ def test_ambiguous_tag_slip_stays_text(body: str) -> None:
     assert (content, calls) == (qwen("read", body), [])
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", [each for each in FORMATS if issubclass(each, TaggedFormat)])
 @pytest.mark.parametrize("key", ["content", "other", ""])
 def test_closing_tag_that_lost_a_part_never_changes_arguments(family: type[TaggedFormat], key: str) -> None:
@@ -299,6 +301,7 @@ JSON: list[tuple[str, dict[str, Any]]] = [
 JSON_FORMATS = (HermesFormat, NamedMistralFormat, KimiK2Format)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", JSON_FORMATS)
 @pytest.mark.parametrize(("arguments", "value"), JSON)
 def test_malformed_json_arguments_are_repaired(family: type[ToolFormat], arguments: str, value: dict[str, Any]) -> None:
@@ -306,6 +309,7 @@ def test_malformed_json_arguments_are_repaired(family: type[ToolFormat], argumen
     assert told(read(family(), text)) == ("", [("bash", value)])
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", JSON_FORMATS)
 @pytest.mark.parametrize(
     "arguments",
@@ -339,6 +343,7 @@ def calls_with(family: type[ToolFormat], arguments: str, *others: str) -> str:
     return family().write(calls).replace(CUT, arguments, 1)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", OBJECTS, ids=lambda family: family.name)
 def test_quote_and_bracket_in_value_do_not_end_call(family: type[ToolFormat]) -> None:
     for command in ('grep "}" f', 'grep "}x" f', 'grep "} "'):
@@ -348,6 +353,7 @@ def test_quote_and_bracket_in_value_do_not_end_call(family: type[ToolFormat]) ->
     assert told(read(family(), text)) == ("", [("bash", {"cmd": 'grep "}" f'})])
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     "arguments", ['{"cmd": "ls}', '{"cmd": "ls"', '{"cmd": "ls', '{"cmd": ls"}', '{"cmd": "a "b" c}']
 )
@@ -444,6 +450,7 @@ def test_streamed_broken_call_stays_invalid_json() -> None:
                 json.loads(arguments)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("slip", call_slips.SLIPS)
 def test_repair_outcomes_match_recorded_outcomes(slip: str) -> None:
     """To record intended changes: cd tests; python -m call_slips outcomes > server/answers/slip_outcomes.txt."""

@@ -164,6 +164,7 @@ def test_second_call_is_held_back_like_first(family: type[ToolFormat]) -> None:
 # --- tags -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", TAGGED, ids=by_name)
 def test_value_never_ends_with_rest_of_closing_tag(family: type[TaggedFormat]) -> None:
     """A tag that lost its beginning or its end is no text of the value; a rest of one or two characters may be."""

@@ -62,6 +62,7 @@ def grammar_of(family: Any, parameters: dict[str, Any], grammars: Grammars) -> S
     )
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", MERGES)
 def test_tool_call_grammars_enforce_merged_schemas(family: Any, name: str) -> None:

@@ -99,6 +99,7 @@ def test_message_has_thinking_text_and_tool_use_blocks(client: anthropic.Anthrop
     assert client.messages.create(**ASKED).stop_reason == "end_turn"
 
 
+@pytest.mark.turn(3)
 def test_truncated_tool_use_streams_equally(client: anthropic.Anthropic) -> None:
     for limit in range(1, len(ANSWER.encode()), 5):
         asked = {**ASKED, "max_tokens": limit, "tools": [WEATHER, NOW]}
