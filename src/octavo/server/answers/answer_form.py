@@ -51,7 +51,7 @@ class AnswerStyle:
 
     @property
     def summary(self) -> str:
-        """The style in one line."""
+        """One line."""
         calls = "not known" if self.tools is None else self.tools.name
         blind = "" if self.tools is None else template_remark(self.tools, shows_tools=self.shows_tools)
         return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"
@@ -63,7 +63,7 @@ class AnswerStyle:
 
     @classmethod
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
-        """Find the forms of calls and reasoning that the options name; "auto" detects a form in the chat templates."""
+        """Find the forms that the options name; "auto" detects a form in the chat templates."""
         templates = inputs.chat_templates if inputs.has_chat_template else []
         probe = TemplateProbe.of(inputs.chat_text) if inputs.has_chat_template else TemplateProbe()
         reasoning = find_reasoning_form(reasoning_parser, [*templates, *probe.texts])
@@ -84,10 +84,9 @@ class AnswerStyle:
 class AnswerForm:
     """How one request's answers are read.
 
-    in_reasoning: the prompt ends with the opening mark of the reasoning. shown_ids: ids of special tokens that
-    the detokenizer keeps in the text as marks for the parser. frame: the model's call format if its marks also enclose
-    content, so that its parser reads answers without tools as well; otherwise None. is_whole: the answer is not
-    streamed, and the parser emits a call only after the end of the call.
+    in_reasoning: the prompt ends with the opening mark of the reasoning. shown_ids: special tokens that the detokenizer
+    keeps as marks for the parser. frame: the call format if its marks also enclose content, so that its parser is
+    needed without tools. is_whole: the answer is not streamed, so calls are emitted when they are complete.
     """
 
     toolbox: Toolbox = NO_TOOLS
@@ -124,7 +123,7 @@ class AnswerForm:
         return self.toolbox.format is None and self.frame is None and not self.has_reasoning
 
     def parser(self) -> AnswerParser:
-        """Return a parser for one answer."""
+        """Return a new parser."""
         frame, toolbox = self.frame, self.toolbox
         parser = toolbox.parser() if frame is None else frame.parser(toolbox.functions, only_one=toolbox.only_one)
         if self.is_whole and isinstance(parser, ToolParser):
@@ -135,10 +134,7 @@ class AnswerForm:
         return ReasoningParser(parser, is_open=self.in_reasoning, form=self.reasoning, interrupts=interrupts)
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:
-        """Return a copy of the sampling parameters with `shown_ids` and the grammar of the answer.
-
-        The grammar applies to all text except the reasoning.
-        """
+        """Return a copy of the sampling parameters with `shown_ids` and the grammar of all text after the reasoning."""
         structure = self._framed(self.toolbox.structure(params.structured_outputs))
         if structure is not None and self.reasoning is not None and structure.starts_after is None:
             free_from = None if self.in_reasoning else self.reasoning.opens
@@ -164,22 +160,22 @@ def _markers(tools: ToolFormat | None, reasoning: ReasoningForm | None) -> list[
 
 
 class AnswerReader:
-    """Reads one answer: returns its parts and counts its reasoning tokens."""
+    """Reads one answer and counts its reasoning tokens."""
 
     def __init__(self, form: AnswerForm) -> None:
         self._parser = form.parser()
         self._end_id = form.reasoning_end_id
-        self._num_tokens = 0  # tokens of the answer up to the end of the reasoning
+        self._num_tokens = 0  # up to the end of the reasoning
         self._is_counting = True
         self._has_reasoning = False
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of reasoning tokens, including the end token; 0 if the end is not one token."""
+        """Reasoning tokens including the end token; 0 if the end is not one token."""
         return self._num_tokens if self._has_reasoning and self._end_id is not None else 0
 
     def read(self, completion: CompletionOutput) -> list[Part]:
-        """Return the parts that a completion's new text adds."""
+        """Return the parts in a completion's new text."""
         self._count(completion.token_ids)
         text, parts = completion.text, list[Part]()
         for start in range(0, len(text), _PIECE):  # the size of the pieces does not change the parts

@@ -19,12 +19,12 @@ _FENCE = 3
 
 
 class CodeSpans:
-    """Finds out whether a growing text ends within code. last: the last character of the text; "" if it is empty."""
+    """Finds out whether a growing text ends within code. last: the text's last character, or ""."""
 
     def __init__(self) -> None:
         self.last = ""
-        self._num_open = 0  # backticks that opened the code; 0 outside of code
-        self._num_seen = 0  # backticks at the end of the text, which may open or close code
+        self._num_open = 0  # backticks that opened the code
+        self._num_seen = 0  # final backticks, which may open or close code
 
     @property
     def is_outside(self) -> bool:

@@ -1,7 +1,7 @@
 """Tool calls of models with a chat template that does not support tools.
 
 As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object. Calls and results
-in the history are written as such objects as well.
+in the history are written as such objects, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _CALL, _CALLS, _RESPONSE, _RESULT = "tool_call", "tool_calls", "response", "tool_response"
 _STOPS = re.compile(r'["\\]')
 _ESCAPE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]")
-_MAX_ESCAPE_CHARS = 12  # the length of an escaped pair of surrogates
+_MAX_ESCAPE_CHARS = 12  # an escaped pair of surrogates
 _SYSTEM_ROLES = {"system", "developer"}
 
 
@@ -66,7 +66,7 @@ class GenericFormat(ToolFormat):
     def messages_with_tools(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool
     ) -> list[dict[str, Any]]:
-        """Return messages with calls and results as text, and a system message that describes the tools."""
+        """Write calls and results as text; describe the tools in a system message."""
         names: dict[str, str] = {}
         history = [_as_text(message, names) for message in messages]
         if not tools:
@@ -102,7 +102,7 @@ def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one
 
 
 def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return a message with its calls or result as text. Mutated: names, a call's id -> the name of its function."""
+    """Write a message's calls or result as text. Mutated: names, a call's id -> the name of its function."""
     if message["role"] == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
         result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}
@@ -130,9 +130,9 @@ def _with_text(content: Any, text: str) -> str:
 
 
 class _GenericParser(ToolParser):
-    """Reads such objects. An answer of any other form is content."""
+    """Reads such objects. Any other answer is content."""
 
-    _is_content = False  # whether `_value` is reading a response, which is content
+    _is_content = False  # `_value` is reading a response
 
     def _read(self) -> Wait[None]:
         try:
@@ -187,7 +187,7 @@ class _GenericParser(ToolParser):
             return
         self._drop()
         self._is_content = True
-        with contextlib.suppress(MalformedError):  # a value that was cut off: its text is emitted as content
+        with contextlib.suppress(MalformedError):  # the text of a value that was cut off is content
             yield from self._value()
         self._report_content()
         self._is_content = False

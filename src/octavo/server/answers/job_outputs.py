@@ -36,13 +36,13 @@ _ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
 
 
 def error_of(output: RequestOutput) -> OctavoError | None:
-    """Return the error that a request ended with, or None."""
+    """Return a request's error, or None."""
     code = output.error_code
     return None if code is None else _ERRORS[code](output.error or code.text)
 
 
 def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
-    """Return a generator of the outputs of all prompts, in the order in which the outputs arrive.
+    """Return a generator of the outputs of all prompts, in their order of arrival.
 
     The job's place (a `Permit`) limits how many prompts run in parallel. usage: gets the last output of a request that
     failed or was cut off, which is not yielded; the reader adds all other outputs. Reading raises `RequestFailedError`
@@ -67,7 +67,7 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
 
 
 class MergedOutputs:
-    """Yields the outputs of several streams in the order in which the outputs arrive.
+    """Yields the outputs of several streams in their order of arrival.
 
     At most `at_once` streams are open at a time. Raises the first error; the reader must then call `aclose`.
     """
@@ -94,7 +94,7 @@ class MergedOutputs:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Close all open streams, which aborts their requests."""
+        """Abort all open requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -103,7 +103,7 @@ class MergedOutputs:
 async def _pump(
     waiting: Iterator[AsyncGenerator[RequestOutput, None]], queue: asyncio.Queue[RequestOutput | BaseException | None]
 ) -> None:
-    """Queue the outputs of the waiting streams, one stream after another; then None, or the error of a stream."""
+    """Queue the outputs of the waiting streams, one stream after another; then None, or a stream's error."""
     try:
         for stream in waiting:
             async with aclosing(stream):
@@ -112,6 +112,6 @@ async def _pump(
     except BaseException as error:
         if not is_fault(error):
             raise
-        await queue.put(error)  # `__anext__` raises the error
+        await queue.put(error)  # for `__anext__`
     else:
         await queue.put(None)

@@ -29,7 +29,7 @@ encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How a stream is sent. keep_alive: bytes that clients ignore, sent while there is no event."""
+    """How a stream is sent. keep_alive: bytes that clients ignore, sent between events."""
 
     media_type: str
     keep_alive: bytes
@@ -43,10 +43,10 @@ LINES = StreamForm("application/x-ndjson", b" ")  # clients ignore a blank befor
 class Job:
     """A client's request to answer.
 
-    model: the model's name in the answer. place: the job's place in the limiter, held until the job is answered.
-    counts_completions: False to count no generated tokens, if prompts are only scored or computed. deadline: in seconds
-    of the event loop's clock. client_names: the engine's name of a parameter -> the client's name. check: called with
-    each tokenized prompt; raises `RequestError` to refuse the job.
+    model: the model's name in the answer. place: held until the job is answered. counts_completions: False to count no
+    generated tokens, if prompts are only scored or computed. deadline: in seconds of the event loop's clock.
+    client_names: the engine's name of a parameter -> the client's name. check: called with each tokenized prompt;
+    raises `RequestError` to refuse the job.
     """
 
     request_id: str
@@ -67,13 +67,13 @@ class Job:
 
     def __post_init__(self) -> None:
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = copy(self.params)  # `copy` skips the checks of the parameters, which passed before
+        params = copy(self.params)  # `copy` skips checks that passed before
         params.output_kind = kind
         object.__setattr__(self, "params", params)
 
     @property
     def request_ids(self) -> list[str]:
-        """The ids of the requests, one for each prompt."""
+        """One id for each prompt."""
         count = len(self.prompts)
         return [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
 
@@ -92,7 +92,7 @@ class WholeReply(Protocol):
     """Writes an answer that is not streamed."""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct | Sequence[msgspec.Struct]:
-        """Return the answer. outputs: the complete output of each prompt, in the order of the prompts."""
+        """Return the answer. outputs: the complete output of each prompt, in order."""
         ...
 
 
@@ -100,7 +100,7 @@ class Reply(WholeReply, Protocol):
     """Writes an answer that may be streamed."""
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the events for an update; b"" if it needs none. usage: the events' token counts; None: no counts."""
+        """Return the events for an update, or b"". usage: the events' token counts; None to show none."""
         ...
 
     def end(self, usage: Usage) -> bytes:
@@ -113,7 +113,7 @@ class Reply(WholeReply, Protocol):
 
 
 def event(data: Any, kind: str | None = None) -> bytes:
-    """Encode a server-sent event. kind: the name of the event; None for no name."""
+    """Encode a server-sent event. kind: its name; None for no name."""
     return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + encoder.encode(data) + b"\n\n"
 
 
@@ -123,5 +123,5 @@ def line(data: Any) -> bytes:
 
 
 def json_response(reply: Any) -> Response:
-    """Return a small object, encoded on the event loop."""
+    """Encode a small object on the event loop."""
     return Response(encoder.encode(reply), media_type="application/json")

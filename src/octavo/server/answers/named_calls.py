@@ -24,7 +24,7 @@ _INDEX_RULE = "/[0-9]{1,3}/"
 class NamedFormat(SectionFormat):
     """A call is `call_opens`, a head, `arguments_open`, the arguments and `call_closes`.
 
-    head: the template of a head, with the places {name} and {index}. head_pattern: matches a head.
+    head: a template with the places {name} and {index}. head_pattern: matches a head.
     """
 
     head: ClassVar[str] = "{name}"
@@ -120,7 +120,7 @@ class KimiK2Format(NamedFormat):
     arguments_open, call_closes = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require the name of a function after the opener of a call, within a section or without one."""
+        """Require a function's name after the opener of a call, within or without a section."""
         names = [f"{prefix}{each.name}" for each in functions for prefix in ("functions.", "")]
         call_starts = [f"{name}{end}" for name in names for end in (":", self.arguments_open)]
         return {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ObjectFormat(SectionFormat):
-    """A call is an object. id_key: the object's first key, for the number of the call; None if calls have no number."""
+    """A call is an object. id_key: the object's first key, for the number of the call; None without numbers."""
 
     name_key: ClassVar[str] = "name"
     arguments_key: ClassVar[str] = "arguments"
@@ -153,7 +153,7 @@ class ApertusFormat(SectionFormat):
         """Parse such objects."""
         return _KeyedParser(self, functions, only_one=only_one)
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
         """Write an object."""
         return json_text({name: arguments})
 

@@ -23,7 +23,7 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 
 
 class TaggedParser(ValueParser):
-    """Emits strings piece by piece, and any other value when the value is complete.
+    """Emits strings piece by piece, and other values when they are complete.
 
     The closing tag of the section also ends a call that has an argument, and a call of a function without parameters.
     Any other call without its own closing tag is text.
@@ -36,7 +36,7 @@ class TaggedParser(ValueParser):
         self._form, self.is_padded = form, form.is_padded
         closes = form.closes if form.one_each else ""
         opens = form.opener if closes else form.call_opens or form.opener
-        self._pair = opens.strip(), (closes or form.call_closes).strip()  # the marks around a call
+        self._pair = opens.strip(), (closes or form.call_closes).strip()  # around a call
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
         self._given = set()
@@ -46,7 +46,7 @@ class TaggedParser(ValueParser):
         return is_call
 
     def _rest_of_call(self) -> Wait[None]:
-        """Emit the rest of a malformed call as content; read no calls in it, which may be part of a value."""
+        """Emit the rest of a malformed call as content, because a call in it may be part of a value."""
         opens, closes = self._pair
         num_open = 1
         while num_open and (mark := (yield from self._content(opens, closes))):
@@ -74,7 +74,7 @@ class TaggedParser(ValueParser):
         self._report("arguments", "}" if reported else "{}", call)
 
     def _takes_named(self) -> Wait[bool]:
-        """Skip the mark after the name. Returns whether an argument or the end of the call follows the mark."""
+        """Skip the mark after the name. Returns whether an argument or the end of the call follows."""
         form = self._form
         if not (yield from self._takes_all(form.named)):
             return False
@@ -86,10 +86,10 @@ class TaggedParser(ValueParser):
         if closes and (yield from self._takes_all(closes)):
             return True
         if closes.startswith("</") and (yield from self._takes_all(closes[:-1])):
-            for char in "/>":  # the rest of a misspelled tag
+            for char in "/>":  # a misspelled tag
                 yield from self._takes(char)
             return True
-        # A call without arguments and without a closing mark may be a sentence about the marks.
+        # Without arguments and a closing mark, it may be a sentence about the marks.
         parameters = self._parameters.get(call.name or "", {})
         may_end = self._given or not closes or not property_names(parameters, parameters)
         return bool(may_end) and (yield from self._sees(self._closes))
@@ -106,7 +106,7 @@ class TaggedParser(ValueParser):
         return (yield from self._run(NAME))
 
     def _argument(self, call: Call, separator: str) -> Wait[str]:
-        """Read an argument and emit it after `separator`. Returns "" if no argument of the call was emitted so far."""
+        """Emit an argument after `separator`. Returns "" if no argument of the call was emitted so far."""
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
         is_named = key in property_names(parameters, parameters)
@@ -143,14 +143,14 @@ class TaggedParser(ValueParser):
         return TagEnd(self._form, closes, call_starts, is_text=is_text, is_padded=is_padded)
 
     def _refuse_doubled(self, key: str) -> Wait[None]:
-        """Raise `MalformedError` if a value begins with the mark before the value: the mark may be written twice."""
+        """Refuse a value that begins with the mark before it: the mark may be written twice."""
         *_, mark = self._form.argument_named.split("\n")
         for each in (mark if mark.startswith("<") else "", *self._form.argument_starts([key])):
             if each and (yield from self._takes(each)):
                 raise MalformedError
 
     def _value_end(self) -> Wait[str]:
-        """Skip the first of `raw_marks` if it follows. Returns the mark that closes the value."""
+        """Skip the first of `raw_marks`. Returns the mark that closes the value."""
         marks = self._form.raw_marks
         if marks is None or not (yield from self._takes(marks[0])):
             self._drop_cut("" if marks is None else marks[0])

@@ -30,7 +30,7 @@ _CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 
 @dataclass(frozen=True, slots=True)
 class TemplateProbe:
-    """The prompt of a question, and the text that a tool call adds to the prompt, as a chat template writes them.
+    """A question's prompt, and the text that a tool call adds to it, as a chat template writes them.
 
     prompt, call: None if the template refuses the messages.
     """

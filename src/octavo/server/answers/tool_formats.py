@@ -64,14 +64,14 @@ class LlamaFormat(ToolFormat):
         return "; ".join(json_text({"name": name, "parameters": arguments}) for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of calls, with an optional tag before them."""
+        """Allow a tag before the calls."""
         return f"start: {self._all(only_one)}\n{object_rules(functions, 'name', 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """Return a grammar of text and calls.
 
-        If the answer begins with an object, the object must be a call. Within text, an object is a call if it begins
-        with the name of a function and the key of the arguments.
+        An object at the beginning must be a call. Within text, an object is a call if it begins with a function's name
+        and the key of the arguments.
         """
         text = f"/([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", object_rules(functions, "name", "parameters")]
@@ -98,7 +98,7 @@ class MistralFormat(ToolFormat):
     markers = (MistralParser.opener, "[CALL_ID]", MistralParser.arguments_marker)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse the forms of this class and of `NamedMistralFormat`."""
+        """Also parse the calls of `NamedMistralFormat`."""
         return MistralParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class PromptTokensDetails(Struct):
-    """Kinds of prompt tokens. cached_tokens: prompt tokens with a prefix hit."""
+    """Kinds of prompt tokens. cached_tokens: tokens with a prefix hit."""
 
     cached_tokens: int = 0
 
 
 class CompletionTokensDetails(Struct):
-    """Kinds of generated tokens: tokens of the reasoning, and accepted draft tokens.
+    """Kinds of generated tokens.
 
     rejected_prediction_tokens: rejected draft tokens, which do not count as generated tokens.
     """
@@ -32,9 +32,9 @@ class CompletionTokensDetails(Struct):
 class Receipt(Struct):
     """The cost of a request.
 
-    computed_tokens: positions that the model computed, without cached positions. recomputed_tokens: computed positions
-    that a preemption had lost, and rejected draft tokens. wasted_tokens: tokens that were generated after a stop
-    string. Positions that are computed between the end of a request and the engine's notice of the end do not count.
+    computed_tokens: positions that the model computed. recomputed_tokens: positions that a preemption had lost, and
+    rejected draft tokens. wasted_tokens: generated after a stop string. Positions that are computed between the end of
+    a request and the engine's notice of the end do not count.
     """
 
     computed_tokens: int = 0
@@ -52,7 +52,7 @@ class Receipt(Struct):
 
 
 class Usage(Struct):
-    """Token counts over all prompts and choices of a request. receipt: octavo's extension, set after a request ends."""
+    """Token counts over all prompts and choices. receipt: octavo's extension, set after a request ends."""
 
     prompt_tokens: int
     completion_tokens: int
