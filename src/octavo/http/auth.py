@@ -24,7 +24,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 class ApiKeyMiddleware:
     """Requires a valid API key, even at an unknown path. Sets `request.state.tenant`.
 
-    keyring: returns the keys that are valid now; None: no key is required.
+    keyring: returns the valid keys; None: no key is required.
     """
 
     def __init__(self, app: ASGIApp, keyring: Callable[[], Keyring | None]) -> None:

@@ -53,7 +53,7 @@ def read_timeout(request: Request, limit_s: float) -> float:
 
 
 async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: contextlib.ExitStack) -> list[bytes]:
-    """Read a body. taken: gets a callback that gives its room back.
+    """Read a body. taken: gets a callback that releases its room.
 
     The first `FREE_BYTES` take no room: the connection buffers as many anyway.
     """

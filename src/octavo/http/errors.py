@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-CLIENT_DISCONNECTED = 499  # nginx's number for a disconnected client
+CLIENT_DISCONNECTED = 499  # nginx's number
 PAGES = ("/dashboard", "/router")  # of browsers
 
 
 class RateLimitError(QueueFullError):
-    """An API key's own limit is reached."""
+    """A key's own limit is reached."""
 
 
 class SlowBodyError(RequestError):
-    """The body did not arrive in time."""
+    """The body is late."""
 
 
 class AuthenticationError(RequestError):
@@ -78,7 +78,7 @@ class NoEngineError(EngineError):
 
 
 class EngineLostError(EngineError):
-    """The engine that served a router's request is gone."""
+    """The engine that served a request is gone."""
 
     def __init__(self) -> None:
         super().__init__("the engine is lost")
@@ -106,7 +106,7 @@ class HttpError:
 
     @property
     def reason(self) -> str:
-        """Its label in metrics and audit log."""
+        """Label in metrics and audit log."""
         return self.code or reason_of(self.status)
 
     @property
@@ -137,10 +137,7 @@ class ErrorResponse(Response):
 
 
 def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
-    """Keep a request's first error, and return it.
-
-    state: `scope["state"]`; mutated.
-    """
+    """Keep a request's first error, and return it. Mutated: `state` of the scope."""
     noted: HttpError = state.setdefault("error", error)
     return noted
 
@@ -195,7 +192,7 @@ def to_http(error: Exception) -> HttpError:
 def client_field_names(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
     """Rename the field of a `RequestError` that the block raises.
 
-    names: from octavo's to the client's. in_text: also in the message, except other single words: they may be plain
+    names: from octavo's to the client's. in_text: also in the message, except other single words, which may be plain
     text.
     """
     try:

@@ -31,8 +31,8 @@ _LOOK_S = 0.1  # between checks for a second signal
 class GracefulServer(uvicorn.Server):
     """Ends each open request with a last event before it exits.
 
-    A second signal exits immediately; SIGHUP reads keys and certificate again. The server also exits if only a restart
-    helps (`HttpService.is_dead`).
+    A second signal exits immediately; SIGHUP reads keys and certificate again. The server also exits if
+    `HttpService.is_dead`.
     """
 
     def __init__(self, config: uvicorn.Config, service: HttpService) -> None:

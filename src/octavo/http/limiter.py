@@ -38,7 +38,7 @@ class Bucket:
         return max(missing, 0.0) * _MINUTE_S / self.per_minute
 
     def take(self, amount: float, now: float) -> None:
-        """Take `amount` units, even if fewer are available."""
+        """Take units, even if fewer are available."""
         self._level = self._fill(now) - amount
 
     def _fill(self, now: float) -> float:
@@ -50,9 +50,9 @@ class Bucket:
 class Pool:
     """Counts the units of a resource that each tenant holds.
 
-    If the pool `is_shared`, a tenant that holds units may hold at most its weight times the free units, so one tenant's
-    flood keeps room free. After Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch"
-    (1998).
+    If the pool `is_shared`, a tenant that holds units may hold at most its weight times the free units. So one tenant's
+    flood keeps room free (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch",
+    1998).
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -109,7 +109,7 @@ class Pool:
 class _Waiter:
     """A request for units.
 
-    passed: units that later requests took while it was its tenant's first, times its tenant's weight over theirs.
+    passed: units that later requests took while this one was its tenant's first, times its tenant's weight over theirs.
     """
 
     tenant: Tenant
@@ -120,7 +120,6 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
-        """Return True if room is reserved for it."""
         return self.passed >= self.amount
 
 
@@ -129,8 +128,8 @@ class WaitingLine:
 
     A new request, or the first of another tenant, may overtake until the overtaken one has been passed by as many units
     as it requested. So small requests do not starve a large one, and a large one does not block small ones for long.
-    Then its own tenant's requests do not overtake it; other tenants must keep room for it once its tenant holds
-    nothing, so that it waits only for them.
+    Then its own tenant's requests do not overtake it, and other tenants must keep room for it once its tenant holds
+    nothing.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -163,7 +162,7 @@ class WaitingLine:
             raise
 
     def give_back(self, tenant: Tenant, amount: int) -> None:
-        """Give room back to waiting requests."""
+        """Release room to waiting requests."""
         self._pool.give_back(tenant, amount)
         self.serve()
 
@@ -218,8 +217,8 @@ class _Account:
 class Permit:
     """The place of one HTTP request: `num_streams` output streams.
 
-    is_kept: a stream gives the place back, not the `with` block.
-    is_in: one prompt got room, so further prompts wait instead of being refused.
+    is_kept: a stream releases the place, not the `with` block. is_in: one prompt got room, so further prompts wait and
+    are not refused.
     """
 
     tenant: Tenant
@@ -244,7 +243,7 @@ class Permit:
             self.is_in = True
 
     def release_tokens(self, num_tokens: int) -> None:
-        """Give back a prompt's room."""
+        """Release a prompt's room."""
         if num_tokens:
             self._limiter.line.give_back(self.tenant, num_tokens)
 
@@ -253,7 +252,7 @@ class Permit:
         self._limiter.charge(self.tenant, num_tokens)
 
     def release(self) -> None:
-        """Give the place back; later calls do nothing."""
+        """Release the place once."""
         if not self._is_released:
             self._is_released = True
             self._limiter.release(self)
@@ -262,8 +261,8 @@ class Permit:
 class RequestLimiter:
     """Limits the open requests of all tenants. Used on one event loop only.
 
-    waiting_tokens: of prompts without output yet; `line` waits for room there.
-    Raises `RequestError` for a demand that can never be met, else `QueueFullError` with the seconds to wait.
+    waiting_tokens: of prompts without output yet; `line` waits for room there. Raises `RequestError` for a demand that
+    can never be met, else `QueueFullError` with the seconds to wait.
     """
 
     def __init__(
@@ -285,7 +284,7 @@ class RequestLimiter:
 
     def begin(self, tenant: Tenant) -> None:
         """Count a request at its headers, or raise."""
-        account = self._account(tenant)  # before `now`: a new account's times begin here
+        account = self._account(tenant)  # first: a new account's times begin here
         now = self._clock()
         self._check_rate(account.requests, 1.0, "requests", now)
         self._check(tenant, 1, now)
@@ -295,8 +294,8 @@ class RequestLimiter:
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
         """Take places for a request that has begun, or raise.
 
-        at_least: number of streams that suffices to serve the request in parts. It then takes a multiple, within its
-        tenant's limit and share. None: all or none.
+        at_least: number of streams that suffices to serve the request in parts. The request then takes a multiple,
+        within its tenant's limit and share. None: all or none.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())
@@ -309,7 +308,7 @@ class RequestLimiter:
         return Permit(tenant, num_streams, self)
 
     def release(self, place: Permit) -> None:
-        """Give places back."""
+        """Release a place."""
         self.streams.give_back(place.tenant, place.num_streams)
         if place.is_in:  # else no measure of how fast answers end
             self._endings.append((self._clock(), place.num_streams))

@@ -1,4 +1,4 @@
-"""Checks and sockets of a server before it has a model, so without a web framework."""
+"""Checks and sockets of a server before it has a model, without a web framework."""
 
 from __future__ import annotations
 
@@ -111,12 +111,11 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket that refuses connections until `open_door`. Raises `ConfigError`.
+    """Bind a socket that refuses connections until `open_door`. Raises `ConfigError`. host: "::" includes IPv4.
 
-    host: "::" includes IPv4.
     Refused connections make a proxy try another server while this one loads. TCP_NOTSENT_LOWAT keeps Linux from
-    buffering megabytes for a slow reader. TCP_USER_TIMEOUT is not set: it would also end connections of readers that
-    are only slower than the sender.
+    buffering megabytes for a slow reader. TCP_USER_TIMEOUT would also end connections of readers that are only slower
+    than the sender.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -150,7 +149,7 @@ def _bind(sock: socket.socket, host: str, port: int) -> None:
 
 def open_door(sock: socket.socket) -> None:
     """Listen on a socket from `bind`. Raises `ConfigError` if another server was faster."""
-    if sys.platform != "win32":  # inherited by lingering connections, so that the next server can bind
+    if sys.platform != "win32":  # lingering connections inherit it, so that the next server can bind
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.listen(_BACKLOG)
@@ -162,7 +161,7 @@ def open_door(sock: socket.socket) -> None:
 def bytes_taken(sock: socket.socket | None) -> int | None:
     """Return the number of sent bytes that have arrived, with TLS overhead; None if unknown.
 
-    Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h): TLS has buffers, so the bytes that wait here show
+    Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h). TLS has buffers, so the bytes that wait here show
     nothing.
     """
     if sys.platform == "linux" and sock is not None:
@@ -191,7 +190,7 @@ def reset_when_closed(sock: socket.socket | None) -> None:
 def allow_open_files(num_connections: int = MAX_CONNECTIONS, *, files_each: int = 1) -> int:
     """Raise the soft limit of open files; return how many connections fit.
 
-    files_each: for each connection. Logs a warning if fewer fit.
+    Logs a warning if not all fit.
     """
     if sys.platform == "win32":
         return num_connections

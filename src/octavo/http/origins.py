@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class OriginMiddleware:
     """Answers 403 for an unknown Origin, 421 for an unknown Host, 400 for no Host or several.
 
-    Health checks may use any Host, because probes use the server's address.
-    hosts: without ports; None: any name. origins: in addition to the server's own; "*": any.
+    Health checks may use any Host, because probes use the server's address. hosts: without ports; None: any name.
+    origins: in addition to the server's own; "*": any.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, origins: Collection[str]) -> None:

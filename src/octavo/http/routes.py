@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 _GET, _PROBE = ("GET",), ("GET", "HEAD")
 _CHANGES = ("/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}")  # of Ollama's models
 _OLDER = ("/get_server_info",)
-# Actions that need `read_metrics`.
+# These need `read_metrics`.
 _SETTINGS = "read the server's settings; it needs read_metrics"
 METRICS, DASHBOARD = "read the metrics; it needs read_metrics", "see the dashboard; it needs read_metrics"
-_FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # of the dashboard, which shows requests of all keys
+_FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # of the dashboard, which shows all keys' requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,8 @@ class Route:
 
     endpoint: `module:name` of an `octavo.server.endpoints.Endpoint`, below `octavo.server.api`. aliases: older paths.
     work: "answer": a model writes text; "vectors": it embeds texts; "count": texts are only read. Such requests take a
-    place, count for their tenant, and are balanced by the router.
-    methods: the first one is described. operators: an action like "read the metrics", which needs `read_metrics`.
-    is_described: in the OpenAPI document.
+    place, count for their tenant, and are balanced by the router. methods: the OpenAPI document shows the first one.
+    operators: an action that needs `read_metrics`, for its error. is_described: in the OpenAPI document.
     """
 
     path: str
@@ -41,7 +40,7 @@ class Route:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The path and its aliases."""
+        """Path and aliases."""
         return (self.path, *self.aliases)
 
 

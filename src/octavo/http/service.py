@@ -60,7 +60,7 @@ class HttpService(ABC):
 
     @abstractmethod
     def _keys_changed(self) -> None:
-        """End open requests of removed tenants."""
+        """Abort requests of removed tenants."""
 
     @abstractmethod
     async def _idle(self) -> None:
@@ -109,7 +109,7 @@ class HttpService(ABC):
             self.limiter.change(self.keyring.tenants)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests; end open ones after `grace_s`."""
+        """Refuse new requests; abort open ones after `grace_s`."""
         self.is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -118,10 +118,10 @@ class HttpService(ABC):
 
 
 def server_closing() -> ServerClosingError:
-    """Make the error of requests that the shutdown ends."""
+    """Error of requests that the shutdown aborts."""
     return ServerClosingError("closing")
 
 
 def key_removed() -> AuthenticationError:
-    """Make the error of requests that lose their key."""
+    """Error of requests that lose their key."""
     return AuthenticationError("the API key of this request was removed")

@@ -42,7 +42,7 @@ KEY_PREFIX = "octavo-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """An owner of requests; None: no own limit. name "": all clients, if none is identified."""
+    """An owner of requests. None: no own limit. name "": all clients, if none is identified."""
 
     name: str = ""
     weight: float = 1.0
@@ -53,10 +53,10 @@ class Tenant:
     read_metrics: bool = False
 
     def cache_salt(self, requested: str | None) -> str | None:
-        """Return the salt of its prompts' blocks, from the salt that a client asks for.
+        """Return the salt of a tenant's prompts, from the salt that a client asks for. Raises `RequestError`.
 
-        It begins with the tenant's name, or "shared" if it shares the prefix cache, so no client can ask for another
-        tenant's salt. Raises `RequestError`.
+        It begins with the tenant's name, or "shared" if the tenant shares the prefix cache. So no client can ask for
+        another tenant's salt.
         """
         check_salt(requested)
         if not self.name:
@@ -73,7 +73,7 @@ _DEFAULTS = Tenant()
 
 
 class Keyring:
-    """The valid keys. The time of a lookup reveals nothing about any of them.
+    """The valid keys. The time of a lookup reveals nothing about them.
 
     The index of a key is a keyed hash, so clients cannot know which keys are close to each other.
     """
@@ -211,10 +211,10 @@ def _new_key() -> tuple[str, str]:
 
 @contextmanager
 def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the tables of a file, then write them back with comments and formatting.
+    """Yield the tables of a file, then write them with comments and formatting. Raises `ConfigError`.
 
     name: must be in the file. Nothing is written if the block raises. The file is replaced atomically, and keeps owner
-    and mode. Raises `ConfigError`.
+    and mode.
     """
     try:
         import tomlkit  # noqa: PLC0415  a server only reads keys
@@ -239,7 +239,7 @@ def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
         if not is_new:
             before = path.stat()
             run_text_work.chmod(stat.S_IMODE(before.st_mode))
-            if hasattr(os, "chown"):  # the server can read it even if root changed it
+            if hasattr(os, "chown"):  # so that the server can read it even if root changed it
                 os.chown(run_text_work, before.st_uid, before.st_gid)
         run_text_work.replace(path)
     except OSError as error:

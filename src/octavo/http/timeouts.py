@@ -31,8 +31,8 @@ class Timeout:
 class TimeoutQueue:
     """Runs expired timeouts in order, one in a turn of the event loop, `SPACING_S` apart.
 
-    So open connections are served in between, and a timeout may be late by `SPACING_S`, or a longer turn, for each one
-    before it. Used on one event loop only.
+    So open connections are served in between, and a timeout may be late by `SPACING_S`, or a longer turn, for each
+    earlier one. Used on one event loop only.
     """
 
     def __init__(self) -> None:

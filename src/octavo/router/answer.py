@@ -43,7 +43,7 @@ class SilentEngineError(TimeoutError):
 class AnswerLimits:
     """Limits of an answer.
 
-    first_byte_s: from the end of the request to that of the headers. idle_s: between two pieces of the body.
+    first_byte_s: from the end of the request to the end of the headers. idle_s: between two pieces of the body.
     max_bytes: of a body that is read as a whole.
     """
 
@@ -53,7 +53,7 @@ class AnswerLimits:
 
 
 class Answer:
-    """An engine's answer. Its `async with` block releases the connection, or closes it if the answer is incomplete.
+    """An engine's answer. Its `async with` block releases the connection, or closes it after an incomplete answer.
 
     Bytes that wait for the reader do not count as the engine's silence.
     """
@@ -64,18 +64,18 @@ class Answer:
         self._connection, self._limits, self._is_head = connection, limits, is_head
         self._parser = httptools.HttpResponseParser(self)
         self._loop = asyncio.get_running_loop()
-        self._progress_at = self._loop.time()  # when the body was last taken, or was requested
+        self._progress_at = self._loop.time()  # when the body was last taken or requested
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._num_framing_bytes = 0  # since the last piece of the body
         self._is_begun = self.is_over = self.ends_with_connection = self._keeps_alive = False
         self._error: Exception | None = None
-        self._pieces: list[bytes] = []  # of the body, not taken yet
+        self._pieces: list[bytes] = []  # of the body
         self._num_waiting_bytes = 0
         self._is_reading, self._is_full = True, False
         self._take: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle  # set while the reader waits
+        self._timer: asyncio.TimerHandle  # while the reader waits
 
     async def __aenter__(self) -> Self:
         return self
@@ -105,7 +105,7 @@ class Answer:
 
     @property
     def is_of_lines(self) -> bool:
-        """True if a newline ends an event."""
+        """A newline ends an event."""
         return self._content_type == _JSON_LINES
 
     @property
@@ -125,7 +125,7 @@ class Answer:
     def _header(self, wanted: bytes) -> bytes:
         return next((value for name, value in self._headers if name == wanted), b"")
 
-    # --- for the reader -----------------------------------------------------------------------------------------------
+    # --- for the reader ---
 
     async def begin(self) -> None:
         """Await the headers. Raises `OSError`."""
@@ -222,7 +222,7 @@ class Answer:
         self._progress_at = self._loop.time()
         self._connection.read_on(is_reading=is_reading)
 
-    # --- for the connection -------------------------------------------------------------------------------------------
+    # --- for the connection ---
 
     def feed(self, data: bytes) -> None:
         """Parse bytes; pass them on or wake the reader."""
@@ -271,7 +271,7 @@ class Answer:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # --- for the parser -----------------------------------------------------------------------------------------------
+    # --- for the parser ---
 
     def on_message_begin(self) -> None:
         """Refuse a second answer."""

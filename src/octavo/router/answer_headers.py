@@ -11,7 +11,7 @@ _OF_CONNECTION = frozenset(
         *(b"transfer-encoding", b"upgrade"),
     }
 )
-_OF_ROUTER = frozenset({b"x-request-id", b"date", b"server"})  # this server sets them itself
+_OF_ROUTER = frozenset({b"x-request-id", b"date", b"server"})  # set by this server
 _MAX_DIGITS = 9  # of seconds: 31 years
 _MAX_DATE_BYTES = 64
 

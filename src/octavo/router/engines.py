@@ -27,14 +27,11 @@ _numbers = itertools.count()
 class EngineHandle:
     """One engine. None: not known yet.
 
-    is_member: the sources still name it. models: empty: its answer was no list.
-    role: "prefill", "decode" or "both". incarnation: identifies a run of its process.
-    kv_transfer_port: for direct transfers of KV, or None. kv_format: properties that its KV depends on in addition to
-    tokens; None: not published.
-    prefills_from: when it may be asked for prefills again, on the event loop's clock.
-
-    open_tokens: sent or expected by this router, and not back yet. other_tokens: estimated, of its other clients.
-    num_sent_prompt_tokens: estimated, part of num_sent_tokens.
+    is_member: the sources still name it. models: empty if its answer was no list. role: "prefill", "decode" or "both".
+    incarnation: identifies a run of its process. kv_transfer_port: for direct transfers of KV, or None. kv_format:
+    properties that its KV depends on in addition to tokens; None: not published. prefills_from: when it may be asked
+    for prefills again, on the event loop's clock. open_tokens: sent or expected by this router, and not back yet.
+    other_tokens: estimated, of its other clients. num_sent_prompt_tokens: estimated part of num_sent_tokens.
     num_paired: requests that it answers with KV from another engine. num_paired_in_vain: those without KV.
     """
 
@@ -108,7 +105,7 @@ class EnginePool:
 
     @property
     def ends_within_s(self) -> float:
-        """Seconds after which every engine has ended any request."""
+        """The longest `ends_within_s`."""
         return max((engine.ends_within_s for engine in self.engines.values()), default=ASSUMED_REQUEST_TIMEOUT_S)
 
     def choose(

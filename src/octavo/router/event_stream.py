@@ -19,8 +19,8 @@ _LONGEST_END = 3
 class EventStream:
     """Splits a stream into complete events and counts them in `share`.
 
-    is_of_lines: a line ends an event, else a blank line. max_bytes: of an event. first: the beginning.
-    The time is linear in the number of bytes for any split into pieces.
+    is_of_lines: a line ends an event, else a blank line. max_bytes: of an event. first: the beginning. The time is
+    linear in the number of bytes for any split into pieces.
     """
 
     def __init__(self, share: Share, *, is_of_lines: bool, max_bytes: int) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_LONG_S = 60.0  # after it, a start was successful
+_LONG_S = 60.0  # then a start was successful
 _MAX_FAILED_STARTS = 3  # in a row
 _STOP_S = 15.0
 _FROZEN_TIMES = 8  # unanswered checks in a row: half a minute by default
@@ -27,7 +27,7 @@ class Launcher:
 
     @property
     def has_failed(self) -> bool:
-        """True if no engine will ever run."""
+        """No engine will ever run."""
         return False
 
     def reload(self) -> None:
@@ -57,7 +57,7 @@ class LocalReplicas(Launcher):
 
     @property
     def has_failed(self) -> bool:
-        """True if all replicas have failed."""
+        """All replicas have failed."""
         return all(replica.has_failed for replica in self._replicas.values())
 
     def silent(self, url: str, num_times: int) -> None:

@@ -38,7 +38,7 @@ def pair(
 ) -> Pair | None:
     """Let another engine compute the prompt if it is worth it.
 
-    known: the share of the prompt that is expected in the cache of `engine`.
+    known: share of the prompt that is expected in the cache of `engine`.
     """
     summary = routed.summary
     num_new = summary.num_tokens * (1 - known)
@@ -55,14 +55,14 @@ def pair(
 
 
 def without_kv_transfer(scope: Scope) -> Scope:
-    """Drop headers for transfers of KV, which only the router may set."""
+    """Drop headers that only the router may set."""
     return {**scope, "headers": [(name, value) for name, value in scope["headers"] if name not in _NAMES]}
 
 
 class Pair:
-    """A request of which engine `prefill` computes the prompt and `decode` the answer.
+    """A request for which engine `prefill` computes the prompt and `decode` the answer.
 
-    Both are asked at the same time if KV is sent directly, one after the other if it goes through a store. The answer
+    Both are asked simultaneously if KV is sent directly, one after the other if it goes through a store. The answer
     never depends on the prefill: `decode` computes KV that does not arrive.
     """
 
@@ -85,7 +85,7 @@ class Pair:
         self._params = KVTransferParams(new_id(), source=_source_of(prefill))
         scope["state"]["audit"]["prefill_engine"] = prefill.url
         prefill.num_prefills += 1
-        # Add the load now: the next choice of an engine depends on it.
+        # Now: the next choice of an engine depends on it.
         share = Share(self._routed, prefill).__enter__()
         self._task = asyncio.create_task(self._compute())
         self._task.add_done_callback(share.__exit__)

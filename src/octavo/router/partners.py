@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.router.engines import EngineHandle
 
 logger = logging.getLogger(__name__)
-_VAIN_IN_A_ROW = 3  # requests without KV before a pause
+_VAIN_IN_A_ROW = 3  # before a pause
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 _MAX_UNKNOWN = 1024  # enough, as figures are read every second
 _LEAST_SHARE = 0.1  # of a prompt's new tokens: if fewer came, no KV came
@@ -23,8 +23,8 @@ _COMPUTED_SHARE = 0.5  # of a prompt's estimated new tokens: if as many were com
 class PromptFigures(NamedTuple):
     """Prompt tokens of an engine since its start.
 
-    num_loaded: with KV from elsewhere. num_computed: in no cache, if counted.
-    num_sent: estimated, of all requests from this router by then.
+    num_loaded: with KV from elsewhere. num_computed: in no cache, if counted. num_sent: estimated, of all requests from
+    this router by then.
     """
 
     num_loaded: float
@@ -49,8 +49,8 @@ class _Pair:
 class _Unknown:
     """A finished request without `usage`.
 
-    before: the decode engine's figures at its start. num_tokens, num_new: estimated, of the prompt, and those not
-    expected there.
+    before: the decode engine's figures at its start. num_tokens: estimated, of the prompt. num_new: those not expected
+    there.
     """
 
     prefill: EngineHandle
@@ -64,7 +64,7 @@ class Partners:
     """Compares engines' descriptions of their KV, and counts requests without KV.
 
     Engines with different descriptions are never paired: neither finds the other's blocks. A pair pauses after
-    `_VAIN_IN_A_ROW` requests without KV, and for twice as long after each further one.
+    `_VAIN_IN_A_ROW` requests without KV, and twice as long after each further one.
     """
 
     _pairs: defaultdict[tuple[EngineHandle, EngineHandle], _Pair] = field(default_factory=lambda: defaultdict(_Pair))
@@ -99,10 +99,7 @@ class Partners:
     def ended_without_usage(
         self, prefill: EngineHandle, decode: EngineHandle, before: PromptFigures | None, num_tokens: int, num_new: float
     ) -> None:
-        """Note the end of a request, for `figures_read` to judge.
-
-        Arguments are as in `_Unknown`.
-        """
+        """Note the end of a request, for `figures_read` to judge. Arguments: see `_Unknown`."""
         unknown = self._unknown.setdefault(decode, [])
         if before is not None and len(unknown) < _MAX_UNKNOWN:
             unknown.append(_Unknown(prefill, before, num_tokens, num_new))

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _OK, _FULL, _NOT_SERVING = 200, 429, 503  # an engine also answers 503 to requests that were open when it restarted
 _REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may take the request
-_MAX_FAILURES = 2  # so a request is retried once
+_MAX_FAILURES = 2  # a request is retried once
 _END_BYTES = 2 * COUNTS_BYTES  # of a large answer, for the token counts
 _UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; the idle limit applies to it
 
@@ -104,14 +104,14 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """An engine takes no requests now."""
+    """An engine accepts no requests."""
 
     answer: Answer
     body: bytes
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until a retry; infinite if unknown."""
+        """Infinite if unknown."""
         reported_s = self.answer.retry_after_s
         return math.inf if reported_s is None else reported_s
 
@@ -128,7 +128,7 @@ class _Exchange:
         self._audit = request.state.audit
         self._tried: list[EngineHandle] = []
         self._failed: set[EngineHandle] = set()
-        self._is_complete = False  # a successful answer is complete
+        self._is_complete = False
 
     async def run(self) -> None:
         """Try engines until one answers. Raises `NoEngineError` or `EngineLostError`."""
@@ -245,7 +245,7 @@ class _Exchange:
         except (*FAILURES, OctavoError) as error:
             if not self._routed.is_begun:
                 raise
-            answer.give_up()  # now: the engine need not wait for the client
+            answer.give_up()  # the engine need not wait for the client
             await self._end_stream(error, events, share.engine)
         else:
             self._is_complete = answer.status == _OK

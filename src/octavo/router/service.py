@@ -32,7 +32,7 @@ _BODIES = 64  # of the largest size, at the same time
 class RouterService(HttpService):
     """Engines and keys. Used on one event loop only.
 
-    launcher: None: engines are started elsewhere. Raises `ConfigError`.
+    launcher: None if engines are started elsewhere. Raises `ConfigError`.
     """
 
     config: RouterConfig
@@ -49,7 +49,7 @@ class RouterService(HttpService):
 
     @property
     def is_dead(self) -> bool:
-        """True if no engine will ever run."""
+        """No engine will ever run."""
         return self._launcher.has_failed
 
     async def start(self) -> None:

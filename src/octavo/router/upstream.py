@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from octavo.router.answer import Answer
     from octavo.router.engines import EngineHandle
 
-FAILURES = (OSError,)  # `TimeoutError` included
+FAILURES = (OSError,)  # with `TimeoutError`
 _MAX_OWN_BYTES = 16 << 20  # of an answer to the router itself
 _LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _IDLE_S = 30.0  # octavo's servers keep connections longer

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def create_app(service: Service, routes: Routes = ROUTES) -> Starlette:
-    """Make the ASGI application. If API keys are configured, every route except /health and /ready requires a key.
+    """Make the ASGI application. If API keys are configured, all routes except /health and /ready require a key.
 
     Raises `ImportError` or `AttributeError` if the endpoint of a route does not exist.
     """
@@ -54,7 +54,7 @@ class _AppRoute(AppRoute):
         self.methods = set(methods)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Store this route in the scope, even for a wrong method: metrics and traces read the route's path."""
+        """Store this route in the scope, even for a wrong method: metrics and traces read its path."""
         match, child = super().matches(scope)
         return match, {**child, "route": self} if match is not Match.NONE else child
 

@@ -69,7 +69,7 @@ def _check_media_type(given: str | None) -> None:
 
 
 async def look_at(request: Request, work: Callable[[], T]) -> T:
-    """Run `work`, whose time grows with the size of the request's body. If the body is large, run it on a thread."""
+    """Run `work`, whose time grows with the size of the request's body; on a thread if the body is large."""
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
     return await run_text_work(
@@ -105,7 +105,7 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 
 def _not_finite(body: bytes) -> str | None:
-    """Return the first field with NaN, Infinity or 1e999. Python's own parser accepts these values."""
+    """Return the first field with NaN, Infinity or 1e999, which Python's own parser accepts."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):

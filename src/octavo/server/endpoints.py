@@ -42,7 +42,7 @@ class Endpoint:
 def endpoint(
     *, body: type[BaseModel] | None = None, answer: Any = None, is_streamed: bool = False
 ) -> Callable[[Handler], Endpoint]:
-    """Declare a handler as an `Endpoint`. The first line of the handler's docstring becomes the summary."""
+    """Declare a handler as an `Endpoint`. The first line of its docstring becomes the summary."""
 
     def declare(handler: Handler) -> Endpoint:
         summary = (handler.__doc__ or "").partition("\n")[0]

@@ -1,7 +1,7 @@
 """Limits the number of values in a JSON text before the text is parsed, because a parser blocks all other threads.
 
-Long strings are parsed almost for free. But a text of a few megabytes can hold millions of empty lists, and parsing
-them takes seconds.
+A text of a few megabytes can hold millions of empty lists, and parsing them takes seconds. Long strings are parsed
+almost for free.
 """
 
 from __future__ import annotations

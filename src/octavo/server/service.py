@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # engine processes in a row that ended before they were ready
-_NO_NAMES = ("tgi", "dummy")  # model names that clients of TGI send, because TGI has only one model
+_NO_NAMES = ("tgi", "dummy")  # clients of TGI send these names, because TGI has only one model
 _ENGINE_GRACE_S = 1.0  # time in which the engine should end aborted requests itself
-_BODIES = 16  # request bodies of the largest size that may arrive at the same time
+_BODIES = 16  # of the largest size, at the same time
 
 
 @dataclass(slots=True)
 class _Open:
-    """An open request. cut_off: the error to raise if the request is aborted."""
+    """An open request. cut_off: the error to raise if it is aborted."""
 
     tenant: Tenant
     cut_off: OctavoError | None = None
@@ -68,8 +68,8 @@ class _Open:
 class Service(HttpService):
     """One engine with its served names, keys, limits and open requests. Used on one event loop only.
 
-    settings: the settings that GET /server_info shows; they must not contain secrets. Raises `ConfigError` if
-    the file of keys cannot be used, or if packages for a requested feature are missing.
+    settings: the settings that GET /server_info shows, without secrets. Raises `ConfigError` if the file of keys cannot
+    be used, or if packages for a requested feature are missing.
     """
 
     config: ServerConfig
@@ -96,7 +96,7 @@ class Service(HttpService):
 
     @property
     def is_dead(self) -> bool:
-        """True if the engine has ended and will not be restarted."""
+        """The engine has ended for good."""
         return self.engine.is_dead
 
     @property
@@ -107,7 +107,7 @@ class Service(HttpService):
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
         """Return the model name to write in the answer. Raises `ModelNotFoundError` if `name` is not served.
 
-        None selects the first served name. A name in `aliases` does the same, unless it is itself a served name.
+        None selects the first served name, and so does a name in `aliases` that is not served.
         """
         if name is None or (name in aliases and name not in self.model_names):
             return self.model_names[0]
@@ -135,7 +135,7 @@ class Service(HttpService):
         ending.add_done_callback(self._endings.discard)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take the places of a request's streams before any work is done for the request (`RequestLimiter.enter`).
+        """Take the places of a request's streams before any work is done for it (`RequestLimiter.enter`).
 
         Raises `QueueFullError`, `RequestError`, or the errors of `check_ready`.
         """
@@ -143,7 +143,7 @@ class Service(HttpService):
         return self.limiter.enter(request.state.tenant, num_streams, at_least=at_least)
 
     async def read(self, http_request: Request, place: Permit, work: Callable[[], T]) -> T:
-        """Run `work` on a request's texts; see `TextWork.do`. The request's deadline or a disconnect stops `work`.
+        """Run `work` on a request's texts; see `TextWork.do`. The request's deadline or a disconnect stops it.
 
         The tokens that the work reads are charged to the tenant, even if the request fails.
         """
@@ -159,7 +159,7 @@ class Service(HttpService):
         return await unless_disconnected(http_request, reading)
 
     async def _read_prompt(self, job: Job, index: int) -> Any:
-        """If the prompt is a text, tokenize it and charge the tokens to the tenant."""
+        """Tokenize a text and charge the tokens to the tenant."""
         prompt = job.prompts[index]
         if not isinstance(prompt, str):
             return prompt
@@ -202,7 +202,7 @@ class Service(HttpService):
             num_waiting = num_tokens
             if "prompt" not in prompt:
                 place.charge(num_tokens)
-            if opened.cut_off is not None:  # cut off before the engine received the request
+            if opened.cut_off is not None:  # before the engine received the request
                 raise opened.cut_off
 
         with client_field_names(job.client_names):
@@ -243,7 +243,7 @@ class Service(HttpService):
 
     @staticmethod
     def _options(job: Job) -> RequestOptions:
-        """Return a job's options with the remaining time. Raises `DeadlineError` if no time remains."""
+        """Return a job's options with the remaining time. Raises `DeadlineError` if none remains."""
         tenant, timeout_s = job.place.tenant, job.deadline - asyncio.get_running_loop().time()
         if timeout_s <= 0:
             raise DeadlineError(ErrorCode.DEADLINE_PASSED.text)
@@ -266,7 +266,7 @@ class Service(HttpService):
         await self._end(still_open)
 
     def _cut_off(self, open_ids: list[str], why: Callable[[], OctavoError]) -> None:
-        """Set the error of open requests that will be aborted. A request that already has an error keeps it."""
+        """Set the error of open requests that will be aborted, unless they have one."""
         for request_id in open_ids:
             opened = self._open[request_id]
             opened.cut_off = opened.cut_off or why()
@@ -300,4 +300,4 @@ def _make_tracing(endpoint: str | None) -> Tracing | None:
 
 
 def _num_tokens(output: RequestOutput) -> int:
-    return sum([len(completion.token_ids) for completion in output.outputs])  # a list is faster than a generator
+    return sum([len(completion.token_ids) for completion in output.outputs])  # faster than a generator

@@ -25,12 +25,12 @@ _REMEMBERED = 64  # times balance_tokens: above it, all work is halved
 class CacheAware(RoutingPolicy):
     """Predicts caches from the prompts that each engine got, corrected by the hits that it reports.
 
-    A prompt goes to the engine with its longest prefix. If there is none, or other prompts share it, the prompt is new
-    work, which is spread so that caches hold different prompts.
+    A prompt goes to the engine with its longest prefix. Without such a prefix, or if other prompts share it, the prompt
+    is new work, which is spread so that caches hold different prompts.
+
     balance_tokens, balance_ratio: an engine is overloaded if its load exceeds the smallest one by more than
     balance_tokens, and is more than balance_ratio times as large. For a shared beginning this also holds for its new
-    work.
-    max_entries: remembered pieces.
+    work. max_entries: remembered pieces.
     """
 
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:

@@ -121,7 +121,7 @@ class MistralParser(ToolParser):
         yield from self._report_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Skip a name and its marks. If the answer was cut off within them, skip that text and raise `MalformedError`."""
+        """Skip a name and its marks; skip all text and raise `MalformedError` if the answer was cut off there."""
         if head is not None:
             self._position = brace
             return

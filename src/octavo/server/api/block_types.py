@@ -1,4 +1,4 @@
-"""Types of the objects in a conversation, and the fields of each type."""
+"""Types of the objects in a conversation, and their fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEDIA = "this server reads text only, no images, sound or files"
 class Fields:
     """The fields of one type of object.
 
-    read: the fields that this server reads. harmless: field -> why it changes nothing. unsupported: field -> the only
+    read: fields that this server reads. harmless: field -> why it changes nothing. unsupported: field -> the only
     values that are not refused.
     """
 
@@ -47,7 +47,7 @@ class Fields:
 class BlockTypes:
     """The types of objects that one place of a conversation accepts.
 
-    taken: accepted type -> the type's fields. refused: refused type -> the reason.
+    taken: type -> its fields. refused: type -> the reason.
     """
 
     taken: Mapping[str, Fields]
@@ -74,7 +74,7 @@ def fields(*read: str, harmless: Mapping[str, str] | None = None, **unsupported:
 
 
 def text_field(given: Mapping[str, Any], name: str, place: str) -> str:
-    """Return the value of a string field."""
+    """Return a string field."""
     text = given.get(name)
     if not isinstance(text, str):
         raise RequestError(f"{place}.{name} must be a string", parameter=f"{place}.{name}")

@@ -61,7 +61,7 @@ class Conversation:
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """Check messages of chat completions and return them for the chat template, with content as in `read_content`."""
+    """Check messages of chat completions and return them for the chat template."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -107,7 +107,7 @@ def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict
 
 
 def read_prediction(prediction: Any) -> str:
-    """Return the text that a client predicts as the answer, or ""."""
+    """Return the predicted answer, or ""."""
     if prediction is None:
         return ""
     PREDICTIONS.check(prediction, "prediction")
@@ -145,7 +145,7 @@ def read_call_arguments(text: Any, place: str) -> dict[str, Any]:
 def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
     """Return the chat template's options for a reasoning effort.
 
-    `enable_thinking` is set as well, because some templates know only this option.
+    Some templates know only `enable_thinking`.
     """
     if effort is None:
         return {}
@@ -155,13 +155,13 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
 
 
 def continuing(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the chat template's options: continue the last message if it is the assistant's, or else begin one."""
+    """Return the template's options: continue the assistant's last message, or begin one."""
     begun = messages[-1]["role"] == "assistant"
     return {"add_generation_prompt": not begun, "continue_final_message": begun}
 
 
 def template_options(request: ChatFields) -> dict[str, Any]:
-    """Return the options that a request gives to the chat template."""
+    """Return a request's template options."""
     options = template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
     options |= {name: wanted for name in _GENERATION if (wanted := getattr(request, name)) is not None}
     options.setdefault("add_generation_prompt", True)
@@ -191,7 +191,7 @@ async def render(
 ) -> dict[str, Any]:
     """Render a conversation and tokenize the text, on a thread unless the request is tiny.
 
-    is_prompt: refuse a prompt that leaves no room for an answer. Returns the prompt's text and token ids, and also the
+    is_prompt: refuse a prompt that leaves no room for an answer. Returns the prompt's text and token ids, and the
     prediction's token ids if the engine speculates.
     """
     inputs, truncation = service.engine.input_processor, conversation.truncation
@@ -251,9 +251,9 @@ async def answer_conversation(
 async def count_prompt(
     service: Service, http_request: Request, read: Callable[[], Conversation], token_name: Callable[[int], Any]
 ) -> Response:
-    """Answer with the number of tokens of a conversation's prompt. Options of the answer are not checked.
+    """Count the tokens of a conversation's prompt, without checks of the answer's options.
 
-    spell: makes the response's body from the number of tokens.
+    token_name: makes the response's body from the number.
     """
     conversation = await look_at(http_request, read)
     with service.enter(http_request, 1) as place:

@@ -22,9 +22,9 @@ _MAX_LOOKED_AT = 1000  # fields of a request; the event loop waits meanwhile
 
 @dataclass(frozen=True, slots=True)
 class As:
-    """An alias of the field `name`. `a.b` is the part b of the field a.
+    """An alias of the field `name`. `a.b` is part b of field a.
 
-    nothing: values of the alias that, like null, request nothing.
+    nothing: values that, like null, request nothing.
     """
 
     name: str
@@ -47,7 +47,7 @@ class OffPrompt(Off):
     __slots__ = ()
 
 
-Table = dict[str, As | Off | str]  # a string is the reason why the field changes nothing
+Table = dict[str, As | Off | str]  # a string says why the field changes nothing
 
 _WHO = "identifies the client: this server uses the API key"
 _CACHE = "hint for a prompt cache: this server caches every prefix, and no token depends on it"
@@ -67,7 +67,7 @@ def each(value: T, *names: str) -> dict[str, T]:
 
 
 def _of(switch: str, *names: str) -> Table:
-    """Return a table of fields that are harmless because they need the field `switch`, which is refused."""
+    """Return a table of fields that need the field `switch`, which is refused."""
     return each(f"belongs to {switch}, which is refused unless it is off", *names)
 
 
@@ -100,7 +100,7 @@ VLLM: Table = {
 _SAMPLERS = "penalties dry top_n_sigma top_k typ_p top_p min_p xtc temperature"
 LLAMA_CPP: Table = {
     "grammar": As("structured_outputs.grammar", ("",)),
-    "json_schema": As("structured_outputs.json"),  # SGLang has this field as well
+    "json_schema": As("structured_outputs.json"),  # SGLang's, too
     "n_cmpl": As("n"),
     "n_predict": As("max_tokens"),
     "n_probs": As("logprobs", (0,)),
@@ -130,7 +130,7 @@ LLAMA_CPP: Table = {
     "backend_sampling": "chooses the device that samples tokens",
     "sse_ping_interval": "interval of comments in a silent stream: an option of the server sets it",
 }
-# llama.cpp's penalties may cover only the last tokens; octavo's penalties cover all tokens.
+# llama.cpp's penalties may cover only the last tokens; octavo's cover all.
 PENALTY_RANGE: dict[str, Off] = {"repeat_last_n": Off(-1), "penalize_nl": Off(True)}
 SGLANG: Table = {
     "ebnf": As("structured_outputs.grammar"),
@@ -224,7 +224,7 @@ _TOKEN_FIELDS = {
     "truncate_prompt_tokens": OffPrompt(),
     "truncation_side": OffPrompt("left", "right"),
 }
-# The fields that routes without aliases refuse.
+# Refused by routes without aliases.
 UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
     **_TOKEN_FIELDS,
@@ -232,14 +232,14 @@ UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **{name: Off(*value.nothing) for name, value in ALIASES.items()},
 }
 HARMLESS: dict[str, str] = _joined(str, OPENAI, *_OTHERS)
-# Refused and ignored fields of routes that generate no answer.
+# Fields that routes without a generated answer refuse and ignore.
 OF_PROMPTS: dict[str, tuple[Any, ...]] = _joined(OffPrompt, UNSUPPORTED_OR_ALIAS)
 OF_ANSWERS = HARMLESS.keys() | (UNSUPPORTED_OR_ALIAS.keys() - OF_PROMPTS.keys())
 ANTHROPIC_HARMLESS: dict[str, str] = _joined(str, ANTHROPIC)
 
 
 class ExtraFields:
-    """Checks those fields of requests that a route does not declare."""
+    """Checks fields that a route does not declare."""
 
     def __init__(self) -> None:
         self._named: set[str] = set()

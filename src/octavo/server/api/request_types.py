@@ -1,4 +1,4 @@
-"""Types that the OpenAPI document shows. The routes check the values themselves, so that errors name a field's path."""
+"""Types that the OpenAPI document shows. The routes check the values, so that errors name a field's path."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ ResponseFormat = TypedDict(
     "ResponseFormat", {"type": Literal["text", "json_object", "json_schema"], "json_schema": NotRequired[Object]}
 )
 
-# --- conversations of chat completions
+# --- chat completions
 TextPart = TypedDict("TextPart", {"type": Literal["text"], "text": str})
 Content = str | list[TextPart]
 CalledFunction = TypedDict("CalledFunction", {"name": str, "arguments": str})
@@ -116,7 +116,7 @@ ChatChoice = Mode | NamedChatTool | AllowedChatChoice
 
 Prediction = TypedDict("Prediction", {"type": Literal["content"], "content": Content})
 
-# --- conversations of /api/chat
+# --- /api/chat
 OllamaFunction = TypedDict("OllamaFunction", {"name": str, "arguments": NotRequired[Object]})
 OllamaCall = TypedDict("OllamaCall", {"id": NotRequired[str | None], "function": OllamaFunction})
 OllamaMessage = TypedDict(
@@ -131,7 +131,7 @@ OllamaMessage = TypedDict(
     },
 )
 
-# --- conversations of /v1/messages
+# --- /v1/messages
 ToolUse = TypedDict("ToolUse", {"type": Literal["tool_use"], "id": str, "name": str, "input": Object})
 ToolResult = TypedDict(
     "ToolResult", {"type": Literal["tool_result"], "tool_use_id": str, "content": NotRequired[Content]}
@@ -152,7 +152,7 @@ ThinkingConfig = TypedDict("ThinkingConfig", {"type": Literal["enabled", "disabl
 OutputFormat = TypedDict("OutputFormat", {"type": Literal["json_schema"], "schema": Object})
 OutputConfig = TypedDict("OutputConfig", {"effort": str | None, "format": OutputFormat}, total=False)
 
-# --- conversations of /v1/responses
+# --- /v1/responses
 InputText = TypedDict("InputText", {"type": Literal["input_text", "output_text"], "text": str})
 InputContent = str | list[InputText]
 MessageItem = TypedDict(

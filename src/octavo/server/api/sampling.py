@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.server.api.openai.requests import SamplingFields
 
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
-_SCHEMA_KEYS = ("schema", "value")  # the schema's key in a json_object: llama.cpp's and huggingface_hub's
+_SCHEMA_KEYS = ("schema", "value")  # in a json_object: llama.cpp's and huggingface_hub's
 _ANY_SEED = -1  # in vLLM, llama.cpp and Ollama
 _NAMES = [field.name for field in fields(SamplingParams)]
 
@@ -49,7 +49,7 @@ def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
 def token_limit(given: int | None, default: int | None) -> int | None:
     """Return the maximum number of tokens of an answer; None if only the context limits it.
 
-    given: the client's limit; -1 means no limit, None means `default`.
+    given: -1 means no limit, None means `default`.
     """
     if given == -1:
         return None
@@ -83,7 +83,7 @@ def read_response_format(given: Any, parameter: str = "response_format") -> Stru
 
 
 def read_logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
-    """Convert the keys of a logit bias to token ids."""
+    """Convert keys to token ids."""
     if not biases:
         return None
     for key in biases:

@@ -225,7 +225,7 @@ def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
 
 
 def _check_total(processed: ProcessedInput, *, num_new_tokens: int, max_total_tokens: int) -> None:
-    """Raise `RequestError`, with TGI's message, if prompt and `max_new_tokens` together exceed the context."""
+    """Raise `RequestError`, with TGI's message, if prompt and `max_new_tokens` exceed the context."""
     num_tokens = len(processed.prompt_token_ids)
     if num_new_tokens and num_tokens + num_new_tokens > max_total_tokens:
         raise RequestError(
@@ -265,7 +265,7 @@ def _end(service: Service, text: str, num_kept: int) -> dict[str, Any]:
 
 
 class GenerateReply:
-    """Converts outputs to answers of TGI's API."""
+    """Converts outputs to answers."""
 
     def __init__(self, service: Service, wanted: GenerateParameters, inputs: str, *, in_list: bool = False) -> None:
         self._is_special = service.engine.input_processor.tokenizer.is_special
@@ -278,7 +278,7 @@ class GenerateReply:
         self._num_tokens = 0
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return an event for each new token, but at least one event."""
+        """Return an event for each new token, but at least one."""
         completion = update.completion
         self._text += completion.text
         tokens = self._tokens(completion)
@@ -318,7 +318,7 @@ class GenerateReply:
         return b""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Generated | list[Generated]:
-        """Return the whole answer."""
+        """Return the answer."""
         (output,) = outputs
         (completion,) = output.outputs
         generated = Generated(self._prefix + completion.text)
@@ -338,7 +338,7 @@ class GenerateReply:
         return [generated] if self._in_list else generated
 
     def error(self, error: HttpError) -> bytes:
-        """Return the event of an error."""
+        """Return an error's event."""
         return TGI.event(error)
 
     def _tokens(self, completion: CompletionOutput) -> list[Token]:

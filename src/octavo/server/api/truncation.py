@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Truncation:
     """How to truncate a prompt.
 
-    num_tokens: number of tokens to keep; None keeps all. from_left: True keeps the last tokens, False the first.
+    num_tokens: None keeps all. from_left: True keeps the last tokens, False the first.
     """
 
     num_tokens: int | None = None
@@ -39,7 +39,7 @@ class Truncation:
         return {**prompt, "prompt_token_ids": kept}
 
     def encode(self, text: str, inputs: InputProcessor, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize only the part of a text that is kept."""
+        """Tokenize only the kept part."""
         assert self.num_tokens is not None, "nothing is cut off"
         take = inputs.encode_end if self.from_left else inputs.encode_start
         return take(text, self.num_tokens, add_special_tokens=add_special_tokens)

@@ -1,4 +1,4 @@
-"""The engine's metrics for Prometheus. A metric that vLLM has as well has vLLM's name."""
+"""The engine's metrics for Prometheus, with vLLM's names if vLLM has them."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
 def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
     """Yield the counters of each KV cache tier.
 
-    A tier's bandwidth is bytes / seconds. The time that a tier saved is computing time minus waiting time.
+    A tier's bandwidth is bytes / seconds. The time that it saved is computing time minus waiting time.
     """
     for attribute, name, text in _TIER_COUNTERS:
         yield counter(name, text, [*_MODEL, "tier"], _each(stats.tiers, attribute, model))
@@ -200,7 +200,7 @@ def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> It
 def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
     """Yield the counters of speculation.
 
-    The acceptance rate at a draft position is the position's accepted tokens / its draft tokens.
+    The acceptance rate at a draft position is its accepted tokens / its draft tokens.
     """
     for attribute, text in _DRAFT_COUNTERS:
         yield counter(f"spec_decode_{attribute}", text, _MODEL, [(model, getattr(drafts, attribute))])

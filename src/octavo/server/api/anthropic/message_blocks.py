@@ -77,7 +77,7 @@ def read_conversation(system: Any, messages: Any) -> list[Message]:
 def _read_system(system: Any) -> list[Message]:
     """Return the system message without Claude Code's note for Anthropic's accounting.
 
-    The note differs in every request. With the note, a conversation would never hit the prefix cache.
+    The note differs in every request, so a conversation with it would never hit the prefix cache.
     """
     blocks = system
     if isinstance(system, list):
@@ -115,7 +115,7 @@ def _read_answer(blocks: list[Placed]) -> Message:
             case "thinking":
                 thoughts.append(text_field(block, "thinking", place))
             case "redacted_thinking":
-                text_field(block, "data", place)  # checked only: its content is encrypted
+                text_field(block, "data", place)  # only checked: its content is encrypted
             case kind:
                 texts.append(_read_text(kind, block, place))
     message: Message = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
@@ -127,7 +127,7 @@ def _read_answer(blocks: list[Placed]) -> Message:
 
 
 def _read_turn(role: str, blocks: list[Placed]) -> list[Message]:
-    """Return the messages of a turn. Each tool result becomes its own message, because chat templates need this."""
+    """Return the messages of a turn. Chat templates need a message for each tool result."""
     types = USER_BLOCKS if role == "user" else SYSTEM_BLOCKS
     kinds = [(types.check(block, place), block, place) for block, place in blocks]
     messages: list[Message] = []

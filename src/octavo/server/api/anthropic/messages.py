@@ -74,7 +74,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 class ThreadsUnsupportedError(RequestError):
     """A request asks the server to store the conversation.
 
-    Anthropic's SDK reads `details` of this error, and then sends the whole conversation.
+    Anthropic's SDK reads `details`, and then sends the whole conversation.
     """
 
     details: ClassVar[Mapping[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -236,7 +236,7 @@ def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> 
     return Toolbox.make(described, tool_format, choice, parallel=parallel)
 
 
-_BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}  # by the kind of a `Part`
+_BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}  # by a `Part`'s kind
 
 
 class MessageReply:
@@ -253,7 +253,7 @@ class MessageReply:
         self._end: dict[str, Any] = {}
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return the events of an update."""
+        """Return an update's events."""
         begun = b""
         if update.is_first:
             num_cached = update.output.num_cached_tokens
@@ -263,15 +263,15 @@ class MessageReply:
         return begun + self._take(update.completion)
 
     def end(self, usage: Usage) -> bytes:
-        """Return the last events."""
+        """Return last events."""
         return self._emit("message_delta", delta=self._end, usage=_usage_of(usage)) + self._emit("message_stop")
 
     def error(self, error: HttpError) -> bytes:
-        """Return the event of an error."""
+        """Return an error's event."""
         return ANTHROPIC.event(error)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
-        """Return the whole answer."""
+        """Return the answer."""
         ((completion,),) = (output.outputs for output in outputs)
         self._take(completion)
         return Message(self._job.request_id, self._job.model, self._blocks, **self._end, usage=_usage_of(usage))
@@ -334,7 +334,7 @@ class MessageReply:
 
 
 def _signature(thoughts: str) -> str:
-    """Return a signature: clients send back only signed thoughts. This server never reads the signature."""
+    """Return a signature: clients send back only signed thoughts. This server never reads it."""
     return hashlib.sha256(thoughts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

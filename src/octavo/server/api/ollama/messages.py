@@ -20,7 +20,7 @@ def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
 
 
 def _openai_message(message: Any, index: int, open_calls: dict[Any, Any]) -> Any:
-    """open_calls: call id -> tool name, for calls without a result so far; mutated."""
+    """open_calls: call id -> tool name, for calls without a result; mutated."""
     if not isinstance(message, dict):
         return message
     if message.get("images"):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 _LOADING = "configures the loading of a model: it is already loaded"
-# Options in neither of these two tables are unknown to Ollama as well.
+# Options in neither table are unknown to Ollama, too.
 _HARMLESS_OPTIONS = {
     **each(HARMLESS["mirostat_eta"], "mirostat_eta", "mirostat_tau"),
     **each(_LOADING, "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu"),
@@ -56,7 +56,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _LAST_N = 64  # tokens; Ollama's default
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-_NO_LIMIT = (-2, 0)  # they mean no limit, like -1: a full context ends an answer
+_NO_LIMIT = (-2, 0)  # no limit, like -1: a full context ends an answer
 _ZERO_TIME = re.compile(
     r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)"
 )  # zero, as a duration of Go
@@ -100,12 +100,12 @@ class AnswerRequest(Body):
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: types.NumLogprobs | None = None
-    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None  # Open WebUI sends num_predict here
+    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None  # Open WebUI sends it here
     keep_alive: Annotated[Any, Shown(float | str | None)] = None
     cache_salt: types.CacheSalt | None = None  # vLLM's
 
     def settle(self, service: Service) -> str:
-        """Check the fields and return the served name of the model. Raises `ModelNotFoundError`."""
+        """Check the fields and return the served model name. Raises `ModelNotFoundError`."""
         name = served_name(service, self.model)
         given, options = self.model_extra or {}, self.options or Options()
         if misplaced := next((field for field in Options.model_fields if given.get(field) is not None), None):
@@ -118,7 +118,7 @@ class AnswerRequest(Body):
         return name
 
     def params(self, service: Service) -> SamplingParams:
-        """Return the sampling parameters. Without num_predict, the checkpoint's token limit applies, if any."""
+        """Return the sampling parameters. Without num_predict, the checkpoint's limit applies."""
         options, defaults = self.options or Options(), service.default_params
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
@@ -143,14 +143,14 @@ class AnswerRequest(Body):
 
     @property
     def is_unloading(self) -> bool:
-        """True if an empty request asks to unload the model."""
+        """An empty request asks to unload the model."""
         given = self.keep_alive
         if isinstance(given, str):
             return _ZERO_TIME.fullmatch(given) is not None
         return isinstance(given, (int, float)) and not isinstance(given, bool) and given == 0
 
     def template_options(self, service: Service) -> dict[str, Any]:
-        """Return the chat template's options for `think`."""
+        """Return the template options for `think`."""
         if self.think is None or self.think == "":
             return {}
         if self.think and not service.answer_style.has_reasoning:
@@ -181,7 +181,7 @@ class _VectorsRequest(Body):
     options: dict[str, Any] | None = None
 
     def settle(self, service: Service) -> str:
-        """Check the fields and return the served name of the model. Raises `ModelNotFoundError`."""
+        """Check the fields and return the served model name. Raises `ModelNotFoundError`."""
         service.extra_fields.check(self.model_extra, OF_PROMPTS, OF_ANSWERS)
         return served_name(service, self.model)
 

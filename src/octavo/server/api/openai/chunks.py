@@ -46,7 +46,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
         """Return the chunks of an update. usage: the token counts so far, for each chunk, or None.
 
-        The finish reason comes in a chunk after all text, so a client may stop reading at the finish reason.
+        The finish reason comes after all text, so a client may stop reading there.
         """
         choices = [self._grown(update)]
         if update.completion.finished:
@@ -57,7 +57,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
         return b"".join(map(event, chunks))
 
     def end(self, usage: Usage) -> bytes:
-        """Return the end of the stream."""
+        """End the stream."""
         return event(self._event([], self._counted(usage))) + self._done if self._job.include_usage else self._done
 
     def error(self, error: HttpError) -> bytes:
@@ -75,7 +75,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
         raise NotImplementedError
 
     def _begin(self, event: Chunk, update: ChoiceUpdate) -> None:
-        """Add the fields that only a choice's first chunk has."""
+        """Add the fields of a choice's first chunk."""
 
     def _counted(self, usage: Usage) -> Usage:
         """Add details to the token counts."""

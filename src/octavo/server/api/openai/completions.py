@@ -81,7 +81,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
 async def truncated(
     service: Service, http_request: Request, place: Permit, prompts: list[Any], truncation: Truncation
 ) -> list[Any]:
-    """Return the truncated prompts."""
+    """Return truncated prompts."""
     if truncation.num_tokens is None:
         return prompts
     inputs = service.engine.input_processor
@@ -131,7 +131,7 @@ def _is_token_ids(items: list[Any]) -> bool:
 class Echo:
     """The echo of prompts, computed once for all choices of a prompt.
 
-    is_wanted: the client requests an echo. is_alone: the answer is only the echo.
+    is_wanted: the client requests it. is_alone: the answer is only the echo.
     """
 
     is_wanted: bool
@@ -142,7 +142,7 @@ class Echo:
     places: dict[str, list[TokenPlace]] = field(default_factory=dict)
 
     def prompt_text(self, output: RequestOutput) -> str:
-        """Return the prompt's text to echo; "" without an echo."""
+        """Return the prompt's text to echo, or ""."""
         if not self.is_wanted:
             return ""
         if output.prompt is not None:
@@ -153,7 +153,7 @@ class Echo:
         return self.texts[output.request_id]
 
     def prompt_places(self, output: RequestOutput) -> list[TokenPlace]:
-        """Return the places of the prompt's tokens."""
+        """Return the prompt's places."""
         if output.request_id not in self.places:
             tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
             if output.prompt is not None:
@@ -171,7 +171,7 @@ class Echo:
 
 
 class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
-    """Converts outputs to text completions."""
+    """Converts outputs to completions."""
 
     def __init__(self, job: Job, echo: Echo, request: CompletionRequest) -> None:
         super().__init__(job)
@@ -194,7 +194,7 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         return Completion(self._job.request_id, self._job.created, self._job.model, choices, usage=shown)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
-        """Return n choices for each prompt, in the order of the prompts."""
+        """Return n choices for each prompt, in order."""
         choices = [
             self._whole_choice(index * self._job.params.n + completion.index, completion, output)
             for index, output in enumerate(outputs)

@@ -128,7 +128,7 @@ async def embed_prompts(
     dimensions: int | None = None,
     **options: Any,
 ) -> Response:
-    """Turn prompts into vectors. Raises `RequestError` if `dimensions` is not between 1 and the model's hidden size.
+    """Turn prompts into vectors. Raises `RequestError` unless `dimensions` is 1 to the hidden size.
 
     options: further fields of the `Job`.
     """

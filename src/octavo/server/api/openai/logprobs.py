@@ -30,8 +30,7 @@ def chat_logprobs(
 ) -> replies.ChatLogprobs | None:
     """Convert the log probabilities of a chat choice, if any.
 
-    num_top: number of most probable tokens to show at each position. as_ids: write each token as token_id:123, as in
-    vLLM.
+    num_top: number of most probable tokens to show at each position. as_ids: write tokens as token_id:123, as in vLLM.
     """
     if positions is None:
         return None
@@ -45,14 +44,14 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """Pairs the log probabilities of tokens with the places of the tokens, once the places are certain."""
+    """Pairs the log probabilities of tokens with the tokens' places, once these are certain."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Add tokens. Return the pairs that became certain, earlier tokens included. is_over: no tokens follow."""
+        """Add tokens. Return the pairs that became certain. is_over: no tokens follow."""
         self._waiting += positions
         places = self._places.add(token_ids)
         if is_over:
@@ -63,11 +62,11 @@ class PlacedLogprobs:
 class ContentLogprobs:
     """Finds the log probabilities of an answer's content by the places of the tokens.
 
-    A token belongs to the content if the token has at least a part of one of the content's characters.
+    A token belongs to the content if it has a part of one of the content's characters.
     """
 
     def __init__(self, places: TokenPlaces, num_top: int, piece: Piece, *, hides_end: bool) -> None:
-        """hides_end: the token that ends the answer has no text in the answer."""
+        """hides_end: the token that ends the answer has no text in it."""
         self._places = PlacedLogprobs(places)
         self._num_top = num_top
         self._piece = piece
@@ -76,7 +75,7 @@ class ContentLogprobs:
         self._is_returned = False  # the last content ended within the first token
 
     def add(self, completion: CompletionOutput) -> None:
-        """Add the tokens of an output."""
+        """Add an output's tokens."""
         if completion.logprobs is None:
             return
         is_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
@@ -111,8 +110,8 @@ def completion_logprobs(
 ) -> replies.CompletionLogprobs:
     """Convert the log probabilities of a completion choice.
 
-    positions: None for the first token of an echoed prompt. The prompt's other positions are `TokenLogprobs`, because
-    making objects for up to 40,000 alternatives would take too long.
+    positions: None for the first token of an echoed prompt. The prompt's other positions are `TokenLogprobs`: making
+    objects for up to 40,000 alternatives would take too long.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: piece_text(piece(token_id)))

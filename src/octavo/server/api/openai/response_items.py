@@ -134,7 +134,7 @@ def _texts(content: str | list[dict[str, str]]) -> list[str]:
 
 
 def _read_thoughts(item: dict[str, Any], place: str) -> list[str]:
-    """Return the texts of a reasoning item's content, or else of its summary, which other servers send instead."""
+    """Return the texts of a reasoning item's content, or else of its summary, which other servers send."""
     for name, types in (("content", THOUGHTS), ("summary", SUMMARIES)):
         parts = item.get(name)
         texts = []

@@ -1,4 +1,4 @@
-"""The stream of data that the dashboard's page shows."""
+"""The stream of data for the dashboard's page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 class Dashboard:
     """The live view of one engine, which all viewers share. Used on the server's event loop only.
 
-    The engine sends snapshots while a viewer is connected, and for `LINGER_S` after the last viewer disconnected.
+    The engine sends snapshots until `LINGER_S` after the last viewer disconnected.
     """
 
     def __init__(self, service: Service) -> None:
@@ -44,13 +44,13 @@ class Dashboard:
         self._closing: asyncio.TimerHandle | None = None
 
     def enter(self) -> None:
-        """Take a viewer's place. Raises `QueueFullError` if all `MAX_WATCHERS` places are taken."""
+        """Take a viewer's place. Raises `QueueFullError` if all places are taken."""
         if self._num_watchers >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} dashboard pages are open, which is the limit; close one")
         self._num_watchers += 1
 
     def exit(self) -> None:
-        """Release a viewer's place."""
+        """Release a place."""
         self._num_watchers -= 1
         if not self._num_watchers and self._closing is None:
             self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)

@@ -15,7 +15,7 @@ def tier_rows(stats: EngineStats, capacity: EngineCapacity) -> list[dict[str, An
     """Return a row for each tier. A figure is None if it is unknown or has no meaning for the tier.
 
     hit_rate: share of the looked-up prompt tokens. loads_per_s, saves_per_s: bytes per second. spared: seconds of
-    computing that loads saved, minus the seconds of waiting for the loads.
+    computing that loads saved, minus the seconds of waiting for them.
     """
     return [
         {

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from octavo.data.snapshot import BlockMap, Snapshot
 
 HISTORY_S = 600
-_RECENT_S = 10  # the time that current percentiles cover
+_RECENT_S = 10  # that current percentiles cover
 _MOST_OPEN_STEPS = 2
 _NUM_STEPS = 240
 _NUM_ENDED = 200
 _NUM_ROWS = 100
 _NUM_ROWS_ENDED = 30
-_MAX_TIMES = 512  # kept for one second
+_MAX_TIMES = 512  # for one second
 WAITING, PROMPT, GENERATING, PREEMPTED = "waiting", "prompt", "generating", "preempted"
 _LIVE_ORDER = {GENERATING: 0, PROMPT: 1, PREEMPTED: 2, WAITING: 3}
 
 
 class Times:
-    """Durations in seconds, for percentiles. Beyond `_MAX_TIMES` durations, only every n-th one is kept."""
+    """Durations in seconds, for percentiles. Beyond `_MAX_TIMES`, only every n-th one is kept."""
 
     __slots__ = ("_every", "_num_seen", "values")
 
@@ -75,7 +75,7 @@ class Second:
             self.percentiles, self.ttft, self.itl = self._percentiles(), None, None
 
     def row(self, second: int) -> list[float | None]:
-        """Return the second's row for the page's chart."""
+        """Return the chart's row."""
         times, moved = self._percentiles(), (self.loaded_bytes, self.saved_bytes)
         return [second, self.prefill, self.generated, self.running, self.waiting, round(self.usage, 4), *times, *moved]
 
@@ -89,8 +89,8 @@ class Second:
 class Step:
     """A step that has ended.
 
-    start: on the engine's clock, in seconds. parts: (request's number, number of tokens, True if they are prompt
-    tokens), in the order of the batch. drafts: (request's number, number of draft tokens, number of accepted ones).
+    start: on the engine's clock, in seconds. parts: (request's number, number of tokens, True for prompt tokens), in
+    the order of the batch. drafts: (request's number, number of draft tokens, number of accepted ones).
     """
 
     number: int
@@ -100,7 +100,7 @@ class Step:
     drafts: list[tuple[int, int, int]]
 
     def row(self) -> list[Any]:
-        """Return the step's row for the page."""
+        """Return the page's row."""
         return [self.number, round(self.start, 4), round(self.seconds, 5), self.parts, self.drafts]
 
 
@@ -123,7 +123,7 @@ class Shown:
     ended: float | None = None
 
     def row(self, now: float) -> dict[str, Any]:
-        """Return the request's row for the page. Durations are in seconds."""
+        """Return the page's row, in seconds."""
         return {
             "number": self.number,
             "id": self.request_id,
@@ -166,7 +166,7 @@ class LiveView:
         self._draft_stats = DraftStats()
 
     def take(self, snapshot: Snapshot) -> None:
-        """Update the state from a snapshot. If the snapshot `is_first`, all earlier state is dropped before."""
+        """Update the state from a snapshot. If the snapshot `is_first`, drop all earlier state before."""
         if snapshot.is_first:
             self._forget()
         self.revision += 1
@@ -179,14 +179,14 @@ class LiveView:
             self._settle(int(snapshot.events[-1].time))
         self._prune()
 
-    # --- reading ------------------------------------------------------------------------------------------------------
+    # --- reading ---
 
     def numbers(self) -> dict[str, int]:
-        """Return request id -> number, for all known requests."""
+        """Return request id -> number."""
         return {name: shown.number for name, shown in self._shown.items()}
 
     def names_since(self, number: int) -> list[tuple[int, str]]:
-        """Return (number, request id) of each request with a number above `number`."""
+        """Return (number, request id) of each request with a higher number."""
         return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
 
     def live_numbers(self) -> list[int]:
@@ -197,7 +197,7 @@ class LiveView:
         """Return the rows of all seconds before `now` that changed after `revision` or are not before `second`.
 
         A past second can change: a long step is reported when it ends, but its prompt tokens count in the second in
-        which the step began.
+        which it began.
         """
         self._fill(now)
         return [
@@ -214,7 +214,7 @@ class LiveView:
             self._seconds[second] = Second(0, 0, 0, self.num_running, self.num_waiting, usage)
 
     def steps_since(self, number: int) -> list[Step]:
-        """Return those kept steps that were not among the first `number` steps that the view saw."""
+        """Return the kept steps after the first `number` steps that the view saw."""
         first = self.num_steps - len(self.steps)
         return list(islice(self.steps, max(number - first, 0), None))
 
@@ -269,7 +269,7 @@ class LiveView:
         ended = [shown for name in names if (shown := self._shown[name]).ended is not None]  # None: the id was reused
         return [shown.row(now) for shown in [*live[: _NUM_ROWS - len(ended)], *ended]]
 
-    # --- following ----------------------------------------------------------------------------------------------------
+    # --- following ---
 
     def _second(self, time: float) -> Second:
         second = self._seconds.get(int(time))
@@ -313,7 +313,7 @@ class LiveView:
                 self._second(event.time).loaded_bytes += sum(move.num_bytes for move in event.moves)
             case events.RequestEvent():
                 shown = self._shown.get(event.request_id)
-                if shown is not None:  # None: the request began before the first snapshot
+                if shown is not None:  # else the request began before the first snapshot
                     self._follow_one(shown, event)
 
     def _follow_one(self, shown: Shown, event: events.RequestEvent) -> None:
