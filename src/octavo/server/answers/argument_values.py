@@ -45,7 +45,7 @@ class UnreadableError(Exception):
 
 
 def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a property: an `anyOf` if options of `parameters` differ, {} if none names it."""
+    """Return a property's schema: an `anyOf` if options of `parameters` differ, {} if none names it."""
     found = list[Any]()
     for each in [parameters] if is_merged(parameters) else alternatives(parameters, root):
         properties = each.get("properties")
@@ -56,19 +56,19 @@ def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> 
 
 
 def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
-    """Return the possible names of properties; None if any name is possible."""
+    """Return possible names of properties; None: any."""
     is_any = any(map(is_open, alternatives(schema, schema)))
     return None if is_any else frozenset(property_names(schema, schema))
 
 
 def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-    """Return the names of properties, including those of references and options."""
+    """Return the properties' names, including those of references and options."""
     named = [each.get("properties") for each in alternatives(schema, root)]
     return list(dict.fromkeys(name for each in named if isinstance(each, dict) for name in each))
 
 
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the part of a schema that describes values of a kind ("object" or "array"), or {}."""
+    """Return the part of a schema for objects or arrays (`kind`), or {}."""
     for part in _parts(schema, root):
         types = _declared_types(part)
         if kind in types or (
@@ -79,7 +79,7 @@ def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows; all types if it names none."""
+    """Return the JSON types that a schema allows."""
     found = set[str]()
     for part in _parts(schema, root):
         if types := _declared_types(part):
@@ -90,13 +90,13 @@ def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
 
 
 def _parts(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the merged schema. If it names no type, also yield its options in the same way."""
+    """Yield the merged schema, and its options if it names no type."""
     left, seen = [schema], dict[int, Any]()
     while left:
         part = left.pop(0)
         if id(part) in seen:
             continue
-        seen[id(part)] = part  # options may refer to each other
+        seen[id(part)] = part
         whole = merged(part, root)
         yield whole
         if not _declared_types(whole):
@@ -117,7 +117,7 @@ def _declared_types(schema: dict[str, Any]) -> set[str]:
 
 
 def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Return True if only strings are allowed."""
+    """Allows only strings."""
     return types_of(schema, root) == {"string"}
 
 
@@ -150,7 +150,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
-    """Return a list or object with errors as a value and as JSON; `value` and `written` unless it has one reading."""
+    """Repair a list or object with errors, as a value and as JSON, if it has one reading."""
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):
         found.append(literal_json(text))
@@ -168,9 +168,9 @@ class LookaheadError(RequestError):
 
 
 def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
-    """Return a Lark lexeme for the strings that a merged schema allows: an intersection of regular expressions.
+    """Return a Lark lexeme for the strings that a merged schema allows. Raises `LookaheadError`.
 
-    ending: appended to each expression. Raises `LookaheadError`.
+    ending: appended to each of its regular expressions.
     """
     members = schema.get("allOf")
     parts = [schema, *(each for each in (members if isinstance(members, list) else ()) if isinstance(each, dict))]
@@ -196,18 +196,18 @@ def _expressions(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def schema_comment(function: Function) -> str:
-    """Return a comment for the grammar with the schema of the parameters; "" if the schema has no `pattern`.
+    """Return a comment with the schema of the parameters, if it has a `pattern`.
 
-    The compiler's errors about a lexeme name no field; `octavo.structured_output.schema_faults` finds the field here.
+    The compiler's errors about a lexeme name no field; `octavo.structured_output.schema_faults` finds it here.
     """
     written = lark_json(function.parameters)
     return f"// {written}" if '"pattern"' in written else ""
 
 
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """Return a grammar expression for JSON that matches `schema`, a part of `root`.
+    """Return a grammar expression for the JSON of `schema`, a part of `root`, with only the definitions that it uses.
 
-    It contains only the definitions that `schema` uses. Raises `RequestError` if it is too long for any grammar.
+    Raises `RequestError` if it is too long for any grammar.
     """
     definitions: dict[str, Any] = {}
     names, left = dict[int, str](), list[Any]()
@@ -215,7 +215,7 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
     while left:
         part = left.pop()
         definitions[names[id(part)]] = _with_names(part, root, names, left)
-    if FIELD in root:  # for errors of the grammar compiler
+    if FIELD in root:  # for the compiler's errors
         whole[FIELD] = root[FIELD]
     text = lark_json({**whole, "$defs": definitions} if definitions else whole)
     if len(text) > MAX_GRAMMAR_CHARS:
@@ -226,7 +226,7 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
 
 
 def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: list[Any]) -> Any:
-    """Return a copy of a schema in which each `$ref` names a definition of `json_of`.
+    """Let each `$ref` name a definition of `json_of`.
 
     Mutated: names, `id()` of a referenced schema -> its definition's name; left, to which new schemas are appended.
     """
@@ -238,7 +238,7 @@ def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: 
     reference = schema.get("$ref")
     referred = resolve(reference, root) if isinstance(reference, str) and reference.startswith("#") else None
     if isinstance(referred, dict):
-        if id(referred) not in names:  # two spellings of a reference share a definition
+        if id(referred) not in names:  # two spellings share a definition
             names[id(referred)] = f"part{len(names)}"
             left.append(referred)
         renamed["$ref"] = f"#/$defs/{names[id(referred)]}"

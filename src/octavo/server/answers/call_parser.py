@@ -1,8 +1,8 @@
 """Base of the parsers that read tool calls while an answer arrives.
 
 A call is held back until it ends; in a stream, until its arguments have more than `HELD_CHARS` characters. Arguments
-that turn out to be malformed later stay broken JSON: the parser adds no text. Text that looks like a call is content if
-its arguments have several readings, no tool has its name, or a tag is not closed.
+that turn out to be malformed later stay broken JSON. Text that looks like a call is content if its arguments have
+several readings, no tool has its name, or a tag is not closed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _SPACE = " \t\r\n"
 HELD_CHARS = 1024  # of streamed arguments
 _END_OF_TEXT = r"\Z"
-_MAX_CLOSERS = 8  # surplus brackets that are skipped before a closing mark
-HALF = "\ufffd"  # the detokenizer's text for an incomplete character
+_MAX_CLOSERS = 8  # surplus brackets before a closing mark
+HALF = "\ufffd"  # an incomplete character
 _AFTER_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"
 _AFTER_ARGUMENTS = "}],;{[<>`"  # these begin a mark
@@ -39,9 +39,9 @@ _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
 
 def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
-    """Return a pattern for the text after arguments: one of these marks, or the end of the text.
+    """Return a pattern for the text after arguments: a mark, or the end.
 
-    is_wrapped: the closing bracket of the object around the arguments may precede the mark.
+    is_wrapped: a closing bracket may precede the mark.
     """
     either = [r"\s*".join(map(re.escape, mark.split())) for mark in marks if mark.strip()]
     either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # "]" within text is no mark
@@ -50,14 +50,14 @@ def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
 
 
 class MalformedError(Exception):
-    """The text is not a call. Any step of reading a call may raise this error."""
+    """The text is not a call. Any step may raise this error."""
 
 
 @dataclass(slots=True)
 class Call:
     """A call that is being read.
 
-    arguments: text that is emitted at the end of the call. index: None until the name is emitted.
+    arguments: emitted at the end of the call. index: None until the name is emitted.
     """
 
     name: str | None = None
@@ -68,7 +68,7 @@ class Call:
 class ToolParser:
     """Separates tool calls from other text.
 
-    _ends: matches the text after malformed arguments. num_held_chars: see `HELD_CHARS`; None to hold back whole calls.
+    _ends: matches the text after malformed arguments. num_held_chars: None to hold back whole calls.
     """
 
     num_held_chars: int | None = HELD_CHARS
@@ -90,10 +90,10 @@ class ToolParser:
         self._is_over = False
         self._is_cut = False  # the model did not end the answer
         self._parts: list[Part] = []
-        self._held: list[Part] | None = None  # parts of a call that may turn out to be text
+        self._held: list[Part] | None = None  # parts of a possible call
         self._held_text: list[str] = []  # the text of `_held`
-        self._num_held_chars = 0  # of the held call's arguments
-        self._broken = ""  # the text of the last malformed call
+        self._num_held_chars = 0  # of arguments in `_held`
+        self._broken = ""  # the last malformed call
         self._budget = SearchBudget()
         self._steps = self._read()
 
@@ -116,7 +116,7 @@ class ToolParser:
         raise NotImplementedError
 
     def _content(self, *openers: str) -> Wait[str]:
-        """Emit content up to the opener of a call, skip the opener and return it; "" at the end of the answer.
+        """Emit content up to an opener, skip and return it; "" at the end of the answer.
 
         White space before the opener is held back: it is content only if no call follows.
         """
@@ -145,7 +145,7 @@ class ToolParser:
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
     def _begins_with(self, start: int, call_starts: CallStarts) -> Wait[bool]:
-        """Return whether a head begins at `start`. Drops the text if the answer was cut off within a head."""
+        """Drops the text if the answer was cut off within a head."""
         while (found := call_starts.starts_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
@@ -181,7 +181,6 @@ class ToolParser:
         return True
 
     def _roll_back(self, call: Call) -> None:
-        """Turn a malformed call into content, without another search for calls."""
         before = "".join(self._held_text)
         self._text, self._num_reported = before + self._text, self._num_reported - len(before)
         self._position += len(before)
@@ -269,18 +268,18 @@ class ToolParser:
                 yield from self._recover(call, "".join(reported))
                 break
             if self._is_over:
-                self._position = len(self._text)  # the parser looks for no call within a value
+                self._position = len(self._text)  # with no search for calls
                 self._reject(call)
             yield
         self._commit()
 
     def _check_end(self, call: Call, reported: str) -> Wait[None]:
-        """Repair arguments (`reported`) if their final quote and bracket may be text of a string."""
+        """Repair arguments whose final quote and bracket may be text of a string."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1
             yield from self._recover(call, reported)
-        # at the end of the answer the character is "", which every text contains
+        # at the end of the answer, `char` is "", which every text contains
         elif char not in _AFTER_ARGUMENTS and not any(each.startswith(char) for each in self._call_openers):
             while not self._is_over:
                 yield
@@ -326,7 +325,7 @@ class ToolParser:
     def _broken_end(self, text: str, position: int) -> int:
         """Return the end of a call that is malformed at `position`.
 
-        Another call before the closing mark may be part of a string, so it is content up to its own closing mark.
+        A call before the closing mark may be part of a string, so it is content up to its own closing mark.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:
@@ -339,7 +338,7 @@ class ToolParser:
         return max(position, min(ends, default=position))
 
     def _reject(self, call: Call) -> NoReturn:
-        """Raise `MalformedError`. If the call was emitted or cut off, emit the remaining arguments first."""
+        """Emit the remaining arguments of an emitted or cut-off call; raise `MalformedError`."""
         if self._is_cut or self._held is None:
             self._position = len(self._text) if self._is_cut else self._position
             self._report("arguments", self._text[: self._position], call)
@@ -428,7 +427,7 @@ class ToolParser:
             yield
 
     def _follows(self, texts: Sequence[str]) -> Wait[str]:
-        """Return which of these texts follows, or "". Drops the text if the answer was cut off within one."""
+        """Return the text that follows, or "". Drops it if the answer was cut off within it."""
         while True:
             seen = self._text[self._position :]
             if found := next((each for each in texts if seen.startswith(each)), ""):

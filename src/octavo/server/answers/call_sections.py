@@ -1,4 +1,4 @@
-"""Base of formats with calls in sections: an opening mark, calls, a closing mark."""
+"""Base of formats with sections: an opening mark, calls, a closing mark."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 NAME = re.compile(r"[\w.:/-]*")
-_MAX_FRAMES = 2  # that a grammar allows in a row
-MAX_HEAD_CHARS = 256  # of a head: the text between two marks, with a name, an id or both
+_MAX_FRAMES = 2  # in a row
+MAX_HEAD_CHARS = 256  # between two marks, with a name, an id or both
 
 
 class SectionFormat(ToolFormat):
     """A section begins with `opens` and ends with `closes`; `between` separates two calls.
 
     The parser does not require the white space in these marks. opener: the first mark of `opens`. call_opens: begins
-    each call. strays: marks that begin a call outside of a section. one_each: each call has a section of its own.
-    frames: marks around content or before calls; the parser drops them.
+    each call. strays: begin a call outside of a section. one_each: each call has its own section. frames: marks around
+    content or before calls; the parser drops them.
     """
 
     opens: ClassVar[str]
@@ -39,7 +39,7 @@ class SectionFormat(ToolFormat):
     frames: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Set `frames_content`: answers without tools have frames as well."""
+        """Answers without tools have frames, too."""
         cls.frames_content = cls.frames_content or bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -49,22 +49,22 @@ class SectionFormat(ToolFormat):
         return self.opens + between.join(written) + self.closes
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Write one call. index: its number in the answer, from 0."""
+        """Write one call. index: from 0."""
         raise NotImplementedError
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return the rules of `call`, a call of any function."""
+        """Return rules of `call`."""
         raise NotImplementedError
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of sections with frames around them."""
+        """Allow sections within frames."""
         opens, between = self._literal(self.opens), self._literal(self.between)
         more = f" ({between} {opens} section)*" if self.one_each and not only_one else ""
         start = self._framed(f"{opens} section{more}")
         return f"start: {start}\n{self._section(functions, only_one=only_one)}\n{self._frame_rule()}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of text and sections."""
+        """Allow text and sections."""
         framed = [f"framed{index}" for index in range(len(self.frames))]
         text = "TEXT" if not framed else f"({' | '.join(framed)})* TEXT"
         several = " | ".join(["head rest", *framed])
@@ -74,12 +74,12 @@ class SectionFormat(ToolFormat):
         return "\n".join([*rules, self._frame_rule(), *map(self._text_and, framed, self.frames)])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return a grammar of calls, or of JSON with frames around it."""
+        """Allow calls, or JSON within frames."""
         grammar = super().or_content(functions, schema, only_one=only_one)
         return grammar.replace("start: calls | content", f"start: calls | {self._framed('content')}", 1)
 
     def content(self, schema: str) -> str | None:
-        """Return a grammar of JSON with frames around it; None without frames."""
+        """Return a grammar of JSON within frames; None without frames."""
         if not self.frames:
             return None
         return f"start: {self._framed('content')}\ncontent: {lark_json(schema)}\n{self._frame_rule()}"
@@ -116,7 +116,7 @@ class SectionParser(ToolParser):
         is_list_end = form.closes.lstrip().startswith("]")
         self._closes = form.closes.replace("]", "] ", 1) if is_list_end else form.closes
         self._one_each = form.one_each
-        self._is_list = not form.one_each and not form.call_opens  # calls have no marks of their own
+        self._is_list = not form.one_each and not form.call_opens  # calls have no marks
         self._ends = ending(self._closes, form.opener, *form.strays)
         marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)
         self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is no mark
@@ -127,7 +127,7 @@ class SectionParser(ToolParser):
             if opener in self._frames:
                 self._drop()
                 if not (yield from self._skip_space()):
-                    self._drop()  # blanks after the last frame are not content
+                    self._drop()  # not content
                 continue
             if opener == self._openers[0] and not (yield from self._takes_all(self._opens, self._call_opens)):
                 self._report_content()
@@ -146,7 +146,7 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """Handle the end of a call or of a malformed list member."""
+        """End a member."""
 
     def _skips_broken_member(self) -> Wait[bool]:
         """Emit a malformed member of a list of calls as content.
@@ -171,7 +171,7 @@ class SectionParser(ToolParser):
         yield from self._drop_space()
 
     def _takes_all(self, *marks: str) -> Wait[bool]:
-        """Skip these marks and white space. Returns False if one is missing; drops a mark that was cut off."""
+        """Skip these marks and white space. Drops a mark that was cut off."""
         for mark in (word for each in marks for word in each.split()):
             if not (yield from self._takes_next(mark)):
                 self._drop_cut(mark)
@@ -183,7 +183,7 @@ class SectionParser(ToolParser):
         raise NotImplementedError
 
     def _head(self, marker: str) -> Wait[str]:
-        """Skip a mark and return the text before it, at most `MAX_HEAD_CHARS` characters."""
+        """Skip a mark and return the text before it."""
         while True:
             most = self._position + MAX_HEAD_CHARS + len(marker)
             end = self._text.find(marker, self._position, most)

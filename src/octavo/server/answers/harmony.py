@@ -1,4 +1,4 @@
-"""The messages of gpt-oss (the Harmony format)."""
+"""Messages of gpt-oss (the Harmony format)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHANNEL = re.compile(rf"(?:<\|channel\|>|^)\s*({'|'.join(_CHANNELS)})\b")
 
 
 class HarmonyFormat(ToolFormat):
-    """A call is a message to a function. The mark that ends a call also ends the answer, so there is one call."""
+    """A call is a message to a function. Its end mark also ends the answer, so there is one call."""
 
     name = "openai"
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
@@ -39,13 +39,13 @@ class HarmonyFormat(ToolFormat):
         return HarmonyParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write calls as the models spell them, which differs from chat templates."""
+        """Write calls as the models do, not the chat templates."""
         return "<|start|>assistant".join(
             f"{self._head(name)}{json_text(arguments)}<|call|>" for name, arguments in calls
         )
 
     def shows(self, text: str, name: str) -> bool:
-        """Return whether a text has a call as chat templates spell it: the recipient before the channel."""
+        """Chat templates write the recipient before the channel."""
         return f"to=functions.{name}<|channel|>commentary" in text
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -86,7 +86,7 @@ class HarmonyFormat(ToolFormat):
 
 
 class HarmonyParser(MessageParser):
-    """Reads the messages of gpt-oss."""
+    """Reads gpt-oss's messages."""
 
     begins = (
         *("<|start|>", "<|channel|>", "to=", _MESSAGE),

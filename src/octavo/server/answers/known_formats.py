@@ -71,7 +71,7 @@ FORMATS: tuple[type[ToolFormat], ...] = (
 _PROBE = (template_probe.NAME, template_probe.ARGUMENTS)
 _AS_CLIENTS = '"function": {'
 
-# Texts of chat templates that describe a format; a template must contain all texts of an entry.
+# A template must contain all texts of an entry.
 _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
     (("<tool_call>", "<function=", "<parameter="), tagged_calls.Qwen3CoderFormat),
     (("<tool_call>", "<arg_key>"), tagged_calls.GLMFormat),
@@ -95,7 +95,7 @@ _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
 def find_tool_format(
     wanted: str, templates: Sequence[str], written: str | None, token_name: Callable[[str], str | None]
 ) -> ToolFormat | None:
-    """Return the format with the name `wanted`; for "auto" the format that chat templates show, or `GenericFormat`.
+    """Return the format `wanted`; for "auto" the format that chat templates show, or `GenericFormat`.
 
     written: the call of `octavo.server.answers.template_probe` as the templates write it; None if they refuse it.
     token_name: see `ToolFormat`. If several formats have this name, return the one that the templates show, or the
@@ -113,7 +113,7 @@ def find_tool_format(
 
 
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
-    """Return the format that writes the templates' call exactly, or the first format that reads it.
+    """Return the format that writes the templates' call exactly, or the first that reads it.
 
     If the templates write no call, or copy the client's JSON, return the format that they describe.
     """

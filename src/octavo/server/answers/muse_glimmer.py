@@ -97,7 +97,7 @@ class MuseGlimmerFormat(TaggedFormat):
 
 
 class MuseGlimmerParser(MessageParser, TaggedParser):
-    """Reads the messages of Muse Glimmer."""
+    """Reads Muse Glimmer's messages."""
 
     begins, head_closes, ends = ("<|start|>", "to="), _MESSAGE, _ENDS
 

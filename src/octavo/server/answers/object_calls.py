@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ObjectFormat(SectionFormat):
-    """A call is an object. id_key: the object's first key, for the number of the call; None without numbers."""
+    """A call is an object. id_key: its first key, for the number of the call; None without numbers."""
 
     name_key: ClassVar[str] = "name"
     arguments_key: ClassVar[str] = "arguments"
@@ -34,14 +34,14 @@ class ObjectFormat(SectionFormat):
         return json_text({**counted, self.name_key: name, self.arguments_key: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return the rules of such objects."""
+        """Allow such objects."""
         id_key = json.dumps(json.dumps(self.id_key))
         counted = "" if self.id_key is None else f'{id_key} COLON /"[0-9]{{1,3}}"/ COMMA '
         return object_rules(functions, self.name_key, self.arguments_key, counted)
 
 
 class ObjectParser(SectionParser):
-    """Reads calls that are objects."""
+    """Reads objects."""
 
     def __init__(self, form: ObjectFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -158,7 +158,7 @@ class ApertusFormat(SectionFormat):
         return json_text({name: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return one rule for each function."""
+        """One for each function."""
         rules = [choice_of(len(functions)), "COLON: /: ?/"]
         for index, function in enumerate(functions):
             name = json.dumps(json.dumps(function.name))

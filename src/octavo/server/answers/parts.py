@@ -14,8 +14,8 @@ from octavo.engine.stop_strings import num_held_back_chars
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-MAX_HELD_SPACE = 256  # characters; longer white space is emitted as text
-MAX_BLANKS = 8  # between two characters of a call's head
+MAX_HELD_SPACE = 256  # characters; longer space is emitted
+MAX_BLANKS = 8  # between characters of a call's head
 _BLANKS = " \t\r\n"
 
 PartKind = Literal["content", "reasoning", "call", "arguments"]
@@ -26,8 +26,8 @@ class Part:
     """A piece of an answer.
 
     text: for `call` the tool's name; for `arguments` a piece of JSON, which is incomplete if the answer was cut off,
-    and broken if a long call was malformed. call: the index of the call. start: the number of characters before the
-    part in the answer; a call may begin later.
+    and broken if a long call was malformed. call: the call's index. start: characters before the part in the answer; a
+    call may begin later.
     """
 
     kind: PartKind
@@ -56,7 +56,7 @@ class AnswerParser(Protocol):
     """Parses one answer."""
 
     def feed(self, text: str) -> list[Part]:
-        """Add text; return the parts that are certain now."""
+        """Add text; return certain parts."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
@@ -65,8 +65,8 @@ class AnswerParser(Protocol):
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Join neighbouring parts of one kind and drop empty parts. Content is joined only if adjacent in the answer."""
-    if len(parts) == 1 and parts[0].text:  # the usual case
+    """Join neighbouring parts of one kind, content only if adjacent; drop empty parts."""
+    if len(parts) == 1 and parts[0].text:  # usual
         return [*parts]
     runs: list[list[Part]] = []
     for part in parts:
@@ -95,7 +95,7 @@ class CallStarts:
         self._texts = sorted(texts)
 
     def starts_at(self, text: str, start: int) -> bool | None:
-        """Return whether one of the texts begins at `start`; None if more text is needed."""
+        """Return whether a text begins at `start`; None if more text is needed."""
         seen, num_blanks = "", 0
         for place in range(start, len(text)):
             is_blank = text[place] in _BLANKS
@@ -110,7 +110,7 @@ class CallStarts:
 
 
 class PlainParser:
-    """Treats text as content."""
+    """All is content."""
 
     def __init__(self) -> None:
         self._num_chars = 0
@@ -126,10 +126,10 @@ class PlainParser:
 
 
 class ReasoningParser:
-    """Splits off the reasoning at the beginning of an answer, and drops white space around its marks.
+    """Splits off the reasoning at the beginning, and drops white space around its marks.
 
-    next_parser: parses the text after the reasoning. is_open: the prompt ends with an opening mark. interrupts: other
-    marks that end the reasoning if one of their heads follows; `next_parser` gets these marks.
+    next_parser: parses the text after it. is_open: the prompt ends with an opening mark. interrupts: other marks that
+    end the reasoning if one of their heads follows; `next_parser` gets them.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class ReasoningParser:
     def _end(self) -> tuple[int, str | None]:
         """Return the end of the reasoning and the mark that ends it.
 
-        Without such a mark yet, return the index at which a mark may begin, and None.
+        Without such a mark, return the index at which one may begin, and None.
         """
         start = 0
         while found := [(place, each) for each in self._ends if (place := self._pending.find(each, start)) >= 0]:

@@ -1,4 +1,4 @@
-"""Prompts that are computed for another engine."""
+"""Prefills for another engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Prefilled(Struct):
-    """The response after all prompts of a request are computed."""
+    """All prompts are computed."""
 
     id: str
     model: str
@@ -37,7 +37,7 @@ def prefill_of(job: Job) -> Job:
 
 
 class PrefillReply:
-    """Writes the response `Prefilled`."""
+    """Writes `Prefilled`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -18,7 +18,7 @@ _MARK, _USER = ">>>", "all"
 
 
 class RecipientsFormat(ToolFormat):
-    """A call is a line with the function's name, and the arguments as JSON. The prompt ends with the first mark."""
+    """A call is a line with the function's name, and JSON. The prompt ends with the first mark."""
 
     name = "functionary_v3_2"
     markers = ()
@@ -26,11 +26,11 @@ class RecipientsFormat(ToolFormat):
     reserved_names = frozenset({_USER})
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> RecipientsParser:
-        """Parse the parts of an answer."""
+        """Parse the parts."""
         return RecipientsParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write a mark before each call."""
+        """Write marked calls."""
         return "".join(f"{_MARK}{name}\n{json_text(arguments)}" for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -74,7 +74,7 @@ _HEAD_RULE = f'head: "{_MARK}"? {_head(_USER)}'
 
 
 class RecipientsParser(ToolParser):
-    """Reads such parts. A mark without a known recipient is content."""
+    """A mark without a known recipient is content."""
 
     _ends = ending(_MARK)
     _call_openers = (_MARK,)
@@ -94,7 +94,7 @@ class RecipientsParser(ToolParser):
             self._report_content()
 
     def _recipient(self) -> Wait[str]:
-        """Skip a line with a known recipient and return it, or ""."""
+        """Skip a line with a known recipient."""
         found = yield from self._follows([f"{name}\n" for name in (_USER, *self._names)])
         self._position += len(found)
         return found.strip()

@@ -26,9 +26,9 @@ class TaggedFormat(SectionFormat):
     """A call is `call_opens`, the name, `named`, arguments and `call_closes`.
 
     An argument is `argument_opens`, its name, `argument_named`, its value, `value_closes`, and `argument_closes`.
-    is_padded: one line feed before a value and one after it are not part of the value. raw_marks: two marks that may
-    enclose a value; any text may be between them. head_pattern: matches the text between `call_opens` and `named`.
-    text_mark: follows the name of a string argument. json_mark: follows any other argument's name.
+    is_padded: one line feed before a value and one after it are not part of the value. raw_marks: may enclose any
+    value. head_pattern: matches the text between `call_opens` and `named`. text_mark: follows the name of a string
+    argument. json_mark: follows any other argument's name.
     """
 
     named: ClassVar[str]
@@ -48,7 +48,7 @@ class TaggedFormat(SectionFormat):
         return TaggedParser(self, functions, only_one=only_one)
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts that begin arguments of these names."""
+        """Return the texts that begin arguments."""
         ends, *_ = self.argument_named.split("\n")
         marks = [self.text_mark, self.json_mark] if self.text_mark else [""]
         return [f"{self.argument_opens}{key}{mark}{ends}" for key in keys for mark in marks]
@@ -64,7 +64,7 @@ class TaggedFormat(SectionFormat):
         return "".join([*written, self.call_closes])
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep the schema's order of arguments."""
+        """Keep the schema's order."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
             head = self._literal(f"{self.call_opens}{function.name}{self.named}")
@@ -74,7 +74,7 @@ class TaggedFormat(SectionFormat):
         return "\n".join(rules)
 
     def _arguments(self, place: str, parameters: dict[str, Any]) -> tuple[str, list[str]]:
-        """Return a grammar expression of arguments, and its rules; their names contain `place`."""
+        """Return a grammar expression and its rules; their names contain `place`."""
         options = alternatives(parameters, parameters)
         if len(options) == 1:
             return self._arguments_of(place, options[0], parameters)
@@ -109,7 +109,7 @@ class TaggedFormat(SectionFormat):
     def _value(
         self, name: str, schema: dict[str, Any], root: dict[str, Any], *, is_json: bool
     ) -> tuple[str, list[str]]:
-        """Return a grammar expression of a value and its end mark, and the expression's rules."""
+        """Return a grammar expression of a value and its end mark, and its rules."""
         pad = '"\\n" ' if self.is_padded else ""
         closes = f"{pad}{self._literal(self.value_closes)}"
         if not is_json and (options := _texts(schema)):
@@ -183,7 +183,7 @@ class GLMFormat(TaggedFormat):
     value_closes, argument_closes = "</arg_value>", "\n"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require a function's name after the opener."""
+        """Require a name."""
         return _named_after(self, functions)
 
 
@@ -196,7 +196,7 @@ class GLM47Format(TaggedFormat):
     named, argument_opens, argument_named, value_closes = "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require a function's name after the opener."""
+        """Require a name."""
         return _named_after(self, functions)
 
 

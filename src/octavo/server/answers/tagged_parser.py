@@ -1,4 +1,4 @@
-"""Read calls made of tags."""
+"""Read tagged calls."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 
 
 class TaggedParser(ValueParser):
-    """Emits strings piece by piece, and other values when they are complete.
+    """Emits strings piece by piece, other values when they are complete.
 
     The closing tag of the section also ends a call that has an argument, and a call of a function without parameters.
     Any other call without its own closing tag is text.
     """
 
-    _given: set[str]  # names of the call's arguments so far; empty after a complete call
+    _given: set[str]  # names of arguments so far; empty after a complete call
 
     def __init__(self, form: TaggedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -46,7 +46,7 @@ class TaggedParser(ValueParser):
         return is_call
 
     def _rest_of_call(self) -> Wait[None]:
-        """Emit the rest of a malformed call as content, because a call in it may be part of a value."""
+        """Emit the rest of a malformed call as content: a call in it may be part of a value."""
         opens, closes = self._pair
         num_open = 1
         while num_open and (mark := (yield from self._content(opens, closes))):
@@ -58,7 +58,7 @@ class TaggedParser(ValueParser):
         yield from self._skip_space()
         name = yield from self._name()
         if not (yield from self._peek()):
-            raise MalformedError  # the name may be incomplete
+            raise MalformedError  # may be incomplete
         call.name = name
         if not (yield from self._takes_named()):
             raise MalformedError
@@ -81,7 +81,7 @@ class TaggedParser(ValueParser):
         return (yield from self._sees(form.argument_opens, form.call_closes, form.closes))
 
     def _takes_end(self, call: Call) -> Wait[bool]:
-        """Skip the closing mark of a call. Returns whether the call is complete."""
+        """Skip the closing mark. Returns whether the call is complete."""
         closes = self._form.call_closes.strip()
         if closes and (yield from self._takes_all(closes)):
             return True
@@ -89,7 +89,7 @@ class TaggedParser(ValueParser):
             for char in "/>":  # a misspelled tag
                 yield from self._takes(char)
             return True
-        # Without arguments and a closing mark, it may be a sentence about the marks.
+        # Otherwise it may be a sentence about the marks.
         parameters = self._parameters.get(call.name or "", {})
         may_end = self._given or not closes or not property_names(parameters, parameters)
         return bool(may_end) and (yield from self._sees(self._closes))
@@ -106,7 +106,7 @@ class TaggedParser(ValueParser):
         return (yield from self._run(NAME))
 
     def _argument(self, call: Call, separator: str) -> Wait[str]:
-        """Emit an argument after `separator`. Returns "" if no argument of the call was emitted so far."""
+        """Emit an argument after `separator`. Returns "" if the call has no emitted argument."""
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
         is_named = key in property_names(parameters, parameters)
@@ -143,7 +143,7 @@ class TaggedParser(ValueParser):
         return TagEnd(self._form, closes, call_starts, is_text=is_text, is_padded=is_padded)
 
     def _refuse_doubled(self, key: str) -> Wait[None]:
-        """Refuse a value that begins with the mark before it: the mark may be written twice."""
+        """Refuse a value that begins with the mark before it, which may be written twice."""
         *_, mark = self._form.argument_named.split("\n")
         for each in (mark if mark.startswith("<") else "", *self._form.argument_starts([key])):
             if each and (yield from self._takes(each)):
@@ -163,7 +163,7 @@ class TaggedParser(ValueParser):
             yield from self._takes_all(self._form.value_closes)
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
-        """Skip a head. Returns the argument's name, and whether its mark says that it is a string (None: no mark)."""
+        """Return the argument's name, and whether its mark says that it is a string (None: no mark)."""
         ends, *more = self._form.argument_named.split("\n")
         known = parameters.get("properties")
         head = yield from self._head(ends)

@@ -1,4 +1,4 @@
-"""Base of the formats of tool calls."""
+"""Base of call formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Function:
     """A client's tool.
 
     parameters: the JSON schema of the arguments. strict: calls must match it. field: the request's field with the
-    schema, for errors.
+    schema.
     """
 
     name: str
@@ -36,11 +36,11 @@ class ToolFormat:
 
     takes_one: chat templates refuse several calls in one message, so an answer may have several only if the client asks
     for parallel calls. frames_content: marks enclose the content as well, so the parser also reads answers without
-    tools. reads_reasoning: the parser separates the reasoning, too. reserved_names: names that mean no tool.
-    needs_grammar: the models write no calls without a grammar. describes_tools: the chat templates cannot show tools,
-    so `messages_with_tools` writes them as text. markers: the marks that separate calls from text; the detokenizer
-    keeps them even if they are special tokens. token_name: returns a token's name in a grammar (`<[123]>`); None if the
-    text is not one token.
+    tools. reads_reasoning: the parser separates the reasoning, too. reserved_names: mean no tool. needs_grammar: the
+    models write no calls without a grammar. describes_tools: the chat templates cannot show tools, so
+    `messages_with_tools` writes them as text. markers: separate calls from text; the detokenizer keeps them even if
+    they are special tokens. token_name: returns a token's name in a grammar (`<[123]>`); None if the text is not one
+    token.
     """
 
     name: ClassVar[str]
@@ -56,7 +56,7 @@ class ToolFormat:
         self._token_name = token_name
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser of one answer. only_one: drop all calls after the first."""
+        """Make a parser. only_one: drop all calls after the first."""
         raise NotImplementedError
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
@@ -75,7 +75,7 @@ class ToolFormat:
         is_required: bool,  # noqa: ARG002 - interface
         only_one: bool,  # noqa: ARG002 - interface
     ) -> list[dict[str, Any]]:
-        """Return the messages for the chat template."""
+        """Return the template's messages."""
         return [*messages]
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -87,7 +87,7 @@ class ToolFormat:
         return False
 
     def content(self, schema: str) -> str | None:  # noqa: ARG002 - interface
-        """Return the grammar of JSON of a schema; None if no marks enclose the JSON."""
+        """Return the grammar of JSON of a schema; None if no marks enclose it."""
         return None
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -95,11 +95,11 @@ class ToolFormat:
         raise NotImplementedError
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow text with or without calls."""
+        """Allow text, too."""
         raise NotImplementedError
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls, or JSON of a schema."""
+        """Allow calls, or JSON."""
         forced = self.forced(functions, only_one=only_one).replace("start:", "calls:", 1)
         return f"start: calls | content\ncontent: {lark_json(schema)}\n{forced}"
 
@@ -114,7 +114,7 @@ class ToolFormat:
         return " ".join(map(self._marker, self._pieces(text)))
 
     def _text_after(self, opener: str) -> str:
-        """Return the rules of text up to a call's opener, which consists of marks and words."""
+        """Return the rules of text up to a call's opener."""
         first, *more = self._pieces(opener)
         tokens = [self._token_name(each) if each in self.markers else None for each in (first, *more)]
         if tokens[0] is not None:
@@ -126,7 +126,7 @@ class ToolFormat:
 
 
 def choice_of(count: int) -> str:
-    """Return the rule `call`: one of `call0` to `call<count - 1>`."""
+    """Return the rule `call`."""
     return "call: " + " | ".join(f"call{index}" for index in range(count))
 
 
@@ -148,7 +148,7 @@ def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> lis
 
 
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
-    """Return the rules of calls that are objects. The lexemes are JSON's, so a grammar may allow other JSON, too."""
+    """Return the rules of calls that are objects. Their lexemes are JSON's, so a grammar may allow other JSON, too."""
     rules = [choice_of(len(functions)), "COLON: /: ?/", "COMMA: /, ?/"]
     for index, function in enumerate(functions):
         name, value, arguments = (json.dumps(json.dumps(text)) for text in (name_key, function.name, arguments_key))
@@ -158,5 +158,5 @@ def object_rules(functions: Sequence[Function], name_key: str, arguments_key: st
 
 
 def json_text(value: Any) -> str:
-    """Write JSON as chat templates do."""
+    """Write like chat templates."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Parsers of the formats in `tool_formats`."""
+"""Parsers for `tool_formats`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HermesParser(ToolParser):
 class LlamaParser(ToolParser):
     """Llama 3: {"name": ..., "parameters": ...}; several calls have semicolons or line feeds between them.
 
-    Within text the name must come first and the arguments second: another object that names a tool may describe it.
+    Within text the name must be first and the arguments second: another object that names a tool may describe it.
     """
 
     opener = "<|python_tag|>"
@@ -60,7 +60,7 @@ class LlamaParser(ToolParser):
                 self._report_content()
 
     def _object(self) -> Wait[bool]:
-        """Read a call and the semicolon after it. Returns False if no call follows."""
+        """Read a call and the semicolon after it, if any."""
         if (yield from self._skip_space()) != "{" or not (yield from self._call()):
             return False
         yield from self._takes_next(";")
@@ -121,7 +121,7 @@ class MistralParser(ToolParser):
         yield from self._report_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Skip a name and its marks; skip all text and raise `MalformedError` if the answer was cut off there."""
+        """Skip a name and its marks; skip all text if the answer was cut off there."""
         if head is not None:
             self._position = brace
             return

@@ -1,4 +1,4 @@
-"""The tools of a request."""
+"""A request's tools."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ class Choice:
 class Toolbox:
     """The tools that a request may call.
 
-    functions: the tools that may be called. given: all tools, as chat templates read them. is_limited: some of `given`
-    may not be called. is_required: the answer must have a call. named: see `Choice`. format: None if no tool may be
-    called.
+    functions: may be called. given: all tools, as chat templates read them. is_limited: some of `given` may not be
+    called. is_required: the answer must have a call. named: see `Choice`. format: None if no tool may be called.
     """
 
     functions: tuple[Function, ...] = ()
@@ -69,8 +68,7 @@ class Toolbox:
     ) -> Toolbox:
         """Make a toolbox. Raises `RequestError`.
 
-        described: the tools with their descriptions. parallel: allow several calls in an answer; None for the format's
-        default.
+        described: tools and descriptions. parallel: allow several calls in an answer; None for the format's default.
         """
         choice = choice or Choice()
         if len(described) > MAX_TOOLS:
@@ -105,7 +103,7 @@ class Toolbox:
     def template_input(
         self, messages: Sequence[dict[str, Any]], tool_format: ToolFormat | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Return the messages and the tools for the chat template; None if it gets no tools."""
+        """Return the chat template's messages and tools."""
         if tool_format is None:
             return [*messages], None
         options = {"is_required": self.is_required, "only_one": self.only_one}
@@ -113,7 +111,7 @@ class Toolbox:
         return shown, None if tool_format.describes_tools else [*self.given] or None
 
     def parser(self) -> AnswerParser:
-        """Return a new parser."""
+        """Make a parser."""
         if self.format is None:
             return PlainParser()
         return self.format.parser(self.functions, only_one=self.only_one)
@@ -121,7 +119,7 @@ class Toolbox:
     def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """Return the structure of an answer; None if it is free. Raises `RequestError`.
 
-        content: the structure of an answer without calls; it must be JSON.
+        content: the structure without calls, which must be JSON.
         """
         if self.format is None:
             return content
@@ -173,15 +171,15 @@ NO_TOOLS = Toolbox()
 
 
 def _lenient(function: Function) -> Function:
-    """Limit the compiler to the keywords that a grammar can express."""
+    """Enforce only what a grammar can express."""
     return replace(function, parameters={**function.parameters, LENIENT: True})
 
 
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
-    """Return copies whose parameters name the request's field, for errors of the grammar compiler.
+    """Name the request's field in each schema, for errors of the grammar compiler.
 
-    Raises `RequestError` if a schema is malformed, or if all are too long together: a format may repeat a part of a
-    schema for each reference to it.
+    Raises `RequestError` if a schema is malformed, or if all are too long together: a format may repeat a part for each
+    reference to it.
     """
     marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
     num_chars = 0
@@ -238,10 +236,7 @@ def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
 
 
 def read_choice(wanted: Any, name_of: Callable[[dict[str, Any]], Any], *, has_tools: bool) -> Choice:
-    """Read OpenAI's tool_choice. Raises `RequestError`.
-
-    name_of: returns the name in a tool of `wanted`.
-    """
+    """Read OpenAI's tool_choice. Raises `RequestError`."""
     if wanted is None or wanted == "none":
         return Choice(wanted or "auto")
     if not has_tools:
@@ -276,7 +271,7 @@ def _read_allowed(fields: Any, name_of: Callable[[dict[str, Any]], Any]) -> Choi
 def read_chat_tools(
     tools: Any, tool_choice: Any, parallel_tool_calls: bool | None, tool_format: ToolFormat | None
 ) -> Toolbox:
-    """Read the tools of a chat completion. Raises `RequestError`."""
+    """Read `tools` and `tool_choice`. Raises `RequestError`."""
     described = []
     for index, tool in enumerate(tools or []):
         place = f"tools[{index}]"

@@ -1,4 +1,4 @@
-"""Token counts of a request."""
+"""Token counts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class CompletionTokensDetails(Struct):
 class Receipt(Struct):
     """The cost of a request.
 
-    computed_tokens: positions that the model computed. recomputed_tokens: positions that a preemption had lost, and
-    rejected draft tokens. wasted_tokens: generated after a stop string. Positions that are computed between the end of
-    a request and the engine's notice of the end do not count.
+    computed_tokens: positions that the model computed. recomputed_tokens: lost by a preemption, or rejected drafts.
+    wasted_tokens: generated after a stop string. Positions that are computed between the end of a request and the
+    engine's notice of the end do not count.
     """
 
     computed_tokens: int = 0
@@ -43,7 +43,7 @@ class Receipt(Struct):
 
     @classmethod
     def of(cls, ended: Collection[RequestMetrics]) -> Receipt:
-        """Return the total cost of ended requests."""
+        """Add up costs."""
         return cls(
             sum(each.num_computed_tokens for each in ended),
             sum(each.num_recomputed_tokens for each in ended),
@@ -63,7 +63,7 @@ class Usage(Struct):
 
 
 class UsageCounter:
-    """Counts the tokens of outputs. counts_completions: see `Job`."""
+    """Counts the tokens of outputs."""
 
     def __init__(self, *, counts_completions: bool = True) -> None:
         self._counts_completions = counts_completions
@@ -74,11 +74,11 @@ class UsageCounter:
 
     @property
     def metrics(self) -> list[RequestMetrics]:
-        """The metrics of ended requests."""
+        """Of ended requests."""
         return [*self._ended.values()]
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
-        """Count the prompt of an output once, and the tokens of `completions`."""
+        """Count an output's prompt once, and the tokens of `completions`."""
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
         if output.finished and output.metrics is not None:
             self._ended.setdefault(output.request_id, output.metrics)
@@ -88,7 +88,7 @@ class UsageCounter:
                 self._finish_reasons.setdefault((output.request_id, completion.index), completion.finish_reason)
 
     def summary(self) -> dict[str, Any]:
-        """Return the counts for a log; {} before the first output."""
+        """Return counts for logs."""
         if not self._prompts:
             return {}
         usage = self.usage()

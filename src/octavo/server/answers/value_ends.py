@@ -38,11 +38,11 @@ class ValueEnd(Protocol):
     looked_at: int
 
     def num_certain(self, text: str) -> int:
-        """Count the characters that certainly belong to the value."""
+        """Count certain characters."""
         ...
 
     def drop(self, text: str) -> None:
-        """Adjust the indices: the caller removes `text` from the beginning."""
+        """Forget a text's beginning."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
@@ -87,8 +87,7 @@ class TagEnd:
     tag, the value ends before a known argument that was not given yet, and before the end of the call. The methods
     raise `MalformedError` if another reading is equally likely, and return None if more text is needed.
 
-    call_starts: the beginnings of known arguments that may follow. is_text: False if the value is JSON, which contains
-    no tag. is_padded: see `TaggedFormat`.
+    call_starts: known arguments that may follow. is_text: False if the value is JSON, which contains no tag.
     """
 
     def __init__(
@@ -109,18 +108,18 @@ class TagEnd:
         self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
         self._marks = (self._start, *self._call_starts, self._opens, *self._breaks, *self._openers)
         self._any = re.compile("|".join(map(re.escape, self._marks)))
-        # A call begins with these marks ("": a name) and then one of `_call_follows`. The opener alone is text.
+        # Marks that begin a call ("": a name) before one of `_call_follows`. The opener alone is text.
         self._head = (*(form.call_opens or form.opens).split(), "", *form.named.split())
         self._name = form.head_pattern
         self._num_open = 0  # open calls within the value
         self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
-        self._has_tags = False  # the value contains a closing tag as text
-        # Text after the mark at `looked_at` was searched up to these indices; 0: not searched yet.
+        self._has_tags = False  # contains a closing tag as text
+        # Searched up to these indices; 0: not searched yet.
         self._ahead_at = self._inner_at = self._call_at = 0
         self._inner_depth = 0  # open calls at `_inner_at`
-        self._surplus_at = 0  # marks before this index belong to calls within the value; 0: not known
+        self._surplus_at = 0  # marks before it belong to calls within the value
         self.looked_at = 0
-        self._before = ""  # the last characters of removed text
+        self._before = ""  # the end of removed text
 
     def num_certain(self, text: str) -> int:
         """See `ValueEnd`."""
@@ -165,7 +164,7 @@ class TagEnd:
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return whether a mark belongs to a call within the value.
 
-        It does if all calls within the value end after the mark, and one more call ends after them.
+        It does if all calls within the value end after it, and one more call ends after them.
         """
         if not self._num_open:
             return False
@@ -224,7 +223,7 @@ class TagEnd:
         if ends is not False:
             return None if ends is None else False
         if self._breaks[0] in text[place + 1 : self._next_call(text, place, is_over=is_over)[0]]:
-            raise MalformedError  # the first end of the call may be text
+            raise MalformedError  # the first end may be text
         return self._broken_off(text, place)
 
     def _judged_head(self, text: str, place: int, end: int, *, is_over: bool) -> _Verdict:
@@ -236,7 +235,7 @@ class TagEnd:
         return self._broken_off(text, place) if is_line else False
 
     def _judged_unknown(self, text: str, place: int, *, is_over: bool) -> Literal[False] | None:
-        """Judge the beginning of an argument that is not in the schema: text, unless a closing tag lost a part."""
+        """Judge an argument that is not in the schema: text, unless a closing tag lost a part."""
         rest = text[place : place + _MAX_MARK_CHARS]
         if not is_over and any(each.startswith(rest) for each in self._call_starts):
             return None
@@ -253,7 +252,7 @@ class TagEnd:
         """
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
-        if not rest:  # the answer may have ended within the value
+        if not rest:  # the value may be cut
             return len(self._breaks) == 1 if is_over else None
         after = (*self._breaks, *self._openers)
         if rest.startswith(after):
@@ -278,7 +277,7 @@ class TagEnd:
         """Return whether a closing tag ends the value.
 
         It does if a known argument follows, or exactly the text that the format writes after a value. Otherwise a later
-        closing tag may end the value.
+        closing tag may end it.
         """
         if follows == "head":
             return True
@@ -352,7 +351,7 @@ class TagEnd:
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
         """Return the index of the next call, or the length of the text.
 
-        The second value is True if the head of the call is complete, or if the answer ends within the head.
+        The second value is True if the head of the call is complete, or if the answer ends within it.
         """
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
@@ -368,14 +367,14 @@ class TagEnd:
     def _broken_off(self, text: str, place: int) -> tuple[int, int]:
         written = self._written(text, place)
         if self._has_tags or not written.strip() or (self._is_text and self._is_padded and written.endswith("\n\n")):
-            raise MalformedError  # it is unknown which line feeds belong to the value
+            raise MalformedError  # unknown line feeds
         if self._is_text and self._ends_in_part_of_tag(written, 1):
             raise MalformedError
         is_line = not self._is_padded and self._is_loose and text.endswith("\n", 0, place)
         return place - is_line, place
 
     def _ends_in_part_of_tag(self, written: str, num_chars: int) -> bool:
-        """Return whether a text ends with a closing tag that lost a part, but kept at least `num_chars` characters."""
+        """Return whether a text ends with a closing tag that lost a part, but kept `num_chars` characters."""
         pad, closes, size = "\n" if self._is_padded else "", self._closes, len(self._closes)
         nums = range(num_chars, size)
         parts = tuple(pad + closes[:end] + closes[size - num + end :] for num in nums for end in range(num + 1))

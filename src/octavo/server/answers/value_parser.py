@@ -1,4 +1,4 @@
-"""Base of the parsers that read arguments in another notation than JSON, and emit JSON."""
+"""Base of the parsers that read arguments in other notations than JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ValueParser(SectionParser):
         self._report("arguments", closer, call)
 
     def _run(self, letters: re.Pattern[str]) -> Wait[str]:
-        """Skip and return the match of `letters`, at most `_MAX_WORD_CHARS` characters."""
+        """Skip and return the match of `letters`."""
         while True:
             found = letters.match(self._text, self._position)
             end = self._position if found is None else found.end()
@@ -54,16 +54,16 @@ class ValueParser(SectionParser):
             yield
 
     def _read_value(self, text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-        """Return the JSON of a value's text; None to omit the value."""
+        """Return a value's JSON; None to omit it."""
         try:
             return value_text(text, schema, root)
         except UnreadableError:
             raise MalformedError from None
 
-    # --- text without quotes before a mark
+    # --- text before a mark
 
     def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool = False) -> Wait[None]:
-        """Emit a string piece by piece, and its closing quote; the caller has emitted the opening quote."""
+        """Emit a string piece by piece, and its closing quote."""
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
             self._position = len(_unpadded(self._text[: ends.num_certain(self._text)], is_padded))
             self._report("arguments", _escaped(self._text[: self._position]), call)
