@@ -26,14 +26,14 @@ class _LastToken(msgspec.Struct):
 class Api:
     """One client API.
 
-    name: its tag in the OpenAPI document. below: path prefix at which errors have this API's form. error, event: return
-    an error's JSON object, and the last event of a failing stream. last_event: matches the start of a complete stream's
+    name: its tag in the OpenAPI document. below: path prefix of errors in this API's form. error, event: return an
+    error's JSON object, and the last event of a failing stream. last_event: matches the start of a complete stream's
     last event; None if that event has a field of `_LastToken`. statuses: maps HTTP statuses to this API's, where they
     differ. any_type: programs may send any Content-Type. lines: events are lines of JSON.
 
-    For the router, which does not parse completely: prompt: fields of the prompt, in order. limits: fields that limit
-    the answer's tokens; `a.b` is field b of object a. counted: the field at which the token counts begin.
-    prompt_counts, answer_counts: names of the counts.
+    For the router, which does not parse completely: prompt: its fields, in order. limits: fields that limit the
+    answer's tokens; `a.b` is field b of object a. counted: the field at which the token counts begin. prompt_counts,
+    answer_counts: names of the counts.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Api:
     answer_counts: tuple[str, ...] = ()
 
     def response(self, error: HttpError) -> ErrorResponse:
-        """Return an error's response."""
+        """Return an error."""
         status = self.statuses.get(error.status, error.status)
         return ErrorResponse(error, msgspec.json.encode(self.error(error)), status, error.headers)
 
     def is_last(self, event: bytes) -> bool:
-        """Return True if an event ends a stream."""
+        """Ends a stream."""
         if self.last_event is not None:
             return self.last_event.match(event) is not None
         try:
@@ -155,7 +155,7 @@ OLLAMA = Api(
     below="/api/",
     error=_ollama_error,
     event=lambda error: msgspec.json.encode(_ollama_error(error)) + b"\n",
-    any_type=True,  # `curl -d` sends another type
+    any_type=True,  # `curl -d` does not
     lines=True,
     prompt=("tools", "system", "messages", "prompt"),
     limits=("num_predict", "options.num_predict"),
@@ -175,7 +175,7 @@ def api_below(path: str) -> Api:
 
 
 def error_response(error: HttpError, path: str) -> ErrorResponse:
-    """Return the response for an error outside of a route."""
+    """Make a response outside of a route."""
     response = api_below(path).response(error)
     if error.status == 401 and path.startswith(PAGES):
         response.headers["WWW-Authenticate"] = (

@@ -1,4 +1,4 @@
-"""HTTP errors, made from octavo's errors."""
+"""HTTP errors."""
 
 from __future__ import annotations
 
@@ -34,43 +34,43 @@ PAGES = ("/dashboard", "/router")  # of browsers
 
 
 class RateLimitError(QueueFullError):
-    """A key's own limit is reached."""
+    """A key's limit."""
 
 
 class SlowBodyError(RequestError):
-    """The body is late."""
+    """Body too slow."""
 
 
 class AuthenticationError(RequestError):
-    """There is no valid API key."""
+    """No valid key."""
 
 
 class NotAllowedError(RequestError):
-    """The key does not permit this action."""
+    """Not permitted."""
 
 
 class ModelNotFoundError(RequestError):
-    """No model has that name."""
+    """No such model."""
 
 
 class NotFoundError(RequestError):
-    """The requested object does not exist."""
+    """No such object."""
 
 
 class BodyTooLargeError(RequestError):
-    """The body exceeds the limit."""
+    """Body too large."""
 
 
 class MediaTypeError(RequestError):
-    """The Content-Type is not JSON."""
+    """No JSON."""
 
 
 class ServerClosingError(EngineError):
-    """The server is shutting down."""
+    """The server stops."""
 
 
 class NoEngineError(EngineError):
-    """No engine takes a request now."""
+    """No engine accepts."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__("no engine is ready")
@@ -94,7 +94,7 @@ class EngineAnswerError(EngineLostError):
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """A status and an OpenAI error object. details: for Anthropic's clients."""
+    """An OpenAI error with a status. details: for Anthropic's clients."""
 
     status: int
     message: str
@@ -106,23 +106,23 @@ class HttpError:
 
     @property
     def reason(self) -> str:
-        """Label in metrics and audit log."""
+        """Label for metrics."""
         return self.code or reason_of(self.status)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the status."""
+        """The status's headers."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         if self.status in {408, 413}:
-            return {"Connection": "close"}  # the rest of the body is not read
+            return {"Connection": "close"}  # the body is not read
         if self.status == 504:
             return {"x-should-retry": "false"}  # OpenAI's clients would retry immediately
         return {"Retry-After": str(math.ceil(self.retry_after_s))} if self.status in {429, 503} else {}
 
 
 class ErrorResponse(Response):
-    """A response; sending it notes the error."""
+    """Sending it notes the error."""
 
     media_type = "application/json"
 
@@ -143,10 +143,10 @@ def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
 
 
 def reason_of(status: int) -> str:
-    """Return a name like bad_request or status_520."""
+    """Like bad_request, status_520."""
     try:
         return HTTPStatus(status).phrase.lower().replace(" ", "_")
-    except ValueError:  # an engine may answer with any status
+    except ValueError:  # an engine may answer with any
         return f"status_{status}"
 
 
@@ -179,7 +179,7 @@ _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] =
 
 
 def to_http(error: Exception) -> HttpError:
-    """Translate any error; an unknown one becomes status 500."""
+    """Translate any error."""
     for kind, status, type_, code, message in _TABLE:
         if isinstance(error, kind):
             parameter, retry = getattr(error, "parameter", None), getattr(error, "retry_after_s", 1.0)

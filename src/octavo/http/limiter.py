@@ -1,4 +1,4 @@
-"""Admits each request, makes it wait, or refuses it."""
+"""Admits, delays or refuses requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUM_ENDINGS = 64
 class Bucket:
     """A token bucket that fills by `per_minute` units a minute, and holds as many.
 
-    Its level may be negative: some units are counted after their use.
+    Its level may be negative: some units are counted after use.
     """
 
     def __init__(self, per_minute: float, now: float) -> None:
@@ -38,7 +38,7 @@ class Bucket:
         return max(missing, 0.0) * _MINUTE_S / self.per_minute
 
     def take(self, amount: float, now: float) -> None:
-        """Take units, even if fewer are available."""
+        """Take units, available or not."""
         self._level = self._fill(now) - amount
 
     def _fill(self, now: float) -> float:
@@ -64,11 +64,11 @@ class Pool:
 
     @property
     def num_free(self) -> float:
-        """Units that no tenant holds."""
+        """Not held units."""
         return math.inf if self.limit is None else self.limit - self.num_held
 
     def held_by(self, tenant: Tenant) -> int:
-        """Return a tenant's units."""
+        """Return held units."""
         return self._held[tenant.name]
 
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
@@ -85,7 +85,7 @@ class Pool:
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
 
     def take(self, tenant: Tenant, amount: int) -> None:
-        """Take units without checking the room."""
+        """Take without checks."""
         self._held[tenant.name] += amount
         self.num_held += amount
 
@@ -101,7 +101,7 @@ class Pool:
         self._change = asyncio.Event()
 
     async def change(self) -> None:
-        """Wait for a release."""
+        """Await a release."""
         await self._change.wait()
 
 
@@ -134,11 +134,11 @@ class WaitingLine:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._waiters: dict[str, deque[_Waiter]] = {}  # by the tenant's name
+        self._waiters: dict[str, deque[_Waiter]] = {}  # by tenant
         self._num_waited = 0
 
     def take_now(self, tenant: Tenant, amount: int) -> bool:
-        """Take room without waiting; return False if that is not allowed."""
+        """Take room without waiting. Returns False if that is not allowed."""
         of_tenant = self._waiters.get(tenant.name)
         if (of_tenant and of_tenant[0].is_next) or not self._may_take(tenant, amount, self._num_waited):
             return False
@@ -162,12 +162,12 @@ class WaitingLine:
             raise
 
     def give_back(self, tenant: Tenant, amount: int) -> None:
-        """Release room to waiting requests."""
+        """Release room."""
         self._pool.give_back(tenant, amount)
         self.serve()
 
     def serve(self) -> None:
-        """Grant room, the oldest waiter first."""
+        """Grant room, oldest first."""
         while (waiter := next(filter(self._is_served, self._first_waiters()), None)) is not None:
             self._remove(waiter)
             self._take(waiter.tenant, waiter.amount, waiter.number)
@@ -180,7 +180,7 @@ class WaitingLine:
         return not waiter.granted.done() and self._may_take(waiter.tenant, waiter.amount, waiter.number)
 
     def _may_take(self, tenant: Tenant, amount: int, number: int) -> bool:
-        """Return True if enough room is not reserved for another tenant's earlier waiter."""
+        """Whether enough room is not reserved for another tenant's earlier waiter."""
         if amount > self._pool.available(tenant):
             return False
         num_remaining = self._pool.num_free - amount
@@ -207,7 +207,7 @@ class WaitingLine:
 
 @dataclass(slots=True)
 class _Account:
-    """Rate limits; None: unlimited."""
+    """None: unlimited."""
 
     requests: Bucket | None = None
     tokens: Bucket | None = None
@@ -243,16 +243,16 @@ class Permit:
             self.is_in = True
 
     def release_tokens(self, num_tokens: int) -> None:
-        """Release a prompt's room."""
+        """Release room."""
         if num_tokens:
             self._limiter.line.give_back(self.tenant, num_tokens)
 
     def charge(self, num_tokens: int) -> None:
-        """Count tokens against the tenant's rate."""
+        """Charge the tenant."""
         self._limiter.charge(self.tenant, num_tokens)
 
     def release(self) -> None:
-        """Release the place once."""
+        """Release it once."""
         if not self._is_released:
             self._is_released = True
             self._limiter.release(self)
@@ -261,8 +261,8 @@ class Permit:
 class RequestLimiter:
     """Limits the open requests of all tenants. Used on one event loop only.
 
-    waiting_tokens: of prompts without output yet; `line` waits for room there. Raises `RequestError` for a demand that
-    can never be met, else `QueueFullError` with the seconds to wait.
+    waiting_tokens: of prompts without output; `line` waits for room there. Raises `RequestError` for a demand that can
+    never be met, else `QueueFullError` with the seconds to wait.
     """
 
     def __init__(
@@ -283,8 +283,8 @@ class RequestLimiter:
         self._has_ended = False
 
     def begin(self, tenant: Tenant) -> None:
-        """Count a request at its headers, or raise."""
-        account = self._account(tenant)  # first: a new account's times begin here
+        """Count a request's headers."""
+        account = self._account(tenant)  # a new account's times begin here
         now = self._clock()
         self._check_rate(account.requests, 1.0, "requests", now)
         self._check(tenant, 1, now)
@@ -333,13 +333,13 @@ class RequestLimiter:
             )
 
     def charge(self, tenant: Tenant, num_tokens: int) -> None:
-        """Count tokens against the tenant's rate."""
+        """Charge the tenant."""
         tokens = self._account(tenant).tokens
         if tokens is not None:
             tokens.take(num_tokens, self._clock())
 
     def change(self, tenants: tuple[Tenant, ...]) -> None:
-        """Use these tenants. Only changed rates start anew."""
+        """Only changed rates start anew."""
         for pool in (self.streams, self.waiting_tokens, self.body_bytes):
             pool.is_shared = len(tenants) > 1
         self.line.serve()
@@ -396,6 +396,6 @@ class RequestLimiter:
             self._endings.popleft()
         if len(self._endings) < 2 or now <= self._endings[0][0]:
             return _LONGEST_RETRY_S if self._has_ended else 1.0
-        (first, _), *later = self._endings  # the first one only starts the measured time
+        (first, _), *later = self._endings  # starts the measured time
         rate = sum(num_streams for _, num_streams in later) / (now - first)
         return min(max(math.ceil(num_ahead / rate), 1.0), _LONGEST_RETRY_S)

@@ -1,4 +1,4 @@
-"""Checks and sockets of a server before it has a model, without a web framework."""
+"""Sockets of a server before it has a model, without a web framework."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_CONNECTIONS = 8192
-PROBE_CONNECTIONS = 32  # for health checks only
+PROBE_CONNECTIONS = 32  # for health checks
 # An answer waits for its reader once as many bytes are unsent in the system and again in this process.
 MAX_UNSENT_BYTES = 16 << 10
 _TCP_INFO_BYTES = 128  # up to tcpi_bytes_acked
 _INT_BYTES = 4  # of C
-_SOCKET_CLOSED = (OSError, ValueError)  # raised for a closed socket by asyncio and uvloop
+_SOCKET_CLOSED = (OSError, ValueError)  # raised by asyncio and uvloop
 _BACKLOG = 2048
 _EXIT_S = 10.0  # for ending the engine
-_OWN_FILES = 256  # open files that are no connections
+_OWN_FILES = 256  # no connections
 
 
 def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
@@ -52,7 +52,7 @@ def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
 
 
 def check_files(config: AccessConfig) -> None:
-    """Raise `ConfigError` for invalid API keys or certificates."""
+    """Raise `ConfigError` for invalid files."""
     if config.api_keys_file is not None:
         Keyring.from_file(config.api_keys_file)
     check_certificate(config)
@@ -71,7 +71,7 @@ def check_certificate(config: AccessConfig) -> None:
 
 @contextlib.contextmanager
 def hearing_signals() -> Iterator[None]:
-    """Handle signals in the main thread until the server does so itself.
+    """Handle signals in the main thread until the server does so.
 
     SIGHUP would kill the process, so it is ignored: keys and certificate are read later. The first process of a
     container ignores SIGTERM without a handler.
@@ -96,12 +96,12 @@ def _exit_now(*_: object) -> NoReturn:
 
 
 def handles_sighup() -> bool:
-    """Return True if this thread can handle SIGHUP."""
+    """Whether this thread can."""
     return hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this machine can reach an address."""
+    """Whether only this machine can reach it."""
     if host in LOOPBACK_NAMES:
         return True
     try:
@@ -149,7 +149,7 @@ def _bind(sock: socket.socket, host: str, port: int) -> None:
 
 def open_door(sock: socket.socket) -> None:
     """Listen on a socket from `bind`. Raises `ConfigError` if another server was faster."""
-    if sys.platform != "win32":  # lingering connections inherit it, so that the next server can bind
+    if sys.platform != "win32":  # lingering connections inherit it
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.listen(_BACKLOG)
@@ -172,7 +172,7 @@ def bytes_taken(sock: socket.socket | None) -> int | None:
 
 
 def bytes_under_way(sock: socket.socket | None) -> int:
-    """Return the sent bytes that have not arrived (SIOCOUTQ of tcp(7)); 0 if unknown."""
+    """Return the sent bytes that have not arrived (SIOCOUTQ of tcp(7))."""
     if sys.platform == "linux" and sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):
             queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT_BYTES))
@@ -181,17 +181,14 @@ def bytes_under_way(sock: socket.socket | None) -> int:
 
 
 def reset_when_closed(sock: socket.socket | None) -> None:
-    """Drop unsent bytes at closing."""
+    """Drop unsent bytes."""
     if sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def allow_open_files(num_connections: int = MAX_CONNECTIONS, *, files_each: int = 1) -> int:
-    """Raise the soft limit of open files; return how many connections fit.
-
-    Logs a warning if not all fit.
-    """
+    """Raise the soft limit of open files; return how many connections fit."""
     if sys.platform == "win32":
         return num_connections
     needed = num_connections * files_each + _OWN_FILES

@@ -1,4 +1,4 @@
-"""State that an application's routes share."""
+"""State of an application."""
 
 from __future__ import annotations
 
@@ -52,29 +52,29 @@ class HttpService(ABC):
     @property
     @abstractmethod
     def is_dead(self) -> bool:
-        """True if only a restart helps."""
+        """Only restarting helps."""
 
     @abstractmethod
     def check_engine(self) -> None:
-        """Raise if no engine can take a request."""
+        """Raise without an engine."""
 
     @abstractmethod
     def _keys_changed(self) -> None:
-        """Abort requests of removed tenants."""
+        """Abort removed tenants' requests."""
 
     @abstractmethod
     async def _idle(self) -> None:
-        """Wait until no request is open."""
+        """Await all requests."""
 
     @abstractmethod
     async def _end_open(self, why: Callable[[], OctavoError]) -> None:
-        """End all open requests."""
+        """Abort all requests."""
 
-    async def start(self) -> None:  # noqa: B027 - a server's engine runs already
+    async def start(self) -> None:  # noqa: B027 - optional
         """Start background tasks."""
 
     def close(self) -> None:
-        """Send the last spans."""
+        """Send last spans."""
         if self.tracing is not None:
             self.tracing.close()
 
@@ -85,7 +85,7 @@ class HttpService(ABC):
         self.check_engine()
 
     def begin(self, tenant: Tenant) -> None:
-        """Count a request at its headers, or raise."""
+        """Count a request's headers."""
         self.check_ready()
         self.limiter.begin(tenant)
 
@@ -118,10 +118,10 @@ class HttpService(ABC):
 
 
 def server_closing() -> ServerClosingError:
-    """Error of requests that the shutdown aborts."""
+    """Make an error."""
     return ServerClosingError("closing")
 
 
 def key_removed() -> AuthenticationError:
-    """Error of requests that lose their key."""
+    """Make an error."""
     return AuthenticationError("the API key of this request was removed")

@@ -1,4 +1,4 @@
-"""Timeouts of many connections."""
+"""Connections' timeouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPACING_S = 0.002  # several times the cost of one timeout and its client's next
 
 
 class Timeout:
-    """A call at a later time."""
+    """A later call."""
 
     __slots__ = ("_queue", "_timer", "act")
 
@@ -23,7 +23,7 @@ class Timeout:
         self._timer = asyncio.get_running_loop().call_later(seconds, timeouts.take_in, self)
 
     def cancel(self) -> None:
-        """Prevent the call, even if it already waits for its turn."""
+        """Prevent the call, even if it waits for its turn."""
         self._timer.cancel()
         self._queue.leave_out(self)
 
@@ -36,16 +36,16 @@ class TimeoutQueue:
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[Timeout, None] = OrderedDict()  # by time of expiry
+        self._waiting: OrderedDict[Timeout, None] = OrderedDict()  # by expiry
         self._is_pausing = False
 
     def call_later(self, seconds: float, act: Callable[[], object]) -> Timeout:
-        """Call `act` after `seconds`, in its turn."""
+        """Call `act` later."""
         return Timeout(self, seconds, act)
 
     @contextlib.asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """Limit the block's time. Raises `TimeoutError`."""
+        """Limit the block. Raises `TimeoutError`."""
         async with asyncio.timeout(None) as limit:
             cut = self.call_later(seconds, lambda: limit.reschedule(0.0))
             try:
@@ -54,13 +54,13 @@ class TimeoutQueue:
                 cut.cancel()
 
     def take_in(self, cut: Timeout) -> None:
-        """Queue an expired timeout."""
+        """Queue expired ones."""
         self._waiting[cut] = None
         if not self._is_pausing:
             self._act_on_first()
 
     def leave_out(self, cut: Timeout) -> None:
-        """Remove a queued timeout."""
+        """Remove it."""
         self._waiting.pop(cut, None)
 
     def _act_on_first(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from octavo.router.connection import EngineConnection
 
 _MAX_HEADER_BYTES = 64 << 10  # also between two pieces of a body
-_MAX_WAITING_BYTES = 256 << 10  # above it, reading from the socket pauses
+_MAX_WAITING_BYTES = 256 << 10  # then reading pauses
 _FINAL_STATUSES = range(200, 600)
 _INTERIM_STATUSES = range(100, 200)
 _EMPTY_STATUSES = frozenset({204, 304})  # without a body
@@ -24,11 +24,11 @@ _EVENT_STREAM, _JSON_LINES = b"text/event-stream", b"application/x-ndjson"
 
 
 class AnswerError(ConnectionError):
-    """An answer was cut."""
+    """It was cut."""
 
 
 class MalformedAnswerError(AnswerError):
-    """An answer is invalid or too large."""
+    """Invalid or too large."""
 
 
 class NoAnswerError(ConnectionResetError):
@@ -64,13 +64,13 @@ class Answer:
         self._connection, self._limits, self._is_head = connection, limits, is_head
         self._parser = httptools.HttpResponseParser(self)
         self._loop = asyncio.get_running_loop()
-        self._progress_at = self._loop.time()  # when the body was last taken or requested
+        self._progress_at = self._loop.time()  # the body was last taken or requested
         self._num_header_bytes = 0
         self._num_body_bytes = 0
-        self._num_framing_bytes = 0  # since the last piece of the body
+        self._num_framing_bytes = 0  # after the last piece
         self._is_begun = self.is_over = self.ends_with_connection = self._keeps_alive = False
         self._error: Exception | None = None
-        self._pieces: list[bytes] = []  # of the body
+        self._pieces: list[bytes] = []
         self._num_waiting_bytes = 0
         self._is_reading, self._is_full = True, False
         self._take: Callable[[bytes], bool] | None = None
@@ -89,13 +89,13 @@ class Answer:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The client's headers. A stream's length is omitted: an error event may follow."""
+        """For the client. A stream's length is omitted: an error event may follow."""
         is_bodiless = self.status in _EMPTY_STATUSES and not self._is_head
         return headers_for_client(self._headers, self._connection.url, has_length=not (self.is_stream or is_bodiless))
 
     @property
     def is_stream(self) -> bool:
-        """True for an uncompressed stream of events or lines."""
+        """Uncompressed events or lines."""
         return self.is_plain and self._content_type in {_EVENT_STREAM, _JSON_LINES}
 
     @property
@@ -105,7 +105,7 @@ class Answer:
 
     @property
     def is_of_lines(self) -> bool:
-        """A newline ends an event."""
+        """Events are lines."""
         return self._content_type == _JSON_LINES
 
     @property
@@ -115,7 +115,7 @@ class Answer:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Its `Retry-After`, if valid."""
+        """Seconds, if valid."""
         return retry_after_s(self._header(b"retry-after"))
 
     @property
@@ -128,12 +128,12 @@ class Answer:
     # --- for the reader ---
 
     async def begin(self) -> None:
-        """Await the headers. Raises `OSError`."""
+        """Await headers. Raises `OSError`."""
         while not self._is_begun:
             await self._more()
 
     async def next(self) -> bytes:
-        """Await bytes of the body; b"" at the end. Raises `OSError`."""
+        """Await a part of the body; b"" at the end. Raises `OSError`."""
         while not self._pieces:
             if self.is_over:
                 return b""
@@ -141,7 +141,7 @@ class Answer:
         return self._taken()
 
     async def read(self) -> bytes:
-        """Return the body. Raises `OSError`, also above the limit."""
+        """Return the body. Raises `OSError`."""
         body, is_whole = await self.read_held()
         if not is_whole:
             raise MalformedAnswerError(f"its answer exceeds the limit of {self._limits.max_bytes} bytes")
@@ -179,7 +179,7 @@ class Answer:
             self._take = None
 
     def give_up(self) -> None:
-        """Close the connection and discard the rest."""
+        """Discard the rest."""
         self._keeps_alive = False
         self._connection.close()
 
@@ -225,12 +225,12 @@ class Answer:
     # --- for the connection ---
 
     def feed(self, data: bytes) -> None:
-        """Parse bytes; pass them on or wake the reader."""
+        """Parse bytes."""
         num_body_bytes = self._num_body_bytes
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._keeps_alive = False  # even if the error comes after the answer
+            self._keeps_alive = False  # even after the answer
             self._fail(MalformedAnswerError(f"its answer is not valid HTTP: {error}"))
         self._num_framing_bytes = self._num_framing_bytes + len(data) if self._num_body_bytes == num_body_bytes else 0
         if self._num_framing_bytes > _MAX_HEADER_BYTES:
@@ -274,7 +274,7 @@ class Answer:
     # --- for the parser ---
 
     def on_message_begin(self) -> None:
-        """Refuse a second answer."""
+        """Refuse another answer."""
         if self.is_over:
             raise AnswerError("two answers")
 
@@ -303,12 +303,12 @@ class Answer:
             self._refuse("its status is 204, which has no body, but its headers announce one")
         self._is_begun = True
         self._progress_at = self._loop.time()
-        self.is_over = self._is_head  # the answer to HEAD has no body, even with a length
+        self.is_over = self._is_head  # without a body, even with a length
         self._keeps_alive = self._parser.should_keep_alive() and not self._is_head
         self.ends_with_connection = not (coding or length or self._is_head or self.status in _EMPTY_STATUSES)
 
     def on_body(self, piece: bytes) -> None:
-        """Take a piece of the body."""
+        """Take a piece."""
         if not self.is_over:
             self._pieces.append(piece)
             self._num_body_bytes += len(piece)

@@ -1,4 +1,4 @@
-"""The router's own routes."""
+"""The router's routes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def _metrics(service: RouterService, request: Request) -> Response:
 async def _models(service: RouterService, field: str, key: str, more: dict[str, str], request: Request) -> Response:
     """Return the models of all ready engines that answer, each once.
 
-    field, key: names of the list, and of a model's name in it. more: other fields.
+    field, key: names of the list, and of a model's name in it.
     """
     service.check_ready()
     ready = service.pool.ready()

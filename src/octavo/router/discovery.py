@@ -71,7 +71,7 @@ class EnginesOfName:
         self._urls: list[str] = []
 
     async def urls(self) -> list[str]:
-        """Resolve the name. Without an answer of DNS the addresses stay."""
+        """Without an answer of DNS the addresses stay."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
@@ -87,7 +87,7 @@ class EnginesOfName:
 
 
 def make_sources(config: RouterConfig) -> list[Source]:
-    """Make configured sources besides `config.engines`."""
+    """Make configured sources."""
     sources: list[Source] = []
     if config.engines_file is not None:
         sources.append(EnginesFile(config.engines_file))

@@ -1,4 +1,4 @@
-"""The engines of a router."""
+"""A router's engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EngineHandle:
     properties that its KV depends on in addition to tokens; None: not published. prefills_from: when it may be asked
     for prefills again, on the event loop's clock. open_tokens: sent or expected by this router, and not back yet.
     other_tokens: estimated, of its other clients. num_sent_prompt_tokens: estimated part of num_sent_tokens.
-    num_paired: requests that it answers with KV from another engine. num_paired_in_vain: those without KV.
+    num_paired: requests that it answers with KV from another engine. num_paired_in_vain: without KV.
     """
 
     url: str
@@ -65,22 +65,22 @@ class EngineHandle:
 
     @property
     def load(self) -> int:
-        """Estimated tokens to process."""
+        """Estimated tokens."""
         return self.open_tokens + self.other_tokens
 
     @property
     def ends_within_s(self) -> float:
-        """Seconds after which it has ended any request, with a margin."""
+        """Seconds after which it has ended any request."""
         limit_s = ASSUMED_REQUEST_TIMEOUT_S if self.request_timeout_s is None else self.request_timeout_s
         return limit_s + REQUEST_TIMEOUT_MARGIN_S
 
     def serves(self, model: str | None) -> bool:
-        """Return True if it may have a model."""
+        """Whether it may."""
         return model is None or not self.models or not self.models.isdisjoint((model, model.removesuffix(OLLAMA_TAG)))
 
 
 class EnginePool:
-    """All engines, by address."""
+    """Engines by address."""
 
     def __init__(self, policy: RoutingPolicy) -> None:
         self._policy = policy
@@ -155,7 +155,7 @@ class EnginePool:
         num_prompt_tokens: int | None,
         num_cached_tokens: int | None,
     ) -> None:
-        """Note the end of a request, with reported counts."""
+        """Note a request's end and counts."""
         share = None
         if num_prompt_tokens and num_cached_tokens is not None:
             engine.num_prompt_tokens += num_prompt_tokens
@@ -164,12 +164,12 @@ class EnginePool:
         self._policy.ended(summary, engine, share)
 
     def forget(self, engine: EngineHandle) -> None:
-        """Forget an engine's cache."""
+        """Forget its cache."""
         self._policy.forget(engine)
         self.partners.forget(engine)
 
     def lost(self, engine: EngineHandle) -> None:
-        """End an engine's requests with `EngineLostError`."""
+        """Abort its requests with `EngineLostError`."""
         engine.is_ready = False
         engine.other_tokens = 0
         for routed in list(engine.routed_requests):

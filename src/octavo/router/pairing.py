@@ -1,4 +1,4 @@
-"""Pairs a prefill engine with a decode engine for a request."""
+"""Pairs engines."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Pair:
         self._before = decode.prompt_figures
         self._is_paired = False
         summary = replace(routed.summary, max_tokens=1, num_streams=1)
-        self._routed = RoutedRequest(summary, routed.tenant)  # if it is lost, the client's request continues
+        self._routed = RoutedRequest(summary, routed.tenant)  # its loss does not end the client's request
         self._params = KVTransferParams(new_id(), source=_source_of(prefill))
         scope["state"]["audit"]["prefill_engine"] = prefill.url
         prefill.num_prefills += 1
@@ -130,7 +130,7 @@ class Pair:
         return self._task.result()
 
     async def _compute(self) -> bool:
-        """Request the prefill. Never raises."""
+        """Never raises."""
         params = KVTransferParams(self._params.transfer_id, is_prefill=True)
         scope = _with_headers(self._scope, kv_transfer_headers(params))
         is_computed = False
@@ -149,7 +149,7 @@ class Pair:
             self._failed(f"{type(error).__name__}: {error}")
         except OctavoError as error:
             self._failed(str(error))
-        except Exception as error:  # the answer may not depend on a fault here
+        except Exception as error:  # the answer may not depend on it
             logger.exception("a prefill failed")
             self._failed(type(error).__name__)
         return is_computed
@@ -162,7 +162,7 @@ class Pair:
             engine.num_cached_tokens += usage.num_cached_tokens
 
     def _failed(self, why: str, retry_after_s: float | None = None) -> None:
-        """Record a failure, and pause: waiting for KV in vain costs time."""
+        """Pause prefills: waiting for KV in vain costs time."""
         engine = self._prefill
         engine.num_failed_prefills += 1
         pause_s = _PAUSE_S if retry_after_s is None else min(retry_after_s, _LONGEST_PAUSE_S)
@@ -175,7 +175,7 @@ class Pair:
 def _source_of(engine: EngineHandle) -> str | None:
     if engine.kv_transfer_port is None:
         return None
-    host = (urlsplit(engine.url).hostname or "").partition("%")[0]  # an IPv6 zone is local
+    host = (urlsplit(engine.url).hostname or "").partition("%")[0]  # its IPv6 zone is local
     return f"[{host}]:{engine.kv_transfer_port}" if ":" in host else f"{host}:{engine.kv_transfer_port}"
 
 

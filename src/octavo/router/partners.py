@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _VAIN_IN_A_ROW = 3  # before a pause
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
-_MAX_UNKNOWN = 1024  # enough, as figures are read every second
-_LEAST_SHARE = 0.1  # of a prompt's new tokens: if fewer came, no KV came
-_COMPUTED_SHARE = 0.5  # of a prompt's estimated new tokens: if as many were computed, no KV came
+_MAX_UNKNOWN = 1024  # figures are read every second
+_LEAST_SHARE = 0.1  # of new tokens: if fewer came, no KV came
+_COMPUTED_SHARE = 0.5  # of estimated new tokens: if as many were computed, no KV came
 
 
 class PromptFigures(NamedTuple):
@@ -71,7 +71,7 @@ class Partners:
     _unknown: dict[EngineHandle, list[_Unknown]] = field(default_factory=dict)  # by decode engine
 
     def may_pair(self, prefill: EngineHandle, decode: EngineHandle, now: float) -> bool:
-        """Return True if `prefill` may compute a prompt for `decode`."""
+        """Whether `prefill` may serve `decode`."""
         pair = self._pairs[prefill, decode]
         differences = _differences(prefill.kv_format, decode.kv_format)
         if differences and differences != pair.differences:
@@ -89,7 +89,7 @@ class Partners:
     def ended(
         self, prefill: EngineHandle, decode: EngineHandle, found_share: float, known_share: float, now: float
     ) -> None:
-        """Note the end of a request.
+        """Note a request's end.
 
         found_share: of its prompt, the tokens that `decode` did not compute. known_share: those expected in its cache.
         """

@@ -14,8 +14,8 @@ from octavo.http.apis import APIS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_BYTES_PER_TOKEN = 4  # of English; only for estimates of load
-_USUAL_TOKENS = 256  # estimate for an answer without a limit
+_BYTES_PER_TOKEN = 4  # of English, for estimates of load
+_USUAL_TOKENS = 256  # of an answer without a limit
 _SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes of a prompt's pieces: the first 128 are small
 _MAX_PIECES = 4096  # bytes after 4 MB are ignored
 _MAX_TOKENS = 1 << 17  # an engine refuses more
@@ -52,8 +52,8 @@ class RequestSummary:
     prompt: parts of the body, not copied. A prompt that continues another one begins with the same bytes. owner: JSON
     of model, salt and tenant, which share a cache. num_tokens: estimated, of all prompts. max_tokens: estimated, of
     each answer. num_choices: answers to each prompt. num_streams: to all prompts. session: the key of the policy
-    "affinity". scores_prompt: log probabilities of the prompt are requested, so all of it is computed. is_answered: a
-    model writes an answer; False for embeddings and counts.
+    "affinity". scores_prompt: all of it is computed for log probabilities. is_answered: False for embeddings and
+    counts.
     """
 
     prompt: tuple[memoryview, ...] = ()
@@ -133,7 +133,7 @@ def read_request_summary(
 
 
 def _prompt(read: Any) -> tuple[memoryview, ...]:
-    """Return the prompt's fields without final closing characters: another prompt may continue it."""
+    """Drop final closing characters: another prompt may continue this one."""
     given = [memoryview(raw) for name in _PROMPT_FIELDS if (raw := getattr(read, name))]
     if given:
         given[-1] = _opened(given[-1])
@@ -156,7 +156,7 @@ def _opened(view: memoryview) -> memoryview:
 
 
 def _num_tokens(prompt: tuple[memoryview, ...]) -> int:
-    """Estimate the tokens; exact for ids."""
+    """Exact for ids."""
     return sum(bytes(part).count(b",") + 1 if _holds_ids(part) else len(part) // _BYTES_PER_TOKEN for part in prompt)
 
 

@@ -1,4 +1,4 @@
-"""The router as a client."""
+"""The router's connections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.router.engines import EngineHandle
 
 FAILURES = (OSError,)  # with `TimeoutError`
-_MAX_OWN_BYTES = 16 << 20  # of an answer to the router itself
+_MAX_OWN_BYTES = 16 << 20  # to the router itself
 _LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _IDLE_S = 30.0  # octavo's servers keep connections longer
 # Checked or set by the router.
@@ -33,7 +33,7 @@ _MAY_BE_REPEATED = frozenset({"GET", "HEAD"})
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return True if no server listens there."""
+    """No server listens."""
     return isinstance(error, ConnectionRefusedError | ConnectionResetError)
 
 
@@ -54,7 +54,7 @@ class Upstream:
         self._tls: ssl.SSLContext | None = None
 
     async def ask(self, engine: EngineHandle, scope: Scope, body: bytes, request_id: str) -> Answer:
-        """Send a client's request. Raises `FAILURES`."""
+        """Relay. Raises `FAILURES`."""
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
         first_byte_s = engine.ends_within_s if self._first_byte_s is None else self._first_byte_s
@@ -93,7 +93,7 @@ class Upstream:
             connection = idle or await self._connect(url)
             try:
                 return await connection.ask(head, body, limits, is_head=method == "HEAD")
-            except NoAnswerError:  # the engine may close an idle connection meanwhile
+            except NoAnswerError:  # an engine may close idle connections
                 if idle is None or method not in _MAY_BE_REPEATED:
                     raise
 

@@ -86,7 +86,7 @@ class EngineWatch:
         while True:
             try:
                 found = [url for source in self._sources for url in await source.urls()]
-            except Exception:  # one failure must not end the task
+            except Exception:  # the task must not end
                 logger.exception("the engines could not be discovered")
             else:
                 self._change([*self._config.engines, *found])
@@ -116,7 +116,7 @@ class EngineWatch:
                     self._launcher.silent(engine.url, num_silent)
                 elif isinstance(error, TimeoutError):
                     continue  # its requests wait
-            except Exception:  # one failure must not end the task
+            except Exception:  # the task must not end
                 logger.exception("%s could not be checked", engine.url)
             await self._pause(engine)
         del self._wake[engine]
@@ -130,7 +130,7 @@ class EngineWatch:
         self._pool.lost(engine)
 
     async def _record_health(self, engine: EngineHandle, *, is_ready: bool) -> None:
-        """Update an engine that answered. Raises `TimeoutError`."""
+        """Raises `TimeoutError`."""
         if is_ready and (engine.models is None or engine.role != "both"):  # port and KV may change at a restart
             await self._read_role(engine)
         if is_ready and engine.models is None:

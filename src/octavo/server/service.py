@@ -1,4 +1,4 @@
-"""The state that the routes share."""
+"""A server's state."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-MAX_FAILED_STARTS = 5  # engine processes in a row that ended before they were ready
-_NO_NAMES = ("tgi", "dummy")  # clients of TGI send these names, because TGI has only one model
-_ENGINE_GRACE_S = 1.0  # time in which the engine should end aborted requests itself
-_BODIES = 16  # of the largest size, at the same time
+MAX_FAILED_STARTS = 5  # that ended before they were ready, in a row
+_NO_NAMES = ("tgi", "dummy")  # sent by TGI's clients, because TGI has only one model
+_ENGINE_GRACE_S = 1.0  # for the engine to end aborted requests
+_BODIES = 16  # of the largest size, simultaneously
 
 
 @dataclass(slots=True)
 class _Open:
-    """An open request. cut_off: the error to raise if it is aborted."""
+    """cut_off: the error to raise if the request is aborted."""
 
     tenant: Tenant
     cut_off: OctavoError | None = None
@@ -68,8 +68,8 @@ class _Open:
 class Service(HttpService):
     """One engine with its served names, keys, limits and open requests. Used on one event loop only.
 
-    settings: the settings that GET /server_info shows, without secrets. Raises `ConfigError` if the file of keys cannot
-    be used, or if packages for a requested feature are missing.
+    settings: for GET /server_info, without secrets. Raises `ConfigError` if the file of keys cannot be used, or if
+    packages for a requested feature are missing.
     """
 
     config: ServerConfig
@@ -96,12 +96,12 @@ class Service(HttpService):
 
     @property
     def is_dead(self) -> bool:
-        """The engine has ended for good."""
+        """Ended for good."""
         return self.engine.is_dead
 
     @property
     def model_info(self) -> ModelInfo:
-        """The description of the model."""
+        """Of the model."""
         return self.engine.input_processor.model_info
 
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
@@ -122,7 +122,7 @@ class Service(HttpService):
             raise EngineDeadError("dead", retry_after_s=self.engine.client.retry_after_s)
 
     def check_engine(self) -> None:
-        """Raise `EngineDeadError` or `EngineRestartingError` if the engine is dead, hangs or is restarting."""
+        """Raise `EngineDeadError` or `EngineRestartingError` unless the engine works."""
         self.check_alive()
         if not self.engine.is_alive:
             raise EngineRestartingError("not ready", retry_after_s=self.engine.client.retry_after_s)
@@ -131,7 +131,7 @@ class Service(HttpService):
         gone = [name for name, opened in self._open.items() if self.present(opened.tenant) is None]
         self._cut_off(gone, key_removed)
         ending = asyncio.get_running_loop().create_task(self._end(gone))
-        self._endings.add(ending)  # the event loop keeps no strong reference to a task
+        self._endings.add(ending)  # the event loop keeps no strong reference
         ending.add_done_callback(self._endings.discard)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
@@ -159,7 +159,7 @@ class Service(HttpService):
         return await unless_disconnected(http_request, reading)
 
     async def _read_prompt(self, job: Job, index: int) -> Any:
-        """Tokenize a text and charge the tokens to the tenant."""
+        """Charge the tokens of a text to the tenant."""
         prompt = job.prompts[index]
         if not isinstance(prompt, str):
             return prompt
@@ -202,13 +202,13 @@ class Service(HttpService):
             num_waiting = num_tokens
             if "prompt" not in prompt:
                 place.charge(num_tokens)
-            if opened.cut_off is not None:  # before the engine received the request
+            if opened.cut_off is not None:  # before it began
                 raise opened.cut_off
 
         with client_field_names(job.client_names):
             self._check_may_begin(tenant)
             prompt = await self._read_prompt(job, index)
-            self._check_may_begin(tenant)  # again: reading may take long
+            self._check_may_begin(tenant)  # reading may take long
             options = self._options(job)
             opened = self._open[request_id] = _Open(tenant)
             try:
@@ -243,7 +243,7 @@ class Service(HttpService):
 
     @staticmethod
     def _options(job: Job) -> RequestOptions:
-        """Return a job's options with the remaining time. Raises `DeadlineError` if none remains."""
+        """Set the remaining time. Raises `DeadlineError` if none remains."""
         tenant, timeout_s = job.place.tenant, job.deadline - asyncio.get_running_loop().time()
         if timeout_s <= 0:
             raise DeadlineError(ErrorCode.DEADLINE_PASSED.text)
@@ -266,7 +266,7 @@ class Service(HttpService):
         await self._end(still_open)
 
     def _cut_off(self, open_ids: list[str], why: Callable[[], OctavoError]) -> None:
-        """Set the error of open requests that will be aborted, unless they have one."""
+        """Set the errors of requests that will be aborted, unless they have one."""
         for request_id in open_ids:
             opened = self._open[request_id]
             opened.cut_off = opened.cut_off or why()

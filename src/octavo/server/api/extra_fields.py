@@ -1,4 +1,4 @@
-"""Tables of the fields that clients of other servers send."""
+"""Fields of other servers' clients."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_MAX_NAMED = 100  # unknown fields that are logged; clients choose the names
+_MAX_NAMED = 100  # clients choose the names
 _MAX_NAME_CHARS = 40
-_MAX_LOOKED_AT = 1000  # fields of a request; the event loop waits meanwhile
+_MAX_LOOKED_AT = 1000  # the event loop waits meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class As:
 
 
 class Off(tuple[Any, ...]):
-    """An unsupported field: it would change the answer unless it is null or has one of these values."""
+    """A field that would change the answer unless it is null or has one of these values."""
 
     __slots__ = ()
 
@@ -42,12 +42,12 @@ class Off(tuple[Any, ...]):
 
 
 class OffPrompt(Off):
-    """An `Off` field that changes the prompt."""
+    """It changes prompts."""
 
     __slots__ = ()
 
 
-Table = dict[str, As | Off | str]  # a string says why the field changes nothing
+Table = dict[str, As | Off | str]  # a string: why the field changes nothing
 
 _WHO = "identifies the client: this server uses the API key"
 _CACHE = "hint for a prompt cache: this server caches every prefix, and no token depends on it"
@@ -62,12 +62,12 @@ _LOADED = "time to keep a model loaded: it always stays loaded"
 
 
 def each(value: T, *names: str) -> dict[str, T]:
-    """Return a table with one entry for all names."""
+    """Repeat an entry."""
     return dict.fromkeys(names, value)
 
 
 def _of(switch: str, *names: str) -> Table:
-    """Return a table of fields that need the field `switch`, which is refused."""
+    """These need `switch`, which is refused."""
     return each(f"belongs to {switch}, which is refused unless it is off", *names)
 
 
@@ -130,7 +130,7 @@ LLAMA_CPP: Table = {
     "backend_sampling": "chooses the device that samples tokens",
     "sse_ping_interval": "interval of comments in a silent stream: an option of the server sets it",
 }
-# llama.cpp's penalties may cover only the last tokens; octavo's cover all.
+# llama.cpp's penalties may cover only the last tokens.
 PENALTY_RANGE: dict[str, Off] = {"repeat_last_n": Off(-1), "penalize_nl": Off(True)}
 SGLANG: Table = {
     "ebnf": As("structured_outputs.grammar"),
@@ -170,7 +170,7 @@ OLLAMA: Table = {
     **each(_LOADED, "keep_alive"),
     "num_ctx": "context length: --max-model-len sets it",
 }
-# Fields of gateways, LM Studio, mlx-lm and DashScope.
+# Gateways, LM Studio, mlx-lm and DashScope.
 GATEWAYS: Table = {
     "enable_thinking": As("chat_template_kwargs.enable_thinking"),
     **each(Off(), "adapters", "repetition_context_size"),
@@ -218,7 +218,7 @@ def _joined(kind: type[Any], *tables: Mapping[str, Any]) -> dict[str, Any]:
 
 ALIASES: dict[str, As] = _joined(As, *_OTHERS)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = _joined(Off, *_OTHERS)
-# vLLM's fields that most routes do not support.
+# vLLM's, on few routes.
 _TOKEN_FIELDS = {
     **each(Off(False), "return_token_ids", "return_tokens_as_token_ids"),
     "truncate_prompt_tokens": OffPrompt(),
@@ -232,14 +232,14 @@ UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **{name: Off(*value.nothing) for name, value in ALIASES.items()},
 }
 HARMLESS: dict[str, str] = _joined(str, OPENAI, *_OTHERS)
-# Fields that routes without a generated answer refuse and ignore.
+# Refused and ignored without an answer.
 OF_PROMPTS: dict[str, tuple[Any, ...]] = _joined(OffPrompt, UNSUPPORTED_OR_ALIAS)
 OF_ANSWERS = HARMLESS.keys() | (UNSUPPORTED_OR_ALIAS.keys() - OF_PROMPTS.keys())
 ANTHROPIC_HARMLESS: dict[str, str] = _joined(str, ANTHROPIC)
 
 
 class ExtraFields:
-    """Checks fields that a route does not declare."""
+    """Checks undeclared fields."""
 
     def __init__(self) -> None:
         self._named: set[str] = set()
@@ -273,14 +273,14 @@ class ExtraFields:
             logger.log(level, "unknown fields of a request are ignored: %r%s", ", ".join(new), last)
 
     def warn_once(self, name: str, message: str) -> None:
-        """Log a warning about a field once."""
+        """Log a warning once."""
         if name not in self._named and len(self._named) < _MAX_NAMED:
             self._named.add(name)
             logger.warning(message)
 
 
 def refuse(given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `RequestError` for the first unsupported field that would change the answer."""
+    """Raise `RequestError` for the first unsupported field."""
     for name, neutral in unsupported.items():
         value = given.get(name)
         if value is not None and not any(value == each for each in neutral):

@@ -24,7 +24,7 @@ Tools = Annotated[list[T], Field(max_length=MAX_TOOLS)]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Shows `kind` in the OpenAPI document instead of the type that pydantic checks."""
+    """Shows `kind` in the OpenAPI document instead of the checked type."""
 
     kind: Any
 
@@ -33,7 +33,7 @@ class Shown:
 
 
 def within(name: str, *more: int) -> Shown:
-    """Show the limits of the field `name` of `SamplingParams`. more: allowed numbers outside the limits."""
+    """Show the limits of the field `name` of `SamplingParams`. more: further numbers."""
     limits = LIMITS[name]
     low = Field(gt=limits.low) if limits.is_open else Field(ge=limits.low)
     number = Annotated[int if limits.is_whole else float, low, Field(le=limits.high)]  # type: ignore[valid-type]
@@ -47,7 +47,7 @@ StopText = Annotated[str, Field(max_length=MAX_STOP_STRING_CHARS)]
 StopTexts = Annotated[list[Annotated[StopText, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)]
 LogitBias = Annotated[
     dict[str, float],
-    BeforeValidator(lambda given: {} if given == [] else given),  # llama.cpp writes an empty bias as []
+    BeforeValidator(lambda given: {} if given == [] else given),  # llama.cpp's empty bias
     WithJsonSchema({
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},

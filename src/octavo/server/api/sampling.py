@@ -1,4 +1,4 @@
-"""Converts a request's fields to `SamplingParams`."""
+"""Makes `SamplingParams` of fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.server.api.openai.requests import SamplingFields
 
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
-_SCHEMA_KEYS = ("schema", "value")  # in a json_object: llama.cpp's and huggingface_hub's
+_SCHEMA_KEYS = ("schema", "value")  # llama.cpp's and huggingface_hub's
 _ANY_SEED = -1  # in vLLM, llama.cpp and Ollama
 _NAMES = [field.name for field in fields(SamplingParams)]
 
@@ -34,7 +34,7 @@ def sampling_params(request: BaseModel, defaults: SamplingParams, **given: Any) 
 
 
 def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
-    """Read OpenAI's response_format or vLLM's structured_outputs."""
+    """Read response_format or structured_outputs."""
     wanted, fields = read_response_format(request.response_format), request.structured_outputs
     if fields is None:
         return wanted
@@ -47,7 +47,7 @@ def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
 
 
 def token_limit(given: int | None, default: int | None) -> int | None:
-    """Return the maximum number of tokens of an answer; None if only the context limits it.
+    """Return the maximum number of tokens; None if only the context limits it.
 
     given: -1 means no limit, None means `default`.
     """
@@ -57,7 +57,7 @@ def token_limit(given: int | None, default: int | None) -> int | None:
 
 
 def read_response_format(given: Any, parameter: str = "response_format") -> StructuredOutputsParams | None:
-    """Read OpenAI's response_format; None for plain text."""
+    """None: plain text."""
     if given is not None and not isinstance(given, dict):
         raise RequestError(f"{parameter} must be an object with a type", parameter=parameter)
     if given is None or given.get("type") == "text":
@@ -83,7 +83,7 @@ def read_response_format(given: Any, parameter: str = "response_format") -> Stru
 
 
 def read_logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
-    """Convert keys to token ids."""
+    """Convert the keys."""
     if not biases:
         return None
     for key in biases:

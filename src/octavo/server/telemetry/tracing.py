@@ -44,14 +44,14 @@ class Tracing:
     ) -> None:
         """Make the spans of a request that has ended.
 
-        reason: why the request was refused or cut off, or None. details: the fields of its audit line. A request
-        without the field "usage" was not admitted and gets no span.
+        reason: why the request was refused or cut off, or None. details: the fields of its audit line. Without the
+        field "usage" it was not admitted and gets no span.
         """
         usage: UsageCounter | None = details.get("usage")
         if usage is None:
             return
         end = time.time_ns()
-        shift = end - time.monotonic_ns()  # from the engine's clock to wall-clock time, in ns
+        shift = end - time.monotonic_ns()  # from the engine's clock to wall-clock time
         headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"] if name in _CONTEXT
         }
@@ -73,7 +73,7 @@ class Tracing:
         span.end(end)
 
     def close(self) -> None:
-        """Send the remaining spans, for at most `_FLUSH_S` seconds, and shut down."""
+        """Send the remaining spans, for at most `_FLUSH_S`."""
         self._provider.force_flush(round(1000 * _FLUSH_S))
         self._provider.shutdown()
 

@@ -87,10 +87,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
-    """Return the sampling parameters.
-
-    The newer field max_completion_tokens replaces max_tokens. Without both, the checkpoint's limit applies.
-    """
+    """max_completion_tokens replaces max_tokens. Without both, the checkpoint's limit applies."""
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
     given, names = request.max_tokens, {"logprobs": "top_logprobs"}
@@ -107,7 +104,7 @@ def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_ma
 
 
 class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
-    """Converts outputs to chat completions."""
+    """Writes chat completions."""
 
     def __init__(self, service: Service, request: ChatCompletionRequest, job: Job, form: AnswerForm) -> None:
         super().__init__(job)
@@ -189,7 +186,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
 
 
 class _Answer:
-    """The state of one choice."""
+    """One choice's state."""
 
     def __init__(self, form: AnswerForm, reasoning_field: str | None) -> None:
         self.reader = AnswerReader(form)
@@ -198,7 +195,7 @@ class _Answer:
         self._has_calls = False
 
     def message(self, completion: CompletionOutput) -> ChatMessage:
-        """Return a whole message."""
+        """Return a message."""
         delta = self._delta(completion)
         message = ChatMessage(delta.content or (None if delta.tool_calls else ""))
         message.reasoning_content, message.tool_calls = delta.reasoning_content, delta.tool_calls
@@ -209,7 +206,7 @@ class _Answer:
         return self._named(message)
 
     def grow(self, completion: CompletionOutput) -> ChatDelta | None:
-        """Return the next delta, if not empty."""
+        """Return a delta."""
         delta = self._delta(completion)
         return None if delta == ChatDelta() else self._named(delta)
 

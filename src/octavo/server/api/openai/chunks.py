@@ -1,4 +1,4 @@
-"""Shared code of chat completions and completions."""
+"""Shared code for completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Chunk = TypeVar("Chunk", bound=msgspec.Struct)
 
 
 def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]:
-    """Return the fields of a request's `Job`, except prompts and parameters."""
+    """Return a `Job`'s fields, except prompts and parameters."""
     options = request.stream_options
     return {
         "stream": bool(request.stream),
@@ -36,7 +36,7 @@ def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]
 
 
 class OpenAIReply(Generic[Choice, Chunk]):
-    """Base of replies that are streamed as chunks."""
+    """Base of streamed replies."""
 
     _done = b"data: [DONE]\n\n"
 
@@ -44,7 +44,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
         self._job = job
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the chunks of an update. usage: the token counts so far, for each chunk, or None.
+        """Return the chunks of an update. usage: counts for each chunk, or None.
 
         The finish reason comes after all text, so a client may stop reading there.
         """
@@ -61,11 +61,11 @@ class OpenAIReply(Generic[Choice, Chunk]):
         return event(self._event([], self._counted(usage))) + self._done if self._job.include_usage else self._done
 
     def error(self, error: HttpError) -> bytes:
-        """Return an error and the end of the stream."""
+        """End a failed stream."""
         return OPENAI.event(error)
 
     def _grown(self, update: ChoiceUpdate) -> Choice | None:
-        """Return the next piece of a choice, or None."""
+        """Return a piece."""
         raise NotImplementedError
 
     def _ended(self, update: ChoiceUpdate) -> Choice:
@@ -75,8 +75,8 @@ class OpenAIReply(Generic[Choice, Chunk]):
         raise NotImplementedError
 
     def _begin(self, event: Chunk, update: ChoiceUpdate) -> None:
-        """Add the fields of a choice's first chunk."""
+        """Complete a first chunk."""
 
     def _counted(self, usage: Usage) -> Usage:
-        """Add details to the token counts."""
+        """Add details."""
         return usage

@@ -73,7 +73,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
             deadline=http_request.state.deadline,
             **openai_options(request, "prompt"),
         )
-        if request.prompt_logprobs is None:  # only an echo sets them
+        if request.prompt_logprobs is None:  # only an echo sets it
             job.client_names["prompt_logprobs"] = job.client_names.get("logprobs", "logprobs")
         return await answer(service, http_request, job, CompletionReply(job, echo, request))
 
@@ -91,10 +91,7 @@ async def truncated(
 
 
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters.
-
-    An echo with logprobs also needs the prompt's log probabilities. An echo with max_tokens 0 only scores the prompt.
-    """
+    """An echo with logprobs also needs the prompt's log probabilities; with max_tokens 0 it only scores the prompt."""
     if request.best_of not in (None, request.n or 1):
         raise RequestError(f"best_of must equal n ({request.n or 1}) or be left out", parameter="best_of")
     max_tokens = token_limit(request.max_tokens, defaults.max_tokens)
@@ -129,9 +126,9 @@ def _is_token_ids(items: list[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The echo of prompts, computed once for all choices of a prompt.
+    """The echo of prompts, computed once for all choices.
 
-    is_wanted: the client requests it. is_alone: the answer is only the echo.
+    is_alone: the answer is only the echo.
     """
 
     is_wanted: bool
@@ -142,7 +139,7 @@ class Echo:
     places: dict[str, list[TokenPlace]] = field(default_factory=dict)
 
     def prompt_text(self, output: RequestOutput) -> str:
-        """Return the prompt's text to echo, or ""."""
+        """Return text to echo."""
         if not self.is_wanted:
             return ""
         if output.prompt is not None:
@@ -153,7 +150,7 @@ class Echo:
         return self.texts[output.request_id]
 
     def prompt_places(self, output: RequestOutput) -> list[TokenPlace]:
-        """Return the prompt's places."""
+        """Find the prompt's tokens."""
         if output.request_id not in self.places:
             tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
             if output.prompt is not None:
@@ -171,7 +168,7 @@ class Echo:
 
 
 class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
-    """Converts outputs to completions."""
+    """Writes completions."""
 
     def __init__(self, job: Job, echo: Echo, request: CompletionRequest) -> None:
         super().__init__(job)

@@ -16,7 +16,7 @@ from octavo.runtime.ids import new_id
 from octavo.sampling_params import SamplingParams
 from octavo.server.answers.answering import answer_complete
 from octavo.server.answers.jobs import Job
-from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
+from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads it
 from octavo.server.api.extra_fields import OF_ANSWERS, OF_PROMPTS, UNSUPPORTED, Off, each
 from octavo.server.api.openai.completions import read_prompts, truncated
 from octavo.server.api.openai.requests import Body, Priority, TruncationFields
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 MAX_INPUTS = 2048  # as in OpenAI's API
-# Fields of vLLM, llama.cpp, TEI and gateways.
+# Of vLLM, llama.cpp, TEI and gateways.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in OF_PROMPTS.items() if name not in TruncationFields.model_fields},
     **{name: UNSUPPORTED[name] for name in ("adapter_id", "adapters", "lora", "lora_path")},
@@ -65,7 +65,7 @@ class EmbeddingRequest(Body, TruncationFields):
     cache_salt: CacheSalt | None = None
 
     def check(self, max_model_len: int) -> None:
-        """Raise `RequestError` for an invalid truncate_prompt_tokens."""
+        """Raise `RequestError`."""
         self.check_truncation()
         if (self.truncate_prompt_tokens or 0) > max_model_len:
             message = f"truncate_prompt_tokens must be at most {max_model_len}, this model's maximum context length"
@@ -150,7 +150,7 @@ async def embed_prompts(
 
 
 class EmbeddingReply:
-    """Converts outputs to embeddings."""
+    """Writes embeddings."""
 
     def __init__(self, request: EmbeddingRequest, job: Job) -> None:
         self._job = job

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from octavo.server.answers.usage import (  # noqa: TC001 - msgspec reads the types of fields
+from octavo.server.answers.usage import (  # noqa: TC001 - msgspec reads it
     CompletionTokensDetails,
     Receipt,
     Usage,

@@ -1,4 +1,4 @@
-"""Requests: OpenAI's fields and vLLM's. None means "the default"."""
+"""OpenAI's requests, with vLLM's fields. None means "the default"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from octavo.server.api.extra_fields import ExtraFields
 
-# The check of a list stops at the first bad element: millions of them must not become millions of errors.
+# The check stops at the first bad element: millions of them must not become millions of errors.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -111,7 +111,7 @@ class TruncationFields(BaseModel):
     truncation_side: Literal["left", "right"] | None = None
 
     def check_truncation(self) -> None:
-        """Raise `RequestError` unless the number of tokens is at least 1 or -1."""
+        """Raise `RequestError`."""
         num_kept = self.truncate_prompt_tokens
         if num_kept is not None and num_kept != -1 and num_kept < 1:
             message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
@@ -150,7 +150,7 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
         self.check_truncation()
 
     def _check_penalties(self) -> None:
-        """Refuse penalties that cover only the last tokens: octavo's cover all."""
+        """Refuse penalties that cover only the last tokens."""
         if self.repeat_penalty not in (None, 1) and self.repeat_last_n != -1:
             message = "repeat_penalty needs repeat_last_n: -1, because penalties cover all tokens"
             raise RequestError(message, parameter="repeat_penalty")
@@ -218,7 +218,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     }
 
     def settle(self, extra_fields: ExtraFields) -> None:
-        """Check the fields. n_probs also sets logprobs, because top_logprobs needs it."""
+        """n_probs also sets logprobs, because top_logprobs needs it."""
         super().settle(extra_fields)
         if self.n_probs:
             self.logprobs = True

@@ -1,4 +1,4 @@
-"""The dashboard's table of the KV cache's tiers."""
+"""KV cache tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state that the dashboard shows."""
+"""The dashboard's state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from octavo.data.snapshot import BlockMap, Snapshot
 
 HISTORY_S = 600
-_RECENT_S = 10  # that current percentiles cover
+_RECENT_S = 10  # for current percentiles
 _MOST_OPEN_STEPS = 2
 _NUM_STEPS = 240
 _NUM_ENDED = 200
@@ -70,12 +70,12 @@ class Second:
     percentiles: tuple[float | None, ...] = ()
 
     def settle(self) -> None:
-        """Replace `ttft` and `itl` by their percentiles."""
+        """Replace by percentiles."""
         if self.ttft is not None:
             self.percentiles, self.ttft, self.itl = self._percentiles(), None, None
 
     def row(self, second: int) -> list[float | None]:
-        """Return the chart's row."""
+        """Return chart data."""
         times, moved = self._percentiles(), (self.loaded_bytes, self.saved_bytes)
         return [second, self.prefill, self.generated, self.running, self.waiting, round(self.usage, 4), *times, *moved]
 
@@ -100,7 +100,7 @@ class Step:
     drafts: list[tuple[int, int, int]]
 
     def row(self) -> list[Any]:
-        """Return the page's row."""
+        """Return page data."""
         return [self.number, round(self.start, 4), round(self.seconds, 5), self.parts, self.drafts]
 
 
@@ -123,7 +123,7 @@ class Shown:
     ended: float | None = None
 
     def row(self, now: float) -> dict[str, Any]:
-        """Return the page's row, in seconds."""
+        """Durations in seconds."""
         return {
             "number": self.number,
             "id": self.request_id,
@@ -143,7 +143,7 @@ class LiveView:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.epoch = 0  # grows when all state is dropped
+        self.epoch = 0  # grows if state is dropped
         self._forget()
 
     def _forget(self) -> None:
@@ -166,7 +166,7 @@ class LiveView:
         self._draft_stats = DraftStats()
 
     def take(self, snapshot: Snapshot) -> None:
-        """Update the state from a snapshot. If the snapshot `is_first`, drop all earlier state before."""
+        """Update the state. If the snapshot `is_first`, drop all earlier state before."""
         if snapshot.is_first:
             self._forget()
         self.revision += 1
@@ -182,15 +182,15 @@ class LiveView:
     # --- reading ---
 
     def numbers(self) -> dict[str, int]:
-        """Return request id -> number."""
+        """By request id."""
         return {name: shown.number for name, shown in self._shown.items()}
 
     def names_since(self, number: int) -> list[tuple[int, str]]:
-        """Return (number, request id) of each request with a higher number."""
+        """Return (number, request id) above a number."""
         return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
 
     def live_numbers(self) -> list[int]:
-        """Return the numbers of requests that have begun and not ended."""
+        """Begun, not ended."""
         return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
 
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
@@ -214,12 +214,12 @@ class LiveView:
             self._seconds[second] = Second(0, 0, 0, self.num_running, self.num_waiting, usage)
 
     def steps_since(self, number: int) -> list[Step]:
-        """Return the kept steps after the first `number` steps that the view saw."""
+        """Skip `number` seen steps."""
         first = self.num_steps - len(self.steps)
         return list(islice(self.steps, max(number - first, 0), None))
 
     def moment(self) -> dict[str, Any]:
-        """Return the figures of the last seconds. All viewers share one computation."""
+        """Return the last seconds' figures, computed once."""
         now = int(self.clock())
         if self._moment[0] != (now, self.revision):
             self._moment = ((now, self.revision), self._make_moment(now))
@@ -261,7 +261,7 @@ class LiveView:
         return round(1 - (states.count(BlockState.FREE) + states.count(BlockState.CACHED)) / len(states), 4)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return rows of live requests, then of recently ended ones."""
+        """Return live requests, then ended ones."""
         now = self.clock()
         live = [shown for shown in self._shown.values() if shown.ended is None]
         live.sort(key=lambda shown: (_LIVE_ORDER[shown.state], shown.number))
@@ -313,7 +313,7 @@ class LiveView:
                 self._second(event.time).loaded_bytes += sum(move.num_bytes for move in event.moves)
             case events.RequestEvent():
                 shown = self._shown.get(event.request_id)
-                if shown is not None:  # else the request began before the first snapshot
+                if shown is not None:  # else it began before the first snapshot
                     self._follow_one(shown, event)
 
     def _follow_one(self, shown: Shown, event: events.RequestEvent) -> None:
@@ -353,7 +353,7 @@ class LiveView:
             shown.num_left -= count
             parts.append((shown.number, count, is_prompt))
         self._open_steps[event.step] = event, parts
-        if len(self._open_steps) > _MOST_OPEN_STEPS:  # the end of the oldest step was missed
+        if len(self._open_steps) > _MOST_OPEN_STEPS:  # its end was missed
             del self._open_steps[min(self._open_steps)]
         self.num_running, self.num_waiting = event.num_running, event.num_waiting
         second = self._second(event.time)
@@ -361,7 +361,7 @@ class LiveView:
         second.running, second.waiting, second.usage = event.num_running, event.num_waiting, event.kv_cache_usage
 
     def _close_step(self, end: events.StepCompleted | events.StepFailed) -> None:
-        """Record a step that has ended. If it was scheduled ahead, it began when the previous step ended."""
+        """A step that was scheduled ahead began when the previous step ended."""
         opened = self._open_steps.pop(end.step, None)
         if opened is not None:
             event, parts = opened
@@ -385,7 +385,7 @@ class LiveView:
             else:
                 itl.add(now - shown.last_token)
             shown.last_token = now
-            if shown.ended is None:  # after the end, num_generated is the total
+            if shown.ended is None:  # the total is known
                 shown.num_generated += count
                 if shown.state == PROMPT:
                     self._move(shown, GENERATING)
@@ -401,7 +401,7 @@ class LiveView:
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """Return the smallest of `values` that at least a `share` (0 to 1) of them do not exceed; None without values."""
+    """Return the smallest of `values` that at least a `share` (0 to 1) of them do not exceed."""
     if not values:
         return None
     return round(sorted(values)[max(ceil(share * len(values)) - 1, 0)], 5)
