@@ -31,9 +31,9 @@ class Api:
     last event; None if that event has a field of `_LastToken`. statuses: maps HTTP statuses to this API's, where they
     differ. any_type: programs may send any Content-Type. lines: events are lines of JSON.
 
-    For the router, which does not parse completely: prompt: its fields, in order. limits: fields that limit the
-    answer's tokens; `a.b` is field b of object a. counted: the field at which the token counts begin. prompt_counts,
-    answer_counts: names of the counts.
+    For the router: prompt: the prompt's fields, in order. limits: fields that limit the answer's tokens; `a.b` is field
+    b of object a. counted: the field at which the token counts begin. prompt_counts, answer_counts: names of the
+    counts.
     """
 
     name: str

@@ -24,7 +24,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 class ApiKeyMiddleware:
     """Requires a valid API key, except for health checks. Sets `request.state.tenant`.
 
-    keyring: returns the valid keys; None: no key is required.
+    keyring: returns None if no key is required.
     """
 
     def __init__(self, app: ASGIApp, keyring: Callable[[], Keyring | None]) -> None:

@@ -123,7 +123,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._parse(data)
         if not (self._is_in_body or self._made_progress or self.transport.is_closing()):
             if not self._num_header_bytes and self._timer is not None and self.cycle is not None:
-                self._wait(self._header_timeout_s)  # first bytes of headers
+                self._wait(self._header_timeout_s)  # the first bytes of headers
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self._refusal = _HEADERS_TOO_LARGE
@@ -188,7 +188,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def write_body(self, piece: bytes) -> bool:
         """Write a piece of a chunked answer; return False if its client must catch up.
 
-        Then send an empty piece by ASGI, which waits for the client. Each ASGI `send` costs a task and a call in each
+        Then send an empty piece by ASGI, which waits for the client. ASGI's `send` is slower: a task and a call in each
         middleware.
         """
         if self.transport.is_closing():  # `receive` notifies the route
@@ -203,7 +203,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._is_in_body, self._made_progress = False, True
         self._num_header_bytes = 0
-        if self._timer is not None:  # before the body did
+        if self._timer is not None:  # the answer ended before the body
             self._wait(self._keep_alive_timeout_s)
 
     def on_response_complete(self) -> None:
@@ -211,7 +211,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._answered, _ = self.pipeline[-1]
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # uvicorn's own timer
+        self._unset_keepalive_if_required()  # stop uvicorn's own timer
         if not self.transport.is_closing() and self.cycle.response_complete:  # else a pipelined one is answered
             is_begun = self._is_in_body or self._num_header_bytes
             self._wait(self._header_timeout_s if is_begun else self._keep_alive_timeout_s)
@@ -287,8 +287,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 class PacedAnswers:
     """Sends a complete answer's body in pieces, each after the client took the previous ones.
 
-    So a connection is idle, and closable, only when almost all of its answer has arrived. TLS would accept one large
-    body and hide its waiting bytes. Streams are not split, because comments are sent between events.
+    So a connection is idle, and closable, only when almost all of its answer has arrived. TLS would hide the waiting
+    bytes of one large body. Streams are not split: comments are sent between events.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -146,12 +146,12 @@ def reason_of(status: int) -> str:
     """Like bad_request, status_520."""
     try:
         return HTTPStatus(status).phrase.lower().replace(" ", "_")
-    except ValueError:  # an engine may answer with any
+    except ValueError:  # engines may answer with any status
         return f"status_{status}"
 
 
-# The first matching row counts. A client sees the error's own text only if its request caused the error: the text of a
-# server's failure may name paths or addresses.
+# The first matching row counts. A client sees the error's own text only if its request caused the error: other texts
+# may name paths or addresses.
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] = (
     (PromptTooLongError, 400, _INVALID, "context_length_exceeded", None),

@@ -47,7 +47,7 @@ class GracefulServer(uvicorn.Server):
         """Start and listen."""
         if handles_sighup():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
-            self.reload()  # SIGHUP was ignored
+            self.reload()  # an earlier SIGHUP was ignored
         await self._service.start()
         await super().startup(sockets)
 

@@ -1,4 +1,4 @@
-"""Headers for a request if one engine computes the prompt, and another one the answer.
+"""Headers for requests with different engines for prefill and decode.
 
 Both engines get the same body.
 """

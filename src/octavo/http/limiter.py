@@ -25,7 +25,7 @@ _NUM_ENDINGS = 64
 class Bucket:
     """A token bucket that fills by `per_minute` units a minute, and holds as many.
 
-    Its level may be negative: some units are counted after use.
+    Its level is negative if units are counted after use.
     """
 
     def __init__(self, per_minute: float, now: float) -> None:
@@ -217,8 +217,8 @@ class _Account:
 class Permit:
     """The place of one HTTP request: `num_streams` output streams.
 
-    is_kept: a stream releases the place, not the `with` block. is_in: one prompt got room, so further prompts wait and
-    are not refused.
+    is_kept: a stream releases it, not the `with` block. is_in: one prompt got room, so further prompts wait and are not
+    refused.
     """
 
     tenant: Tenant
@@ -294,8 +294,8 @@ class RequestLimiter:
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
         """Take places for a request that has begun, or raise.
 
-        at_least: number of streams that suffices to serve the request in parts. The request then takes a multiple,
-        within its tenant's limit and share. None: all or none.
+        at_least: streams that suffice to serve the request in parts. It then takes a multiple, within its tenant's
+        limit and share. None: all or none.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())

@@ -39,7 +39,7 @@ _INT_BYTES = 4  # of C
 _SOCKET_CLOSED = (OSError, ValueError)  # raised by asyncio and uvloop
 _BACKLOG = 2048
 _EXIT_S = 10.0  # for ending the engine
-_OWN_FILES = 256  # no connections
+_OWN_FILES = 256  # open files that are no connections
 
 
 def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
@@ -161,8 +161,7 @@ def open_door(sock: socket.socket) -> None:
 def bytes_taken(sock: socket.socket | None) -> int | None:
     """Return the number of sent bytes that have arrived, with TLS overhead; None if unknown.
 
-    Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h). TLS has buffers, so the bytes that wait here show
-    nothing.
+    Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h). TLS buffers hide the bytes that wait here.
     """
     if sys.platform == "linux" and sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):

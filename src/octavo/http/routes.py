@@ -25,8 +25,8 @@ class Route:
 
     endpoint: `module:name` below `octavo.server.api`. aliases: older paths. work: "answer": a model writes text;
     "vectors": it embeds texts; "count": texts are only read. Such requests take a place, count for their tenant, and
-    are balanced by the router. methods: the OpenAPI document shows the first one. operators: an action that needs
-    `read_metrics`, for its error. is_described: in the OpenAPI document.
+    are balanced by the router. methods: the OpenAPI document shows the first. operators: an action that needs
+    `read_metrics`, for its error.
     """
 
     path: str

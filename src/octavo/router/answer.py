@@ -44,7 +44,7 @@ class AnswerLimits:
     """Limits of an answer.
 
     first_byte_s: from the end of the request to the end of the headers. idle_s: between two pieces of the body.
-    max_bytes: of a body that is read as a whole.
+    max_bytes: of a body read as a whole.
     """
 
     first_byte_s: float
@@ -67,7 +67,7 @@ class Answer:
         self._progress_at = self._loop.time()  # the body was last taken or requested
         self._num_header_bytes = 0
         self._num_body_bytes = 0
-        self._num_framing_bytes = 0  # after the last piece
+        self._num_framing_bytes = 0  # since the last piece of the body
         self._is_begun = self.is_over = self.ends_with_connection = self._keeps_alive = False
         self._error: Exception | None = None
         self._pieces: list[bytes] = []
@@ -303,7 +303,7 @@ class Answer:
             self._refuse("its status is 204, which has no body, but its headers announce one")
         self._is_begun = True
         self._progress_at = self._loop.time()
-        self.is_over = self._is_head  # without a body, even with a length
+        self.is_over = self._is_head  # an answer to HEAD has no body
         self._keeps_alive = self._parser.should_keep_alive() and not self._is_head
         self.ends_with_connection = not (coding or length or self._is_head or self.status in _EMPTY_STATUSES)
 

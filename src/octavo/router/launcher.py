@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_LONG_S = 60.0  # a successful start
+_LONG_S = 60.0  # after it, a start was successful
 _MAX_FAILED_STARTS = 3  # in a row
 _STOP_S = 15.0
 _FROZEN_TIMES = 8  # unanswered checks in a row: half a minute by default

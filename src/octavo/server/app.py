@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def create_app(service: Service, routes: Routes = ROUTES) -> Starlette:
-    """Make the ASGI application. Configured API keys are required by all routes except /health and /ready.
+    """Make the ASGI application. If API keys are configured, all routes except /health and /ready require one.
 
-    Raises `ImportError` or `AttributeError` if the endpoint of a route does not exist.
+    Raises `ImportError` or `AttributeError` if a route's endpoint does not exist.
     """
     table = [
         _AppRoute(path, partial(_serve, service, route, find_endpoint(route)), route.methods, route.is_described)

@@ -22,9 +22,8 @@ _ROOM = "octavo.server.api"
 class Endpoint:
     """A route's handler and its description in the OpenAPI document.
 
-    handler: called with the service, the HTTP request and, unless `body` is None, the checked body. body: its type.
-    answer: type of the answer's body; None if the document shows none. is_streamed: the answer may be a stream of
-    events.
+    handler: called with the service, the HTTP request and, unless `body` is None, the checked body. answer: type of the
+    answer's body; None if the document shows none.
     """
 
     handler: Handler

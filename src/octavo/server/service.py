@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-MAX_FAILED_STARTS = 5  # that ended before they were ready, in a row
+MAX_FAILED_STARTS = 5  # in a row
 _NO_NAMES = ("tgi", "dummy")  # sent by TGI's clients, because TGI has only one model
 _ENGINE_GRACE_S = 1.0  # for the engine to end aborted requests
 _BODIES = 16  # of the largest size, simultaneously
@@ -105,7 +105,7 @@ class Service(HttpService):
         return self.engine.input_processor.model_info
 
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
-        """Return the model name to write in the answer. Raises `ModelNotFoundError` if `name` is not served.
+        """Return the model name to write in the answer. Raises `ModelNotFoundError`.
 
         None selects the first served name, and so does a name in `aliases` that is not served.
         """
@@ -135,7 +135,7 @@ class Service(HttpService):
         ending.add_done_callback(self._endings.discard)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take the places of a request's streams before any work is done for it (`RequestLimiter.enter`).
+        """Take the places of a request's streams before any work for it (`RequestLimiter.enter`).
 
         Raises `QueueFullError`, `RequestError`, or the errors of `check_ready`.
         """
@@ -183,9 +183,7 @@ class Service(HttpService):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs for one prompt of a job. Closing the generator aborts the prompt's request.
 
-        check: called with the prompt's tokens; may raise to refuse the request. unsent: called with the last output of
-        a request that failed or was cut off, which is not yielded. Raises the request's error; `AuthenticationError` if
-        its key was removed, `ServerClosingError` if the server shuts down.
+        check: called with the prompt's tokens; may raise to refuse the request. unsent, errors: see `outputs_of`.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0

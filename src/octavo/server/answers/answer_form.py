@@ -40,7 +40,7 @@ class AnswerStyle:
     """How a model writes tool calls and reasoning.
 
     tools: None if the call format is not known. reasoning_end_id: None if the end of reasoning is not one token.
-    special_ids: the marks that are special tokens. shows_tools: the chat template does.
+    special_ids: the marks that are special tokens.
     """
 
     tools: ToolFormat | None = None
@@ -85,8 +85,8 @@ class AnswerForm:
     """How one request's answers are read.
 
     in_reasoning: the prompt ends with the opening mark of the reasoning. shown_ids: special tokens that stay in the
-    text as marks for the parser. frame: the call format if its marks also enclose content, so that its parser is needed
-    without tools. is_whole: not streamed, so calls are emitted when they are complete.
+    text as marks. frame: the call format if its marks also enclose content, so that its parser is needed without tools.
+    is_whole: emit calls when they are complete.
     """
 
     toolbox: Toolbox = NO_TOOLS

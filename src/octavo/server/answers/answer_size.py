@@ -35,7 +35,7 @@ def _num_logprobs(positions: Sequence[dict[int, Logprob] | None] | None) -> int:
 class LogprobLimit:
     """Limits the log probabilities over all prompts of a request.
 
-    The constructor counts the answers, so no prompt starts if they exceed the limit.
+    No prompt starts if those of the answers exceed the limit.
     """
 
     def __init__(self, limit: int, max_model_len: int, params: SamplingParams, num_prompts: int) -> None:

@@ -102,8 +102,8 @@ def _counter(http_request: Request, job: Job) -> UsageCounter:
 class EventStreamResponse(StreamingResponse):
     """Streams events.
 
-    The end, even before the first event, aborts the job's open requests and releases its place. Keep-alive bytes are
-    sent between events, because proxies close idle connections.
+    Its end, even before the first event, aborts the job's open requests and releases its place. Proxies close idle
+    connections, so keep-alive bytes are sent.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ class LookaheadError(RequestError):
 def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
     """Return a Lark lexeme for the strings that a merged schema allows. Raises `LookaheadError`.
 
-    ending: appended to each of its regular expressions.
+    ending: a regular expression that is appended.
     """
     members = schema.get("allOf")
     parts = [schema, *(each for each in (members if isinstance(members, list) else ()) if isinstance(each, dict))]
@@ -196,7 +196,7 @@ def _expressions(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def schema_comment(function: Function) -> str:
-    """Return a comment with the schema of the parameters, if it has a `pattern`.
+    """Return a comment with the parameters' schema, if it has a `pattern`.
 
     The compiler's errors about a lexeme name no field; `octavo.structured_output.schema_faults` finds it here.
     """
@@ -205,7 +205,7 @@ def schema_comment(function: Function) -> str:
 
 
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """Return a grammar expression for the JSON of `schema`, a part of `root`, with only the definitions that it uses.
+    """Return a grammar expression for the JSON of `schema`, with the definitions in `root` that it uses.
 
     Raises `RequestError` if it is too long for any grammar.
     """

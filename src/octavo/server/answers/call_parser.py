@@ -116,9 +116,9 @@ class ToolParser:
         raise NotImplementedError
 
     def _content(self, *openers: str) -> Wait[str]:
-        """Emit content up to an opener, skip and return it; "" at the end of the answer.
+        """Emit content up to an opener, and return the opener; "" at the end of the answer.
 
-        White space before the opener is held back: it is content only if no call follows.
+        White space before it is held back: it is content only if no call follows.
         """
         while True:
             found = [(start, each) for each in openers if (start := self._text.find(each)) >= 0]
@@ -268,7 +268,7 @@ class ToolParser:
                 yield from self._recover(call, "".join(reported))
                 break
             if self._is_over:
-                self._position = len(self._text)  # with no search for calls
+                self._position = len(self._text)  # a value contains no calls
                 self._reject(call)
             yield
         self._commit()

@@ -24,9 +24,9 @@ MAX_HEAD_CHARS = 256  # between two marks, with a name, an id or both
 class SectionFormat(ToolFormat):
     """A section begins with `opens` and ends with `closes`; `between` separates two calls.
 
-    The parser does not require the white space in these marks. opener: the first mark of `opens`. call_opens: begins
-    each call. strays: begin a call outside of a section. one_each: each call has its own section. frames: marks around
-    content or before calls; the parser drops them.
+    The parser does not require the white space in these marks. opener: the first mark of `opens`. strays: begin a call
+    outside of a section. one_each: each call has its own section. frames: marks around content or before calls, which
+    the parser drops.
     """
 
     opens: ClassVar[str]

@@ -45,10 +45,9 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
     """Return a generator of the outputs of all prompts, in their order of arrival.
 
     The job's place limits how many prompts run in parallel. usage: gets the last output of a request that failed or was
-    cut off, which is not yielded; the reader adds all other outputs. Reading raises `RequestFailedError` if a request
-    failed, `ExecutionError` if a step failed, `DeadlineError` if the deadline passed, `RequestError` if a request was
-    refused or its grammar failed, `AuthenticationError` if the client's key was removed, and `ServerClosingError` if
-    the server shuts down.
+    cut off, which is not yielded; the reader adds all other outputs. Reading raises the request's error:
+    `RequestFailedError`, `ExecutionError` if a step failed, `DeadlineError`, `RequestError` if it was refused or its
+    grammar failed, `AuthenticationError` if its key was removed, or `ServerClosingError`.
     """
     with client_field_names(job.client_names):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len

@@ -45,7 +45,7 @@ class Job:
 
     model: the name in the answer. place: held until the job is answered. counts_completions: False if prompts are only
     scored or computed. deadline: in seconds of the event loop's clock. client_names: the engine's name of a parameter
-    -> the client's name. check: called with each tokenized prompt; raises `RequestError` to refuse the job.
+    -> the client's name. check: called with each tokenized prompt; may raise `RequestError`.
     """
 
     request_id: str

@@ -97,9 +97,9 @@ def find_tool_format(
 ) -> ToolFormat | None:
     """Return the format `wanted`; for "auto" the format that chat templates show, or `GenericFormat`.
 
-    written: the call of `octavo.server.answers.template_probe` as the templates write it; None if they refuse it.
-    token_name: see `ToolFormat`. If several formats have this name, return the one that the templates show, or the
-    first. Returns None for "none", and for "auto" without a chat template.
+    written: the call of `octavo.server.answers.template_probe` as the templates write it; None if they refuse it. If
+    several formats have this name, return the one that the templates show, or the first. Returns None for "none", and
+    for "auto" without a chat template.
     """
     if wanted == "none":
         return None

@@ -1,4 +1,4 @@
-"""Split an answer's text into reasoning, content and tool calls while it arrives.
+"""Split an answer into reasoning, content and tool calls while it arrives.
 
 The parts do not depend on the pieces in which the text arrives.
 """
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """How a family of models marks its reasoning.
+    """A family's marks of reasoning.
 
     is_found_by_opens: chat templates show this form by `opens`; other families' templates also contain `closes`.
     """
@@ -128,8 +128,8 @@ class PlainParser:
 class ReasoningParser:
     """Splits off the reasoning at the beginning, and drops white space around its marks.
 
-    next_parser: parses the text after it. is_open: the prompt ends with an opening mark. interrupts: other marks that
-    end the reasoning if one of their heads follows; `next_parser` gets them.
+    is_open: the prompt ends with an opening mark. interrupts: other marks that end the reasoning if one of their heads
+    follows; `next_parser` gets them.
     """
 
     def __init__(

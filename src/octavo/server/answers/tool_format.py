@@ -34,13 +34,12 @@ class Function:
 class ToolFormat:
     """One family's format of tool calls. Grammars are in llguidance's dialect of Lark.
 
-    takes_one: chat templates refuse several calls in one message, so an answer may have several only if the client asks
-    for parallel calls. frames_content: marks enclose the content as well, so the parser also reads answers without
-    tools. reads_reasoning: the parser separates the reasoning, too. reserved_names: mean no tool. needs_grammar: the
-    models write no calls without a grammar. describes_tools: the chat templates cannot show tools, so
-    `messages_with_tools` writes them as text. markers: separate calls from text; the detokenizer keeps them even if
-    they are special tokens. token_name: returns a token's name in a grammar (`<[123]>`); None if the text is not one
-    token.
+    takes_one: chat templates refuse several calls in one message, so an answer has several only if the client asks for
+    parallel calls. frames_content: marks enclose the content, too, so the parser also reads answers without tools.
+    reserved_names: mean no tool. needs_grammar: the models write no calls without a grammar. describes_tools: the chat
+    templates cannot show tools, so `messages_with_tools` writes them as text. markers: separate calls from text; the
+    detokenizer keeps them even if they are special tokens. token_name: returns a token's name in a grammar (`<[123]>`);
+    None if the text is not one token.
     """
 
     name: ClassVar[str]

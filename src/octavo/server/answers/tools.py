@@ -33,7 +33,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 class Choice:
     """A request's choice of tools. mode: auto, none or required.
 
-    named: the tool that must be called; None for any. allowed: the tools that may be called; None for all.
+    named: must be called; None for any. allowed: may be called; None for all.
     """
 
     mode: str = "auto"
@@ -46,7 +46,7 @@ class Toolbox:
     """The tools that a request may call.
 
     functions: may be called. given: all tools, as chat templates read them. is_limited: some of `given` may not be
-    called. is_required: the answer must have a call. named: see `Choice`. format: None if no tool may be called.
+    called. is_required: the answer must have a call. format: None if no tool may be called.
     """
 
     functions: tuple[Function, ...] = ()
@@ -178,8 +178,8 @@ def _lenient(function: Function) -> Function:
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
     """Name the request's field in each schema, for errors of the grammar compiler.
 
-    Raises `RequestError` if a schema is malformed, or if all are too long together: a format may repeat a part for each
-    reference to it.
+    Raises `RequestError` for a malformed schema, or if all are too long together: a format may repeat a part for each
+    reference.
     """
     marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
     num_chars = 0

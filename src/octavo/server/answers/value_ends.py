@@ -367,7 +367,7 @@ class TagEnd:
     def _broken_off(self, text: str, place: int) -> tuple[int, int]:
         written = self._written(text, place)
         if self._has_tags or not written.strip() or (self._is_text and self._is_padded and written.endswith("\n\n")):
-            raise MalformedError  # unknown line feeds
+            raise MalformedError  # which line feeds belong to the value is unknown
         if self._is_text and self._ends_in_part_of_tag(written, 1):
             raise MalformedError
         is_line = not self._is_padded and self._is_loose and text.endswith("\n", 0, place)

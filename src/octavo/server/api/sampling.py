@@ -22,7 +22,7 @@ _NAMES = [field.name for field in fields(SamplingParams)]
 def sampling_params(request: BaseModel, defaults: SamplingParams, **given: Any) -> SamplingParams:
     """Build sampling parameters from fields with the same names.
 
-    defaults: for missing and null fields. given: fields that the API names or reads differently.
+    defaults: for missing and null fields. given: differing fields.
     """
     known = type(request).model_fields
     named = {name: value for name in _NAMES if name in known and (value := getattr(request, name)) is not None}

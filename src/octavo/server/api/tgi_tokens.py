@@ -41,7 +41,7 @@ class TokenTexts:
         """Set the texts of the next tokens, except special tokens.
 
         whole: the answer's text if these are its last tokens. A stop string may end the answer within a token. The text
-        of bytes that never became a character goes to the last visible token, or is returned if no token is visible.
+        of incomplete characters goes to the last visible token, or is returned if no token is visible.
         """
         visible = None
         for token in tokens:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Truncation:
     """How to truncate a prompt.
 
-    num_tokens: None keeps all. from_left: True keeps the last tokens, False the first.
+    num_tokens: None keeps all. from_left: keep the last tokens.
     """
 
     num_tokens: int | None = None
@@ -33,7 +33,7 @@ class Truncation:
         if self.num_tokens is None:
             return prompt
         if isinstance(prompt, str):
-            return {"prompt": None, "prompt_token_ids": self.encode(prompt, inputs)}  # they are charged
+            return {"prompt": None, "prompt_token_ids": self.encode(prompt, inputs)}  # "prompt": already charged
         token_ids = prompt["prompt_token_ids"]
         kept = token_ids[-self.num_tokens :] if self.from_left else token_ids[: self.num_tokens]
         return {**prompt, "prompt_token_ids": kept}

@@ -44,8 +44,8 @@ class Tracing:
     ) -> None:
         """Make the spans of a request that has ended.
 
-        reason: why the request was refused or cut off, or None. details: the fields of its audit line. Without the
-        field "usage" it was not admitted and gets no span.
+        reason: why it was refused or cut off, or None. details: the fields of its audit line. Without the field "usage"
+        it was not admitted and gets no span.
         """
         usage: UsageCounter | None = details.get("usage")
         if usage is None:

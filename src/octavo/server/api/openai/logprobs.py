@@ -110,8 +110,8 @@ def completion_logprobs(
 ) -> replies.CompletionLogprobs:
     """Convert the log probabilities of a completion choice.
 
-    positions: None for the first token of an echoed prompt. The prompt's other positions are `TokenLogprobs`: making
-    objects for up to 40,000 alternatives would take too long.
+    positions: None for the first token of an echoed prompt. Its other positions are `TokenLogprobs`: making objects for
+    up to 40,000 alternatives would take too long.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: piece_text(piece(token_id)))

@@ -102,7 +102,7 @@ class ResponsesRequest(SamplingControls):
     parallel_tool_calls: bool | None = None
     reasoning: Annotated[dict[str, Any], Shown(types.Reasoning)] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None  # padding, which is never sent
+    stream_options: dict[str, Any] | None = None  # only about padding
     text: Annotated[dict[str, Any], Shown(types.TextConfig)] | None = None
     tool_choice: Annotated[Any, Shown(types.ResponsesChoice | None)] = None
     tools: Annotated[list[Any], Shown(types.Tools[types.ResponsesTool])] | None = None

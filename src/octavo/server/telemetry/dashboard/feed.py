@@ -56,10 +56,10 @@ class Dashboard:
             self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)
 
     async def frames(self, tenant: Tenant) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events: first a `hello`, then a `frame` a few times a second, and finally a `bye`.
+        """Yield server-sent events: a `hello`, then a `frame` a few times a second, and finally a `bye`.
 
-        The stream ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. A frame is
-        made only after the previous frame was sent, so frames do not accumulate for a slow viewer.
+        The stream ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. Frames do
+        not accumulate for a slow viewer: each is made after the previous one was sent.
         """
         cursor = Cursor(await self._open())
         yield _event("hello", self._hello())

@@ -53,8 +53,8 @@ class Times:
 class Second:
     """The figures of one second of the engine's clock.
 
-    prefill, generated: numbers of tokens. running, waiting, usage: as of the second's last step. loaded_bytes,
-    saved_bytes: KV moved from and to other tiers. ttft, itl: time to first token, inter-token latency.
+    prefill, generated: tokens. running, waiting, usage: as of the second's last step. loaded_bytes, saved_bytes: KV
+    moved from and to other tiers. ttft, itl: time to first token, inter-token latency.
     """
 
     revision: int
@@ -385,7 +385,7 @@ class LiveView:
             else:
                 itl.add(now - shown.last_token)
             shown.last_token = now
-            if shown.ended is None:  # the total is known
+            if shown.ended is None:  # else num_generated is the total
                 shown.num_generated += count
                 if shown.state == PROMPT:
                     self._move(shown, GENERATING)
