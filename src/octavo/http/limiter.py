@@ -25,7 +25,7 @@ _NUM_ENDINGS = 64
 class Bucket:
     """A token bucket that fills by `per_minute` units a minute, and holds as many.
 
-    Its level is negative if units are counted after use.
+    Its level may be negative: some units are counted after use.
     """
 
     def __init__(self, per_minute: float, now: float) -> None:
@@ -134,7 +134,7 @@ class WaitingLine:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._waiters: dict[str, deque[_Waiter]] = {}  # by tenant
+        self._waiters: dict[str, deque[_Waiter]] = {}
         self._num_waited = 0
 
     def take_now(self, tenant: Tenant, amount: int) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from octavo.errors import ConfigError
 from octavo.http.tenants import Keyring
 
-if sys.platform != "win32":  # absent on Windows
+if sys.platform != "win32":
     import fcntl
     import resource
     import termios
@@ -35,7 +35,7 @@ PROBE_CONNECTIONS = 32  # for health checks
 # An answer waits for its reader once as many bytes are unsent in the system and again in this process.
 MAX_UNSENT_BYTES = 16 << 10
 _TCP_INFO_BYTES = 128  # up to tcpi_bytes_acked
-_INT_BYTES = 4  # of C
+_INT_BYTES = 4
 _SOCKET_CLOSED = (OSError, ValueError)  # raised by asyncio and uvloop
 _BACKLOG = 2048
 _EXIT_S = 10.0  # for ending the engine

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-SPACING_S = 0.002  # several times the cost of one timeout and its client's next connection
+SPACING_S = 0.002  # several times the cost of a timeout
 
 
 class Timeout:
@@ -36,7 +36,7 @@ class TimeoutQueue:
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[Timeout, None] = OrderedDict()  # by expiry
+        self._waiting: OrderedDict[Timeout, None] = OrderedDict()
         self._is_pausing = False
 
     def call_later(self, seconds: float, act: Callable[[], object]) -> Timeout:

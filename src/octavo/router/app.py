@@ -52,7 +52,7 @@ def create_app(service: RouterService, routes: Routes = ROUTES) -> Starlette:
 
 
 def make_router(service: RouterService, *, max_connections: int = MAX_CONNECTIONS) -> GracefulServer:
-    """Make a server, to `run(sockets=[...])` with a socket from `bind`."""
+    """See `http_server`."""
     return http_server(create_app(service), service, max_connections=max_connections)
 
 

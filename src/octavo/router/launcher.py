@@ -146,7 +146,6 @@ class _Replica:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _run_once(self) -> int | None:
-        """Run the child; return its status, or None if it must not start."""
         with self._lock:
             if self._is_stopping.is_set():
                 return None

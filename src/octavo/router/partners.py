@@ -68,7 +68,7 @@ class Partners:
     """
 
     _pairs: defaultdict[tuple[EngineHandle, EngineHandle], _Pair] = field(default_factory=lambda: defaultdict(_Pair))
-    _unknown: dict[EngineHandle, list[_Unknown]] = field(default_factory=dict)  # by decode engine
+    _unknown: dict[EngineHandle, list[_Unknown]] = field(default_factory=dict)
 
     def may_pair(self, prefill: EngineHandle, decode: EngineHandle, now: float) -> bool:
         """Whether `prefill` may serve `decode`."""

@@ -91,7 +91,7 @@ class Service(HttpService):
         self.answer_style = AnswerStyle.find(self.config.tool_call_parser, self.config.reasoning_parser, inputs)
         logger.info("%s", self.answer_style.summary)
         self._is_ending = False
-        self._open: dict[str, _Open] = {}  # by request id
+        self._open: dict[str, _Open] = {}
         self._endings: set[asyncio.Task[None]] = set()
 
     @property
@@ -159,7 +159,6 @@ class Service(HttpService):
         return await unless_disconnected(http_request, reading)
 
     async def _read_prompt(self, job: Job, index: int) -> Any:
-        """Charge the tokens of a text to the tenant."""
         prompt = job.prompts[index]
         if not isinstance(prompt, str):
             return prompt

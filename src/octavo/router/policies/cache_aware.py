@@ -36,7 +36,7 @@ class CacheAware(RoutingPolicy):
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:
         self._balance_tokens, self._balance_ratio = balance_tokens, balance_ratio
         self._tree = PrefixTree(max_entries)
-        self._open: dict[tuple[int, EngineHandle], Expected] = {}  # by request
+        self._open: dict[tuple[int, EngineHandle], Expected] = {}
         self._work: dict[EngineHandle, float] = {}  # new tokens; old ones count less
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:

@@ -90,7 +90,6 @@ def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
 
 
 def _parts(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the merged schema, and its options if it names no type."""
     left, seen = [schema], dict[int, Any]()
     while left:
         part = left.pop(0)

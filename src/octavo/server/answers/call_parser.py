@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     """A generator that yields whenever it needs more text."""
 
 _SPACE = " \t\r\n"
-HELD_CHARS = 1024  # of streamed arguments
+HELD_CHARS = 1024
 _END_OF_TEXT = r"\Z"
 _MAX_CLOSERS = 8  # surplus brackets before a closing mark
 HALF = "\ufffd"  # an incomplete character
@@ -84,7 +84,7 @@ class ToolParser:
         self._parameters = {each.name: each.parameters for each in functions}
         self._only_one = only_one
         self._num_calls = 0
-        self._text = ""  # not yet emitted
+        self._text = ""
         self._num_reported = 0  # characters before `_text`
         self._position = 0  # in `_text`
         self._is_over = False
@@ -402,7 +402,7 @@ class ToolParser:
             if not (yield from self._peek()):
                 raise MalformedError
             if stop is not None:
-                self._position += 1  # the escaped character
+                self._position += 1
 
     def _expect(self, text: str) -> Wait[None]:
         if not (yield from self._takes_next(text)):

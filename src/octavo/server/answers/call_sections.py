@@ -179,11 +179,9 @@ class SectionParser(ToolParser):
         return True
 
     def _call_steps(self, call: Call) -> Wait[None]:
-        """Read one call and emit it."""
         raise NotImplementedError
 
     def _head(self, marker: str) -> Wait[str]:
-        """Skip a mark and return the text before it."""
         while True:
             most = self._position + MAX_HEAD_CHARS + len(marker)
             end = self._text.find(marker, self._position, most)

@@ -59,7 +59,7 @@ class HarmonyFormat(ToolFormat):
         return f"{start}{self._calls(functions, only_one=only_one)}\n{texts}"
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls, or JSON for the user."""
+        """Allow calls or JSON."""
         start = f"start: begun? {self._literal('<|channel|>final' + _MESSAGE)} content | {lark_json(schema)} | begun? "
         return f"{start}{self._calls(functions, only_one=only_one)}\ncontent: {lark_json(schema)}"
 

@@ -43,7 +43,7 @@ class MessageParser(ToolParser):
         while True:
             if not (yield from self._begins()):
                 if self._is_over and self._position == len(self._text):
-                    return  # not content
+                    return
                 yield from self._body("content")
                 continue
             try:

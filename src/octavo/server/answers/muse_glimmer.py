@@ -68,7 +68,7 @@ class MuseGlimmerFormat(TaggedFormat):
         return f"start: {start}\n{texts}\n{self._messages(functions, only_one=only_one)}"
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls, or JSON for the user."""
+        """Allow calls or JSON."""
         start = f"start: begun? messages | (begun? user)? content end?\ncontent: {lark_json(schema)}"
         return f"{start}\n{self._messages(functions, only_one=only_one)}"
 

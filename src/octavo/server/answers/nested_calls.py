@@ -204,7 +204,6 @@ class NestedParser(ValueParser):
         return written is not None
 
     def _opened_tag(self) -> Wait[str | None]:
-        """Look at the next opening tag."""
         yield from self._skip_space()
         place = self._position
         name = None

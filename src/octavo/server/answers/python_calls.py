@@ -58,7 +58,6 @@ def _value(value: Any) -> str:
 
 
 def _options_of(index: int, function: Function) -> list[tuple[str, dict[str, Any]]]:
-    """Return each option of the parameters, merged, with the infix for its rules' names."""
     options = alternatives(function.parameters, function.parameters)
     return [(f"{index}" if len(options) == 1 else f"{index}_o{number}", each) for number, each in enumerate(options)]
 

@@ -50,7 +50,7 @@ class RecipientsFormat(ToolFormat):
         return "\n".join([f"start: {start}", f"later: {later}", *rules])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls, or JSON for the user."""
+        """Allow calls or JSON."""
         grammar = super().or_content(functions, schema, only_one=only_one)
         return grammar.replace("start: calls | content", "start: calls | head? content", 1) + f"\n{_HEAD_RULE}"
 
@@ -94,7 +94,6 @@ class RecipientsParser(ToolParser):
             self._report_content()
 
     def _recipient(self) -> Wait[str]:
-        """Skip a line with a known recipient."""
         found = yield from self._follows([f"{name}\n" for name in (_USER, *self._names)])
         self._position += len(found)
         return found.strip()

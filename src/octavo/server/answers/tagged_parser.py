@@ -81,7 +81,6 @@ class TaggedParser(ValueParser):
         return (yield from self._sees(form.argument_opens, form.call_closes, form.closes))
 
     def _takes_end(self, call: Call) -> Wait[bool]:
-        """Skip the closing mark. Returns whether the call is complete."""
         closes = self._form.call_closes.strip()
         if closes and (yield from self._takes_all(closes)):
             return True

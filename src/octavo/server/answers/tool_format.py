@@ -113,7 +113,6 @@ class ToolFormat:
         return " ".join(map(self._marker, self._pieces(text)))
 
     def _text_after(self, opener: str) -> str:
-        """Return the rules of text up to a call's opener."""
         first, *more = self._pieces(opener)
         tokens = [self._token_name(each) if each in self.markers else None for each in (first, *more)]
         if tokens[0] is not None:

@@ -70,7 +70,7 @@ class UsageCounter:
         self._prompts: dict[str, tuple[int, int]] = {}
         self._num_completion_tokens = 0
         self._ended: dict[str, RequestMetrics] = {}
-        self._finish_reasons: dict[tuple[str, int], str] = {}  # by request id and choice
+        self._finish_reasons: dict[tuple[str, int], str] = {}
 
     @property
     def metrics(self) -> list[RequestMetrics]:

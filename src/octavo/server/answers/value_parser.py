@@ -41,7 +41,6 @@ class ValueParser(SectionParser):
         self._report("arguments", closer, call)
 
     def _run(self, letters: re.Pattern[str]) -> Wait[str]:
-        """Skip and return the match of `letters`."""
         while True:
             found = letters.match(self._text, self._position)
             end = self._position if found is None else found.end()

@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Harmless fields.
 CACHE = "hint for a prompt cache: this server caches every prefix"
 LABEL = "name or number of data that the API's own server stores"
-# A refused type.
 MEDIA = "this server reads text only, no images, sound or files"
 
 

@@ -135,7 +135,7 @@ class Echo:
     is_alone: bool
     processor: OutputProcessor
     skip_special_tokens: bool
-    texts: dict[str, str] = field(default_factory=dict)  # by request id
+    texts: dict[str, str] = field(default_factory=dict)
     places: dict[str, list[TokenPlace]] = field(default_factory=dict)
 
     def prompt_text(self, output: RequestOutput) -> str:
@@ -162,7 +162,7 @@ class Echo:
         return self.places[output.request_id]
 
     def places_after(self, output: RequestOutput) -> TokenPlaces:
-        """Return a finder of the places of a choice's tokens."""
+        """Make a finder."""
         offset, skip = len(self.prompt_text(output)), self.skip_special_tokens
         return TokenPlaces(self.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=skip)
 
@@ -174,7 +174,7 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         super().__init__(job)
         self._echo = echo
         self._request = request
-        self._scored: dict[int, PlacedLogprobs] = {}  # by choice
+        self._scored: dict[int, PlacedLogprobs] = {}
 
     def _grown(self, update: ChoiceUpdate) -> CompletionChoice | None:
         choice = self._choice(update.choice, update.completion, update.output, with_prompt=update.is_first)

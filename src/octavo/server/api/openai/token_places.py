@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from octavo.engine.tokenizer_interface import DetokenizerFactory
 
 BYTES = "bytes:"  # begins bytes that are not text
-_MOST_SKIPPED_BYTES = 32  # of a prompt that belong to no token, such as white space next to a special token
+_MOST_SKIPPED_BYTES = 32  # of a prompt that belong to no token, such as white space
 _CONTINUING = frozenset(range(0x80, 0xC0))  # UTF-8 bytes that continue a character
 
 

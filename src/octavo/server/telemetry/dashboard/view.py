@@ -152,7 +152,7 @@ class LiveView:
         self.steps: deque[Step] = deque(maxlen=_NUM_STEPS)
         self.num_steps = 0
         self.blocks: BlockMap | None = None
-        self.revision = 0  # grows with every snapshot
+        self.revision = 0
         self.num_running = self.num_waiting = self.num_preemptions = 0
         self._moment: tuple[tuple[int, int], dict[str, Any]] = ((-1, -1), {})
         self.num_queried = self.num_hit = 0
