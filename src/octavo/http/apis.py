@@ -28,12 +28,11 @@ class Api:
 
     name: its tag in the OpenAPI document. below: path prefix of errors in this API's form. error, event: return an
     error's JSON object, and the last event of a failing stream. last_event: matches the start of a complete stream's
-    last event; None if that event has a field of `_LastToken`. statuses: maps HTTP statuses to this API's, where they
-    differ. any_type: programs may send any Content-Type. lines: events are lines of JSON.
+    last event; None if that event has a field of `_LastToken`. statuses: HTTP status -> this API's, if it differs.
+    any_type: accepts any Content-Type. lines: events are lines of JSON.
 
     For the router: prompt: the prompt's fields, in order. limits: fields that limit the answer's tokens; `a.b` is field
-    b of object a. counted: the field at which the token counts begin. prompt_counts, answer_counts: names of the
-    counts.
+    b of object a. counted: the field that begins the token counts. prompt_counts, answer_counts: names of the counts.
     """
 
     name: str
@@ -51,12 +50,12 @@ class Api:
     answer_counts: tuple[str, ...] = ()
 
     def response(self, error: HttpError) -> ErrorResponse:
-        """Return an error."""
+        """Return an error's response."""
         status = self.statuses.get(error.status, error.status)
         return ErrorResponse(error, msgspec.json.encode(self.error(error)), status, error.headers)
 
     def is_last(self, event: bytes) -> bool:
-        """Ends a stream."""
+        """Return True if an event ends a stream."""
         if self.last_event is not None:
             return self.last_event.match(event) is not None
         try:

@@ -164,7 +164,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start a request."""
+        """Start the request."""
         if self._wants_upgrade:
             return
         self._stop_waiting()

@@ -34,11 +34,11 @@ PAGES = ("/dashboard", "/router")  # of browsers
 
 
 class RateLimitError(QueueFullError):
-    """A key's limit."""
+    """Key limit reached."""
 
 
 class SlowBodyError(RequestError):
-    """Body too slow."""
+    """Body timed out."""
 
 
 class AuthenticationError(RequestError):
@@ -46,7 +46,7 @@ class AuthenticationError(RequestError):
 
 
 class NotAllowedError(RequestError):
-    """Not permitted."""
+    """Action not permitted."""
 
 
 class ModelNotFoundError(RequestError):
@@ -62,15 +62,15 @@ class BodyTooLargeError(RequestError):
 
 
 class MediaTypeError(RequestError):
-    """No JSON."""
+    """Content-Type not JSON."""
 
 
 class ServerClosingError(EngineError):
-    """The server stops."""
+    """Server shutting down."""
 
 
 class NoEngineError(EngineError):
-    """No engine accepts."""
+    """No engine available."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__("no engine is ready")
@@ -106,7 +106,7 @@ class HttpError:
 
     @property
     def reason(self) -> str:
-        """Label for metrics."""
+        """Label in metrics."""
         return self.code or reason_of(self.status)
 
     @property
@@ -143,7 +143,7 @@ def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
 
 
 def reason_of(status: int) -> str:
-    """Like bad_request, status_520."""
+    """Return a name like bad_request or status_520."""
     try:
         return HTTPStatus(status).phrase.lower().replace(" ", "_")
     except ValueError:  # engines may answer with any status

@@ -1,4 +1,4 @@
-"""Drains before exit."""
+"""A draining server."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_guards(app: Starlette, service: HttpService, routes: Routes) -> None:
-    """Add all guards."""
+    """Add middlewares and error handlers."""
     _add_error_handlers(app)
     config = service.config
     # The last one is outermost.

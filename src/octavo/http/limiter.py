@@ -64,11 +64,11 @@ class Pool:
 
     @property
     def num_free(self) -> float:
-        """Not held units."""
+        """Free units."""
         return math.inf if self.limit is None else self.limit - self.num_held
 
     def held_by(self, tenant: Tenant) -> int:
-        """Return held units."""
+        """A tenant's units."""
         return self._held[tenant.name]
 
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
@@ -243,7 +243,7 @@ class Permit:
             self.is_in = True
 
     def release_tokens(self, num_tokens: int) -> None:
-        """Release room."""
+        """Release the room."""
         if num_tokens:
             self._limiter.line.give_back(self.tenant, num_tokens)
 
@@ -252,7 +252,7 @@ class Permit:
         self._limiter.charge(self.tenant, num_tokens)
 
     def release(self) -> None:
-        """Release it once."""
+        """Release the place; later calls do nothing."""
         if not self._is_released:
             self._is_released = True
             self._limiter.release(self)
@@ -261,8 +261,8 @@ class Permit:
 class RequestLimiter:
     """Limits the open requests of all tenants. Used on one event loop only.
 
-    waiting_tokens: of prompts without output; `line` waits for room there. Raises `RequestError` for a demand that can
-    never be met, else `QueueFullError` with the seconds to wait.
+    waiting_tokens: of prompts without output. Raises `RequestError` for a demand that can never be met, else
+    `QueueFullError` with the seconds to wait.
     """
 
     def __init__(

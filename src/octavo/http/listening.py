@@ -73,7 +73,7 @@ def check_certificate(config: AccessConfig) -> None:
 def hearing_signals() -> Iterator[None]:
     """Handle signals in the main thread until the server does so.
 
-    SIGHUP would kill the process, so it is ignored: keys and certificate are read later. The first process of a
+    SIGHUP is ignored, because it would kill the process: keys and certificate are read later. The first process of a
     container ignores SIGTERM without a handler.
     """
     handlers = {}
@@ -96,12 +96,12 @@ def _exit_now(*_: object) -> NoReturn:
 
 
 def handles_sighup() -> bool:
-    """Whether this thread can."""
+    """Return True if this thread can handle SIGHUP."""
     return hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Return True if only this machine can reach an address."""
     if host in LOOPBACK_NAMES:
         return True
     try:
@@ -134,8 +134,8 @@ def bind(host: str, port: int) -> socket.socket:
 def _bind(sock: socket.socket, host: str, port: int) -> None:
     """Bind so that no second server can bind the address before this one listens.
 
-    Linux lets several sockets with SO_REUSEADDR bind one address while none listens. So the option is set only for a
-    moment, if an earlier server's lingering connections block the address.
+    Linux lets several sockets with SO_REUSEADDR bind one address while none listens. So the option is set only briefly,
+    if an earlier server's lingering connections block the address.
     """
     try:
         sock.bind((host, port))

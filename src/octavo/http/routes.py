@@ -25,8 +25,7 @@ class Route:
 
     endpoint: `module:name` below `octavo.server.api`. aliases: older paths. work: "answer": a model writes text;
     "vectors": it embeds texts; "count": texts are only read. Such requests take a place, count for their tenant, and
-    are balanced by the router. methods: the OpenAPI document shows the first. operators: an action that needs
-    `read_metrics`, for its error.
+    are balanced by the router. methods: the document shows the first. operators: an action that needs `read_metrics`.
     """
 
     path: str
@@ -56,11 +55,11 @@ class Routes:
         return iter(self._routes)
 
     def find(self, path: str) -> Route | None:
-        """Find a working route."""
+        """Return the route with `work` at a path."""
         return self._working.get(path)
 
     def api(self, path: str) -> Api:
-        """Return its API."""
+        """Return a path's API, even without a route."""
         route = self.find(path)
         return api_below(path) if route is None else route.api
 

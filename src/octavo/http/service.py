@@ -51,11 +51,11 @@ class HttpService(ABC):
     @property
     @abstractmethod
     def is_dead(self) -> bool:
-        """Only restarting helps."""
+        """Needs a restart."""
 
     @abstractmethod
     def check_engine(self) -> None:
-        """Raise without an engine."""
+        """Raise if no engine can take a request."""
 
     @abstractmethod
     def _keys_changed(self) -> None:
@@ -63,7 +63,7 @@ class HttpService(ABC):
 
     @abstractmethod
     async def _idle(self) -> None:
-        """Await all requests."""
+        """Wait until no request is open."""
 
     @abstractmethod
     async def _end_open(self, why: Callable[[], OctavoError]) -> None:
@@ -117,10 +117,10 @@ class HttpService(ABC):
 
 
 def server_closing() -> ServerClosingError:
-    """Make an error."""
+    """Make the error of requests that the shutdown aborts."""
     return ServerClosingError("closing")
 
 
 def key_removed() -> AuthenticationError:
-    """Make an error."""
+    """Make the error of requests that lose their key."""
     return AuthenticationError("the API key of this request was removed")

@@ -98,13 +98,13 @@ class Keyring:
         return cls([*_read(path), *operator])
 
     def find(self, key: bytes) -> Tenant | None:
-        """Find by key."""
+        """Return a key's tenant."""
         digest = _digest(key)
         stored, tenant = self._tenants.get(self._index(digest), (bytes(32), None))
         return tenant if hmac.compare_digest(stored, digest) else None
 
     def named(self, name: str) -> Tenant | None:
-        """Find by name."""
+        """Return a tenant."""
         return self._named.get(name)
 
     def _index(self, digest: bytes) -> bytes:

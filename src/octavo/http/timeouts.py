@@ -40,7 +40,7 @@ class TimeoutQueue:
         self._is_pausing = False
 
     def call_later(self, seconds: float, act: Callable[[], object]) -> Timeout:
-        """Call `act` later."""
+        """Call `act` after `seconds`, in its turn."""
         return Timeout(self, seconds, act)
 
     @contextlib.asynccontextmanager
@@ -54,13 +54,13 @@ class TimeoutQueue:
                 cut.cancel()
 
     def take_in(self, cut: Timeout) -> None:
-        """Queue expired ones."""
+        """Queue an expired timeout."""
         self._waiting[cut] = None
         if not self._is_pausing:
             self._act_on_first()
 
     def leave_out(self, cut: Timeout) -> None:
-        """Remove it."""
+        """Remove from queue."""
         self._waiting.pop(cut, None)
 
     def _act_on_first(self) -> None:

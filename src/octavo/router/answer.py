@@ -24,11 +24,11 @@ _EVENT_STREAM, _JSON_LINES = b"text/event-stream", b"application/x-ndjson"
 
 
 class AnswerError(ConnectionError):
-    """It was cut."""
+    """Answer cut off."""
 
 
 class MalformedAnswerError(AnswerError):
-    """Invalid or too large."""
+    """An answer is invalid or too large."""
 
 
 class NoAnswerError(ConnectionResetError):
@@ -43,8 +43,8 @@ class SilentEngineError(TimeoutError):
 class AnswerLimits:
     """Limits of an answer.
 
-    first_byte_s: from the end of the request to the end of the headers. idle_s: between two pieces of the body.
-    max_bytes: of a body read as a whole.
+    first_byte_s: from the end of the request to the end of the headers. idle_s: between pieces of the body. max_bytes:
+    of a body read as a whole.
     """
 
     first_byte_s: float
@@ -89,13 +89,13 @@ class Answer:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """For the client. A stream's length is omitted: an error event may follow."""
+        """The client's headers. A stream's length is omitted: an error event may follow."""
         is_bodiless = self.status in _EMPTY_STATUSES and not self._is_head
         return headers_for_client(self._headers, self._connection.url, has_length=not (self.is_stream or is_bodiless))
 
     @property
     def is_stream(self) -> bool:
-        """Uncompressed events or lines."""
+        """True for an uncompressed stream of events or lines."""
         return self.is_plain and self._content_type in {_EVENT_STREAM, _JSON_LINES}
 
     @property
@@ -115,7 +115,7 @@ class Answer:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Seconds, if valid."""
+        """Its `Retry-After`, if valid."""
         return retry_after_s(self._header(b"retry-after"))
 
     @property
@@ -179,7 +179,7 @@ class Answer:
             self._take = None
 
     def give_up(self) -> None:
-        """Discard the rest."""
+        """Close the connection."""
         self._keeps_alive = False
         self._connection.close()
 

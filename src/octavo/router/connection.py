@@ -46,11 +46,11 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def is_closing(self) -> bool:
-        """Takes no requests."""
+        """Accepts no requests."""
         return self._transport.is_closing()
 
     async def ask(self, head: bytes, body: bytes, limits: AnswerLimits, *, is_head: bool) -> Answer:
-        """Send. Raises `OSError`."""
+        """Send a request. Raises `OSError`."""
         answer = self._answer = Answer(self, limits, is_head=is_head)
         try:
             self._transport.write(head)

@@ -71,7 +71,7 @@ class EnginesOfName:
         self._urls: list[str] = []
 
     async def urls(self) -> list[str]:
-        """Without an answer of DNS the addresses stay."""
+        """Resolve the name. Without an answer of DNS the addresses stay."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)

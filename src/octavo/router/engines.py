@@ -28,11 +28,10 @@ class EngineHandle:
     """One engine. None: not known yet.
 
     is_member: the sources still name it. models: empty if its answer was no list. role: "prefill", "decode" or "both".
-    incarnation: identifies a run of its process. kv_transfer_port: for direct transfers of KV. kv_format: properties
-    that its KV depends on in addition to tokens. prefills_from: when it may be asked for prefills again, on the event
-    loop's clock. open_tokens: sent or expected by this router, and not back yet. other_tokens: estimated, of its other
-    clients. num_sent_prompt_tokens: estimated part of num_sent_tokens. num_paired: requests that it answers with KV
-    from another engine. num_paired_in_vain: without KV.
+    incarnation: identifies a run of its process. kv_format: properties that its KV depends on in addition to tokens.
+    prefills_from: when it may be asked for prefills again, on the event loop's clock. open_tokens: sent or expected by
+    this router, and not back yet. other_tokens, num_sent_prompt_tokens: estimated. num_paired: requests that it answers
+    with KV from another engine. num_paired_in_vain: without KV.
     """
 
     url: str
@@ -65,7 +64,7 @@ class EngineHandle:
 
     @property
     def load(self) -> int:
-        """Estimated tokens."""
+        """Estimated load."""
         return self.open_tokens + self.other_tokens
 
     @property
@@ -75,7 +74,7 @@ class EngineHandle:
         return limit_s + REQUEST_TIMEOUT_MARGIN_S
 
     def serves(self, model: str | None) -> bool:
-        """Whether it may."""
+        """Return True if it may have a model."""
         return model is None or not self.models or not self.models.isdisjoint((model, model.removesuffix(OLLAMA_TAG)))
 
 
@@ -169,7 +168,7 @@ class EnginePool:
         self.partners.forget(engine)
 
     def lost(self, engine: EngineHandle) -> None:
-        """Abort its requests with `EngineLostError`."""
+        """Abort an engine's requests with `EngineLostError`."""
         engine.is_ready = False
         engine.other_tokens = 0
         for routed in list(engine.routed_requests):

@@ -77,7 +77,7 @@ class EventStream:
 
     @property
     def last_event(self) -> bytes:
-        """The last one."""
+        """Last complete event."""
         text = self.last.rstrip(b"\r\n")
         return text[max(_end_of_last(end, text) for end in self._ends) :]
 

@@ -27,7 +27,7 @@ class Launcher:
 
     @property
     def has_failed(self) -> bool:
-        """No engine will run."""
+        """No engine runs."""
         return False
 
     def reload(self) -> None:
@@ -57,7 +57,7 @@ class LocalReplicas(Launcher):
 
     @property
     def has_failed(self) -> bool:
-        """All have failed."""
+        """All replicas failed."""
         return all(replica.has_failed for replica in self._replicas.values())
 
     def silent(self, url: str, num_times: int) -> None:
@@ -95,7 +95,7 @@ class _Replica:
 
     @property
     def has_failed(self) -> bool:
-        """It does not run, and failed too often or because of a wrong option."""
+        """True if it does not run, and failed too often or because of a wrong option."""
         return self._has_failed and self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:
@@ -116,7 +116,7 @@ class _Replica:
                 self._process.send_signal(signal.SIGHUP)
 
     def kill_frozen(self) -> None:
-        """Kill it."""
+        """Kill the child."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 logger.error("replica %d does not respond any more: killing it", self._index)

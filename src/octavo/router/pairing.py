@@ -1,4 +1,4 @@
-"""Pairs engines."""
+"""Pairs a prefill engine with a decode engine for a request."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Pair:
         return self._task.result()
 
     async def _compute(self) -> bool:
-        """Never raises."""
+        """Request the prefill. Never raises."""
         params = KVTransferParams(self._params.transfer_id, is_prefill=True)
         scope = _with_headers(self._scope, kv_transfer_headers(params))
         is_computed = False

@@ -23,8 +23,7 @@ _COMPUTED_SHARE = 0.5  # of estimated new tokens: if as many were computed, no K
 class PromptFigures(NamedTuple):
     """Prompt tokens of an engine since its start.
 
-    num_loaded: with KV from elsewhere. num_computed: in no cache, if counted. num_sent: estimated, of all requests from
-    this router by then.
+    num_loaded: with KV from elsewhere. num_computed: in no cache, if counted. num_sent: estimated, from this router.
     """
 
     num_loaded: float
@@ -34,10 +33,7 @@ class PromptFigures(NamedTuple):
 
 @dataclass(slots=True)
 class _Pair:
-    """State of two engines.
-
-    differences: of their KV, as last logged. num_vain: requests without KV in a row. pause_s: last pause.
-    """
+    """differences: of the engines' KV, as last logged. num_vain: requests without KV in a row. pause_s: last pause."""
 
     differences: str = ""
     num_vain: int = 0
@@ -49,8 +45,7 @@ class _Pair:
 class _Unknown:
     """A finished request without `usage`.
 
-    before: the decode engine's figures at its start. num_tokens: estimated, of the prompt. num_new: those not expected
-    there.
+    before: the decode engine's figures at its start. num_tokens: estimated, of the prompt. num_new: not expected there.
     """
 
     prefill: EngineHandle
@@ -71,7 +66,7 @@ class Partners:
     _unknown: dict[EngineHandle, list[_Unknown]] = field(default_factory=dict)
 
     def may_pair(self, prefill: EngineHandle, decode: EngineHandle, now: float) -> bool:
-        """Whether `prefill` may serve `decode`."""
+        """Return True if `prefill` may compute a prompt for `decode`."""
         pair = self._pairs[prefill, decode]
         differences = _differences(prefill.kv_format, decode.kv_format)
         if differences and differences != pair.differences:

@@ -111,7 +111,7 @@ class _Refusal:
 
     @property
     def retry_after_s(self) -> float:
-        """Infinite if unknown."""
+        """Seconds until a retry; infinite if unknown."""
         reported_s = self.answer.retry_after_s
         return math.inf if reported_s is None else reported_s
 

@@ -51,9 +51,8 @@ class RequestSummary:
 
     prompt: parts of the body, not copied. A prompt that continues another one begins with the same bytes. owner: JSON
     of model, salt and tenant, which share a cache. num_tokens: estimated, of all prompts. max_tokens: estimated, of
-    each answer. num_choices: answers to each prompt. num_streams: to all prompts. session: the key of the policy
-    "affinity". scores_prompt: all of it is computed for log probabilities. is_answered: False for embeddings and
-    counts.
+    each answer. num_choices: for each prompt. session: the key of the policy "affinity". scores_prompt: all of it is
+    computed for log probabilities. is_answered: False for embeddings and counts.
     """
 
     prompt: tuple[memoryview, ...] = ()
@@ -156,7 +155,7 @@ def _opened(view: memoryview) -> memoryview:
 
 
 def _num_tokens(prompt: tuple[memoryview, ...]) -> int:
-    """Exact for ids."""
+    """Estimate the tokens; exact for ids."""
     return sum(bytes(part).count(b",") + 1 if _holds_ids(part) else len(part) // _BYTES_PER_TOKEN for part in prompt)
 
 

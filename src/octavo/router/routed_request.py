@@ -44,7 +44,7 @@ class RoutedRequest:
 
     @contextlib.asynccontextmanager
     async def guarded(self) -> AsyncIterator[None]:
-        """Raise the error of `end`."""
+        """Raise the error of `end` in the block."""
         self._task = asyncio.current_task()
         try:
             self._raise()
@@ -92,7 +92,7 @@ class RoutedRequest:
 
 
 class Share:
-    """Part of a load."""
+    """A request's part of an engine's load."""
 
     __slots__ = ("_num_left", "_num_prompt", "_routed", "engine")
 

@@ -65,7 +65,7 @@ class RouterService(HttpService):
         return self.pool.ends_within_s if limit_s is None else limit_s
 
     def check_engine(self) -> None:
-        """Raise `NoEngineError`."""
+        """Raise `NoEngineError` if no engine is ready."""
         if not self.pool.ready():
             raise NoEngineError(self.config.health_interval_s)
 

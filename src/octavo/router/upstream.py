@@ -33,7 +33,7 @@ _MAY_BE_REPEATED = frozenset({"GET", "HEAD"})
 
 
 def is_refusal(error: BaseException) -> bool:
-    """No server listens."""
+    """Return True if no server listens there."""
     return isinstance(error, ConnectionRefusedError | ConnectionResetError)
 
 
@@ -54,7 +54,7 @@ class Upstream:
         self._tls: ssl.SSLContext | None = None
 
     async def ask(self, engine: EngineHandle, scope: Scope, body: bytes, request_id: str) -> Answer:
-        """Relay. Raises `FAILURES`."""
+        """Send a client's request. Raises `FAILURES`."""
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
         first_byte_s = engine.ends_within_s if self._first_byte_s is None else self._first_byte_s

@@ -130,7 +130,7 @@ class EngineWatch:
         self._pool.lost(engine)
 
     async def _record_health(self, engine: EngineHandle, *, is_ready: bool) -> None:
-        """Raises `TimeoutError`."""
+        """Update an engine that answered. Raises `TimeoutError`."""
         if is_ready and (engine.models is None or engine.role != "both"):  # port and KV may change at a restart
             await self._read_role(engine)
         if is_ready and engine.models is None:

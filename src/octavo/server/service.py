@@ -96,12 +96,12 @@ class Service(HttpService):
 
     @property
     def is_dead(self) -> bool:
-        """Ended for good."""
+        """True if the engine will not be restarted."""
         return self.engine.is_dead
 
     @property
     def model_info(self) -> ModelInfo:
-        """Of the model."""
+        """The description of the model."""
         return self.engine.input_processor.model_info
 
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:

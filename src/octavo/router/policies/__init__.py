@@ -1,4 +1,4 @@
-"""Choices of engines."""
+"""Routing policies."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class RoutingPolicy(ABC):
 
     @abstractmethod
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
-        """Choose from several."""
+        """Return one of two or more engines."""
 
     def sent(self, summary: RequestSummary, engine: EngineHandle) -> float:  # noqa: ARG002 - optional
         """Note a sent request; return the share of its prompt expected in the cache."""

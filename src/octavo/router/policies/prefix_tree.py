@@ -1,4 +1,4 @@
-"""Trees of prompts."""
+"""A bounded tree of prompts' pieces, least recently used."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PrefixTree:
         self._now = 0
 
     def find(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> Found:
-        """Return all prefixes."""
+        """Return each engine's prefix."""
         num_bytes, left, is_branch = dict.fromkeys(engines, 0), list(engines), False
         hashes, ends = summary.pieces
         for digest, end in zip(hashes, ends, strict=True):
@@ -115,5 +115,5 @@ class PrefixTree:
         self._lost[engine.number] = max(time, self._lost.get(engine.number, 0))
 
     def forget(self, engine: EngineHandle) -> None:
-        """Empty its cache."""
+        """Assume no cache."""
         self.lost(engine, self._now)

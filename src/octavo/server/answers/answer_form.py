@@ -51,14 +51,14 @@ class AnswerStyle:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """The style in one line."""
         calls = "not known" if self.tools is None else self.tools.name
         blind = "" if self.tools is None else template_remark(self.tools, shows_tools=self.shows_tools)
         return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"
 
     @property
     def has_reasoning(self) -> bool:
-        """Answers may reason."""
+        """Whether answers may begin with reasoning."""
         return self.reasoning is not None
 
     @classmethod
@@ -119,7 +119,7 @@ class AnswerForm:
 
     @property
     def is_plain(self) -> bool:
-        """Text is content."""
+        """Whether all text is content."""
         return self.toolbox.format is None and self.frame is None and not self.has_reasoning
 
     def parser(self) -> AnswerParser:
@@ -168,11 +168,11 @@ class AnswerReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Including the end token; 0 if the end is not one token."""
+        """Reasoning tokens with the end token; 0 if the end is not one token."""
         return self._num_tokens if self._has_reasoning and self._end_id is not None else 0
 
     def read(self, completion: CompletionOutput) -> list[Part]:
-        """Parse new text."""
+        """Return the parts in a completion's new text."""
         self._count(completion.token_ids)
         text, parts = completion.text, list[Part]()
         for start in range(0, len(text), _PIECE):  # any size gives the same parts

@@ -116,7 +116,7 @@ def _declared_types(schema: dict[str, Any]) -> set[str]:
 
 
 def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Allows only strings."""
+    """Only strings allowed."""
     return types_of(schema, root) == {"string"}
 
 

@@ -146,7 +146,7 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """End a member."""
+        """Handle the end of a call or of a malformed member."""
 
     def _skips_broken_member(self) -> Wait[bool]:
         """Emit a malformed member of a list of calls as content.

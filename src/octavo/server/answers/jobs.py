@@ -72,7 +72,7 @@ class Job:
 
     @property
     def request_ids(self) -> list[str]:
-        """One for each prompt."""
+        """One per prompt."""
         count = len(self.prompts)
         return [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
 
@@ -103,11 +103,11 @@ class Reply(WholeReply, Protocol):
         ...
 
     def end(self, usage: Usage) -> bytes:
-        """End a stream."""
+        """Return last events."""
         ...
 
     def error(self, error: HttpError) -> bytes:
-        """End a failed stream."""
+        """Return the last events of a failed stream."""
         ...
 
 

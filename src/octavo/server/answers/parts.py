@@ -56,7 +56,7 @@ class AnswerParser(Protocol):
     """Parses one answer."""
 
     def feed(self, text: str) -> list[Part]:
-        """Add text; return certain parts."""
+        """Add text; return the parts that are certain now."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
@@ -110,7 +110,7 @@ class CallStarts:
 
 
 class PlainParser:
-    """All is content."""
+    """Treats all text as content."""
 
     def __init__(self) -> None:
         self._num_chars = 0

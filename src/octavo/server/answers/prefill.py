@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Prefilled(Struct):
-    """All prompts are computed."""
+    """The response after all prompts are computed."""
 
     id: str
     model: str

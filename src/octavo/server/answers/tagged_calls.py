@@ -26,9 +26,9 @@ class TaggedFormat(SectionFormat):
     """A call is `call_opens`, the name, `named`, arguments and `call_closes`.
 
     An argument is `argument_opens`, its name, `argument_named`, its value, `value_closes`, and `argument_closes`.
-    is_padded: one line feed before a value and one after it are not part of the value. raw_marks: may enclose any
-    value. head_pattern: matches the text between `call_opens` and `named`. text_mark: follows the name of a string
-    argument. json_mark: follows any other argument's name.
+    is_padded: one line feed before a value and one after it are not part of it. raw_marks: may enclose any value.
+    head_pattern: matches the text between `call_opens` and `named`. text_mark, json_mark: follow the name of a string
+    argument, and of any other one.
     """
 
     named: ClassVar[str]
@@ -183,7 +183,7 @@ class GLMFormat(TaggedFormat):
     value_closes, argument_closes = "</arg_value>", "\n"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require a name."""
+        """Require a function's name after the opener."""
         return _named_after(self, functions)
 
 
@@ -196,7 +196,7 @@ class GLM47Format(TaggedFormat):
     named, argument_opens, argument_named, value_closes = "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require a name."""
+        """Require a function's name after the opener."""
         return _named_after(self, functions)
 
 

@@ -51,7 +51,7 @@ class TemplateProbe:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the prompt does."""
+        """Whether the prompt names the tool."""
         return self.prompt is not None and NAME in self.prompt
 
     @property

@@ -90,15 +90,15 @@ class ToolFormat:
         return None
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow calls only."""
+        """Return the grammar of calls only."""
         raise NotImplementedError
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow text, too."""
+        """Return the grammar of text with or without calls."""
         raise NotImplementedError
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls, or JSON."""
+        """Return the grammar of calls, or of JSON of a schema."""
         forced = self.forced(functions, only_one=only_one).replace("start:", "calls:", 1)
         return f"start: calls | content\ncontent: {lark_json(schema)}\n{forced}"
 

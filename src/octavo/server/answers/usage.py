@@ -43,7 +43,7 @@ class Receipt(Struct):
 
     @classmethod
     def of(cls, ended: Collection[RequestMetrics]) -> Receipt:
-        """Add up costs."""
+        """Return the total cost of ended requests."""
         return cls(
             sum(each.num_computed_tokens for each in ended),
             sum(each.num_recomputed_tokens for each in ended),
@@ -74,7 +74,7 @@ class UsageCounter:
 
     @property
     def metrics(self) -> list[RequestMetrics]:
-        """Of ended requests."""
+        """Ended requests' metrics."""
         return [*self._ended.values()]
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:

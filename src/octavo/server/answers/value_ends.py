@@ -38,11 +38,11 @@ class ValueEnd(Protocol):
     looked_at: int
 
     def num_certain(self, text: str) -> int:
-        """Count certain characters."""
+        """Count the first characters that certainly belong to the value."""
         ...
 
     def drop(self, text: str) -> None:
-        """Forget a text's beginning."""
+        """Adjust the indices: the caller removes `text` from the beginning."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:

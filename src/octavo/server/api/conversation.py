@@ -107,7 +107,7 @@ def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict
 
 
 def read_prediction(prediction: Any) -> str:
-    """Return predicted text."""
+    """Return the predicted answer, or ""."""
     if prediction is None:
         return ""
     PREDICTIONS.check(prediction, "prediction")

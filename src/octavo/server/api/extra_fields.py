@@ -42,7 +42,7 @@ class Off(tuple[Any, ...]):
 
 
 class OffPrompt(Off):
-    """It changes prompts."""
+    """An `Off` field that changes the prompt."""
 
     __slots__ = ()
 
@@ -62,7 +62,7 @@ _LOADED = "time to keep a model loaded: it always stays loaded"
 
 
 def each(value: T, *names: str) -> dict[str, T]:
-    """Repeat an entry."""
+    """Return a table with one entry for all names."""
     return dict.fromkeys(names, value)
 
 

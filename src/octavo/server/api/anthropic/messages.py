@@ -253,7 +253,7 @@ class MessageReply:
         self._end: dict[str, Any] = {}
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return its events."""
+        """Return new events."""
         begun = b""
         if update.is_first:
             num_cached = update.output.num_cached_tokens
@@ -267,7 +267,7 @@ class MessageReply:
         return self._emit("message_delta", delta=self._end, usage=_usage_of(usage)) + self._emit("message_stop")
 
     def error(self, error: HttpError) -> bytes:
-        """Return its event."""
+        """Return an error's event."""
         return ANTHROPIC.event(error)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:

@@ -126,7 +126,7 @@ class OllamaReply:
         return line(body) if has_message or body.response or body.thinking or body.logprobs else b""
 
     def end(self, usage: Usage) -> bytes:
-        """End a stream."""
+        """Return the last line."""
         return line(self._ended(self._with_message(AnswerMessage()), usage))
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Answer:
@@ -135,7 +135,7 @@ class OllamaReply:
         return self._ended(self._take(completion, outputs[0]), usage)
 
     def error(self, error: HttpError) -> bytes:
-        """Return its line."""
+        """Return an error's line."""
         return OLLAMA.event(error)
 
     def _take(self, completion: CompletionOutput, output: RequestOutput) -> Answer:

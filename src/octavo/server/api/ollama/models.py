@@ -105,7 +105,7 @@ def _details(service: Service) -> dict[str, Any]:
 
 
 def _rounded(number: int) -> str:
-    """134.5M; "": unknown."""
+    """Write a number like 134.5M; "" for 0 (unknown)."""
     for unit, suffix in _SUFFIXES.items():
         if number >= unit:
             return f"{number / unit:.1f}{suffix}"

@@ -57,7 +57,7 @@ _LAST_N = 64  # tokens; Ollama's default
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 _NO_LIMIT = (-2, 0)  # no limit, like -1: a full context ends an answer
-_ZERO_TIME = re.compile(r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)")  # in Go
+_ZERO_TIME = re.compile(r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)")  # Go's durations
 _CLIENT_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 
 
@@ -141,14 +141,14 @@ class AnswerRequest(Body):
 
     @property
     def is_unloading(self) -> bool:
-        """An empty request then unloads."""
+        """True if an empty request asks to unload the model."""
         given = self.keep_alive
         if isinstance(given, str):
             return _ZERO_TIME.fullmatch(given) is not None
         return isinstance(given, (int, float)) and not isinstance(given, bool) and given == 0
 
     def template_options(self, service: Service) -> dict[str, Any]:
-        """Return `think`'s options."""
+        """Return the template options for `think`."""
         if self.think is None or self.think == "":
             return {}
         if self.think and not service.answer_style.has_reasoning:
@@ -206,7 +206,7 @@ class ShowRequest(Body):
 
 
 def served_name(service: Service, name: str) -> str:
-    """Allow Ollama's tag `:latest`. Raises `ModelNotFoundError`."""
+    """Return the served name, with or without Ollama's tag `:latest`. Raises `ModelNotFoundError`."""
     try:
         return service.check_model(name if name in service.model_names else name.removesuffix(OLLAMA_TAG), aliases=())
     except ModelNotFoundError:

@@ -206,7 +206,7 @@ class _Answer:
         return self._named(message)
 
     def grow(self, completion: CompletionOutput) -> ChatDelta | None:
-        """Return a delta."""
+        """Return the next delta, or None."""
         delta = self._delta(completion)
         return None if delta == ChatDelta() else self._named(delta)
 

@@ -65,7 +65,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
         return OPENAI.event(error)
 
     def _grown(self, update: ChoiceUpdate) -> Choice | None:
-        """Return a piece."""
+        """Return the next piece of a choice, or None."""
         raise NotImplementedError
 
     def _ended(self, update: ChoiceUpdate) -> Choice:
@@ -78,5 +78,5 @@ class OpenAIReply(Generic[Choice, Chunk]):
         """Complete a first chunk."""
 
     def _counted(self, usage: Usage) -> Usage:
-        """Add details."""
+        """Add details to the counts."""
         return usage

@@ -150,7 +150,7 @@ class Echo:
         return self.texts[output.request_id]
 
     def prompt_places(self, output: RequestOutput) -> list[TokenPlace]:
-        """Find the prompt's tokens."""
+        """Return the places of the prompt's tokens."""
         if output.request_id not in self.places:
             tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
             if output.prompt is not None:
@@ -162,7 +162,7 @@ class Echo:
         return self.places[output.request_id]
 
     def places_after(self, output: RequestOutput) -> TokenPlaces:
-        """Make a finder."""
+        """Return a finder of the places of a choice's tokens."""
         offset, skip = len(self.prompt_text(output)), self.skip_special_tokens
         return TokenPlaces(self.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=skip)
 

@@ -65,7 +65,7 @@ class EmbeddingRequest(Body, TruncationFields):
     cache_salt: CacheSalt | None = None
 
     def check(self, max_model_len: int) -> None:
-        """Raise `RequestError`."""
+        """Raise `RequestError` for an invalid truncate_prompt_tokens."""
         self.check_truncation()
         if (self.truncate_prompt_tokens or 0) > max_model_len:
             message = f"truncate_prompt_tokens must be at most {max_model_len}, this model's maximum context length"

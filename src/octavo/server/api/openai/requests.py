@@ -111,7 +111,7 @@ class TruncationFields(BaseModel):
     truncation_side: Literal["left", "right"] | None = None
 
     def check_truncation(self) -> None:
-        """Raise `RequestError`."""
+        """Raise `RequestError` unless the number of tokens is at least 1 or -1."""
         num_kept = self.truncate_prompt_tokens
         if num_kept is not None and num_kept != -1 and num_kept < 1:
             message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"

@@ -227,7 +227,7 @@ class ResponseReply:
         )
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return its events."""
+        """Return new events."""
         if update.is_first:
             self._emit("response.created", response=self._response)
             self._emit("response.in_progress", response=self._response)

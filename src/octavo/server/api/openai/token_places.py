@@ -29,7 +29,7 @@ class TokenPlace(NamedTuple):
 
     @property
     def end(self) -> int:
-        """In characters."""
+        """The end of the token's text, in characters."""
         return self.offset + self.num_chars
 
 
@@ -81,7 +81,7 @@ class TokenPlaces:
         return places
 
     def finish(self) -> list[TokenPlace]:
-        """Return remaining places."""
+        """Return the remaining places."""
         return self._end_run(self._detokenizer.finish())
 
     def _place_text(self, token_id: int, piece: str) -> list[TokenPlace]:

@@ -70,7 +70,7 @@ class Second:
     percentiles: tuple[float | None, ...] = ()
 
     def settle(self) -> None:
-        """Replace by percentiles."""
+        """Replace `ttft` and `itl` by their percentiles."""
         if self.ttft is not None:
             self.percentiles, self.ttft, self.itl = self._percentiles(), None, None
 
@@ -123,7 +123,7 @@ class Shown:
     ended: float | None = None
 
     def row(self, now: float) -> dict[str, Any]:
-        """Durations in seconds."""
+        """Return the request for the page, with durations in seconds."""
         return {
             "number": self.number,
             "id": self.request_id,
@@ -182,7 +182,7 @@ class LiveView:
     # --- reading ---
 
     def numbers(self) -> dict[str, int]:
-        """By request id."""
+        """Return request id -> number."""
         return {name: shown.number for name, shown in self._shown.items()}
 
     def names_since(self, number: int) -> list[tuple[int, str]]:
@@ -190,7 +190,7 @@ class LiveView:
         return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
 
     def live_numbers(self) -> list[int]:
-        """Begun, not ended."""
+        """Return the numbers of requests that have begun and not ended."""
         return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
 
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
@@ -214,7 +214,7 @@ class LiveView:
             self._seconds[second] = Second(0, 0, 0, self.num_running, self.num_waiting, usage)
 
     def steps_since(self, number: int) -> list[Step]:
-        """Skip `number` seen steps."""
+        """Return the kept steps after the first `number` steps."""
         first = self.num_steps - len(self.steps)
         return list(islice(self.steps, max(number - first, 0), None))
 
