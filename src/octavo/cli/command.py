@@ -100,12 +100,12 @@ class _Loaded(Mapping[str, Any]):
 
 
 def show_examples(*examples: str) -> str:
-    """Format examples for the end of a help text."""
+    """Format a help's examples."""
     return "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
 
 
 def make_app(**settings: Any) -> typer.Typer:
-    """Make an application with octavo's help format."""
+    """Use octavo's help format."""
     # rich's help cuts option names on narrow terminals, and takes 0.2 s to import
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
 

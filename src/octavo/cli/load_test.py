@@ -205,7 +205,7 @@ def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile with linear interpolation, like numpy. share: 0 to 100."""
+    """Interpolate linearly, like numpy. share: 0 to 100."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * share / 100
     low = math.floor(place)

@@ -1,4 +1,4 @@
-"""The configuration that server and router share."""
+"""Configuration common to server and router."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class AccessConfig:
 
     @property
     def requires_key(self) -> bool:
-        """True if every client must send a key."""
+        """Whether clients need keys."""
         return self.api_key is not None or self.api_keys_file is not None
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 PORT_VARIABLE = "OCTAVO_SERVE_PORT"
 _OPERATOR_KEY_VARIABLE = "OCTAVO_OPERATOR_KEY"
-# The engine process needs none of these.
 SECRET_VARIABLES = (API_KEY_VARIABLE, "OCTAVO_SERVE_API_KEY", _OPERATOR_KEY_VARIABLE)
 
 
@@ -36,10 +35,7 @@ def kernels_required() -> bool:
 
 
 def isa_from_environment() -> str | None:
-    """Return what `auto` means (OCTAVO_ISA). None: the best one.
-
-    Child processes inherit it, so tests can choose one.
-    """
+    """Return what `auto` means (OCTAVO_ISA). None: the best one."""
     return os.environ.get("OCTAVO_ISA") or None
 
 
@@ -50,27 +46,27 @@ def threads_from_environment() -> int | None:
 
 
 def api_key_from_environment() -> str | None:
-    """Return OCTAVO_API_KEY, or None."""
+    """Return OCTAVO_API_KEY, if any."""
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def kv_secret_from_environment() -> str:
     """Return the secret in the keys of stored KV (OCTAVO_KV_SECRET), by default "".
 
-    Without the secret, a reader of the keys cannot test guesses of prompts. Engines share stored KV if they have the
-    same secret; prefill and decode engines prove to each other that they know it.
+    Without the secret, a reader of the keys cannot test guesses of prompts. Only engines with the same secret share
+    stored KV or exchange it directly.
     """
     return os.environ.get("OCTAVO_KV_SECRET", "")
 
 
 def environment_of_replicas(api_key: str | None, operator_key: str | None) -> dict[str, str]:
-    """Return the environment of replicas, with their keys."""
+    """Return replicas' environment, with their keys."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_SERVE_")}
     return {**kept, API_KEY_VARIABLE: api_key or "", _OPERATOR_KEY_VARIABLE: operator_key or ""}
 
 
 def operator_key_from_environment() -> str | None:
-    """Return the additional key of a replica's router, or None."""
+    """Return the replica router's additional key."""
     return os.environ.get(_OPERATOR_KEY_VARIABLE) or None
 
 

@@ -1,8 +1,8 @@
 """Rotation of activations and weights before both are rounded to int8.
 
-With one scale per row, a few huge input features decide the rounding step of all. An orthogonal transform keeps the
-product, but spreads such a feature over its block: x @ W.T = H(x) @ (H(W) / block).T, with the unnormalized
-Walsh-Hadamard transform H. See QuaRot (arXiv 2404.00456).
+With one scale per row, a few huge input features decide the rounding step of all. An orthogonal transform spreads such
+a feature over its block and keeps the product: x @ W.T = H(x) @ (H(W) / block).T, with the unnormalized Walsh-Hadamard
+transform H. See QuaRot (arXiv 2404.00456).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def rotation_block(in_features: int) -> int:
 def rotate(rows: Tensor) -> Tensor:
     """Return rows rotated, unnormalized, in float32.
 
-    For distances 1, 2, 4, ..., sums replace the first of two values, differences the second, as in csrc/rotation.h.
+    For distances 1, 2, 4, ..., a pair of values becomes its sum and its difference (csrc/rotation.h).
     """
     rotated, apart = rows.float().contiguous(), 1
     while apart < rotation_block(rows.shape[-1]):

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PAUSE_S = 5.0  # after a failed start
-_GONE_S = 10.0  # then a silent process is replaced; callers time out earlier
+_GONE_S = 10.0  # then a silent process is replaced
 _ANYBODY = "192.0.2.1:9"  # for documentation (RFC 5737), on no real network
 
 
 class TransferClient:
     """Runs a `MooncakeClient` without a pool, and restarts it if it ends. Thread-safe.
 
-    Advertises this machine's default address until `get` learns the one that peers use. object_bytes: size of a header
-    and a block. num_areas: maximum number of concurrent transfers.
+    Advertises this machine's default address until `get` learns the one that peers use. object_bytes: of a header and a
+    block. num_areas: maximum number of concurrent transfers.
     """
 
     def __init__(self, *, protocol: str, object_bytes: int, num_areas: int) -> None:
@@ -43,7 +43,7 @@ class TransferClient:
 
     @property
     def process_id(self) -> int | None:
-        """The current process's id, if any."""
+        """The process's id, if any."""
         client = self._client
         return None if client is None else client.process_id
 
@@ -51,8 +51,7 @@ class TransferClient:
         """Return a living client; None if none is ready within timeout_s.
 
         host: this machine's address on the route to the peer. The first one that is not loopback replaces the default,
-        which may restart the process. Raises `StoreError` after `close`, and until the next attempt after a failed
-        start.
+        which may restart the process. Raises `StoreError` after `close`, and for a pause after a failed start.
         """
         with self._changed:
             if self._is_guess and not ip_address(host).is_loopback:  # local peers reach any address
@@ -75,7 +74,7 @@ class TransferClient:
         threading.Thread(target=self._start, name="octavo-kv-direct-open", daemon=True).start()
 
     def _drop(self) -> None:
-        """End the current process. Needs the lock."""
+        """Needs the lock."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -98,7 +97,7 @@ class TransferClient:
             client.close()
 
     def close(self) -> None:
-        """End the process for good."""
+        """End the process."""
         with self._changed:
             self._is_closed = True
             self._drop()
@@ -106,7 +105,7 @@ class TransferClient:
 
 
 def _usual_address() -> str:
-    """Return this machine's default address; sends nothing."""
+    """Find the default."""
     try:
         return local_address(_ANYBODY)
     except StoreError:

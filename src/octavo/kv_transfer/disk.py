@@ -1,4 +1,4 @@
-"""A store in files of a directory, which survive a restart."""
+"""A store in files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DiskStore:
     space, no permission), blocks are still served, and saving is retried after a growing pause.
 
     max_bytes: limit for all files in the directory; each process applies its own. None: `default_bound`. part_bytes: of
-    blocks with the first KV group only, if any; they have files of their own.
+    blocks with the first KV group only, if any, which have files of their own.
     """
 
     name = "disk"
@@ -68,7 +68,7 @@ class DiskStore:
             )
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Count the leading stored keys, and mark them as used."""
+        """See `KVStore`."""
         if self._is_closed:
             return 0
         with self._reading(self._directory.path):
@@ -96,7 +96,7 @@ class DiskStore:
         return done
 
     def _load(self, name: str, first: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks from one file; set a corrupt one aside."""
+        """Read one file."""
         loaded, fault = 0, ""
         try:
             with self._directory.open(name) as (descriptor, found):
@@ -165,7 +165,7 @@ class DiskStore:
                 self._directory.remove(sorted(names))
 
     def stats(self) -> StoreStats:
-        """Return the figures; bytes are of all files."""
+        """Bytes include all files."""
         directory = self._directory
         return StoreStats(
             directory.index.num_blocks,
@@ -178,7 +178,7 @@ class DiskStore:
         )
 
     def close(self) -> None:
-        """Ignore all later calls."""
+        """Ignore later calls."""
         self._is_closed = True
 
     @contextmanager
@@ -213,11 +213,11 @@ class _Writing:
         self._pause_s = self._resumes_at = 0.0
 
     def may_try(self) -> bool:
-        """Return True if writing is not paused."""
+        """False during a pause."""
         return not self.error or self._clock() >= self._resumes_at
 
     def failed(self, error: OSError) -> None:
-        """Begin a pause; log the first failure."""
+        """Begin a pause."""
         with self._lock:
             is_first = not self.error
             self.error = f"nothing can be written: {error}"

@@ -1,4 +1,4 @@
-"""Index of a disk store's directory."""
+"""Index of a directory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_MIN_SPARE = 1024  # stale heap entries allowed before a rebuild
+_MIN_SPARE = 1024  # stale heap entries before a rebuild
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """A file of a disk store. keys: () if they were not read (other format, or corrupt)."""
+    """A file of a disk store. keys: () if not read (other format, or corrupt)."""
 
     name: str
     num_bytes: int
@@ -38,19 +38,19 @@ class DiskIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Number of different keys."""
+        """Number of keys."""
         return len(self._holders)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes in total."""
         return self._num_bytes
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def names(self) -> set[str]:
-        """Return the names of all files."""
+        """Return all names."""
         with self._lock:
             return set(self._files)
 
@@ -101,7 +101,7 @@ class DiskIndex:
                 heapq.heapreplace(self._by_age, (used_ns, name))
 
     def lacking(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Return the keys that no file contains."""
+        """Return keys without files."""
         with self._lock:
             return {key for key in keys if key not in self._holders}
 

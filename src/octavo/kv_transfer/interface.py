@@ -19,8 +19,8 @@ class StoreError(OctavoError):
 class StoreStats:
     """Contents of a store, and counters since its start.
 
-    max_bytes: None if the limit is set elsewhere. num_corrupt: blocks with a wrong checksum. num_errors: failed calls.
-    error: why the store is unusable, if it is.
+    max_bytes: None if the limit is set elsewhere. num_corrupt: blocks with a wrong checksum. error: why the store is
+    unusable, if it is.
     """
 
     num_blocks: int
@@ -38,15 +38,15 @@ class KVStore(Protocol):
     So blocks are never overwritten. Loads verify a checksum over key and content; a corrupt or incomplete block is a
     miss. Thread-safe. `lacks` and `stats` never block; other methods may wait for I/O, and raise `StoreError`.
 
-    block_bytes: of a full block. Blocks with only the first KV group (`octavo.kv_transfer.group_parts`) are smaller and
-    have other keys. All blocks of a save have one size, which their load must use.
+    block_bytes: of a full block. Blocks with only the first KV group (`octavo.kv_transfer.group_parts`) are smaller.
+    All blocks of a save have one size, which their load must use.
     """
 
     name: str
     block_bytes: int
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Count the leading keys that are stored, and mark them as recently used."""
+        """Count the leading stored keys, and mark them as recently used."""
         ...
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -69,7 +69,7 @@ class KVStore(Protocol):
         ...
 
     def stats(self) -> StoreStats:
-        """Return contents and counters."""
+        """Return contents, counters."""
         ...
 
     def close(self) -> None:

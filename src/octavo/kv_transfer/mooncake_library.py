@@ -53,7 +53,7 @@ def _check_module(module: str, field: str) -> None:
 
 
 def _remedy(error: str) -> str:
-    """Return the remedy for an import error."""
+    """Explain an import error."""
     if _MISSING_PACKAGE.search(error):
         return "pip install 'octavo[mooncake]'"
     missing = _MISSING_LIBRARY.search(error)

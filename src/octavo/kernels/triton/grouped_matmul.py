@@ -1,7 +1,7 @@
 """Products of rows with the weight of their group: one launch for all groups.
 
-Each group has tiles of its own, in `matmul`'s shape and order, so a row's bits are those of a product with its group's
-weight alone. The device reads the groups' sizes, so the host need not wait: the launch has the most tiles possible.
+Each group has its own tiles, in `matmul`'s shape and order, so bits are those of a product with its weight alone. The
+device reads the groups' sizes; the launch has the most tiles possible.
 """
 
 from __future__ import annotations
