@@ -1,4 +1,4 @@
-"""Makes options of commands from fields of configurations."""
+"""Options from configurations."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class EngineOptions:
 
     def build(self, *, is_offline: bool = False) -> Engine:
         """Load the model in this process. Raises `ConfigError` and `ModelError`."""
-        config = self.config(is_offline=is_offline)  # before torch is imported
+        config = self.config(is_offline=is_offline)  # reports errors before torch is imported
         from octavo.build import build_engine
         from octavo.runtime.progress import LoadingProgress
 

@@ -1,4 +1,4 @@
-"""`octavo serve --replicas N`: runs a router and its engines."""
+"""Serves with replicas."""
 
 from __future__ import annotations
 

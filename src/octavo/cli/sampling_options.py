@@ -1,4 +1,4 @@
-"""A request's sampling options."""
+"""Sampling options."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
     check_installed("octavo serve")
     source = context.get_parameter_source("seed")
     is_drawn = source is None or source.name == "DEFAULT"
-    if is_drawn:  # the log has it, for a replay
+    if is_drawn:  # servers differ; the log has the seed, for a replay
         engine = replace(engine, seed=secrets.randbits(_SEED_BITS))
     waiting, tokens = _limits(engine)
     # Without max_num_seqs, the engine's device decides the limit of open requests.

@@ -21,8 +21,8 @@ DEFAULT_MAX_BODY_BYTES = 8 << 20
 class AccessConfig:
     """Access, limits and timeouts. None: no limit. The options' texts describe the other fields.
 
-    operator_key: an additional key, with which a replica's router reads its metrics.
-    max_open_requests: open output streams; further requests are refused with 429.
+    operator_key: an additional key, with which a replica's router reads its metrics. max_open_requests: open output
+    streams; further requests are refused with 429.
     """
 
     grace_s: float = option(

@@ -1,7 +1,4 @@
-"""The configurations of an engine.
-
-None or "auto" is a value that the user does not choose. `build.py` resolves it before it builds the engine.
-"""
+"""Configurations of an engine. `build.py` resolves None and "auto", which the user did not choose, before it builds."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class SchedulingPolicy(StrEnum):
 
 
 class AdmissionRule(StrEnum):
-    """When a waiting request starts: its known tokens fit, or all blocks it may need are reserved."""
+    """A waiting request starts when its known tokens fit, or when all blocks it may need are reserved."""
 
     OPTIMISTIC = "optimistic"
     RESERVATION = "reservation"
@@ -69,16 +66,11 @@ class ModelConfig:
     """The checkpoint and how to read it. The options' texts describe the other fields.
 
     model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in demo model.
-    quantization: how weights are rounded at load.
-
-    - "int8" (W8A8): weights have one scale per output feature, activations one per token; both are rotated first.
-    - "int4" (W4A8): layers to four bits, with one scale per group_size input features; embeddings and lm_head to int8.
-    - "int4_all": embeddings and lm_head to four bits, too.
-    - "fp8" (W8A16): layers to E4M3, with one scale per output feature. Activations, embeddings and lm_head are not
-      rounded. For GPUs and plain torch.
-    - None: not rounded. Kernels in Triton multiply FP8 weights of a checkpoint directly; other kernels expand them.
-
-    Integer weights of a checkpoint stay integers: four bits unchanged, eight bits rotated and rounded again.
+    quantization: how weights are rounded at load. "int8" is W8A8: weights have one scale per output feature,
+    activations one per token; both are rotated first. "int4" is W4A8. "fp8" is W8A16: E4M3 with one scale per output
+    feature; embeddings and lm_head are not rounded.
+    With None, kernels in Triton multiply FP8 weights of a checkpoint directly; other kernels expand them. Integer
+    weights of a checkpoint stay integers: four bits unchanged, eight bits rotated and rounded again.
     group_size: larger groups need less memory and are less exact.
     packed_cache_bytes: cached weights are valid while the checkpoint's files have the same bytes.
     seed: a request without a seed gets one from this seed and its arrival number.
@@ -227,7 +219,7 @@ class SchedulerConfig:
     again.
     max_batch_prefill_tokens: a longer prompt is cut, even without enable_chunked_prefill.
 
-    Reservation is Hugging Face TGI's rule. waiting_served_ratio and max_waiting_tokens count only while requests run.
+    Reservation is TGI's rule. waiting_served_ratio and max_waiting_tokens count only while requests run.
     """
 
     max_num_seqs: int | None = option(
@@ -396,9 +388,9 @@ class SchedulerConfig:
                 )
 
     def resolved(self, device_type: str = "cpu", *, has_drafts: bool = False) -> ResolvedSchedulerConfig:
-        """Replace limits that are None by the defaults of a device.
+        """Replace limits that are None by a device's defaults.
 
-        device_type: "cpu" or "cuda". has_drafts: the user asked for drafts, which exclude async_scheduling.
+        device_type: "cpu" or "cuda". has_drafts: drafts exclude async_scheduling.
         """
         defaults, values = STEP_DEFAULTS[device_type], {each.name: getattr(self, each.name) for each in fields(self)}
         num_seqs, num_tokens, is_async = self.max_num_seqs, self.max_num_batched_tokens, self.async_scheduling
@@ -535,10 +527,7 @@ class ModelInfo:
     file_type: int | None = None
 
     def choose_pooling(self, requested: str | None = None) -> str:
-        """Return the pooling, by default the checkpoint's.
-
-        Raises `RequestError` if octavo cannot pool as the checkpoint asks.
-        """
+        """Return the pooling, by default the checkpoint's. Raises `RequestError` if octavo does not support that."""
         if requested is None and self.pooling_problem is not None:
             raise RequestError(f"{self.pooling_problem}; the option --pooling overrides it")
         return self.pooling if requested is None else requested

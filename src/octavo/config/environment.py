@@ -35,7 +35,7 @@ def kernels_required() -> bool:
 
 
 def isa_from_environment() -> str | None:
-    """Return what `auto` means (OCTAVO_ISA). None: the best one."""
+    """Return what `auto` means (OCTAVO_ISA), if set."""
     return os.environ.get("OCTAVO_ISA") or None
 
 
@@ -53,8 +53,7 @@ def api_key_from_environment() -> str | None:
 def kv_secret_from_environment() -> str:
     """Return the secret in the keys of stored KV (OCTAVO_KV_SECRET), by default "".
 
-    Without the secret, a reader of the keys cannot test guesses of prompts. Only engines with the same secret share
-    stored KV or exchange it directly.
+    A reader of the keys needs it to test guesses of prompts, and engines need the same one to exchange KV.
     """
     return os.environ.get("OCTAVO_KV_SECRET", "")
 
@@ -71,9 +70,6 @@ def operator_key_from_environment() -> str | None:
 
 
 def forget_service_link() -> str | None:
-    """Remove OCTAVO_SERVE_PORT if it is a URL such as tcp://10.0.0.1:8000; return it, else None.
-
-    Kubernetes sets it for a Service called octavo-serve.
-    """
+    """Remove and return OCTAVO_SERVE_PORT if it is a URL such as tcp://10.0.0.1:8000, which Kubernetes sets."""
     port = os.environ.get(PORT_VARIABLE, "")
     return os.environ.pop(PORT_VARIABLE) if port.startswith(("tcp://", "udp://")) else None

@@ -1,4 +1,4 @@
-"""Declares fields that are options of commands, and checks values."""
+"""Options and checks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class Option:
 
 
 def option(default: Any, text: str, *, shows_value: bool = True, **more: Any) -> Any:
-    """Return a field that is also an option. text: its help. shows_value: False hides the value in the repr."""
+    """Return a field that is also an option.
+
+    shows_value: False hides the value in the repr.
+    """
     return field(default=default, repr=shows_value, metadata={"option": Option(text, **more)})
 
 

@@ -1,4 +1,4 @@
-"""The configuration of external stores of KV, and of KV transfers between engines."""
+"""External stores of KV, and KV transfers between engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class KVTransferConfig:
 
     The options' texts describe the other fields. disk_bytes: None: 16 GiB, at most half of free space.
     mooncake_segment_bytes: 0 only uses memory of other engines.
-    direct: transfer KV from one engine to the other while the prompt is still computed.
     """
 
     disk_dir: Path | None = option(
@@ -84,7 +83,7 @@ class KVTransferConfig:
 
     @classmethod
     def parse(cls, given: KVTransferConfig | Mapping[str, Any] | None, **given_fields: Any) -> KVTransferConfig:
-        """Return a configuration from an instance, a mapping of its fields, or None for the defaults.
+        """Accept an instance, a mapping of its fields, or None for the defaults.
 
         given_fields: fields that were given separately, else None. Raises `ConfigError` if both are given, and for an
         unknown field.

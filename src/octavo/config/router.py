@@ -1,4 +1,4 @@
-"""The configuration of a router."""
+"""A router's configuration."""
 
 from __future__ import annotations
 

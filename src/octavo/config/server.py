@@ -1,4 +1,4 @@
-"""The configuration of a server."""
+"""A server's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration of speculative decoding."""
+"""Configuration of drafts."""
 
 from __future__ import annotations
 
@@ -24,22 +24,14 @@ _CACHED_BYTES = (1 << 16, 1 << 34)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are drafted, so that one step verifies several. Fields have vLLM's names.
+    """How tokens are drafted, so that one step verifies several: docs/speculation.md describes the fields.
 
-    The options' texts describe the other fields. Only with verification = "rejection" do tokens depend on drafts.
+    Only with verification = "rejection" do tokens depend on drafts.
 
-    method: "auto" is "suffix" if the kernels compute the same row in any batch, otherwise "none". "suffix" also finds
-    earlier answers with the same cache salt.
-    num_speculative_tokens: maximum number of drafts after the newest token.
+    method: "auto" is "suffix" if the kernels compute the same row in any batch, otherwise "none".
     quantization: of the drafting model, as in `ModelConfig`. None: not rounded, or int4 for "quantized".
-    verification (octavo's own): "exact" accepts a draft that equals the token chosen without drafts. "rejection"
-    accepts it with probability min(1, p / q): answers keep their distribution.
-    prompt_lookup_min, prompt_lookup_max: number of newest tokens that "ngram" must find again, the most first. None: 2
-    and 4, adjusted to the other value.
-    suffix_decoding_max_cached_requests: answers kept for drafts; the oldest are dropped first.
-    suffix_decoding_max_cached_bytes (octavo's own): of their tokens.
-    suffix_decoding_max_spec_factor: maximum number of drafts per matching token.
-    suffix_decoding_min_token_prob: minimum estimated probability of a draft.
+    prompt_lookup_min, prompt_lookup_max: None: 2 and 4, adjusted to the other value.
+    suffix_decoding_max_cached_requests: the oldest answers are dropped first.
     """
 
     method: str = option(

@@ -74,7 +74,7 @@ def default_instruction_set() -> str | None:
 
 
 def are_exact(device: torch.device, backend: str) -> bool:
-    """Return True if a row is known to have the same bits in any batch; on a GPU this was not measured."""
+    """Return True if a row has the same bits in any batch; on a GPU this was not measured."""
     compiled = importlib.util.find_spec("octavo._kernels") is not None
     return device.type == "cpu" and backend in {"auto", "cpu"} and compiled
 
@@ -84,9 +84,9 @@ def create_kernels(
 ) -> Kernels:
     """Return the kernels for a device.
 
-    backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning without them; on CUDA it is plain
-    torch until the Triton kernels have been tried on a GPU. "fast-inexact" is "triton" with torch's matrix products,
-    whose rows depend on the batch. isa: "auto" is `default_instruction_set()`.
+    backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning without them; on CUDA plain torch
+    until the Triton kernels have been tried on a GPU. In "fast-inexact" rows depend on the batch. isa: "auto" is
+    `default_instruction_set()`.
     Raises ConfigError if the backend or the instruction set is unknown or does not work on this device.
     """
     if backend not in {"auto", "reference", "cpu", *_IN_TRITON}:

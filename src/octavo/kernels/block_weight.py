@@ -23,10 +23,7 @@ _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class BlockKind(Enum):
-    """GGUF's layouts of blocks: (values, bytes, bytes in panels).
-
-    In panels, scales and minima of six bits take eight bits.
-    """
+    """GGUF's layouts of blocks: (values, bytes, bytes in panels, where six bits of scales and minima take eight)."""
 
     Q8_0 = "Q8_0", 32, 34, 34
     Q4_0 = "Q4_0", 32, 18, 18

@@ -1,4 +1,4 @@
-"""Checksums of memory: they detect accidental damage, not deliberate changes."""
+"""Checksums against accidental damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled CPU kernels (csrc/), for activations with contiguous rows."""
+"""Compiled CPU kernels (csrc/)."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}
 _LINE_BYTES = 64
 _SAME_SETS_BYTES = 2048  # lines so far apart share two of a cache's 64 sets
 _ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # of a task: at most, and if rows are few; csrc/attention_tile.h
-_FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # fewer chunks per thread are cut into so many positions
+_FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # fewer chunks per thread are cut into parts of so many positions
 
 
 class CpuKernels:
     """Compiled kernels for one instruction set, on their own pool of threads.
 
-    With a thread for each usable core, all except the caller's are pinned. Otherwise none is, because other processes
-    may compute here.
+    With a thread for each usable core, all except the caller's are pinned; otherwise none, because other processes may
+    compute here.
     """
 
     name = "cpu"
@@ -119,7 +119,7 @@ class CpuKernels:
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
         """Measure this instruction set's limits in about a second.
 
-        Each round measures every rate, so that a short loss of a core spoils one sample of each.
+        Each round measures every rate, so a short loss of a core spoils one sample of each.
         """
         data = torch.zeros(num_bytes, dtype=torch.uint8)
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
@@ -263,7 +263,7 @@ class CpuKernels:
         return out
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for rows that a matrix product will read in place.
+        """Return memory for rows that a matrix product will read.
 
         The row stride is a cache line longer if a column would evict itself from its few sets.
         """

@@ -1,4 +1,4 @@
-"""Packed weights of groups of rows, as csrc/linear_args.h reads them."""
+"""Packed weights of groups (csrc/linear_args.h)."""
 
 from __future__ import annotations
 

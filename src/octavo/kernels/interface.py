@@ -49,7 +49,7 @@ class PackedGroups:
 
 @dataclass(frozen=True, slots=True)
 class KeptLinear:
-    """A part of a packed weight for storage on disk: data is uint8, bias float32, numbers are JSON values."""
+    """A part of a packed weight on disk: data is uint8, bias float32, numbers are JSON values."""
 
     data: Tensor
     bias: Tensor | None
@@ -145,8 +145,7 @@ class Kernels(Protocol):
 
     identity: names everything that decides the last bits of a result; KV of another identity is not used.
     has_own_threads: torch's threads must sleep: woken OpenMP workers would spin on the kernels' cores.
-    kv_cache_dtypes: as in `octavo.config.CacheConfig`.
-    multiplies_fp8: multiply fp8 weights directly instead of expanding them once.
+    kv_cache_dtypes: as in `octavo.config.CacheConfig`. multiplies_fp8: fp8 weights are better not expanded.
     warm_up_rows: sizes of the first steps, which launch all kernels; empty if no kernel is compiled at its first
     launch.
     """
@@ -184,8 +183,8 @@ class Kernels(Protocol):
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
         """Pack `weight` [out_features, in_features], or its parts in order, and a bias.
 
-        Activations may have another dtype. Products with quantized weights, except fp8, quantize activations, too.
-        Parts in blocks may be of several kinds.
+        Activations may have another dtype; products with quantized weights, except fp8, quantize them. Parts in blocks
+        may be of several kinds.
         """
         ...
 
@@ -201,7 +200,7 @@ class Kernels(Protocol):
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
         """Return the packed weight of kept parts; their data must be from `allocate`.
 
-        Raises `ValueError` or `KeyError` for invalid parts. Whatever the bytes are, kernels access no other memory.
+        Raises `ValueError` or `KeyError` for invalid parts. With any bytes, kernels access no other memory.
         """
         ...
 
@@ -309,8 +308,8 @@ class Kernels(Protocol):
         query_scale float32 [max_positions]: multiplies queries after they are rotated and rounded.
         k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], the last two dimensions contiguous: in q's
         dtype, or int8 or float8_e4m3fn, for which rows are rounded to q's dtype, then by `round_kv_rows`.
-        If a head's row of v is not finite, its v is written as zeros and its k as NaN. So attention yields NaN for rows
-        that see the position, and other rows may multiply its values by weights of zero.
+        If a head's row of v is not finite, its v becomes zeros and its k NaN. So attention yields NaN for rows that see
+        the position, and other rows may multiply it by weights of zero.
         """
         ...
 
@@ -353,8 +352,8 @@ class Kernels(Protocol):
         holds its newest token; a draft is one row after the choice that it guesses. cu_num_logits int32: each request's
         first row, then the number of rows.
 
-        Returns int64 [num_requests, num_speculative_steps + 1], padded with -1, and int32 numbers of tokens. Raises
-        `IndexError` if a request has no row or too many.
+        Returns int64 [num_requests, num_speculative_steps + 1], padded with -1, and int32 counts. Raises `IndexError`
+        if a request has no row or too many.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Upper limits of a processor."""
+"""Limits of processors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Limits:
     bytes_read: float
 
     def best(self, other: Limits) -> Limits:
-        """Return the higher rates: a lower one was disturbed."""
+        """Return the higher rates."""
         return Limits(*map(max, astuple(self), astuple(other)))
 
     def is_far_from(self, other: Limits) -> bool:

@@ -1,4 +1,4 @@
-"""This process's cores, their caches, and the limits of its cgroups."""
+"""Cores, caches, cgroups."""
 
 from __future__ import annotations
 

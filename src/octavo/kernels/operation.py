@@ -1,4 +1,4 @@
-"""Kernels that write into the caller's tensors."""
+"""Kernels with in-place results."""
 
 from __future__ import annotations
 

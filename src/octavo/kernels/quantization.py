@@ -1,12 +1,11 @@
-"""Quantized weights, activations and KV, and their products: the definition in torch for all backends.
+"""Quantized weights, activations and KV, and their products: the definition in torch for all backends (docs/why.md).
 
 - Products round activations to int8, with one scale per row: the largest magnitude becomes 127.
 - With int8 weights (W8A8), both are rotated first; not with int4 (W4A8).
 - int8 KV is rounded like activations, by rows of head_dim. In fp8 KV (E4M3 of Micikevicius et al. 2022) the largest
   magnitude becomes 448.
 
-Integer sums are exact, also over an int4 row's groups, whose scales are multiples of one unit. So every backend gives
-the same bits.
+Integer sums are exact, so every backend gives the same bits.
 """
 
 from __future__ import annotations
@@ -112,8 +111,8 @@ class Int4Weight:
     def whole_scales(self) -> tuple[Tensor, Tensor]:
         """Return the scales of products: int16 multiples [out_features, groups] of float32 units [out_features].
 
-        The largest scale is 4,079 units, or 2,039 with zero points, so every weight is a 16-bit integer times the unit.
-        A scale that is not finite makes its row NaN. Raises `ValueError` for a zero point above 16.
+        The largest scale is 4,079 units, or 2,039 with zero points: weights are 16-bit integers. A scale that is not
+        finite makes its row NaN. Raises `ValueError` for a zero point above 16.
         """
         if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
             raise ValueError(f"zero points reach {self.zeros.max()}; the maximum is 15")
@@ -132,7 +131,7 @@ class Int4Weight:
         return ((self.zeros.float() - INT4_ZERO) * multiples.float()).round().to(torch.int16)
 
     def whole_values(self) -> tuple[Tensor, Tensor]:
-        """Return float64 (value - 8) * multiple - offset, the weight of products in units, and the float32 units."""
+        """Return float64 (value - 8) * multiple - offset, and the float32 units."""
         multiples, units = self.whole_scales()
         offsets = self.whole_offsets(multiples)
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
@@ -222,8 +221,8 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
     """Round a weight to int4, with one bfloat16 scale per group.
 
     Without minima, the scale maps a group's first value of largest magnitude to 8 steps below zero. With minima, a
-    scale and a float16 zero point map its least value (or 0) to 0 and its largest (or 0) to 15. None decides by
-    `minima_pay`. Of a few clipped ranges, the first with the least squared error is taken. NaN becomes zero.
+    scale and a float16 zero point map its least value (or 0) to 0 and its largest (or 0) to 15. None: see `minima_pay`.
+    Of a few clipped ranges, the first with the least squared error is taken. NaN becomes zero.
     """
     if minima is None:
         minima = minima_pay(weight, lambda some, tried: quantize_int4(some, group_size, minima=tried))
@@ -249,7 +248,7 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
     """Return True if minima halve the squared error of a sample of rows, rounded by `round_rows(rows, minima)`.
 
-    Minima cost half a bit per weight in groups of 32. Half a bit in finer values would halve the error at best.
+    Minima cost half a bit per weight in groups of 32; half a bit in finer values would halve the error at best.
     """
     rows = weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)].float()
     errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
@@ -351,7 +350,7 @@ def round_to_e4m3(x: Tensor) -> Tensor:
 
 
 def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return int8 or float8_e4m3fn values, and float32 scales, of KV rows; NaN as in `quantize_rows`."""
+    """Return int8 or float8_e4m3fn values, and float32 scales; NaN as in `quantize_rows`."""
     if dtype == torch.int8:
         values, scales = quantize_rows(rows)
         return values.to(torch.int8), scales
@@ -376,7 +375,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.shape):
-        # Exact below 2^53. Adding 0.0 makes -0.0 the integers' 0.
+        # Exact below 2^53; 0.0 turns -0.0 into the integers' 0.
         sums = (values @ weight.values[part].double().T).float() + 0.0
         scaled = sums * (scales.unsqueeze(1) * weight.scales[part])
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)
@@ -419,7 +418,7 @@ def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
         num_groups, size = numbers.values.shape[1:]
         whole = rounded.view(x.shape[0], num_groups, size)
         for group in range(num_groups):
-            # Exact below 2^24. Adding 0.0 makes -0.0 the integers' 0.
+            # Exact below 2^24; see `linear_int8`.
             term = (whole[:, group] @ numbers.values[:, group].T + 0.0) * numbers.scales[:, group]
             if numbers.minima is not None:
                 term = term + (whole[:, group].sum(dim=1, keepdim=True) + 0.0) * numbers.minima[:, group]

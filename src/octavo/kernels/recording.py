@@ -1,7 +1,4 @@
-"""Recorded forward passes of the compiled CPU kernels, with addresses (csrc/program.h), to run again.
-
-Between two kernels, Python takes longer than a small kernel.
-"""
+"""Recorded forward passes of the compiled CPU kernels (csrc/program.h), because Python is slower than small kernels."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class Rehearsal:
         """Allocate and watch."""
         index, size = len(self._sizes), math.prod(shape) * dtype.itemsize
         self._sizes.append(-(-size // self._num_tokens) * self._max_tokens)
-        # It lives as long as any view.
+        # The array lives as long as any view.
         array = np.empty(size, dtype=np.uint8)
         weakref.finalize(array, self._let_go, index).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)

@@ -1,6 +1,6 @@
 """Every operation in plain torch: the reference in tests, and the fallback.
 
-torch chooses the order of sums by shape, so a row's last bits may depend on other rows.
+A row's last bits may depend on other rows, because torch chooses the order of sums by shape.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Rotation of activations and weights before both are rounded to int8.
+"""Rotation of activations and weights before both are rounded to int8 (docs/why.md).
 
-With one scale per row, a few huge input features decide the rounding step of all. An orthogonal transform spreads such
-a feature over its block and keeps the product: x @ W.T = H(x) @ (H(W) / block).T, with the unnormalized Walsh-Hadamard
-transform H. See QuaRot (arXiv 2404.00456).
+x @ W.T = H(x) @ (H(W) / block).T, with the unnormalized Walsh-Hadamard transform H, spreads huge input features over
+their block. See QuaRot (arXiv 2404.00456).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _MAX_BLOCK = 256
 
 
 def rotation_block(in_features: int) -> int:
-    """Return how many adjacent features are rotated together: the largest power-of-two divisor up to 256."""
+    """Return the number of adjacent features in a rotation: the largest power-of-two divisor up to 256."""
     return min(in_features & -in_features, _MAX_BLOCK)
 
 

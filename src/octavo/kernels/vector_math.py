@@ -18,7 +18,7 @@ def start_vector_math() -> None:
     """Let MKL, which torch calls for cosines and other functions, choose its code for this processor.
 
     MKL does so at its first call, without a lock. A thread that reads the choice half done takes another kernel, on
-    AVX-512 one with half of the bits (errors up to 1.5e-4). One process of several thousand had a wrong rotary table.
+    AVX-512 one with half of the bits (errors up to 1.5e-4): one process of several thousand had a wrong rotary table.
     """
     with _LOCK:
         torch.ones(1).cos()  # one element: computed on the calling thread

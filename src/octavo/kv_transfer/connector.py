@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.tiers import TieredStore
 
 _LOOKUP_THREADS = 2
-_EXPECTED_S = 1.0  # then the request takes the blocks found
+_EXPECTED_S = 1.0  # then the request uses the blocks found
 _RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # between repetitions; doubles
 
 
@@ -31,8 +31,8 @@ class _Lookup:
     """A lookup of a request's blocks [first, num_blocks).
 
     is_direct: another engine sends the blocks. num_expected: leading blocks that another engine saves, waited for until
-    `until` (monotonic time). end: index after the last block found; None while unknown. found: the same so far.
-    again_at: time of the next repetition; None while the lookup runs.
+    `until` (monotonic time). end: index after the last block found; None while unknown. again_at: time of the next
+    repetition; None while the lookup runs.
     """
 
     first: int

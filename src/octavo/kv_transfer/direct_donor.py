@@ -33,14 +33,14 @@ _GRACE_S = 2.0  # how late the prompt may arrive: both engines get the request a
 _STALLED_S = 3.0  # error if ready blocks wait and none is written for this long; less than `SILENT_S`
 _FIRST_WRITE_BYTES = 1 << 20  # `_Pace` adapts later writes
 _MAX_CONNECTIONS = 512
-_MAX_LOGGED = 64  # remembered refusals
-_MAX_KNOWN = 4096  # remembered ended transfers
+_MAX_LOGGED = 64
+_MAX_KNOWN = 4096
 
 
 class _Pace:
-    """Number of blocks per write to one decode engine: as many as take half of `BEAT_S` to `BEAT_S`.
+    """Number of blocks per write to one decode engine: a write takes half of `BEAT_S` to `BEAT_S`.
 
-    Nothing is sent during a write. After a longer one, other sides would consider this engine dead.
+    Nothing is sent during a write, so longer ones would look like a failure.
     """
 
     def __init__(self, object_bytes: int) -> None:
@@ -57,8 +57,8 @@ class _Pace:
 class DirectDonor:
     """A `KVStore` of blocks that it writes into the memory of decode engines; see `MooncakeConnector`.
 
-    It waits for a requested block while the block's transfer is open here or the block is being saved, so KV is sent
-    before the prompt is complete.
+    It waits for a requested block while the block's transfer is open or the block is being saved, so KV is sent before
+    the prompt is complete.
     """
 
     name = "direct"
@@ -73,12 +73,12 @@ class DirectDonor:
         self._segment = Segment(block_bytes, max_bytes)
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=DONOR_AREAS)
         self._changed = threading.Condition()  # of all below
-        self._open: Counter[str] = Counter()
-        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers without further blocks
+        self._open: Counter[str] = Counter()  # requests by transfer
+        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers
         self._saving: Counter[bytes] = Counter()
         self._connections: set[socket.socket] = set()
         self._num_errors = 0
-        self._written_at = 0.0  # to any decode engine
+        self._written_at = 0.0
         self._logged: set[tuple[str, str]] = set()  # (refused decode engine, reason)
         self._is_closed = False
         has_both = socket.has_dualstack_ipv6()
@@ -198,7 +198,7 @@ class DirectDonor:
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(0.1)  # such as no free descriptor
+                time.sleep(0.1)  # no free descriptor
                 continue
             with self._changed:
                 is_welcome = not self._is_closed and len(self._connections) < _MAX_CONNECTIONS
@@ -292,7 +292,7 @@ class DirectDonor:
             with client.area(messages.BEAT_S) as area:
                 write_began = time.monotonic()
                 num_written = self._write(area, ready, first, min(count, pace.num_blocks))
-        except BusyError:  # raised immediately
+        except BusyError:
             time.sleep(max(began + messages.BEAT_S - time.monotonic(), 0.0))
             return 0
         self._written_at = time.monotonic()
@@ -343,7 +343,7 @@ def _versions(version: int) -> dict[str, str]:
 
 
 def _end(connection: socket.socket) -> None:
-    """Wake its thread."""
+    """Close a connection, and wake its thread."""
     with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

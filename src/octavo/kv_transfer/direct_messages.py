@@ -1,7 +1,6 @@
 """Messages between prefill and decode engines: msgpack after its length, without the blocks.
 
-With two fresh nonces, each side proves that it knows OCTAVO_KV_SECRET, if one is set. The decode engine's proof also
-covers its request.
+With two fresh nonces, each side proves that it knows OCTAVO_KV_SECRET; the decode engine's proof covers its request.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Written(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The prefill engine is alive, but has written nothing more."""
+    """Alive; nothing written."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -64,9 +64,8 @@ class _Expected:
 class DirectReceiver:
     """A `KVStore` of the blocks that prefill engines compute for this engine's requests; see `MooncakeConnector`.
 
-    A silent, faulty or malicious source costs time only. Requests added before its failure do not ask it, so a request
-    waits for at most one failure. A fault of one connection affects only its own request, if the source answers a new
-    one.
+    A faulty or malicious source costs time only. Requests added before its failure do not ask it, so each waits for at
+    most one failure. A fault of one connection affects only its own request, if the source answers a new one.
     """
 
     name = "direct"
@@ -84,7 +83,7 @@ class DirectReceiver:
         self._lock = threading.Lock()  # of all below
         self._expected: dict[str, _Expected] = {}  # by request
         self._added_at: dict[str, float] = {}  # by request
-        self._failing: set[str] = set()  # after their last transfer
+        self._failing: set[str] = set()  # sources whose last transfer failed
         self._failed_at: dict[str, float] = {}  # by source
         self._num_corrupt = 0
         self._num_errors = 0
@@ -220,7 +219,7 @@ class DirectReceiver:
                     num_received = self._receive_part(
                         expected, area, client.session, part, blocks[count : count + size]
                     )
-            except BusyError:  # other requests wait for their prompts
+            except BusyError:
                 if not client.is_alive or not self._may_wait(expected):
                     break
                 time.sleep(_BUSY_PAUSE_S)
@@ -324,7 +323,7 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 def _answers(source: str) -> bool:
     """Return True if a source accepts a new connection and answers on it or closes it, twice.
 
-    A source with its maximum number of connections closes each new one. A process that is ending does so once, then
+    At its maximum number of connections, a source closes each new one; a process that is ending does so once, then
     refuses.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)

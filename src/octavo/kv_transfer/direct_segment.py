@@ -1,4 +1,4 @@
-"""Fixed-size memory for blocks of a prefill engine."""
+"""Blocks for decode engines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 HEADER_BYTES = 128  # aligns the block to a cache line
-DONOR_AREAS = 8  # concurrent writes
-RECEIVER_AREAS = 16  # concurrent loads, which mostly wait for prompts
+DONOR_AREAS = 8
+RECEIVER_AREAS = 16  # loads, which mostly wait for prompts
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Segment:
         content[:] = block
         slot = _Slot(content, checksum(key, content))
         with self._lock:
-            if key in self._slots:  # stored by another thread
+            if key in self._slots:
                 self._free.append(content)
             else:
                 self._slots[key] = slot
@@ -102,7 +102,7 @@ class Segment:
         finally:
             with self._lock:
                 slot.num_leases -= 1
-                if self._slots.get(key) is not slot and not slot.num_leases:  # dropped during the read
+                if self._slots.get(key) is not slot and not slot.num_leases:
                     self._free.append(slot.content)
         return True
 

@@ -6,8 +6,8 @@
     lock          locked while files are added or removed; contains new random bytes for each such change
 
 Other names, links and other users' files are ignored. Reading takes no lock: a file removed meanwhile is a miss. A
-writer takes the lock to make room and to name its file, but not while it writes. So the files, unfinished ones
-included, never exceed the limit.
+writer takes the lock to make room and to name its file, but not while it writes. So the files, even unfinished ones,
+never exceed the limit.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _LOCK_WAIT_S, _LOCK_POLL_S = 2.0, 0.002  # limited: a suspended process may hold
 _GENERATION_BYTES = 16
 _RECOUNT_S = 60.0  # until all files are listed again
 _SCAN_SHARE = 0.05  # of one thread's time, for listing files
-_SETTLED_NS = 50_000_000  # changes within one tick of the file system's clock do not change the directory's time
+_SETTLED_NS = 50_000_000  # changes within one tick of the file system's clock keep the directory's time
 _MAX_STUCK = 8  # undeletable files, then making room fails
 _UNREADABLE_S = 60.0  # until an unreadable file is retried
 
 
 class DiskDirectory:
-    """Files of blocks in a directory, with at most `max_bytes` bytes. Thread-safe. Methods raise `OSError`.
+    """Files of blocks in a directory, created if missing. Thread-safe. Methods raise `OSError`.
 
-    sizes: of blocks that this engine reads; other files are only counted. Creates a missing directory.
+    sizes: of blocks that this engine reads; other files are only counted.
     """
 
     def __init__(self, path: Path, sizes: set[int], max_bytes: int) -> None:
@@ -183,7 +183,7 @@ class DiskDirectory:
         try:
             return read_header(descriptor, num_bytes)
         except OtherFormatError as error:
-            raise CorruptFileError(str(error)) from error  # the index has only files of this format
+            raise CorruptFileError(str(error)) from error
 
     def touch(self, names: list[str]) -> None:
         """Mark files as used now, the first as the newest: the end of a chain is useless without its beginning."""
@@ -198,7 +198,7 @@ class DiskDirectory:
     # --- removing -----------------------------------------------------------------------------------------------------
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Stop serving a corrupt or unreadable file."""
+        """Stop serving a file."""
         with self._mutex:
             self._set_aside(name, reason, locked=False)
 
@@ -219,7 +219,7 @@ class DiskDirectory:
         self.index.add(BlockFile(bad, size), 0)
 
     def _skip_undeletable(self, name: str) -> None:
-        """Count a file without its blocks, and retry it later."""
+        """Count a file without its blocks; retry it later."""
         self._unreadable[name] = time.monotonic() + _UNREADABLE_S
         self.index.add(BlockFile(name, self._size(name)), 0)
 
@@ -295,7 +295,7 @@ class DiskDirectory:
                 raise OSError(errno.ENOSPC, f"all of {self._max_bytes} bytes are used by files that are being written")
             try:
                 self._evict(*oldest)
-            except PermissionError:  # other files may still be deletable
+            except PermissionError:
                 num_stuck += 1
                 if num_stuck > _MAX_STUCK:
                     raise
@@ -334,9 +334,9 @@ class DiskDirectory:
         self._counted_at = now
 
     def _is_dead(self, name: str) -> bool:
-        """Return True if a temporary file has no writer any more.
+        """Return True if a temporary file has no writer.
 
-        Writers of this user can open their files, so an unreadable file has no writer.
+        Writers of this user can open their files, so an unreadable one has none.
         """
         try:
             with self.open(name) as (descriptor, found):
@@ -355,10 +355,7 @@ class DiskDirectory:
         return os.pread(self._lock_descriptor, _GENERATION_BYTES, 0)
 
     def _new_generation(self) -> None:
-        """Announce a change to other processes.
-
-        If another process has changed files since the last count, a count remains due.
-        """
+        """Announce a change. If another process has changed files since the last count, a count remains due."""
         is_counted = self._read_generation() == self._generation
         generation = secrets.token_bytes(_GENERATION_BYTES)
         os.pwrite(self._lock_descriptor, generation, 0)

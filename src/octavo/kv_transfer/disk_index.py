@@ -25,7 +25,7 @@ class BlockFile:
 class DiskIndex:
     """The files of a directory by name, key and age. Thread-safe.
 
-    Ages may be out of date: before an eviction, the caller checks whether the file was used since.
+    Ages may be out of date: before an eviction, the caller checks for later uses.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class DiskIndex:
                 heapq.heapify(self._by_age)
 
     def drop(self, name: str) -> BlockFile | None:
-        """Remove a file and return it, if known. Keys in other files remain."""
+        """Remove and return a file, if known. Keys in other files remain."""
         with self._lock:
             return self._drop(name)
 
@@ -106,7 +106,7 @@ class DiskIndex:
             return {key for key in keys if key not in self._holders}
 
     def files_of(self, keys: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Return the number of leading keys that files contain, and these files' names in order."""
+        """Return the number of leading keys found, and their files' names in order."""
         names: dict[str, None] = {}
         with self._lock:
             for count, key in enumerate(keys):
@@ -117,7 +117,7 @@ class DiskIndex:
         return len(keys), list(names)
 
     def holders(self, keys: Iterable[bytes]) -> set[str]:
-        """Return the names of files with any of these keys."""
+        """Return files with any of these keys."""
         with self._lock:
             return {file.name for key in keys for file in self._holders.get(key, ())}
 

@@ -101,8 +101,7 @@ def save(
 ) -> int:
     """Save blocks; count the leading ones stored now.
 
-    Blocks after a failed one are still saved: that one may be saved alone later. has_all: whether each block has all
-    groups. part_bytes: as in `load`.
+    Blocks after a failed one are still saved. has_all: whether each block has all groups. part_bytes: as in `load`.
     """
     first = num_kept = 0
     while first < len(keys):

@@ -1,4 +1,4 @@
-"""A wrapper that turns a store's failures into misses."""
+"""Turns failures into misses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 HANGS_AFTER_S = 5.0  # a longer call blocks further ones
-CHECK_S = 5.0  # of checks
+CHECK_S = 5.0
 ResultT = TypeVar("ResultT")
 
 
@@ -30,7 +30,7 @@ class GuardedStore:
     After a failure the store gets no call for a pause, which doubles while failures continue; then a single call tries
     it. It gets no call while another one hangs.
 
-    open_store: called until it succeeds. may_wait: calls wait for other engines to compute, so none counts as hanging.
+    open_store: called until it succeeds. may_wait: calls wait for other engines, so none counts as hanging.
     keeps_parts: the store also keeps blocks with the first KV group only.
     """
 
@@ -58,7 +58,7 @@ class GuardedStore:
         self._is_over = threading.Event()
         self._num_calls = 0
         self._error = ""
-        self._num_failures = 0  # separate from a store's own count
+        self._num_failures = 0
         self._num_evicted = self._num_evicted_reported = 0
         self.figures = KVStoreFigures()
         self._pause_s = 0.0
@@ -108,7 +108,7 @@ class GuardedStore:
         return min(self._ask(lambda store: store.num_matched(keys), 0), len(keys))
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the missing keys; none while the store is unusable, so that nothing is saved to it."""
+        """Return the missing keys; none while unusable, so that nothing is saved."""
         store = self._store
         if store is None or not self.is_usable:
             return set()

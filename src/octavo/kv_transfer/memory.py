@@ -33,7 +33,7 @@ class TransferCallback(Protocol):
 class KVBlock:
     """A node's copy of a block. access_time: monotonic seconds.
 
-    num_tokens: if token_ids is empty, because engines save blocks without token ids.
+    num_tokens: for blocks without token_ids, as engines save them.
     """
 
     block_hash: bytes
@@ -52,8 +52,8 @@ class KVBlock:
 class GlobalKVPool:
     """Blocks of several nodes by hash; several nodes may have copies. Thread-safe.
 
-    A node keeps at most `max_blocks_per_node` blocks and evicts the least recently used first. Raises `ConfigError` if
-    the limit is below 1.
+    A node evicts the least recently used of more than `max_blocks_per_node` blocks. Raises `ConfigError` if that is
+    below 1.
     """
 
     def __init__(self, max_blocks_per_node: int = DEFAULT_BLOCKS_PER_NODE) -> None:
@@ -62,8 +62,8 @@ class GlobalKVPool:
         self.max_blocks_per_node = max_blocks_per_node
         self._num_evicted: Counter[str] = Counter()  # by node
         self._lock = threading.Lock()
-        self._nodes: dict[str, OrderedDict[bytes, KVBlock]] = {}  # by node; least recently used first
-        self._holders: dict[bytes, dict[str, None]] = {}  # by hash; first holder first
+        self._nodes: dict[str, OrderedDict[bytes, KVBlock]] = {}  # least recently used first
+        self._holders: dict[bytes, dict[str, None]] = {}  # first holder first
         self._open: set[str] = set()  # running transfers
         self._complete: set[str] = set()  # not queried yet
         self._ended = threading.Condition(self._lock)
@@ -229,7 +229,7 @@ class GlobalKVPool:
         return None if holder is None else self._touch_at(block_hash, holder)
 
     def _touch_at(self, block_hash: bytes, node_id: str) -> KVBlock | None:
-        """Return a node's block, marked as used, if any."""
+        """Return a node's block, if any, and mark it as used. Needs the lock."""
         node = self._nodes.get(node_id)
         if node is None or block_hash not in node:
             return None
@@ -242,8 +242,7 @@ class GlobalKVPool:
 class MemoryStore:
     """A `KVStore` over a pool, as one node of it. The node's limit covers saved blocks and loaded copies.
 
-    A checksum over key and content precedes each block. timeout_s: of a transfer. block_size: in tokens, for
-    `GlobalKVPool.query`.
+    timeout_s: of a transfer. block_size: in tokens, for `GlobalKVPool.query`.
     """
 
     name = "memory"

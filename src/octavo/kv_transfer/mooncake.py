@@ -1,8 +1,7 @@
 """A store in memory that engines on several machines lend.
 
-Nothing from the pool is trusted: each object has its key and a checksum, which are compared at each read. Mooncake's
-codes: -200 no space, -704 not found, -706 leased, -707 lease expired before the data arrived, -800 the lender is gone,
--900 and -901 no master.
+Nothing from the pool is trusted: each read compares an object's key and checksum. Mooncake's codes: -200 no space, -704
+not found, -706 leased, -707 lease expired before the data arrived, -800 the lender is gone, -900 and -901 no master.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class MooncakeStore:
     """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` if it cannot connect.
 
     All objects have one size: a block with the first KV group only is padded with zeros. A restarted master has an
-    empty pool. So each query also asks for a mark of this store; without it, all known keys are forgotten. Blocks are
-    put into other engines' memory only if this engine's own is full.
+    empty pool, so each query also asks for a mark of this store; without it, all known keys are forgotten.
     """
 
     name = "mooncake"
@@ -75,13 +73,13 @@ class MooncakeStore:
 
     @staticmethod
     def host_bytes(block_bytes: int, segment_bytes: int) -> int:
-        """Return the store's memory here in bytes, lent memory included."""
+        """Return this machine's bytes, lent memory included."""
         return client_bytes(_HEADER_BYTES + block_bytes, segment_bytes)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """Count the leading keys that the pool has, and lease them for the following load.
 
-        Without a key it only checks that the master answers.
+        Without keys, it only asks the master.
         """
         if not keys:
             self._has([])
@@ -125,7 +123,7 @@ class MooncakeStore:
                 wrong = [
                     key for key, code, is_whole in zip(some, codes, whole, strict=True) if _is_wrong(code, is_whole)
                 ]
-                if wrong:  # as in `forget`
+                if wrong:
                     self._call(area, "remove", [*map(_name, wrong)])
                 if False in whole:
                     break

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MODULE = "octavo.kv_transfer.mooncake_process"
-OPEN_S = 15.0  # to start a client
-CALL_S = 4.0  # to answer a call
+OPEN_S = 15.0
+CALL_S = 4.0
 REST_S = 6.0  # twice Mooncake's limit for a stalled transfer, which may still write into its area
 GONE_S = 30.0  # then a silent process is killed
 PING_S = 0.5
@@ -31,7 +31,7 @@ PROCESS_BYTES = 64 << 20  # without lent and shared memory
 NUM_AREAS = 4
 AREA_BYTES = 8 << 20
 TRANSFER_FAILED = -800
-_SILENT = subprocess.DEVNULL  # the process logs each missed heartbeat
+_SILENT = subprocess.DEVNULL  # it logs each missed heartbeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Area:
         ]  # fmt: skip
         self.channel = channel
         self.address = 0
-        self.is_pending = False  # a call is unanswered
+        self.is_pending = False
         self.rests_until = 0.0
         self.requested_at = 0.0
 

@@ -1,7 +1,7 @@
 """The process that runs Mooncake: `python -m octavo.kv_transfer.mooncake_process ORDER`.
 
-Mooncake's library holds Python's lock while it connects and closes, for minutes if its master is unreachable, and some
-failed calls end the process. So it runs outside the engine, which sees any failure as a closed pipe.
+Mooncake's library holds Python's lock while it connects and closes, for minutes without a master, and some failed calls
+end the process. So it runs outside the engine, which sees any failure as a closed pipe.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
 def main() -> None:
     """Connect, and answer calls until the other side closes the control pipe or exits.
 
-    Always ends with `os._exit`: Mooncake's threads may keep a process alive after it has released its client.
+    Ends with `os._exit`: Mooncake's threads may keep a process alive after it has released its client.
     """
     try:
         _serve(ClientOrder.decode(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""A chain of stores."""
+"""Chained stores."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TieredStore:
     """A `KVStore` over several stores, the fastest first. Skips a store that fails or hangs, and raises nothing.
 
     Saves a block to each store that lacks it. only_first_group: blocks have the first KV group only
-    (`octavo.kv_transfer.group_parts`); `keys` are those of whole blocks. Stores without such blocks are skipped.
+    (`octavo.kv_transfer.group_parts`); `keys` are those of whole blocks; stores without such blocks are skipped.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:

@@ -1,4 +1,4 @@
-"""Addition to the residual stream."""
+"""Residual additions."""
 
 from __future__ import annotations
 

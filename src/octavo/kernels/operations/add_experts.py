@@ -1,4 +1,4 @@
-"""The sum of experts' outputs."""
+"""Sums of experts."""
 
 from __future__ import annotations
 

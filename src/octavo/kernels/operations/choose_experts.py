@@ -1,4 +1,4 @@
-"""The choice of experts."""
+"""Choices of experts."""
 
 from __future__ import annotations
 

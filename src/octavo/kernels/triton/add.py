@@ -1,4 +1,4 @@
-"""Addition to the residual stream on a GPU."""
+"""Residual additions."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Attention over paged KV for a ragged batch, prompts and decodes in one launch: see docs/gpu.md.
 
-A row's result depends only on its own position and KV: tiles of rows are padded to one shape, tiles and partitions
-(states of an online softmax; Milakov and Gimelshein 2018; Dao et al. 2022) begin at fixed positions, and partitions are
-merged in order. The order of reductions does not depend on how memory is read. Only a device can show that a row of a
-product does not depend on the rest of the tile, and that products with weights of zero do not change a sum.
+A row's result depends only on its own position and KV: tiles of rows are padded to one shape, and tiles and partitions
+(states of an online softmax; Milakov and Gimelshein 2018; Dao et al. 2022) begin at fixed positions. Only a device can
+show that a row of a product does not depend on the rest of the tile, and that products with weights of zero do not
+change a sum.
 
 The launch depends on shapes alone, so a captured one serves sequences of any length. In a sequence of length 0, a row
 at position -1 gets zeros: divisions round towards zero, so it visits its first tile, with masked loads.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import AttentionBatch
 
 MAX_ROW_BYTES = 512  # of a padded head
-BLOCK_M = 64  # of Hopper's warp groups
+BLOCK_M = 64  # rows that a warp group of Hopper multiplies
 TILE = 64
 TILES = 4
 PARTITION = TILE * TILES
@@ -106,7 +106,7 @@ def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
     num_warps, num_stages = 4 if is_narrow else 8, 2 if row_bytes <= 256 and dtype.itemsize < 4 else 1
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
     if not is_amd():
-        options["maxnreg"] = 255  # the most: without a limit ptxas may take 32 and spill all else
+        options["maxnreg"] = 255  # without a limit ptxas may take 32 and spill all else
     return options
 
 
@@ -161,7 +161,7 @@ def _attend_tile(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Update the state of rows with one tile of KV. Blocks before `first` may be released, so they are not read."""
+    """Update the state of rows with one tile of KV. Blocks before `first` may be released."""
     of_tile, dim = start + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     is_there = (of_tile >= first) & (of_tile < seq_len)
     is_dim = dim < HEAD_DIM
@@ -213,7 +213,7 @@ def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOC
 def _tiles_of_rows(
     tile, first_position, num_tokens, window, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the first position that a tile of rows sees, its tile of KV, and the end of the tiles that it sees."""
+    """Return the first position that a tile of rows sees, its tile of KV, and the end of the tiles."""
     first = _first_seen(first_position + tile * BLOCK_M // GROUP, window)
     last = first_position + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
     return first, first // TILE, last // TILE + 1
@@ -224,7 +224,7 @@ def _ends_of_sequences(
     query_start_ptr, seq_lens_ptr, num_seqs, split_tokens, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, PARTITION: tl.constexpr,
 ):  # fmt: skip
-    """Return the cumulative numbers of items of split sequences. An item is a partition with a tile of rows."""
+    """Return cumulative numbers of items of split sequences. An item is a partition with a tile of rows."""
     sequence = tl.arange(0, _SPLIT_SEQS)
     is_there = sequence < num_seqs
     first_token = tl.load(query_start_ptr + sequence, mask=is_there, other=0)
@@ -240,7 +240,7 @@ def _items_of_program(
     query_start_ptr, seq_lens_ptr, num_seqs, num_tiles, split_tokens, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, PARTITION: tl.constexpr,
 ):  # fmt: skip
-    """Return the ends of sequences, and the first, end and step of a program's items (a tile of rows is one item)."""
+    """Return the ends of sequences, and the first, end and step of a program's items (one for a tile of rows)."""
     is_sharer = tl.program_id(0) >= num_tiles
     ends = tl.zeros([_SPLIT_SEQS], tl.int32)
     if is_sharer:
@@ -270,7 +270,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of queries of one KV head with all its partitions, or items of split sequences in turn."""
+    """Compute a tile of queries of one KV head with all its partitions, or items of split sequences."""
     is_sharer = tl.program_id(0) >= num_tiles
     ends, first_item, end_item, step = _items_of_program(
         query_start_ptr, seq_lens_ptr, num_seqs, num_tiles, split_tokens, window, GROUP, BLOCK_M, TILE * TILES
@@ -334,7 +334,7 @@ def _attend(
 
 @triton.jit
 def _write(place, totals, total_weight, mask):
-    """Store totals / total_weight. A zero becomes positive: its sign may come from a weight of zero."""
+    """Store totals / total_weight, with positive zeros: a zero's sign may come from a weight of zero."""
     total_weight = tl.where(total_weight == 0.0, 1.0, total_weight)  # the row saw nothing
     result = tl.div_rn(totals, tl.broadcast_to(total_weight[:, None], totals.shape)) + 0.0
     tl.store(place, round_to(result, place.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""The backend of Triton kernels."""
+"""The Triton backend."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ WARM_UP_ROWS = (1, FEW_ROWS, FEW_ROWS + 1, BLOCK_M, BLOCK_M + 1, attention.PARTI
 
 
 class TritonKernels(ReferenceKernels):
-    """Triton kernels for a GPU, or for Triton's interpreter on the CPU; plain torch computes the rest.
+    """Triton kernels for a GPU or for Triton's interpreter; plain torch computes the rest.
 
     graph_pool: makes a device's `GraphPool`; tests replace it, because the interpreter cannot capture graphs.
     """
@@ -94,11 +94,11 @@ class TritonKernels(ReferenceKernels):
             kernel(*args)
 
     def take_compilations(self) -> list[str]:
-        """See `Kernels`. Includes compilations of this process's other engines."""
+        """See `Kernels`; includes other engines."""
         return self._compilations.take()
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Pack weights of int4 or in blocks; keep other kinds."""
+        """Pack int4 and blocks."""
         if isinstance(weight, Int4Weight):
             packed = pack_int4(weight)
             num_bytes = packed.nbytes + (0 if bias is None else bias.nbytes)
@@ -181,7 +181,7 @@ class TritonKernels(ReferenceKernels):
         return take_rows(x, rows)
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return False if plain torch computes a part: it may read the batch on the host."""
+        """Return False if plain torch, which may read the batch on the host, computes a part."""
         if is_interpreted() and type(self).graph_pool is CudaGraphPool:
             logger.warning("no decode graphs are captured: Triton's interpreter does not support them")
             return False

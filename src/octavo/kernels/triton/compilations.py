@@ -9,7 +9,7 @@ import triton
 
 
 class Compilations:
-    """Reports this process's compilations, by any engine."""
+    """This process's compilations."""
 
     def __init__(self) -> None:
         self._compiled = compiled_kernels()

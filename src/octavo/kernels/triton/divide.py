@@ -1,4 +1,4 @@
-"""Division of logits on a GPU."""
+"""Division of logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates of MLPs. Nothing is fused, so values are independent."""
+"""Gates of MLPs, unfused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of an embedding table, by token id."""
+"""Embedding table rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Log probabilities of tokens on a GPU.
 
-They are summed in halves, so the vocabulary alone decides the order; in torch's kernel a row's address does.
+The vocabulary alone decides the order of sums; in torch's kernel a row's address does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Products of int8 rows with int4 weights, exact: `octavo.kernels.quantization.linear_int4`.
 
-A 16-bit weight is cut into two signed bytes, high * 256 + low. Sums of products with each byte fit 32 bits, so any
-order gives the same bits.
+A 16-bit weight is cut into two signed bytes, high * 256 + low, so sums fit 32 bits and any order gives the same bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights in GGUF's blocks for GPUs: values in planes of bits, unchanged scales."""
+"""GGUF blocks for GPUs: values in planes of bits, unchanged scales."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def add_fences(ptx: str) -> str:
 
 
 def is_fenced(ptx: str) -> bool:
-    """Return False if a product follows a wait for copies, in the order of the text, without a fence between them."""
+    """Return False if a product follows a wait for copies, in the text, without a fence between them."""
     needs_fence = False
     for line in ptx.split("\n"):
         if _WAIT.match(line):

@@ -1,4 +1,4 @@
-"""Copies of given rows."""
+"""Row copies."""
 
 from __future__ import annotations
 

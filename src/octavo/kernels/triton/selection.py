@@ -3,9 +3,8 @@
 Each keeps a prefix of the order (value descending, id ascending). Its last token, the cut, has an id and a key: an
 integer in the order of values.
 
-First, `pack` drops tokens below a bound; it keeps each in the lane in which a pass over the row meets it. So sums over
-packed tokens add the same numbers in the same order. With `num_layers` 0, functions read the row, otherwise the packed
-tokens.
+`pack` drops tokens below a bound; it keeps each in the lane in which a pass over the row meets it, so sums over packed
+tokens add the same numbers in the same order. With `num_layers` 0, functions read the row, otherwise the packed tokens.
 
     id      0    1    2  ...  BLOCK - 1    lane     0      1      2   ...
             .    x    .                    layer 0  B + 0  1      2B + 2
@@ -101,7 +100,7 @@ def key_of_rank(keys, rank):
 
 @triton.jit
 def top_k_cut(logits_ptr, vocab, temperature, packed_ptr, num_layers, k, BLOCK: tl.constexpr):
-    """Return the k-th token's key, and how many of the first k have it; k is at most the number of tokens."""
+    """Return the k-th token's key, and how many of the first k have it, for at least k tokens."""
     digits = tl.arange(0, _DIGITS)
     prefix = tl.full([], 0, tl.int32)
     left = k + 0
@@ -155,8 +154,8 @@ def _masses(
 ):  # fmt: skip
     """Return float64 sums of e^(value - largest) of tokens that a cut keeps, for three ascending least keys.
 
-    A sum is monotonic in its least key: the order of additions is fixed, and rounding is monotonic. That needs one
-    layout of the kernel, so callers must not be specialized on alignment.
+    A sum is monotonic in its least key, because the order of additions is fixed. That needs one layout of the kernel,
+    so callers must not be specialized on alignment.
     """
     lanes_0 = tl.zeros([BLOCK], tl.float64)
     lanes_1 = tl.zeros([BLOCK], tl.float64)

@@ -1,4 +1,4 @@
-"""Soft caps of logits on a GPU."""
+"""Soft caps."""
 
 from __future__ import annotations
 

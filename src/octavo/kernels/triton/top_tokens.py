@@ -1,4 +1,4 @@
-"""The k largest values of rows and their ids, ties to the lowest id."""
+"""Largest values and ids."""
 
 from __future__ import annotations
 
